@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/fail.h"
 #include "base/file.h"
@@ -182,6 +183,20 @@ static void require_something_to_evaluate(const Options *o, const Loader *loader
     fail("--eval-only: there is nothing to evaluate; name --val-data or raise --val-fraction");
 }
 
+// An earlier log may be written over, but not while it is read as text.
+static void keep_inputs(const Options *o) {
+  const TextList tokenizer = {.items = (const char **)&o->tokenizer, .count = o->tokenizer != NULL};
+  const TextList *const inputs[] = {&o->data, &o->val_data, &tokenizer};
+  const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
+  struct stat in, out;
+  for (int k = 0; k < 2; k++)
+    for (int l = 0; l < 3; l++)
+      for (int i = 0; i < inputs[l]->count; i++)
+        if (outputs[k][1] && !stat(outputs[k][1], &out) && !stat(inputs[l]->items[i], &in) &&
+            S_ISREG(out.st_mode) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+          fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], outputs[k][1]);
+}
+
 static void open_data(Run *run) {
   const Options *o = run->options;
   run->data = setup_data(o);
@@ -244,6 +259,7 @@ int main(int argc, char **argv) {
   Options options;
   ranks_begin();
   setup_options(&options, argc, argv);
+  keep_inputs(&options);
   if (options.plan || options.fit) {
     (options.plan ? plan_print : plan_print_fit)(&options);
     options_free(&options);

@@ -16,6 +16,12 @@
 #include "base/alloc.h"
 #include "base/fail.h"
 
+Path path_in(const char *folder, const char *name) {
+  Path path;
+  if (snprintf(path.text, sizeof path.text, "%s/%s", folder, name) >= (int)sizeof path.text) path.text[0] = 0;
+  return path;
+}
+
 char *path_join(const char *folder, const char *name) {
   return text_format("%s/%s", folder, name);
 }

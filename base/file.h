@@ -7,6 +7,11 @@
 
 #include "base/fail.h"
 
+typedef struct {
+  char text[4096]; // PATH_MAX
+} Path;
+
+Path path_in(const char *folder, const char *name);    // "folder/name"; too long: "", which is no file's
 char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
 bool path_exists(const char *path);                    // something is there, be it a link that leads nowhere
 bool path_is_folder(const char *path);

@@ -38,13 +38,20 @@ static size_t word_length(const char *list, const char **next) {
   return length;
 }
 
-static int choice(const Option *o, const char *text) {
+// The place of a word in a list; -1: it is not there.
+static int place_in(const char *list, const char *text) {
   int place = 0;
-  for (const char *word = o->choices, *next; *word; word = next, place++) {
+  for (const char *word = list, *next; *word; word = next, place++) {
     size_t length = word_length(word, &next);
     if (length == strlen(text) && !strncmp(word, text, length)) return place;
   }
-  fail("--%s %s: give %s", o->name, text, o->choices);
+  return -1;
+}
+
+static int choice(const Option *o, const char *text) {
+  int place = place_in(o->choices, text);
+  if (place < 0) fail("--%s %s: give %s", o->name, text, o->choices);
+  return place;
 }
 
 static void store(const Option *o, void *field, int64_t value) {
@@ -119,11 +126,7 @@ int option_row(const Option *rows, const char *name) {
 // --- options that exclude each other -----------------------------------------------------------------------
 
 static bool excludes(const Option *a, const Option *b) {
-  for (const char *word = a->excludes ? a->excludes : "", *next; *word; word = next) {
-    size_t length = word_length(word, &next);
-    if (length == strlen(b->name) && !strncmp(word, b->name, length)) return true;
-  }
-  return false;
+  return a->excludes && place_in(a->excludes, b->name) >= 0;
 }
 
 // 0 is a number's "none".
@@ -148,13 +151,14 @@ bool option_needs_met(const Option *rows, const void *values, int row) {
   const char *needs = rows[row].needs;
   if (!needs) return true;
   char name[32], now[64];
-  snprintf(name, sizeof name, "%.*s", (int)strcspn(needs, " "), needs);
+  size_t length = strcspn(needs, " ");
+  snprintf(name, sizeof name, "%.*s", (int)length, needs);
   const Option *needed = &rows[option_row(rows, name)];
   const void *field = (const char *)values + needed->offset;
   if (needed->type == OPTION_TEXT) return *(const char *const *)field;
-  if (needed->type == OPTION_WHOLE) return stored(needed, field);
+  if (needed->type == OPTION_WHOLE || !needs[length]) return stored(needed, field);
   option_text(needed, values, now);
-  return !strcmp(now, needs + strlen(name) + 1);
+  return !strcmp(now, needs + length + 1);
 }
 
 void option_require_needs(const Option *rows, const void *values, int row) {
@@ -185,24 +189,15 @@ typedef struct {
   bool *given;
 } Parsing;
 
-static void take(const Parsing *p, int row, const char *text) {
-  option_set(&p->table->rows[row], p->values, text);
-  p->given[row] = true;
-}
-
-static void begin(const Parsing *p) {
-  output_check_at_exit();
-  for (const Option *o = p->table->rows; o->type != OPTION_END; o++)
-    if (o->initial) option_set(o, p->values, o->initial);
-}
-
 static error_t parse_one(int key, char *text, struct argp_state *state) {
   const Parsing *p = state->input;
+  const char *stray = p->table->stray;
   if (key == ARGP_KEY_ARG)
-    fail("'%s' is not an option; %s%s--help lists %s", text, p->table->stray ? p->table->stray : "",
-         p->table->stray ? ", and " : "", p->table->stray ? "the rest" : "them");
+    fail("'%s' is not an option; %s%s", text, stray ? stray : "",
+         stray ? ", and --help lists the rest" : "--help lists them");
   if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
-  take(p, key - FIRST_KEY, text);
+  option_set(&p->table->rows[key - FIRST_KEY], p->values, text);
+  p->given[key - FIRST_KEY] = true;
   return 0;
 }
 
@@ -230,7 +225,9 @@ static struct argp *make_rows(const OptionTable *table) {
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
   bool own[OPTION_ROWS_MAX] = {false};
   Parsing parsing = {table, values, given ? given : own};
-  begin(&parsing);
+  output_check_at_exit();
+  for (const Option *o = table->rows; o->type != OPTION_END; o++)
+    if (o->initial) option_set(o, values, o->initial);
   error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
   check_exclusions(table->rows, values, parsing.given);

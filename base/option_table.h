@@ -33,7 +33,8 @@ typedef struct {
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given together with this one, and why not
-  const char *needs, *because; // "save DIR", "zero 1", "recompute layer": what this one says nothing without
+  const char *needs,
+      *because; // "save DIR", "zero 1", "recompute layer", "recompute" (any but its first word): what this one says nothing without
 } Option;
 
 enum { OPTION_ROWS_MAX = 128 };
@@ -59,7 +60,7 @@ bool option_text(const Option *option, const void *values, char text[64]);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
 
-// Whether what a row needs is there: a text, a number that is not 0, or a choice's word. The second fails unless it is, or
+// Whether what a row needs is there: a text, a number that is not 0, a choice's word or any but its first. The second fails unless it is, or
 // the row's option has its initial value.
 bool option_needs_met(const Option *rows, const void *values, int row);
 void option_require_needs(const Option *rows, const void *values, int row);

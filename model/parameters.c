@@ -357,55 +357,49 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
   }
 }
 
-// Elements of a split head that each rank contributes to one all-gather: together about a bucket.
-static int64_t head_at_once(const Parameters *p, Dtype dtype) {
-  return BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->spread.parts;
+// Elements of its slice of a bucket that each rank contributes to one all-gather. A split head's one bucket is too large to
+// gather at once.
+static int64_t read_at_once(const Parameters *p, ParameterGroup group, Dtype dtype, int64_t slice) {
+  bool split = group == GROUP_HEAD && p->spread.split_head;
+  return split ? min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->spread.parts, slice) : slice;
 }
 
-static Tensor push_bucket(Backend *backend, Dtype dtype, int64_t count) {
-  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, count);
-}
-
-// A split head's one bucket is too large to gather: every rank contributes its slice's elements at the same offset.
-static void read_head(const Parameters *p, Backend *backend, Tensor shard, int64_t begin, int64_t stop,
-                      char *host) {
-  int64_t slice = tensor_count(shard), width = (int64_t)dtype_bytes(shard.dtype), count;
-  for (int64_t at = begin; at < stop; at += count) {
-    int64_t owner = at / slice, offset = at % slice;
-    count = min_i64(min_i64(stop - at, slice - offset), head_at_once(p, shard.dtype));
-    MemoryMark mark = memory_mark(&backend->memory);
-    Tensor all = push_bucket(backend, shard.dtype, count * p->spread.parts);
-    all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, offset, count)});
-    if (backend->rank == 0)
-      backend_to_host(backend, host + (at - begin) * width, tensor_rows(all, owner * count, count));
-    memory_pop_to(&backend->memory, mark);
-  }
+// One such piece of all slices, those of the ranks one after the other. The caller pops it.
+static Tensor push_pieces(const Parameters *p, Backend *backend, Dtype dtype, int64_t each) {
+  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, each * p->spread.parts);
 }
 
 void shards_read(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                  int64_t first, int64_t count, void *host) {
   ParameterGroup group = parameter->group;
+  Dtype dtype = role[group].dtype;
   int64_t begin = parameter->offset + first, stop = begin + count;
   if (!is_sharded(p, role, group)) {
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
     return;
   }
-  if (group == GROUP_HEAD && p->spread.split_head) {
-    read_head(p, backend, role[group], begin, stop, host);
-    return;
-  }
-  size_t width = dtype_bytes(role[group].dtype);
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    if (b.first >= stop) continue;
-    MemoryMark mark = memory_mark(&backend->memory);
-    Tensor whole = push_bucket(backend, role[group].dtype, b.count);
-    all_gather(backend, (Collective){.out = whole, .x = shards_slice_of_shard(p, role[group], b)});
-    int64_t from = max_i64(begin, b.first), to = min_i64(stop, b.first + b.count);
-    if (backend->rank == 0)
-      backend_to_host(backend, (char *)host + (size_t)(from - begin) * width,
-                      tensor_rows(whole, from - b.first, to - from));
-    memory_pop_to(&backend->memory, mark);
+    int64_t slice = b.count / p->spread.parts, most = read_at_once(p, group, dtype, slice), each;
+    Tensor shard = shards_slice_of_shard(p, role[group], b);
+    for (int64_t at = 0; at < slice && b.first < stop; at += each) {
+      each = min_i64(most, slice - at);
+      MemoryMark mark = memory_mark(&backend->memory);
+      Tensor all = {0};
+      for (int part = 0; part < p->spread.parts; part++) {
+        int64_t piece = b.first + part * slice + at; // of the group's elements
+        int64_t from = max_i64(begin, piece), to = min_i64(stop, piece + each);
+        if (from >= to) continue;
+        if (!tensor_exists(all)) {
+          all = push_pieces(p, backend, dtype, each);
+          all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, at, each)});
+        }
+        if (backend->rank == 0)
+          backend_to_host(backend, (char *)host + (size_t)(from - begin) * dtype_bytes(dtype),
+                          tensor_rows(all, part * each + from - piece, to - from));
+      }
+      memory_pop_to(&backend->memory, mark);
+    }
   }
 }
 
@@ -413,14 +407,12 @@ void shards_plan_read(const Parameters *p, Backend *backend) {
   const Tensor *roles[2 + OPTIMIZER_STATES] = {p->value, p->master};
   for (int s = 0; s < OPTIMIZER_STATES; s++) roles[2 + s] = p->state[s];
   for (int r = 0; r < 2 + OPTIMIZER_STATES; r++)
-    for (int g = 0; g < GROUP_COUNT; g++) {
-      Tensor role = roles[r][g];
-      if (!tensor_exists(role) || !is_sharded(p, roles[r], (ParameterGroup)g)) continue;
+    for (ParameterGroup g = 0; g < GROUP_COUNT; g++) {
+      if (!tensor_exists(roles[r][g]) || !is_sharded(p, roles[r], g)) continue;
       MemoryMark mark = memory_mark(&backend->memory);
-      int64_t count = min_i64(p->bucket[g], p->group_elements[g]);
-      if (g == GROUP_HEAD && p->spread.split_head)
-        count = min_i64(head_at_once(p, role.dtype), tensor_count(role)) * p->spread.parts;
-      push_bucket(backend, role.dtype, count);
+      Dtype dtype = roles[r][g].dtype;
+      int64_t slice = min_i64(p->bucket[g], p->group_elements[g]) / p->spread.parts;
+      push_pieces(p, backend, dtype, read_at_once(p, g, dtype, slice));
       memory_pop_to(&backend->memory, mark);
     }
 }

@@ -102,6 +102,13 @@ typedef double (*Objective)(void *context);
 void check_gradient(Harness *h, const char *what, Tensor got, const double *before, double *x,
                     Objective objective, void *context, Tolerance tolerance);
 
+// --- refusals ----------------------------------------------------------------------------------------------
+
+// From now on every operation of the backend is also called with arguments that it must refuse (refusals.c). How many kinds
+// of them were accepted, with a line for each.
+void refusals_watch(Backend *backend);
+int refusals_missed(void);
+
 // --- fail() ------------------------------------------------------------------------------------------------
 
 // assert_fails(h, "part of the sentence", statement): the statement must fail() with a sentence that holds

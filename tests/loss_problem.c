@@ -1,8 +1,5 @@
 #include "tests/loss_problem.h"
 
-#include <math.h>
-#include <stdio.h>
-
 LossProblem loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
   LossProblem p = {.x = random_values(h, rows * hidden, 1),
                    .weight = random_values(h, vocab * hidden, deviation / sqrt((double)hidden)),
@@ -52,16 +49,56 @@ int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int
   return positions;
 }
 
+#define IN_CALL(name, size, kind)                                                                            \
+  { #name, size, kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, name) }
+#define IN_OUTPUTS(name, kind)                                                                               \
+  { #name, "N", kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, outputs.name) }
+const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
+                                 IN_CALL(weight, "VH", LOSS_OPERAND),
+                                 IN_CALL(bias, "V", LOSS_OPERAND),
+                                 {"class_weights", "V", LOSS_INPUT, offsetof(ReferenceLoss, class_weights),
+                                  offsetof(LinearCrossEntropy, terms.class_weights)},
+                                 IN_CALL(token_weights, "N", LOSS_INPUT),
+                                 IN_CALL(entropy_weights, "N", LOSS_INPUT),
+                                 IN_CALL(loss, "N", LOSS_OUTPUT),
+                                 {"token_z_loss", "N", LOSS_OUTPUT, offsetof(ReferenceLoss, token_z_loss),
+                                  offsetof(LinearCrossEntropy, outputs.z_loss)},
+                                 IN_OUTPUTS(log_prob, LOSS_OUTPUT),
+                                 IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
+                                 IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
+                                 IN_CALL(dx, "NH", LOSS_GRADIENT),
+                                 IN_CALL(dweight, "VH", LOSS_GRADIENT),
+                                 IN_CALL(dbias, "V", LOSS_GRADIENT),
+                                 {0}};
+
+double **loss_values(const ReferenceLoss *r, const LossField *f) {
+  return (double **)((char *)r + f->reference);
+}
+
+static Tensor *in_call(const LinearCrossEntropy *a, const LossField *f) {
+  return (Tensor *)((char *)a + f->call);
+}
+
+static int64_t rows_of(const ReferenceLoss *r, const LossField *f) {
+  return f->size[0] == 'N' ? r->rows : r->vocab;
+}
+
+int64_t loss_count(const ReferenceLoss *r, const LossField *f) {
+  return rows_of(r, f) * (f->size[1] ? r->hidden : 1);
+}
+
 void reference_outputs(Harness *h, ReferenceLoss *r) {
-  double **const arrays[] = {&r->loss,    &r->token_z_loss, &r->log_prob, &r->logsumexp,
-                             &r->entropy, &r->max_logit,    &r->predicted};
-  for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) *arrays[i] = host_values(h, r->rows);
+  for (const LossField *f = loss_fields; f->name; f++)
+    if (f->kind == LOSS_OUTPUT || f->kind == LOSS_OF_LOGITS)
+      *loss_values(r, f) = host_values(h, loss_count(r, f));
 }
 
 void reference_gradients(Harness *h, ReferenceLoss *r) {
-  r->dx = host_values(h, r->rows * r->hidden);
-  r->dweight = host_values(h, r->vocab * r->hidden);
-  r->dbias = r->bias ? host_values(h, r->vocab) : NULL;
+  for (const LossField *f = loss_fields; f->name; f++)
+    if (f->kind == LOSS_GRADIENT && (r->bias || strcmp(f->name, "dbias") != 0))
+      *loss_values(r, f) = host_values(h, loss_count(r, f));
 }
 
 double reference_objective(void *reference) {
@@ -71,63 +108,113 @@ double reference_objective(void *reference) {
   return r.objective;
 }
 
-static Tensor optional_vector(Harness *h, Dtype dtype, const double *values, int64_t count) {
-  return values ? vector_from(h, dtype, (double *)values, count) : (Tensor){0};
+static Tensor unwritten(Harness *h, const ReferenceLoss *r, const LossField *f) {
+  bool ids = !strcmp(f->name, "predicted"), dx = !strcmp(f->name, "dx");
+  Tensor t = poisoned(h,
+                      ids  ? DTYPE_I32
+                      : dx ? h->dtype
+                           : DTYPE_F32,
+                      rows_of(r, f), f->size[1] ? r->hidden : 1);
+  return f->size[1] ? t : tensor_flat(t);
 }
 
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk) {
-  LinearCrossEntropy a = {
-      .mode = mode,
-      .chunk = chunk,
-      .loss = poisoned_vector(h, DTYPE_F32, r->rows),
-      .outputs = {.z_loss = poisoned_vector(h, DTYPE_F32, r->rows),
-                  .log_prob = poisoned_vector(h, DTYPE_F32, r->rows),
-                  .logsumexp = poisoned_vector(h, DTYPE_F32, r->rows)},
-      .x = tensor_from(h, h->dtype, (double *)r->x, r->rows, r->hidden),
-      .weight = tensor_from(h, h->dtype, (double *)r->weight, r->vocab, r->hidden),
-      .bias = optional_vector(h, h->dtype, r->bias, r->vocab),
-      .targets = ids_from(h, r->targets, r->rows),
-      .token_weights = optional_vector(h, DTYPE_F32, r->token_weights, r->rows),
-      .entropy_weights = optional_vector(h, DTYPE_F32, r->entropy_weights, r->rows),
-      .terms = {.label_smoothing = (float)r->label_smoothing,
-                .z_loss = (float)r->z_loss,
-                .softcap = (float)r->softcap,
-                .temperature = (float)r->temperature,
-                .class_weights = optional_vector(h, DTYPE_F32, r->class_weights, r->vocab)},
-      .sampling = {.full_mass = (float)r->full_mass, .seed = r->seed},
-      .scale = (float)r->scale,
-      .mean = r->mean};
-  if (!r->dx) return a;
-  a.dx = poisoned(h, h->dtype, r->rows, r->hidden);
-  a.dweight = poisoned(h, DTYPE_F32, r->vocab, r->hidden);
-  if (r->bias) a.dbias = poisoned_vector(h, DTYPE_F32, r->vocab);
+  LinearCrossEntropy a = {.mode = mode,
+                          .chunk = chunk,
+                          .targets = ids_from(h, r->targets, r->rows),
+                          .terms = {.label_smoothing = (float)r->label_smoothing,
+                                    .z_loss = (float)r->z_loss,
+                                    .softcap = (float)r->softcap,
+                                    .temperature = (float)r->temperature},
+                          .sampling = {.full_mass = (float)r->full_mass, .seed = r->seed},
+                          .scale = (float)r->scale,
+                          .mean = r->mean};
+  for (const LossField *f = loss_fields; f->name; f++) {
+    double *values = *loss_values(r, f);
+    if (!values || f->kind == LOSS_OF_LOGITS) continue;
+    Dtype dtype = f->kind == LOSS_OPERAND ? h->dtype : DTYPE_F32;
+    if (f->kind == LOSS_OUTPUT || f->kind == LOSS_GRADIENT)
+      *in_call(&a, f) = unwritten(h, r, f);
+    else if (f->size[1])
+      *in_call(&a, f) = tensor_from(h, dtype, values, rows_of(r, f), r->hidden);
+    else
+      *in_call(&a, f) = vector_from(h, dtype, values, rows_of(r, f));
+  }
   return a;
 }
 
-void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a) {
-  int64_t rows = a->x.shape[0];
-  a->outputs.entropy = poisoned_vector(h, DTYPE_F32, rows);
-  a->outputs.max_logit = poisoned_vector(h, DTYPE_F32, rows);
-  a->outputs.predicted = poisoned_vector(h, DTYPE_I32, rows);
-  a->outputs.correct = poisoned_vector(h, DTYPE_F32, rows);
+void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r) {
+  for (const LossField *f = loss_fields; f->name; f++)
+    if (f->kind == LOSS_OF_LOGITS) *in_call(a, f) = unwritten(h, r, f);
+  a->outputs.correct = poisoned_vector(h, DTYPE_F32, r->rows);
 }
 
-void check_outputs(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
-                   int64_t first, Tolerance tolerance) {
-  const struct {
-    const char *name;
-    Tensor got;
-    const double *want;
-  } outputs[] = {{"loss", a->loss, r->loss},
-                 {"z_loss", a->outputs.z_loss, r->token_z_loss},
-                 {"log_prob", a->outputs.log_prob, r->log_prob},
-                 {"logsumexp", a->outputs.logsumexp, r->logsumexp},
-                 {"entropy", a->outputs.entropy, r->entropy},
-                 {"max_logit", a->outputs.max_logit, r->max_logit}};
-  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++) {
+void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before) {
+  Tensor w = a->dweight;
+  a->accumulate = true;
+  before->dweight = random_values(h, tensor_count(w), 1);
+  a->dweight = tensor_from(h, DTYPE_F32, before->dweight, w.shape[0], w.shape[1]);
+  if (!tensor_exists(a->dbias)) return;
+  before->dbias = random_values(h, w.shape[0], 1);
+  a->dbias = vector_from(h, DTYPE_F32, before->dbias, w.shape[0]);
+}
+
+void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
+                int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients) {
+  // Predictions are what the logits are that were stored.
+  bool exact = outputs.operations == dtype_epsilon(DTYPE_F32);
+  for (const LossField *f = loss_fields; f->name; f++) {
+    Tensor got = *in_call(a, f);
+    bool predicted = !strcmp(f->name, "predicted");
+    if (f->kind < LOSS_OUTPUT || !tensor_exists(got) || (predicted && !exact)) continue;
     char what[320];
-    snprintf(what, sizeof what, "%s (%s)", outputs[i].name, which);
-    if (tensor_exists(outputs[i].got))
-      check_values(h, what, outputs[i].got, outputs[i].want + first, tolerance);
+    snprintf(what, sizeof what, "%s (%s)", f->name, which);
+    int64_t row = f->size[0] == 'N' ? first : a->shard.first, count = tensor_count(got);
+    const double *want = *loss_values(r, f) + row * (f->size[1] ? r->hidden : 1);
+    double *all = copied_values(h, want, count);
+    const double *added = !strcmp(f->name, "dweight") ? before.dweight
+                          : !strcmp(f->name, "dbias") ? before.dbias
+                                                      : NULL;
+    for (int64_t i = 0; added && i < count; i++) all[i] += added[i];
+    // The error of the logits, of H terms, multiplies exponentials, of which V or N are summed.
+    gradients.terms = (double)(r->hidden + (f->size[0] == 'N' ? r->vocab : r->rows));
+    Tolerance t = f->kind == LOSS_GRADIENT ? gradients : outputs;
+    if (predicted) t = (Tolerance){0};
+    check_values(h, what, got, all, t);
   }
+  if (!tensor_exists(a->outputs.correct) || !exact) return;
+  const double *correct = values_of(h, a->outputs.correct);
+  for (int64_t n = 0; n < a->x.shape[0]; n++)
+    assert_true(correct[n] == (r->predicted[first + n] == r->targets[first + n]));
+}
+
+double check_unbiased(Harness *h, LinearCrossEntropy a, const LinearCrossEntropy *exact, int seeds) {
+  Tensor sampled[] = {a.dx, a.dweight}, whole[] = {exact->dx, exact->dweight};
+  double *want[2], *sum[2], *zeros[2], squares[2] = {0}, dropped = 0;
+  for (int i = 0; i < 2; i++) {
+    want[i] = values_of(h, whole[i]);
+    sum[i] = host_values(h, tensor_count(whole[i])), zeros[i] = host_values(h, tensor_count(whole[i]));
+  }
+  for (int seed = 1; seed <= seeds; seed++) {
+    a.sampling.seed = (uint64_t)seed;
+    linear_cross_entropy(h->backend, a);
+    check_bitwise_equal(h, "loss with sampling", a.loss, exact->loss);
+    const double *stats = values_of(h, a.sampling.stats);
+    assert_true(stats[1] > 0 && stats[0] <= stats[1] && (stats[0] > 0) == (stats[2] > 0));
+    dropped += stats[0] / stats[1] / seeds;
+    for (int i = 0; i < 2; i++) {
+      int64_t count = tensor_count(sampled[i]);
+      const double *got = values_of(h, sampled[i]);
+      for (int64_t k = 0; k < count; k++) sum[i][k] += got[k] - want[i][k];
+      double off = euclidean_distance(got, want[i], count);
+      squares[i] += off * off;
+      if (seed != seeds / 8 && seed != seeds) continue;
+      double mean = euclidean_distance(sum[i], zeros[i], count) / seed, expected = sqrt(squares[i]) / seed;
+      double rounding = dtype_epsilon(sampled[i].dtype) * euclidean_distance(want[i], zeros[i], count);
+      if (!(expected > 0 && mean < 2 * expected + rounding))
+        fail_msg("%s: the mean over %d seeds is off by %g, where %g is expected", i ? "dweight" : "dx", seed,
+                 mean, expected);
+    }
+  }
+  return dropped;
 }

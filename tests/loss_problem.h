@@ -1,7 +1,6 @@
 // One problem of the loss for all its tests: random or given inputs, the float64 solution (ReferenceLoss), and the call of
 // linear_cross_entropy that has to find it.
-#ifndef LCE_TESTS_LOSS_PROBLEM_H
-#define LCE_TESTS_LOSS_PROBLEM_H
+#pragma once
 
 #include "kernels/linear_cross_entropy.h"
 #include "tests/harness.h"
@@ -19,6 +18,17 @@ enum {
   TERM_BIAS = 128,
   TERM_MEAN = 256
 };
+
+// What a call has but targets, where ReferenceLoss and LinearCrossEntropy hold it, and of how many rows (N, V) and columns.
+typedef enum { LOSS_OPERAND, LOSS_INPUT, LOSS_OUTPUT, LOSS_OF_LOGITS, LOSS_GRADIENT } LossKind;
+typedef struct {
+  const char *name, *size;
+  LossKind kind;
+  size_t reference, call;
+} LossField;
+extern const LossField loss_fields[]; // a name of NULL ends it
+double **loss_values(const ReferenceLoss *r, const LossField *f);
+int64_t loss_count(const ReferenceLoss *r, const LossField *f);
 
 // All arrays are host values of the harness.
 typedef struct {
@@ -45,9 +55,23 @@ double reference_objective(void *reference); // for check_gradient: r->objective
 // logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
 // With what needs logits: entropy, max_logit, predicted, correct.
-void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a);
-// Loss and fp32 outputs of the call, as far as it has them, against r's from token `first` on.
-void check_outputs(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
-                   int64_t first, Tolerance tolerance);
+void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
+// With dweight and dbias that are added to what they hold before.
+typedef struct {
+  double *dweight, *dbias;
+} LossBefore;
+void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
+// Whatever the call gives against r's from token `first` and the shard's first row on. The terms of gradients are filled in.
+void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
+                int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
+// The mean of the sampled gradients over so many seeds is off from the exact call's by what it should be, one seed's distance
+// over the root of their number; losses are the exact ones. Returns the share of tiles that were dropped.
+double check_unbiased(Harness *h, LinearCrossEntropy sampled, const LinearCrossEntropy *exact, int seeds);
 
-#endif
+// The call, changed (`a` is a copy of it), fails with this part of a sentence.
+#define ASSERT_REFUSED(h, call, part, change)                                                                \
+  do {                                                                                                       \
+    LinearCrossEntropy a = call;                                                                             \
+    change;                                                                                                  \
+    assert_fails(h, part, linear_cross_entropy((h)->backend, a));                                            \
+  } while (0)

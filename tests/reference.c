@@ -38,6 +38,7 @@ double reference_gelu(double x) {
 void reference_linear(double *out, const double *x, const double *weight, bool in_out_layout,
                       const double *bias, const double *residual, int64_t rows, int64_t inputs,
                       int64_t outputs) {
+#pragma omp parallel for collapse(2) if (rows * outputs * inputs > 1 << 20)
   for (int64_t n = 0; n < rows; n++)
     for (int64_t o = 0; o < outputs; o++) {
       double sum = bias ? bias[o] : 0;
@@ -138,6 +139,8 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   double s = scale * or_else(r->token_weights, n, 1), b = scale * or_else(r->entropy_weights, n, 0);
   r->objective += s * (loss + z_loss) + b * entropy;
   if (!r->dx) return;
+  double *dx = r->dx + n * r->hidden;
+#pragma omp parallel for reduction(+ : dx[:r->hidden]) if (V * r->hidden > 1 << 20)
   for (int64_t j = 0; j < V; j++) {
     double p = exp(v[j] - lse), nll_weight = (1 - eps) * or_else(w, y, 1);
     if (r->full_mass > 0 && j != y)
@@ -149,7 +152,7 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
     double dz = dv * derivative[j];
     if (r->dbias) r->dbias[j] += dz;
     for (int64_t i = 0; i < r->hidden; i++) {
-      r->dx[n * r->hidden + i] += dz * r->weight[j * r->hidden + i];
+      dx[i] += dz * r->weight[j * r->hidden + i];
       r->dweight[j * r->hidden + i] += dz * x[i];
     }
   }

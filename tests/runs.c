@@ -1,36 +1,38 @@
 #include "tests/runs.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-Options options_on(bool cuda, char *line) {
-  enum { MAX_ARGUMENTS = 64 };
-  char *argv[MAX_ARGUMENTS + 1] = {"train"}, *rest = NULL;
-  int argc = 1;
-  for (char *word = strtok_r(line, " ", &rest); word && argc < MAX_ARGUMENTS;
-       word = strtok_r(NULL, " ", &rest))
-    argv[argc++] = word;
+// `more` is appended to the line.
+static Options options_of(DeviceKind device, const char *more, const char *format, va_list arguments) {
+  enum { LINE = 1200, WORDS = 64 };
+  static char lines[8][LINE];
+  static int turn;
+  char *line = lines[turn++ % 8], *argv[WORDS] = {"train"}, *rest = line;
+  int length = vsnprintf(line, LINE, format, arguments), argc = 1;
+  length += snprintf(line + length, (size_t)(LINE - length), "%s", more);
+  assert_in_range(length, 0, LINE - 1);
+  for (char *word; argc < WORDS && (word = strtok_r(NULL, " ", &rest));) argv[argc++] = word;
+  assert_in_range(argc, 1, WORDS - 1);
   Options options;
   setup_options(&options, argc, argv);
-  setup_device(&options, cuda ? ON_CUDA : ON_CPU);
+  setup_device(&options, device);
+  return options;
+}
+
+Options options_on(DeviceKind device, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  Options options = options_of(device, "", format, arguments);
+  va_end(arguments);
   return options;
 }
 
 static Run *open_line(const char *backend, const char *format, va_list arguments) {
+  Harness *h = harness_open(backend);
+  if (!h) return NULL;
   Run *run = calloc(1, sizeof *run);
   assert_non_null(run);
-  run->h = harness_open(backend);
-  if (!run->h) {
-    free(run);
-    return NULL;
-  }
-  bool cuda = !strncmp(backend, "cuda", 4), fp32 = strstr(backend, "fp32") != NULL;
-  int length = vsnprintf(run->line, sizeof run->line, format, arguments);
-  if (cuda && fp32)
-    length += snprintf(run->line + length, sizeof run->line - (size_t)length, " --dtype fp32");
-  assert_in_range(length, 0, sizeof run->line - 1);
-  run->options = options_on(cuda, run->line);
+  run->h = h;
+  bool cuda = !strncmp(backend, "cuda", 4), fp32 = cuda && strstr(backend, "fp32");
+  run->options = options_of(cuda ? ON_CUDA : ON_CPU, fp32 ? " --dtype fp32" : "", format, arguments);
   const Options *o = &run->options;
   run->data = setup_data(o);
   trainer_create(&run->trainer, o, run->h->backend);
@@ -69,4 +71,17 @@ StepResult run_step(Run *run, int64_t step) {
   assert_int_equal(trainer_collect(&run->trainer, results), 1);
   assert_int_equal(results[0].step, step);
   return results[0];
+}
+
+void assert_planned(const Run *run) {
+  const Memory *memory = &run->h->backend->memory;
+  const Ledger *measured = &memory->ledger;
+  Ledger plan = plan_run(&run->options, run->h->backend->device, run->trainer.transformer.mode);
+  assert_int_equal(memory->stack_capacity, plan.stack_peak);
+  assert_int_equal(measured->peak, plan.peak);
+  assert_int_equal(measured->stack_peak, plan.stack_peak);
+  assert_int_equal(measured->highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
+  assert_memory_equal(measured->at_peak, plan.at_peak, sizeof plan.at_peak);
+  assert_memory_equal(measured->host, plan.host, sizeof plan.host);
+  assert_int_equal(memory->pushed_count, 0);
 }

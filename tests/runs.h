@@ -1,6 +1,5 @@
 // A training run inside a test's process, made from a command line as train.c makes it, on the CPU or a GPU.
-#ifndef LCE_TESTS_RUNS_H
-#define LCE_TESTS_RUNS_H
+#pragma once
 
 #include "tests/data_files.h"
 #include "tests/harness.h"
@@ -8,12 +7,11 @@
 #include "trainer/setup.h"
 #include "trainer/trainer.h"
 
-// The options that a line of arguments separated by spaces gives, resolved for the CPU or a GPU. They point into
-// `line`, which is cut into words. options_free gives them back.
-Options options_on(bool cuda, char *line);
+// The options that a line of arguments separated by spaces gives, resolved for a device. They point into one of eight buffers,
+// used in turn. options_free gives them back.
+Options options_on(DeviceKind device, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 typedef struct {
-  char line[1024];
   Options options;
   Harness *h; // its backend; every push is filled with NaN first
   RunData data;
@@ -29,4 +27,5 @@ void run_close(Run *run);
 // One step, and its result at once.
 StepResult run_step(Run *run, int64_t step);
 
-#endif
+// What the run held at most, and who held it, is the plan's to the byte.
+void assert_planned(const Run *run);

@@ -59,16 +59,6 @@ static Wanted parse(int argc, char **argv) {
 
 // --- the text ----------------------------------------------------------------------------------------------
 
-static char *read_all(FILE *file) {
-  char *text = NULL;
-  size_t capacity = 0;
-  if (getdelim(&text, &capacity, 0, file) < 0) { // nothing there
-    free(text);
-    text = strdup("");
-  }
-  return text;
-}
-
 // A token may end within a character: its bytes wait until the rest has come. On a terminal the text is shown
 // as bytes_show makes it safe; elsewhere the bytes go out as they are.
 typedef struct {
@@ -183,8 +173,10 @@ int main(int argc, char **argv) {
   Wanted w = parse(argc, argv);
   ModelConfig config = hf_config_read(w.train.init);
   Tokenizer *tokenizer = prompt_tokenizer(w.train.tokenizer, w.train.init, true);
-  char *text = strcmp(w.train.prompt, "-") == 0 ? read_all(stdin) : strdup(w.train.prompt);
-  if (!text) fail("out of host memory for the prompt");
+  char *text = NULL;
+  size_t capacity = 0;
+  bool given = strcmp(w.train.prompt, "-") || getdelim(&text, &capacity, 0, stdin) < 0; // or nothing is there
+  if (given) free(text), text = text_format("%s", strcmp(w.train.prompt, "-") ? w.train.prompt : "");
   int64_t length = (int64_t)strlen(text), count = length;
   int32_t stops[MAX_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
                                                 : host_alloc(length + 1, sizeof *prompt, "the prompt");

@@ -192,6 +192,7 @@ const Option options_rows[] = {
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
     {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+     NEEDS("recompute", "says in how many layers to recompute, and not what"),
      HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
           "where memory is left; 0: to all layers")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
@@ -444,13 +445,11 @@ static void resolve_job(Options *o) {
     o->dtypes.vocab_parallel = o->dtypes.fp8 = false;
     o->eval_batches = o->sample_every = 0;
   }
-  if (o->recompute_layers && !o->recompute)
-    fail("--recompute-layers says in how many layers to recompute, and not what: add --recompute");
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (!o->eval_only || !(options_rows[i].flags & TRAINING)) option_require_needs(options_rows, o, i);
   if (o->recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
-  for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (!o->eval_only || !(options_rows[i].flags & TRAINING)) option_require_needs(options_rows, o, i);
   check_loss(o);
   check_fp8(o);
   resolve_offload(o);

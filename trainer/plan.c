@@ -11,38 +11,41 @@
 #include "base/fail.h"
 #include "base/file.h"
 #include "base/integers.h"
-#include "base/json.h"
 #include "base/system.h"
 #include "base/text.h"
 #include "kernels/ranks/ranks.h"
 #include "trainer/machine.h"
+#include "trainer/record.h"
 
-static Backend *plan_begin(const Options *o, DeviceKind device) {
-  Backend *backend = plan_backend_create(device, o->dtype);
-  backend->ranks = o->ranks;
-  backend->no_sampling = o->no_sampling;
-  return backend;
+// A trainer that allocates nothing; its options stay the caller's.
+static void open_planned(Trainer *t, const Options *options, DeviceKind device) {
+  Backend *backend = plan_backend_create(device, options->dtype);
+  backend->ranks = options->ranks;
+  backend->no_sampling = options->no_sampling;
+  trainer_create(t, options, backend);
+}
+
+static void close_planned(Trainer *t) {
+  Backend *backend = t->backend;
+  trainer_destroy(t);
+  backend_destroy(backend);
 }
 
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
-  Options copy = *given;
-  const Options *options = &copy;
-  if (mode == LCE_MATERIALIZED) copy.dtypes.vocab_parallel = false; // which that mode does not have
-  Backend *backend = plan_begin(options, device);
+  Options o = *given;
+  if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
+  o.mode = mode;
   Trainer trainer;
-  trainer_create(&trainer, options, backend);
-  trainer.transformer.mode = mode;
-  if (!options->eval_only) {
+  open_planned(&trainer, &o, device);
+  if (!o.eval_only) {
     int64_t count;
     trainer_step(&trainer, NULL, 0);
-    if (options->sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
+    if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  if (options->eval_only || options->val_data.count || options->val_fraction > 0)
-    trainer_validate(&trainer, NULL, 1);
-  if (options->save && !options->eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, backend);
-  Ledger plan = backend->memory.ledger;
-  trainer_destroy(&trainer);
-  backend_destroy(backend);
+  if (o.eval_only || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (o.save && !o.eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, trainer.backend);
+  Ledger plan = trainer.backend->memory.ledger;
+  close_planned(&trainer);
   return plan;
 }
 
@@ -54,45 +57,13 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-typedef struct {
-  const Options *options;
-  DeviceKind device;
-  LceMode mode;
-  size_t bytes;
-} Budget;
-
-static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
-  Options o = *options;
-  o.lce_chunk = chunk;
-  return plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
+// Sequence lengths are multiples of this.
+static int64_t seq_len_unit(const Options *o) {
+  return o->dtypes.fp8 ? 16 : 1;
 }
 
-static bool chunk_fits(const void *budget, int64_t chunk) {
-  const Budget *b = budget;
-  return head_bytes(b->options, b->device, chunk) <= b->bytes;
-}
-
-// 0 when even one token's does not fit; `min` receives what one token's holds.
-static int64_t chunk_within(const Options *options, DeviceKind device, size_t bytes, size_t *min) {
-  *min = head_bytes(options, device, 1);
-  if (*min > bytes) return 0;
-  Budget budget = {options, device, LCE_FUSED, bytes};
-  return largest_that_fits(chunk_fits, &budget, options->batch * options->seq_len);
-}
-
-void plan_resolve_chunk(Options *o, DeviceKind device) {
-  if (o->lce_memory) {
-    size_t min;
-    o->lce_chunk = chunk_within(o, device, (size_t)o->lce_memory << 20, &min);
-    if (!o->lce_chunk)
-      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
-           "that",
-           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
-  }
-  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
-}
-
-Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
+static Options with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
   Options o = *given;
   o.batch = batch;
   o.seq_len = seq_len;
@@ -103,37 +74,50 @@ Options plan_with_shape(const Options *given, DeviceKind device, int64_t batch, 
   return o;
 }
 
-static bool batch_fits(const void *budget, int64_t batch) {
-  const Budget *b = budget;
-  Options o = plan_with_shape(b->options, b->device, batch, b->options->seq_len);
-  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
+// What a budget is spent on: tokens of a chunk, which only LM head and loss hold; sequences; units of a sequence's length.
+typedef struct {
+  const Options *options;
+  DeviceKind device;
+  LceMode mode;
+  size_t bytes;
+  enum { CHUNK, BATCH, SEQ_LEN } of;
+} Budget;
+
+static size_t bytes_of(const Budget *b, int64_t count) {
+  Options o = *b->options;
+  if (b->of == CHUNK) o.lce_chunk = count;
+  if (b->of == BATCH) o = with_shape(&o, b->device, count, o.seq_len);
+  if (b->of == SEQ_LEN) o = with_shape(&o, b->device, o.batch, count * seq_len_unit(&o));
+  Ledger plan = plan_run(&o, b->device, b->mode);
+  return b->of == CHUNK ? plan.highest[MEMORY_HEAD] : plan.peak;
 }
 
-// Sequence lengths are multiples of this.
-static int64_t seq_len_unit(const Options *o) {
-  return o->dtypes.fp8 ? 16 : 1;
+static bool within(const void *budget, int64_t count) {
+  return bytes_of(budget, count) <= ((const Budget *)budget)->bytes;
 }
 
-static bool seq_len_fits(const void *budget, int64_t units) {
-  const Budget *b = budget;
-  Options o = plan_with_shape(b->options, b->device, b->options->batch, units * seq_len_unit(b->options));
-  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
+void plan_resolve_chunk(Options *o, DeviceKind device) {
+  if (o->lce_memory) {
+    const Budget budget = {o, device, LCE_FUSED, (size_t)o->lce_memory << 20, CHUNK};
+    size_t min = bytes_of(&budget, 1);
+    if (min > budget.bytes)
+      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
+           "that",
+           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
+    o->lce_chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
+  }
+  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
-}
-
-static int64_t largest_seq_len(const Budget *budget, int64_t max) {
-  int64_t unit = seq_len_unit(budget->options);
-  return unit * largest_that_fits(seq_len_fits, budget, max / unit);
+  return largest_that_fits(within, &(Budget){options, device, mode, bytes, BATCH},
+                           INT32_MAX / options->seq_len);
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
 
-// Operations of a plan that add to the HostTraffic in backend->state.
-
-static size_t bytes_on_host(const Backend *backend, Tensor t) {
+// The tensor's bytes where they are in the host's memory, else 0.
+static size_t on_host(const Backend *backend, Tensor t) {
   const Memory *memory = &backend->memory;
   for (int64_t i = 0; tensor_exists(t) && i < memory->reserved_count; i++) {
     const MemoryBlock *block = &memory->reserved[i];
@@ -143,57 +127,33 @@ static size_t bytes_on_host(const Backend *backend, Tensor t) {
   return 0;
 }
 
-static void count_copy_in(Backend *backend, const Copy *a) {
-  ((HostTraffic *)backend->state)->micro_batch.in += tensor_bytes(a->x);
-}
-
-static void count_copy_out(Backend *backend, const Copy *a) {
-  ((HostTraffic *)backend->state)->micro_batch.out += tensor_bytes(a->x);
-}
-
+// An operation of a plan that adds to the HostTraffic in backend->state what it reads of the host's memory and writes there.
+#define COUNT(name, Operation, part, read, written)                                                          \
+  static void name(Backend *b, const Operation *a) {                                                         \
+    HostBytes *bytes = &((HostTraffic *)b->state)->part;                                                     \
+    bytes->in += read;                                                                                       \
+    bytes->out += written;                                                                                   \
+  }
+COUNT(count_copy_in, Copy, micro_batch, tensor_bytes(a->x), 0)
+COUNT(count_copy_out, Copy, micro_batch, 0, tensor_bytes(a->x))
 // A row of each table for every token.
-static void count_embedding(Backend *backend, const EmbeddingForward *a) {
-  const Tensor tables[] = {a->token_weight, a->position_weight};
-  for (int i = 0; i < 2; i++)
-    if (bytes_on_host(backend, tables[i]))
-      ((HostTraffic *)backend->state)->micro_batch.in += tensor_bytes(a->out);
-}
-
+COUNT(count_embedding, EmbeddingForward, micro_batch,
+      tensor_bytes(a->out) * ((on_host(b, a->token_weight) > 0) + (on_host(b, a->position_weight) > 0)), 0)
 // At most: every row is written, and read where it is added to.
-static void count_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
-  HostBytes *bytes = &((HostTraffic *)backend->state)->micro_batch;
-  size_t tokens = bytes_on_host(backend, a->dtoken_weight),
-         positions = bytes_on_host(backend, a->dposition_weight);
-  bytes->out += tokens + positions;
-  bytes->in += (a->accumulate_token ? tokens : 0) + (a->accumulate_position ? positions : 0);
-}
-
-static void count_reduce(Backend *backend, const Reduce *a) {
-  ((HostTraffic *)backend->state)->update.in += bytes_on_host(backend, a->x);
-}
-
-static void count_adamw(Backend *backend, const AdamW *a) {
-  HostBytes *bytes = &((HostTraffic *)backend->state)->update;
-  size_t weight = bytes_on_host(backend, a->weight), master = bytes_on_host(backend, a->master);
-  size_t moments = bytes_on_host(backend, a->m) + bytes_on_host(backend, a->v);
-  bytes->in += (tensor_exists(a->master) ? master : weight) + moments + bytes_on_host(backend, a->grad);
-  bytes->out += weight + master + moments;
-}
-
+COUNT(count_embedding_backward, EmbeddingBackward, micro_batch,
+      (a->accumulate_token ? on_host(b, a->dtoken_weight) : 0) +
+          (a->accumulate_position ? on_host(b, a->dposition_weight) : 0),
+      on_host(b, a->dtoken_weight) + on_host(b, a->dposition_weight))
+COUNT(count_reduce, Reduce, update, on_host(b, a->x), 0)
+COUNT(count_adamw, AdamW, update,
+      on_host(b, tensor_exists(a->master) ? a->master : a->weight) + on_host(b, a->m) + on_host(b, a->v) +
+          on_host(b, a->grad),
+      on_host(b, a->weight) + on_host(b, a->master) + on_host(b, a->m) + on_host(b, a->v))
 // Of gradients, during the backward pass.
-static void count_reduce_scatter(Backend *backend, const Collective *a) {
-  HostBytes *bytes = &((HostTraffic *)backend->state)->micro_batch;
-  size_t out = bytes_on_host(backend, a->out);
-  bytes->in += bytes_on_host(backend, a->x) + (a->accumulate ? out : 0);
-  bytes->out += out;
-}
-
+COUNT(count_reduce_scatter, Collective, micro_batch,
+      on_host(b, a->x) + (a->accumulate ? on_host(b, a->out) : 0), on_host(b, a->out))
 // Of weights, after AdamW.
-static void count_all_gather(Backend *backend, const Collective *a) {
-  HostBytes *bytes = &((HostTraffic *)backend->state)->update;
-  bytes->in += bytes_on_host(backend, a->x);
-  bytes->out += bytes_on_host(backend, a->out);
-}
+COUNT(count_all_gather, Collective, update, on_host(b, a->x), on_host(b, a->out))
 
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
@@ -207,15 +167,13 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   HostTraffic traffic = {0};
   Options o = *options;
   o.micro_steps = 1;
-  Backend *backend = plan_begin(&o, device);
   Trainer t;
-  trainer_create(&t, &o, backend);
-  backend->ops = &counting;
-  backend->state = &traffic;
+  open_planned(&t, &o, device);
+  t.backend->ops = &counting;
+  t.backend->state = &traffic;
   trainer_step(&t, NULL, 0);
   trainer_model(&t); // with what the step leaves of the update
-  trainer_destroy(&t);
-  backend_destroy(backend);
+  close_planned(&t);
   return traffic;
 }
 
@@ -257,7 +215,7 @@ static Options with_change(const Options *options, DeviceKind device, const Chan
   if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
   if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
   if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
-  return c->one_sequence ? plan_with_shape(options, device, 1, o.seq_len) : o;
+  return c->one_sequence ? with_shape(options, device, 1, o.seq_len) : o;
 }
 
 // Appends to a list.
@@ -288,10 +246,10 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
   }
   int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
-    int64_t seq_len = largest_seq_len(&(Budget){&o, device, o.mode, usable}, o.seq_len - 1);
-    seq_len = max_i64(seq_len, unit);
+    const Budget budget = {&o, device, o.mode, usable, SEQ_LEN};
+    int64_t seq_len = unit * max_i64(largest_that_fits(within, &budget, (o.seq_len - 1) / unit), 1);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = plan_with_shape(&o, device, o.batch, seq_len);
+    o = with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
     append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
   }
@@ -356,17 +314,15 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
 
 enum { MAX_COLUMNS = 3 };
 
-// The field at `place` of every column; no row where all are 0, unless it is wanted all the same.
+// A row: the bytes at `place` of every column; none where all are 0, unless it is wanted all the same.
 static void print_row(const char *name, const MemoryColumn *columns, int count, size_t place, bool wanted) {
-  size_t bytes[MAX_COLUMNS];
+  char cells[MAX_COLUMNS * 32] = "";
   for (int i = 0; i < count; i++) {
-    memcpy(&bytes[i], (const char *)&columns[i] + place, sizeof bytes[i]);
-    wanted |= bytes[i] > 0;
+    size_t bytes = *(const size_t *)((const char *)&columns[i] + place), at = strlen(cells);
+    snprintf(cells + at, sizeof cells - at, " %24s", bytes ? text_bytes(bytes).text : "-");
+    wanted |= bytes > 0;
   }
-  if (!wanted) return;
-  printf("  %-34s", name);
-  for (int i = 0; i < count; i++) printf(" %24s", bytes[i] ? text_bytes(bytes[i]).text : "-");
-  putchar('\n');
+  if (wanted) printf("  %-34s%s\n", name, cells);
 }
 
 void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
@@ -382,21 +338,25 @@ void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
     printf(" %24s", c->title);
   }
   putchar('\n');
-  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++)
-    print_row(memory_category_name((MemoryCategory)k), columns, count,
-              offsetof(MemoryColumn, memory.at_peak) + (size_t)k * sizeof(size_t), false);
-  print_row("all together (ledger)", columns, count, offsetof(MemoryColumn, memory.peak), true);
-  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
-    char name[64];
-    snprintf(name, sizeof name, "on the host: %s", memory_category_name((MemoryCategory)k));
-    print_row(name, columns, count, offsetof(MemoryColumn, memory.host) + (size_t)k * sizeof(size_t), false);
-  }
-  print_row("outside of it (libraries, context)", columns, count, offsetof(MemoryColumn, outside_bytes),
-            measured);
-  print_row(device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)", columns, count,
-            offsetof(MemoryColumn, device_bytes), false);
-  print_row("LM head + loss alone, at its peak", columns, count,
-            offsetof(MemoryColumn, memory.highest[MEMORY_HEAD]), true);
+#define AT(field) offsetof(MemoryColumn, field)
+  const struct {
+    const char *name; // with %s: a row for each category, from `place` on
+    size_t place;
+    bool wanted;
+  } rows[] = {
+      {"%s", AT(memory.at_peak), false},
+      {"all together (ledger)", AT(memory.peak), true},
+      {"on the host: %s", AT(memory.host), false},
+      {"outside of it (libraries, context)", AT(outside_bytes), measured},
+      {device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)", AT(device_bytes), false},
+      {"LM head + loss alone, at its peak", AT(memory.highest[MEMORY_HEAD]), true}};
+#undef AT
+  for (size_t r = 0; r < sizeof rows / sizeof *rows; r++)
+    for (size_t c = 0; c < (strchr(rows[r].name, '%') ? MEMORY_CATEGORY_COUNT : 1); c++) {
+      char name[64];
+      snprintf(name, sizeof name, rows[r].name, memory_category_name((MemoryCategory)c));
+      print_row(name, columns, count, rows[r].place + c * sizeof(size_t), rows[r].wanted);
+    }
   if (!timed) return;
   printf("  %-34s", "time of one forward and backward");
   for (int i = 0; i < count; i++) {
@@ -437,56 +397,36 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
 }
 
 // A line of the log: a plan in one mode, its bytes under the names that a run's summary has for them.
-static void log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mode, const Ledger *plan,
+static bool log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mode, const Ledger *plan,
                      size_t capacity) {
   const ModelConfig *m = &o->model;
-  const struct {
-    const char *name, *text;
-  } texts[] = {
-      {"event", "plan"},  {"loss_mode", lce_mode_name(mode)}, {"device", device == ON_CUDA ? "cuda" : "cpu"},
-      {"model", m->name}, {"dtype", dtype_name(o->dtype)},    {"recompute", options_recompute(o).text}};
-  const struct {
-    const char *name;
-    double value;
-  } numbers[] = {{"batch", (double)o->batch},
-                 {"seq_len", (double)o->seq_len},
-                 {"vocab_size", (double)m->vocab_size},
-                 {"hidden_size", (double)m->hidden_size},
-                 {"intermediate_size", (double)m->intermediate_size},
-                 {"head_dim", (double)m->head_dim},
-                 {"max_seq_len", (double)model_max_seq_len(m)},
-                 {"lce_chunk", mode == LCE_FUSED ? (double)options_used_chunk(o) : 0},
-                 {"peak_bytes", (double)plan->peak},
-                 {"head_peak_bytes", (double)plan->highest[MEMORY_HEAD]},
-                 {"host_bytes", (double)ledger_host_bytes(plan)},
-                 {"usable_bytes", (double)capacity}}; // 0: unknown
-  cJSON *line = cJSON_CreateObject(), *at_peak = cJSON_CreateObject();
-  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-    cJSON_AddStringToObject(line, texts[i].name, texts[i].text);
-  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-    cJSON_AddNumberToObject(line, numbers[i].name, numbers[i].value);
+  RecordField at_peak[MEMORY_CATEGORY_COUNT + 1] = {{0}};
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    cJSON_AddNumberToObject(at_peak, memory_category_name((MemoryCategory)c), (double)plan->at_peak[c]);
-  cJSON_AddItemToObject(line, "at_peak", at_peak);
-  char *text = json_print(line, false);
-  fprintf(log, "%s\n", text);
-  free(text);
-  cJSON_Delete(line);
+    at_peak[c] = (RecordField){memory_category_name((MemoryCategory)c), .number = (double)plan->at_peak[c]};
+  return record_write(
+      log,
+      EVENT("plan", TEXT("loss_mode", lce_mode_name(mode)),
+            TEXT("device", device == ON_CUDA ? "cuda" : "cpu"), TEXT("model", m->name),
+            TEXT("dtype", dtype_name(o->dtype)), TEXT("recompute", options_recompute(o).text),
+            NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("vocab_size", m->vocab_size),
+            NUMBER("hidden_size", m->hidden_size), NUMBER("intermediate_size", m->intermediate_size),
+            NUMBER("head_dim", m->head_dim), NUMBER("max_seq_len", model_max_seq_len(m)),
+            NUMBER("lce_chunk", mode == LCE_FUSED ? options_used_chunk(o) : 0),
+            NUMBER("peak_bytes", plan->peak), NUMBER("head_peak_bytes", plan->highest[MEMORY_HEAD]),
+            NUMBER("host_bytes", ledger_host_bytes(plan)), NUMBER("usable_bytes", capacity), // 0: unknown
+            {"at_peak", .item = record_object(at_peak)}));
 }
 
 // Three planned steps in the mode of the options.
 static void plan_timeline(const Options *o, DeviceKind device) {
-  Backend *backend = plan_begin(o, device);
-  Ledger *ledger = &backend->memory.ledger;
   Trainer trainer;
-  trainer_create(&trainer, o, backend);
-  plan_set_mode(&trainer, o->mode);
+  open_planned(&trainer, o, device);
+  Ledger *ledger = &trainer.backend->memory.ledger;
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
     trainer_step(&trainer, NULL, ledger->step - 1);
   plan_write_timeline(o->timeline, ledger);
-  trainer_destroy(&trainer);
-  backend_destroy(backend);
+  close_planned(&trainer);
 }
 
 void plan_print(Options *o) {
@@ -508,16 +448,17 @@ void plan_print(Options *o) {
   plan_print_table(columns, split ? 3 : 2, device);
   if (o->log) {
     FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
+    bool written = true;
     for (int m = 0; m < 2; m++) // fused as the run would be
-      log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
-    if (fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
+      written &=
+          log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
+    if (!written || fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
   }
   if (o->timeline) plan_timeline(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
-// What --fit compares: nothing offloaded, the optimizer's state, all but activations, everything.
-enum { FIT_CHOICES = 4 };
+// A row of --fit.
 typedef struct {
   const char *name;
   unsigned offload;
@@ -526,19 +467,6 @@ typedef struct {
 
 // Bytes a second in each direction, of the 63e9 that PCIe 5 x16 carries at most.
 static const double HOST_LINK_RATE = 50e9;
-
-// Those that the options allow; with --offload that one alone. Offloading from a CPU to its own memory saves nothing.
-static int fit_choices(const Options *o, DeviceKind device, FitChoice choices[FIT_CHOICES]) {
-  static const FitChoice all[FIT_CHOICES] = {
-      {"nothing", 0, {0}},
-      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
-      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
-      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
-  memcpy(choices, all, sizeof all);
-  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
-  if (o->dtypes.offload || device == ON_CPU || o->eval_only) return 1;
-  return o->recompute == RECOMPUTE_LAYER ? FIT_CHOICES : FIT_CHOICES - 1;
-}
 
 static void print_link(HostBytes b) {
   size_t more = b.in > b.out ? b.in : b.out; // both directions at once
@@ -556,7 +484,7 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
   if (c->offload && c->batch[LCE_FUSED]) {
     Options with = *o;
     with.dtypes.offload = c->offload;
-    with = plan_with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+    with = with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -570,8 +498,15 @@ void plan_print_fit(Options *o) {
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
   if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  FitChoice choices[FIT_CHOICES];
-  int count = fit_choices(o, device, choices);
+  FitChoice choices[] = {
+      {"nothing", 0, {0}},
+      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
+      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
+      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
+  // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
+  int count = o->recompute == RECOMPUTE_LAYER ? 4 : 3;
+  if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
+  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
   bool any = false;
   for (int i = 0; i < count; i++) {
     Options with = *o;
@@ -580,7 +515,7 @@ void plan_print_fit(Options *o) {
     any |= choices[i].batch[LCE_FUSED] > 0;
   }
   if (!any) {
-    Options one = plan_with_shape(o, device, 1, o->seq_len);
+    Options one = with_shape(o, device, 1, o->seq_len);
     char ways[512];
     one.mode = LCE_FUSED;
     suggest(&one, device, capacity, ways, sizeof ways);
@@ -606,7 +541,7 @@ void plan_print_fit(Options *o) {
 
 // A few forward and backward passes in `mode`, with the ledger's peaks measured again. What the system counts would
 // hold the buffers that libraries keep from the mode before.
-static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *title) {
+static MemoryColumn measure_mode(Trainer *trainer, LceMode mode) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
   plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
@@ -621,22 +556,22 @@ static MemoryColumn measure_mode(Trainer *trainer, LceMode mode, const char *tit
     backend_synchronize(backend);
     best = fmin(best, now_seconds() - start);
   }
-  return (MemoryColumn){.title = title, .memory = backend->memory.ledger, .pass_seconds = best};
+  return (MemoryColumn){.memory = backend->memory.ledger, .pass_seconds = best};
 }
 
 void plan_compare_modes(Trainer *trainer) {
-  static const char *const measured[2] = {"fused, measured", "materialized, measured"};
-  static const char *const planned[2] = {"fused, planned", "materialized, planned"};
   const Options *o = trainer->options;
   DeviceKind device = trainer->backend->device;
   size_t usable = machine_usable_bytes(trainer->backend);
   MemoryColumn columns[2];
+  char titles[2][32];
   for (int i = 0; i < 2; i++) {
-    LceMode mode = i == 0 ? LCE_FUSED : LCE_MATERIALIZED;
+    LceMode mode = (LceMode)i;
     Ledger plan = plan_run(o, device, mode);
     bool fits = !usable || plan.peak <= usable;
-    columns[i] =
-        fits ? measure_mode(trainer, mode, measured[i]) : (MemoryColumn){.title = planned[i], .memory = plan};
+    columns[i] = fits ? measure_mode(trainer, mode) : (MemoryColumn){.memory = plan};
+    snprintf(titles[i], sizeof titles[i], "%s, %s", lce_mode_name(mode), fits ? "measured" : "planned");
+    columns[i].title = titles[i];
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
   }
   putchar('\n');

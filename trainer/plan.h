@@ -14,9 +14,6 @@ void plan_set_mode(Trainer *trainer, LceMode mode);
 // validation, or the default.
 void plan_resolve_chunk(Options *options, DeviceKind device);
 
-// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
-Options plan_with_shape(const Options *options, DeviceKind device, int64_t batch, int64_t seq_len);
-
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
@@ -52,8 +49,8 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs, also as a line of --log for each mode, and by --timeline. --fit: the largest batch with each choice of --offload and what that costs, or a failure. In
-// both modes; both finish the options.
+// --plan: what a run needs in both modes, also as a line of --log for each, and by --timeline. --fit: the largest batch with
+// each choice of --offload in both modes, and what that costs, or a failure. Both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 

@@ -16,56 +16,20 @@
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "trainer/plan.h"
+#include "trainer/record.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
-
-// A member of a record: a text, tokens, a truth value or else a number, null where that is not finite.
-typedef struct {
-  const char *name;
-  double number;
-  bool optional; // left out where the number is not finite
-  const char *text;
-  const int32_t *tokens; // [count]
-  int64_t count;
-  const bool *truth;
-  cJSON *item; // the record takes it
-} LogField;
-
-#define NUMBER(name, value)                                                                                  \
-  { name, .number = (double)(value) }
-#define OPTIONAL(name, value)                                                                                \
-  { name, .number = value, .optional = true }
-#define TEXT(name, value)                                                                                    \
-  { name, .text = value }
-#define LOG(event, ...) log_write(r, event, (const LogField[]){__VA_ARGS__, {0}})
-
-static cJSON *value_of(const LogField *f) {
-  if (f->item) return f->item;
-  if (f->text) return json_string(f->text);
-  if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
-  return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
-}
 
 bool report_log_lost(const Report *r) {
   return r->log && ferror(r->log);
 }
 
-// Writes {"event": event, ...fields}, up to one without a name, as a line that is on disk on return. Where that fails
-// after the first step, the run stops and saves its weights: report_log_lost.
-static void log_write(const Report *r, const char *event, const LogField *fields) {
-  if (!r->log || report_log_lost(r)) return;
-  cJSON *line = cJSON_CreateObject();
-  cJSON_AddStringToObject(line, "event", event);
-  for (const LogField *f = fields; f->name; f++)
-    if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(line, f->name, value_of(f));
-  char *text = json_print(line, false);
-  bool written = fprintf(r->log, "%s\n", text) >= 0 && !fflush(r->log);
-  int error = errno;
-  free(text);
-  cJSON_Delete(line);
-  if (!written)
-    (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(error));
+// Where it fails after the first step, the run stops and saves its weights: report_log_lost.
+static void log_write(const Report *r, const RecordField *fields) {
+  if (!r->log || report_log_lost(r) || record_write(r->log, fields)) return;
+  (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
 }
+#define LOG(...) log_write(r, EVENT(__VA_ARGS__))
 
 // --- what the machine can do --------------------------------------------------------------------------------
 
@@ -302,8 +266,8 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
   if (text) printf(" %s", text);
   for (int64_t i = 0; i < count && !text; i++) printf(" %d", tokens[i]);
   putchar('\n');
-  LogField sample = {"text", .text = text};
-  if (!text) sample = (LogField){"tokens", .tokens = tokens, .count = count};
+  RecordField sample = {"text", .text = text};
+  if (!text) sample = (RecordField){"tokens", .tokens = tokens, .count = count};
   LOG("sample", NUMBER("step", step), sample);
   free(text);
 }
@@ -351,20 +315,19 @@ static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
     const char *name = t->groups[g].name;
-    double calls = (double)t->groups[g].calls / n, seconds = t->groups[g].seconds / n;
-    double own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
-    rate_text(flops, bytes, fmax(seconds, own), rate);
-    all_flops += flops;
+    const RecordField figures[] = {NUMBER("calls", (double)t->groups[g].calls / n),
+                                   NUMBER("seconds", t->groups[g].seconds / n),
+                                   NUMBER("own_seconds", t->groups[g].own_seconds / n),
+                                   NUMBER("flops", t->groups[g].flops / n),
+                                   NUMBER("bytes", t->groups[g].bytes / n),
+                                   {0}};
+    double calls = figures[0].number, seconds = figures[1].number, own = figures[2].number;
+    rate_text(figures[3].number, figures[4].number, fmax(seconds, own), rate);
+    all_flops += figures[3].number;
     if (calls > 0 || g == PROFILE_IDLE)
       printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
              100 * seconds * n / t->step_seconds, rate, 1e3 * own);
-    cJSON *group = cJSON_AddObjectToObject(record, name);
-    const struct {
-      const char *name;
-      double value;
-    } figures[] = {
-        {"calls", calls}, {"seconds", seconds}, {"own_seconds", own}, {"flops", flops}, {"bytes", bytes}};
-    for (int i = 0; i < 5; i++) cJSON_AddNumberToObject(group, figures[i].name, figures[i].value);
+    cJSON_AddItemToObject(record, name, record_object(figures));
   }
   double step = t->step_seconds / n;
   printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",

@@ -27,32 +27,25 @@ double schedule_rate(const Schedule *s, int64_t step) {
 
 // --- micro-batches -----------------------------------------------------------------------------------------
 
-Batch trainer_batch(Trainer *t, int64_t first, int64_t batch, int64_t seq_len, bool masked) {
-  int64_t n = batch * seq_len, counted = 0, ignored = n;
-  Batch b = {.batch = batch,
-             .seq_len = seq_len,
-             .tokens = tensor_rows(t->tokens, 0, n),
-             .targets = tensor_rows(t->targets, 0, n),
+Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
+  int64_t n = t->options->batch * t->options->seq_len, counted = 0, ignored = n;
+  Batch b = {.batch = t->options->batch,
+             .seq_len = t->options->seq_len,
+             .tokens = t->tokens,
+             .targets = t->targets,
+             .documents = t->documents,
              .counted = n};
-  if (masked) b.rows = tensor_rows(t->rows, 0, n);
+  if (masked) b.rows = t->rows;
   if (t->backend->memory.planning) return b;
-  const int32_t *targets = t->host_targets + first;
-  backend_to_device(t->backend, b.tokens, t->host_tokens + first);
+  const int32_t *targets = t->host_targets + m * n;
+  backend_to_device(t->backend, b.tokens, t->host_tokens + m * n);
   backend_to_device(t->backend, b.targets, targets);
+  if (t->options->pack) backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * n);
   if (!masked) return b;
   for (int64_t i = 0; i < n; i++)
     t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
   backend_to_device(t->backend, b.rows, t->host_rows);
   b.counted = counted;
-  return b;
-}
-
-Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
-  int64_t tokens = t->options->batch * t->options->seq_len;
-  Batch b = trainer_batch(t, m * tokens, t->options->batch, t->options->seq_len, masked);
-  b.documents = t->documents;
-  if (t->options->pack && !t->backend->memory.planning)
-    backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * tokens);
   return b;
 }
 
@@ -274,23 +267,12 @@ static Tensor result_slot(const Trainer *t, int pending, int which) {
   return tensor_rows(t->results, RESULTS * pending + which, 1);
 }
 
-static Tensor number_of(Tensor t, int i) {
-  return tensor_exists(t) ? tensor_rows(t, i, 1) : t;
-}
-
 // Sums the statistics of the micro-batch's tokens and tiles.
 static void sum_tokens(Trainer *t, int slot, bool accumulate) {
-  const Tensor stats[] = {[RESULT_LOSS] = t->loss,
-                          [RESULT_Z_LOSS] = t->transformer.outputs.z_loss,
-                          [RESULT_CORRECT] = t->transformer.outputs.correct,
-                          [RESULT_ENTROPY] = t->transformer.outputs.entropy,
-                          [RESULT_MAX_LOGIT] = t->transformer.outputs.max_logit,
-                          [RESULT_TILES_DROPPED] = number_of(t->transformer.sampling.stats, 0),
-                          [RESULT_TILES] = number_of(t->transformer.sampling.stats, 1),
-                          [RESULT_MASS_DROPPED] = number_of(t->transformer.sampling.stats, 2)};
-  for (int i = RESULT_LOSS; i <= RESULT_MASS_DROPPED; i++)
-    if (tensor_exists(stats[i]))
-      reduce(t->backend, (Reduce){.sum = result_slot(t, slot, i), .x = stats[i], .accumulate = accumulate});
+  for (int i = 0; i < RESULT_STATISTICS; i++)
+    if (tensor_exists(t->statistics[i]))
+      reduce(t->backend,
+             (Reduce){.sum = result_slot(t, slot, i), .x = t->statistics[i], .accumulate = accumulate});
 }
 
 // The sums over all ranks, with what the ranks share.

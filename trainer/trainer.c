@@ -44,16 +44,24 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
   if (options->pack)
     t->documents = tensor_reshape_2d(reserve_table(backend, "documents", DTYPE_I32, 2 * tokens), 2, tokens);
-  if (options->z_loss > 0)
-    t->transformer.outputs.z_loss = reserve_table(backend, "z-losses", DTYPE_F32, tokens);
-  if (options->metrics) {
-    t->transformer.outputs.correct = reserve_table(backend, "right predictions", DTYPE_F32, tokens);
-    t->transformer.outputs.entropy = reserve_table(backend, "entropies", DTYPE_F32, tokens);
-    t->transformer.outputs.max_logit = reserve_table(backend, "largest logits", DTYPE_F32, tokens);
-  }
+  t->statistics[RESULT_LOSS] = t->loss;
+  const struct {
+    int which;
+    bool wanted;
+    const char *name;
+    Tensor *tensor;
+  } outputs[] = {{RESULT_Z_LOSS, options->z_loss > 0, "z-losses", &t->transformer.outputs.z_loss},
+                 {RESULT_CORRECT, options->metrics, "right predictions", &t->transformer.outputs.correct},
+                 {RESULT_ENTROPY, options->metrics, "entropies", &t->transformer.outputs.entropy},
+                 {RESULT_MAX_LOGIT, options->metrics, "largest logits", &t->transformer.outputs.max_logit}};
+  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
+    if (outputs[i].wanted)
+      t->statistics[outputs[i].which] = *outputs[i].tensor =
+          reserve_table(backend, outputs[i].name, DTYPE_F32, tokens);
   if (t->transformer.sampling.full_mass > 0) {
-    t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
-    fill_zero(backend, t->transformer.sampling.stats); // only the fused mode writes it
+    Tensor stats = t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
+    fill_zero(backend, stats); // only the fused mode writes it
+    for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
   }
   if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
     int64_t layers = options->recompute_layers ? options->recompute_layers : options->model.num_hidden_layers;
@@ -92,11 +100,6 @@ void trainer_destroy(Trainer *t) {
 
 // --- after a step ------------------------------------------------------------------------------------------
 
-// The mean over the step's counted targets of what was summed for them.
-static double mean_of(const float *of_step, int which, int64_t counted, bool reported) {
-  return !reported ? NAN : counted ? (double)of_step[which] / (double)counted : 0;
-}
-
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
@@ -105,21 +108,23 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   profile_collect(t->backend);
   for (int i = 0; i < count; i++) {
     const float *of_step = values + RESULTS * i;
-    results[i] = t->pending[i];
-    int64_t counted = results[i].counted;
-    bool metrics = t->options->metrics;
-    results[i].loss = mean_of(of_step, RESULT_LOSS, counted, true);
-    results[i].z_loss = mean_of(of_step, RESULT_Z_LOSS, counted, t->options->z_loss > 0);
-    results[i].accuracy = mean_of(of_step, RESULT_CORRECT, counted, metrics);
-    results[i].entropy = mean_of(of_step, RESULT_ENTROPY, counted, metrics);
-    results[i].max_logit = mean_of(of_step, RESULT_MAX_LOGIT, counted, metrics);
-    bool sampling = t->transformer.sampling.full_mass > 0;
-    results[i].dropped_tiles =
-        mean_of(of_step, RESULT_TILES_DROPPED, (int64_t)of_step[RESULT_TILES], sampling);
-    results[i].dropped_mass = mean_of(of_step, RESULT_MASS_DROPPED, counted, sampling);
-    results[i].grad_norm = (double)of_step[RESULT_NORM];
-    results[i].stop = of_step[RESULT_STOP] > 0;
-    results[i].agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
+    StepResult *r = &results[i];
+    *r = t->pending[i];
+    double *const means[RESULT_STATISTICS] = {[RESULT_LOSS] = &r->loss,
+                                              [RESULT_Z_LOSS] = &r->z_loss,
+                                              [RESULT_CORRECT] = &r->accuracy,
+                                              [RESULT_ENTROPY] = &r->entropy,
+                                              [RESULT_MAX_LOGIT] = &r->max_logit,
+                                              [RESULT_TILES_DROPPED] = &r->dropped_tiles,
+                                              [RESULT_MASS_DROPPED] = &r->dropped_mass};
+    for (int k = 0; k < RESULT_STATISTICS; k++) {
+      double sum = (double)of_step[k];
+      double over = k == RESULT_TILES_DROPPED ? (double)of_step[RESULT_TILES] : (double)r->counted;
+      if (means[k]) *means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? sum / over : 0;
+    }
+    r->grad_norm = (double)of_step[RESULT_NORM];
+    r->stop = of_step[RESULT_STOP] > 0;
+    r->agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;

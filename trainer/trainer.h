@@ -23,6 +23,23 @@ typedef struct {
   double agreed_seconds; // of a step, the mean over the ranks
 } StepResult;
 
+// The results of a step; all but the norm are summed over the ranks in one all-reduce.
+enum {
+  RESULT_LOSS,
+  RESULT_Z_LOSS,
+  RESULT_CORRECT,
+  RESULT_ENTROPY,
+  RESULT_MAX_LOGIT,
+  RESULT_TILES_DROPPED,
+  RESULT_TILES,
+  RESULT_MASS_DROPPED,
+  RESULT_STATISTICS, // of tokens and tiles: all before
+  RESULT_STOP = RESULT_STATISTICS,
+  RESULT_SECONDS,
+  RESULT_NORM,
+  RESULTS
+};
+
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
@@ -30,8 +47,9 @@ typedef struct {
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;
-  Tensor squares, scale; // fp32 [1]: the gradients' sum of squares, the clip factor
-  Tensor results;        // fp32, of each pending step: sums of the statistics, and the gradient norm
+  Tensor statistics[RESULT_STATISTICS]; // of the micro-batch, where they are requested: views
+  Tensor squares, scale;                // fp32 [1]: the gradients' sum of squares, the clip factor
+  Tensor results; // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
@@ -46,22 +64,6 @@ typedef struct {
   double step_seconds;
   double wire_bytes; // that this rank sent in the last step
 } Trainer;
-
-// The results of a step; all but the norm are summed over the ranks in one all-reduce.
-enum {
-  RESULT_LOSS,
-  RESULT_Z_LOSS,
-  RESULT_CORRECT,
-  RESULT_ENTROPY,
-  RESULT_MAX_LOGIT,
-  RESULT_TILES_DROPPED,
-  RESULT_TILES,
-  RESULT_MASS_DROPPED,
-  RESULT_STOP,
-  RESULT_SECONDS,
-  RESULT_NORM,
-  RESULTS
-};
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
 // from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow it.
@@ -80,11 +82,8 @@ void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 // updates that were deferred so.
 Model *trainer_model(Trainer *trainer);
 
-// Copies `batch` sequences of `seq_len` tokens, which begin at host_tokens[first], and their targets to the device; a
-// plan copies nothing. `masked` lists the counted rows, then the ignored ones: the loss is computed for the former.
-Batch trainer_batch(Trainer *trainer, int64_t first, int64_t batch, int64_t seq_len, bool masked);
-
-// Micro-batch m of those that were loaded.
+// Copies micro-batch m of the tokens and targets on the host to the device; a plan copies nothing. `masked` lists the counted
+// rows, then the ignored ones: the loss is computed for the former.
 Batch trainer_loaded_batch(Trainer *trainer, int64_t m, bool masked);
 
 // Waits for the pending steps and writes their results; returns how many.

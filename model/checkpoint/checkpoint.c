@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,12 +31,38 @@
 #define LATEST            "latest"
 #define NEW_LATEST        ".latest" // until it is renamed
 
-// A tokenizer's other files, in the folder of TOKENIZER.
-static const char *const tokenizer_names[] = {
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",  "vocab.json", "merges.txt",
-    "tokenizer.model",       "chat_template.jinja",     "chat_template.json",
+#define DIGITS "[0-9][0-9][0-9][0-9][0-9]"
+
+// The files of a checkpoint, as patterns: first those that go with TOKENIZER and lie in its folder.
+static const char *const our_files[] = {
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    TOKENIZER,
+    CONFIG,
+    GENERATION_CONFIG,
+    TRAINER_STATE,
+    NEW_STATE,
+    LIST,
+    LIST ".new",
+    "@(" MODEL_STEM "|" STATE_STEM "|first_step)?(-" DIGITS "-of-" DIGITS ").safetensors?(.index.json)",
 };
-enum { TOKENIZER_NAMES = sizeof tokenizer_names / sizeof *tokenizer_names };
+enum { OUR_FILES = sizeof our_files / sizeof *our_files, WITH_TOKENIZER = 8 };
+
+static bool is_ours(const char *name) {
+  for (int i = 0; i < OUR_FILES; i++)
+    if (!fnmatch(our_files[i], name, FNM_EXTMATCH)) return true;
+  return false;
+}
+
+static bool is_latest(const char *name) {
+  return !strcmp(name, LATEST) || !strcmp(name, NEW_LATEST);
+}
 
 static Text step_name(int64_t step) {
   Text name;
@@ -62,68 +89,34 @@ static bool is_left_over(const char *name) {
   return *name == '.' && step_of(name) >= 0;
 }
 
-static bool is_tensor_file(const char *name) {
-  static const char *const stems[] = {MODEL_STEM, STATE_STEM, "first_step"}, shard[] = "-ddddd-of-ddddd";
-  for (int i = 0; i < 3; i++) {
-    size_t length = strlen(stems[i]), k = 0;
-    if (strncmp(name, stems[i], length)) continue;
-    const char *rest = name + length;
-    while (shard[k] && (shard[k] == 'd' ? rest[k] >= '0' && rest[k] <= '9' : rest[k] == shard[k])) k++;
-    if (!shard[k]) rest += k;
-    if (!strcmp(rest, ".safetensors") || !strcmp(rest, ".safetensors.index.json")) return true;
-  }
-  return false;
-}
-
-// A file of a checkpoint.
-static bool is_ours(const char *name) {
-  static const char *const names[] = {CONFIG, GENERATION_CONFIG, TOKENIZER, TRAINER_STATE, NEW_STATE,
-                                      LIST,   LIST ".new"};
-  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-    if (!strcmp(name, names[i])) return true;
-  for (int i = 0; i < TOKENIZER_NAMES; i++)
-    if (!strcmp(name, tokenizer_names[i])) return true;
-  return is_tensor_file(name);
-}
-
-static bool is_latest(const char *name) {
-  return !strcmp(name, LATEST) || !strcmp(name, NEW_LATEST);
-}
-
-static bool is_ours_in_store(const char *name) {
-  return is_ours(name) || is_latest(name);
-}
-
 // --- folders -----------------------------------------------------------------------------------------------
 
-static int by_bytes(const void *a, const void *b) {
-  return strcmp(*(char *const *)a, *(char *const *)b);
+typedef struct {
+  struct dirent **entries;
+  int count;
+} Listing;
+
+static int is_entry(const struct dirent *entry) {
+  return is_plain_name(entry->d_name);
 }
 
-// The `count` entries that `accept` takes, in byte order; NULL: unreadable. Closes the descriptor.
-static char **list_entries(int descriptor, bool (*accept)(const char *name), int *count) {
-  *count = 0;
-  DIR *folder = descriptor < 0 ? NULL : fdopendir(descriptor);
-  if (!folder) return NULL;
-  char **names = NULL;
-  int64_t capacity = 0;
-  for (struct dirent *entry; (entry = readdir(folder));) {
-    if (!accept(entry->d_name)) continue;
-    names = host_grow(names, *count, &capacity, sizeof *names, "a list of files");
-    names[(*count)++] = text_format("%s", entry->d_name);
-  }
-  closedir(folder);
-  if (*count) qsort(names, (size_t)*count, sizeof *names, by_bytes);
-  return names;
+static int in_order(const struct dirent **a, const struct dirent **b) {
+  int64_t x = step_of((*a)->d_name), y = step_of((*b)->d_name);
+  return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
-static char **list(const char *path, bool (*accept)(const char *name), int *count) {
-  return list_entries(open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), accept, count);
+// What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing where it is
+// unreadable.
+static Listing list(int at, const char *path) {
+  Listing l = {0};
+  int count = scandirat(at, path, &l.entries, is_entry, in_order);
+  if (count > 0) l.count = count;
+  return l;
 }
 
-static void list_free(char **names, int count) {
-  for (int i = 0; i < count; i++) free(names[i]);
-  free(names);
+static void list_free(Listing l) {
+  for (int i = 0; i < l.count; i++) free(l.entries[i]);
+  free(l.entries);
 }
 
 // What was made and renamed in it is on the disk; errno says why not.
@@ -140,19 +133,15 @@ static bool sync_folder(const char *path) {
 
 // Whether a folder holds the trainer_state.json of the step in its name. One that was left behind may have its list
 // instead, or nothing but the beginning of that file.
-static bool is_marked(const char *path, char **names, int count) {
+static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
-  char *file = path_join(path, TRAINER_STATE), *listed = path_join(path, LIST);
   Reason reason;
-  cJSON *state = json_try_read(file, &reason);
+  cJSON *state = json_try_read(path_in(path, TRAINER_STATE).text, &reason);
   const cJSON *step = json_member(state, "step");
   bool marked = cJSON_IsNumber(step) && step->valuedouble == (double)step_of(name);
-  if (*name == '.')
-    marked = marked || path_exists(listed) || count == 0 || (count == 1 && !strcmp(names[0], NEW_STATE));
   cJSON_Delete(state);
-  free(file);
-  free(listed);
-  return marked;
+  return marked || (*name == '.' && (path_exists(path_in(path, LIST).text) || l.count == 0 ||
+                                     (l.count == 1 && !strcmp(l.entries[0]->d_name, NEW_STATE))));
 }
 
 typedef enum {
@@ -163,25 +152,26 @@ typedef enum {
 
 // Removes a folder of ours, its mark last. False with a reason, and nothing is removed: it is not. True where there is none.
 static bool remove_folder(const char *path, Removal removal, Reason *reason) {
-  int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC), count;
+  int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (folder < 0 && errno == ENOENT) return true;
   if (folder < 0) return refuse(reason, "%s is left: it is a link, no folder, or cannot be opened", path);
-  char **names = list_entries(dup(folder), is_plain_name, &count);
+  Listing l = list(folder, ".");
   bool ok = true;
-  for (int i = 0; i < count && ok; i++) {
+  for (int i = 0; i < l.count && ok; i++) {
+    const char *name = l.entries[i]->d_name;
     struct stat status;
-    if (!is_ours(names[i]) || fstatat(folder, names[i], &status, AT_SYMLINK_NOFOLLOW) ||
-        !S_ISREG(status.st_mode))
-      ok = refuse(reason, "%s is left: it holds %s, which this program did not write", path, names[i]);
+    if (!is_ours(name) || fstatat(folder, name, &status, AT_SYMLINK_NOFOLLOW) || !S_ISREG(status.st_mode))
+      ok = refuse(reason, "%s is left: it holds %s, which this program did not write", path, name);
   }
-  if (ok && removal != REMOVE_MADE && !is_marked(path, names, count))
+  if (ok && removal != REMOVE_MADE && !is_marked(path, l))
     ok = refuse(reason, "%s is left: it has no " TRAINER_STATE " of that step", path);
   for (int last = 0; last < 2 && removal != LOOK; last++)
-    for (int i = 0; i < count && ok; i++)
-      if ((strcmp(names[i], TRAINER_STATE) == 0) == last) unlinkat(folder, names[i], 0);
+    for (int i = 0; i < l.count && ok; i++)
+      if ((strcmp(l.entries[i]->d_name, TRAINER_STATE) == 0) == last)
+        unlinkat(folder, l.entries[i]->d_name, 0);
   if (ok && removal != LOOK && rmdir(path))
     ok = refuse(reason, "cannot remove %s: %s", path, strerror(errno));
-  list_free(names, count);
+  list_free(l);
   close(folder);
   return ok;
 }
@@ -191,102 +181,88 @@ static void remove_or_warn(const char *path, Removal removal) {
   if (!remove_folder(path, removal, &reason)) warn("%s", reason.text);
 }
 
+// Where a checkpoint goes before it is removed, once that place is free; false: it may not be removed.
+static bool clear_away(const char *parent, const char *name, Path *away, Reason *reason) {
+  char hidden[sizeof REMOVING + NAME_MAX];
+  snprintf(hidden, sizeof hidden, REMOVING "%s", name);
+  *away = path_in(parent, hidden);
+  return remove_folder(path_in(parent, name).text, LOOK, reason) && remove_folder(away->text, REMOVE, reason);
+}
+
 // Takes parent/name away at once for every reader, then removes it, if it is ours.
 static void discard(const char *parent, const char *name) {
   Reason reason;
-  char *path = path_join(parent, name), *away = text_format("%s/" REMOVING "%s", parent, name);
-  if (!remove_folder(path, LOOK, &reason) || !remove_folder(away, REMOVE, &reason))
+  Path path = path_in(parent, name), away;
+  if (!clear_away(parent, name, &away, &reason))
     warn("%s", reason.text);
-  else if (rename(path, away))
-    warn("cannot remove %s: %s", path, strerror(errno));
+  else if (rename(path.text, away.text))
+    warn("cannot remove %s: %s", path.text, strerror(errno));
   else
-    remove_or_warn(away, REMOVE);
-  free(path);
-  free(away);
+    remove_or_warn(away.text, REMOVE);
 }
 
 Folder folder_begin(const char *parent, const char *name, const char *state) {
-  Folder f = {.ok = true,
-              .parent = text_format("%s", parent),
-              .name = text_format("%s", name),
-              .hidden = text_format("%s/" SAVING "%s", parent, name)};
-  if (state) remove_or_warn(f.hidden, REMOVE);
-  if (mkdir(f.hidden, 0777)) {
-    folder_give_up(&f, f.hidden);
-    free(f.hidden); // it is another's
-    f.hidden = NULL;
+  Folder f = {.ok = true};
+  snprintf(f.parent.text, sizeof f.parent.text, "%s", parent);
+  snprintf(f.name, sizeof f.name, "%s", name);
+  char hidden[sizeof SAVING + NAME_MAX];
+  snprintf(hidden, sizeof hidden, SAVING "%s", name);
+  f.hidden = path_in(parent, hidden);
+  if (state) remove_or_warn(f.hidden.text, REMOVE);
+  if (mkdir(f.hidden.text, 0777)) {
+    folder_give_up(&f, f.hidden.text);
+    f.hidden.text[0] = 0; // it is another's
   }
   if (!state || !f.ok) return f;
-  char *fresh = path_join(f.hidden, NEW_STATE), *mark = path_join(f.hidden, TRAINER_STATE);
+  Path mark = path_in(f.hidden.text, TRAINER_STATE);
   folder_add(&f, NEW_STATE, state, strlen(state));
   folder_end_file(&f);
-  if (f.ok && (rename(fresh, mark) || !sync_folder(f.hidden))) folder_give_up(&f, mark);
-  free(fresh);
-  free(mark);
+  if (f.ok && (rename(path_in(f.hidden.text, NEW_STATE).text, mark.text) || !sync_folder(f.hidden.text)))
+    folder_give_up(&f, mark.text);
   return f;
 }
 
 // The folder takes the place of an old checkpoint, which is removed when it is there.
 static void replace(Folder *f, const char *path) {
   Reason why;
-  char *away = text_format("%s/" REMOVING "%s", f->parent, f->name);
+  Path away;
   if (!is_step(f->name))
     f->ok = refuse(&f->reason, "cannot write %s: it exists; name another directory", path);
-  else if (!remove_folder(path, LOOK, &why) || !remove_folder(away, REMOVE, &why))
+  else if (!clear_away(f->parent.text, f->name, &away, &why))
     f->ok = refuse(&f->reason, "cannot write %s: %s", path, why.text);
-  else if (!renameat2(AT_FDCWD, f->hidden, AT_FDCWD, path, RENAME_EXCHANGE)) // both at once
-    rename(f->hidden, away);
-  else if (rename(path, away)) // the file system cannot do that
+  else if (!renameat2(AT_FDCWD, f->hidden.text, AT_FDCWD, path, RENAME_EXCHANGE)) // both at once
+    rename(f->hidden.text, away.text);
+  else if (rename(path, away.text)) // the file system cannot do that
     folder_give_up(f, path);
-  else if (rename(f->hidden, path)) {
+  else if (rename(f->hidden.text, path)) {
     folder_give_up(f, path);
-    rename(away, path);
+    rename(away.text, path);
   }
-  if (f->ok && !sync_folder(f->parent)) folder_give_up(f, path);
-  if (f->ok) remove_or_warn(away, REMOVE);
-  free(away);
+  if (f->ok && !sync_folder(f->parent.text)) folder_give_up(f, path);
+  if (f->ok) remove_or_warn(away.text, REMOVE);
 }
 
 bool folder_finish(Folder *f, Reason *reason) {
   folder_end_file(f);
-  char *path = f->ok ? path_join(f->parent, f->name) : NULL;
-  if (f->ok && !sync_folder(f->hidden)) folder_give_up(f, f->hidden);
-  if (f->ok && path_exists(path))
-    replace(f, path);
-  else if (f->ok && (rename(f->hidden, path) || !sync_folder(f->parent)))
-    folder_give_up(f, path);
-  if (!f->ok && f->hidden) remove_or_warn(f->hidden, REMOVE_MADE);
+  Path path = path_in(f->parent.text, f->name);
+  if (f->ok && !sync_folder(f->hidden.text)) folder_give_up(f, f->hidden.text);
+  if (f->ok && path_exists(path.text))
+    replace(f, path.text);
+  else if (f->ok && (rename(f->hidden.text, path.text) || !sync_folder(f->parent.text)))
+    folder_give_up(f, path.text);
+  if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text, REMOVE_MADE);
   if (!f->ok) *reason = f->reason;
-  bool ok = f->ok;
-  free(path);
-  free(f->parent);
-  free(f->name);
-  free(f->hidden);
-  *f = (Folder){0};
-  return ok;
+  return f->ok;
 }
 
 void folder_require_new(const char *option, const char *parent, const char *name) {
   Reason reason;
   if (!path_make_folders(parent, &reason)) fail("--%s %s: %s", option, parent, reason.text);
-  char *path = path_join(parent, name);
-  if (path_exists(path)) fail("--%s %s: %s exists; name another directory", option, parent, path);
-  free(path);
+  Path path = path_in(parent, name);
+  if (path_exists(path.text)) fail("--%s %s: %s exists; name another directory", option, parent, path.text);
 }
 
 // --- the store ---------------------------------------------------------------------------------------------
-
-static int newest_first(const void *a, const void *b) {
-  int64_t x = step_of(*(char *const *)a), y = step_of(*(char *const *)b);
-  return (x < y) - (x > y);
-}
-
-// The names of a directory's checkpoints; the caller frees each and the list.
-static char **list_steps(const char *directory, int *count) {
-  char **names = list(directory, is_step, count);
-  if (*count) qsort(names, (size_t)*count, sizeof *names, newest_first);
-  return names;
-}
 
 // Makes the directory and takes its lock, unless that is held: the directory may have been removed since.
 static bool enter(CheckpointStore *store, Reason *reason) {
@@ -307,55 +283,50 @@ static bool enter(CheckpointStore *store, Reason *reason) {
 
 // Whether directory/name is a link as point_to makes it, to a checkpoint or by way of the latest.
 static bool is_own_link(const char *directory, const char *name) {
-  char target[PATH_MAX] = "", *path = path_join(directory, name), *wanted = path_join(LATEST, name);
-  bool link = readlink(path, target, sizeof target - 1) >= 0;
-  bool own = link && (is_latest(name) ? is_step(target) : !strcmp(target, wanted));
-  free(path);
-  free(wanted);
-  return own;
+  char target[PATH_MAX] = "";
+  return readlink(path_in(directory, name).text, target, sizeof target - 1) >= 0 &&
+         (is_latest(name) ? is_step(target) : !strcmp(target, path_in(LATEST, name).text));
 }
 
 // Anything else by such a name is another program's, and would be mixed with ours or lost.
-static void refuse_foreign(const CheckpointStore *store, int64_t first_step, bool may_replace) {
-  int count;
-  char **names = list(store->directory, is_ours_in_store, &count);
-  for (int i = 0; i < count; i++)
-    if (!is_own_link(store->directory, names[i]))
-      fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "
-           "directory",
-           store->directory, names[i]);
-  list_free(names, count);
-  names = list_steps(store->directory, &count);
-  if (count && !may_replace && step_of(names[0]) > first_step)
-    fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
-         "another directory",
-         store->directory, names[0]);
-  list_free(names, count);
+static void refuse_foreign(const char *directory, int64_t first_step, bool may_replace) {
+  Reason reason = {""};
+  Listing l = list(AT_FDCWD, directory);
+  for (int i = 0; i < l.count && !*reason.text; i++) {
+    const char *name = l.entries[i]->d_name;
+    if (is_step(name) && !may_replace && step_of(name) > first_step)
+      refuse(&reason,
+             "%s is there, which is ahead of this run; --resume auto continues from it, or name another "
+             "directory",
+             name);
+    else if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
+      refuse(&reason,
+             "it holds a model that is no checkpoint (%s is not from this program); name another directory",
+             name);
+  }
+  list_free(l);
+  if (*reason.text) fail("--save %s: %s", directory, reason.text);
 }
 
 // Removes what a killed run left, and shows that a folder can be made, long before the first is saved.
-static void clean(const CheckpointStore *store) {
-  int count;
+static void clean(const char *directory) {
   Reason reason;
-  char **names = list(store->directory, is_left_over, &count);
-  for (int i = 0; i < count; i++) {
-    char *path = path_join(store->directory, names[i]);
-    if (!remove_folder(path, REMOVE, &reason))
-      fail("--save %s: %s; move it away", store->directory, reason.text);
-    free(path);
-  }
-  list_free(names, count);
-  char *trial = path_join(store->directory, SAVING STEP "0");
-  if (mkdir(trial, 0777) || rmdir(trial))
-    fail("--save %s: nothing can be written there: %s", store->directory, strerror(errno));
-  free(trial);
+  bool ok = true;
+  Listing l = list(AT_FDCWD, directory);
+  for (int i = 0; i < l.count && ok; i++)
+    if (is_left_over(l.entries[i]->d_name))
+      ok = remove_folder(path_in(directory, l.entries[i]->d_name).text, REMOVE, &reason);
+  list_free(l);
+  if (!ok) fail("--save %s: %s; move it away", directory, reason.text);
+  Path trial = path_in(directory, SAVING STEP "0");
+  if (mkdir(trial.text, 0777) || rmdir(trial.text))
+    fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
 // Takes `path` over; a file that does not exist is left out.
-static void take(CheckpointStore *store, const char *name, char *path) {
+static void take(CheckpointStore *store, const char *name, const char *path) {
   Companion c = {.name = name};
   c.text = file_read(path, &c.length);
-  free(path);
   if (c.text) store->companions[store->companion_count++] = c;
 }
 
@@ -366,22 +337,18 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
   char *folder = is_folder ? text_format("%s", path)
                            : text_format("%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
   if (!store->companion_count) // where the origin does not say what ends a text, the tokenizer's folder may
-    take(store, GENERATION_CONFIG, path_join(folder, GENERATION_CONFIG));
-  take(store, TOKENIZER, is_folder ? path_join(path, TOKENIZER) : text_format("%s", path));
-  for (int i = 0; i < TOKENIZER_NAMES; i++)
-    take(store, tokenizer_names[i], path_join(folder, tokenizer_names[i]));
+    take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
+  take(store, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
+  for (int i = 0; i < WITH_TOKENIZER; i++) take(store, our_files[i], path_in(folder, our_files[i]).text);
   free(folder);
 }
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
-  store->companions =
-      host_alloc(TOKENIZER_NAMES + 2, sizeof *store->companions, "the files that go with a model");
+  store->companions = host_alloc(WITH_TOKENIZER + 2, sizeof *store->companions, "a model's other files");
   if (origin) {
-    char *path = path_join(origin, "config.json");
     size_t length;
-    store->config = file_read(path, &length);
-    free(path);
-    take(store, GENERATION_CONFIG, path_join(origin, GENERATION_CONFIG));
+    store->config = file_read(path_in(origin, CONFIG).text, &length);
+    take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
   if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
 }
@@ -391,9 +358,9 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
   Reason reason;
   store.directory = text_format("%s", directory);
-  refuse_foreign(&store, first_step, may_replace);
+  refuse_foreign(directory, first_step, may_replace);
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
-  clean(&store);
+  clean(directory);
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -413,47 +380,41 @@ void checkpoint_store_close(CheckpointStore *store) {
 // Makes the link directory/name, or replaces our own.
 static void make_link(const char *directory, const char *name, const char *target) {
   bool latest = is_latest(name);
-  char *path = path_join(directory, name), *fresh = path_join(directory, latest ? NEW_LATEST : name);
-  if (path_exists(path) && !is_own_link(directory, name))
-    warn("%s is not from this program, which makes a link there: move it away", path);
-  else if (latest ? (is_own_link(directory, NEW_LATEST) && unlink(fresh)) || symlink(target, fresh) ||
-                        rename(fresh, path)
-                  : symlink(target, path) && errno != EEXIST)
-    warn("cannot make the link %s: %s", path, strerror(errno));
-  free(path);
-  free(fresh);
+  Path path = path_in(directory, name), fresh = path_in(directory, latest ? NEW_LATEST : name);
+  if (path_exists(path.text) && !is_own_link(directory, name))
+    warn("%s is not from this program, which makes a link there: move it away", path.text);
+  else if (latest ? (is_own_link(directory, NEW_LATEST) && unlink(fresh.text)) ||
+                        symlink(target, fresh.text) || rename(fresh.text, path.text)
+                  : symlink(target, path.text) && errno != EEXIST)
+    warn("cannot make the link %s: %s", path.text, strerror(errno));
 }
 
 // `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
 static void point_to(const char *directory, const char *name) {
-  char *folder = path_join(directory, name);
   make_link(directory, LATEST, name);
-  int count;
-  char **files = list(folder, is_ours, &count);
-  for (int i = 0; i < count; i++) {
-    char *target = path_join(LATEST, files[i]);
-    make_link(directory, files[i], target);
-    free(target);
+  Listing files = list(AT_FDCWD, path_in(directory, name).text), links = list(AT_FDCWD, directory);
+  for (int i = 0; i < files.count; i++) {
+    const char *file = files.entries[i]->d_name;
+    if (is_ours(file)) make_link(directory, file, path_in(LATEST, file).text);
   }
-  list_free(files, count);
-  files = list(directory, is_ours, &count);
-  for (int i = 0; i < count; i++) { // links to what only an earlier checkpoint has
-    char *path = path_join(directory, files[i]);
-    if (access(path, F_OK) && is_own_link(directory, files[i])) unlink(path);
-    free(path);
+  for (int i = 0; i < links.count; i++) { // to what only an earlier checkpoint has
+    const char *link = links.entries[i]->d_name;
+    Path path = path_in(directory, link);
+    if (is_ours(link) && access(path.text, F_OK) && is_own_link(directory, link)) unlink(path.text);
   }
-  list_free(files, count);
+  list_free(files);
+  list_free(links);
   sync_folder(directory);
-  free(folder);
 }
 
 static void delete_older(const CheckpointStore *store, int64_t step) {
-  int count;
-  char **names = list_steps(store->directory, &count);
+  Listing l = list(AT_FDCWD, store->directory);
   int64_t kept = 1; // the one of `step`
-  for (int i = 0; i < count; i++)
-    if (step_of(names[i]) < step && kept++ >= store->keep) discard(store->directory, names[i]);
-  list_free(names, count);
+  for (int i = 0; i < l.count; i++) {
+    const char *name = l.entries[i]->d_name;
+    if (is_step(name) && step_of(name) < step && kept++ >= store->keep) discard(store->directory, name);
+  }
+  list_free(l);
 }
 
 static Folder begin_step(CheckpointStore *store, int64_t step, const cJSON *trainer_state) {
@@ -470,7 +431,6 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   Folder folder = begin_step(store, step, trainer_state);
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
-  optimizer_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
   bool generation = false;
   for (int i = 0; i < store->companion_count; i++) {
@@ -499,52 +459,45 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
 
 // Of a file that was read or not, with the reason why not; "": there is none.
 static bool is_there(bool there, const char *path, Reason *reason) {
-  if (!there && !*reason->text) refuse(reason, "%s does not exist", path);
-  return there;
+  return there || (*reason->text ? false : refuse(reason, "%s does not exist", path));
 }
 
 static bool is_whole(const char *folder, Reason *reason) {
-  char *state_path = path_join(folder, TRAINER_STATE), *config_path = path_join(folder, CONFIG);
-  size_t length;
-  cJSON *state = json_try_read(state_path, reason);
-  bool whole = is_there(state != NULL, state_path, reason);
-  if (whole && !json_is_whole(json_member(state, "step")))
-    whole = refuse(reason, "%s has no step", state_path);
-  char *text = whole ? file_try_read(config_path, &length, reason) : NULL;
-  whole = whole && is_there(text != NULL, config_path, reason);
+  Path path = path_in(folder, TRAINER_STATE);
+  cJSON *state = json_try_read(path.text, reason);
+  bool whole = is_there(state != NULL, path.text, reason) &&
+               (json_is_whole(json_member(state, "step")) || refuse(reason, "%s has no step", path.text));
+  cJSON_Delete(state);
+  path = path_in(folder, CONFIG);
   ModelConfig config;
-  if (whole && !hf_config_parse(text, length, &config, reason))
-    whole = refuse(reason, "%s: %s", config_path, reason->text);
+  whole = whole && is_there(hf_config_try_read(folder, &config, reason), path.text, reason);
   static const char *const stems[] = {MODEL_STEM, STATE_STEM};
   for (int i = 0; i < 2 && whole; i++) {
     TensorSet set;
     whole = tensor_set_try_open(&set, folder, stems[i], reason);
     if (!whole) break;
-    whole = is_there(set.count > 0, set.path, reason);
+    whole = is_there(set.count > 0, set.path.text, reason);
     tensor_set_close(&set);
   }
-  free(text);
-  free(state_path);
-  free(config_path);
-  cJSON_Delete(state);
   return whole;
 }
 
 char *checkpoint_newest(const char *directory, bool *any) {
-  int count;
-  char **names = list_steps(directory, &count), *newest = NULL;
-  *any = count > 0;
-  for (int i = 0; i < count && !newest; i++) {
+  Listing l = list(AT_FDCWD, directory);
+  char *newest = NULL;
+  *any = false;
+  for (int i = 0; i < l.count && !newest; i++) {
+    const char *name = l.entries[i]->d_name;
+    Path path = path_in(directory, name);
     Reason reason;
-    char *path = path_join(directory, names[i]);
-    if (is_whole(path, &reason)) {
-      newest = path;
-    } else {
-      warn("%s; %s is passed over", reason.text, names[i]);
-      free(path);
-    }
+    if (!is_step(name)) continue;
+    *any = true;
+    if (is_whole(path.text, &reason))
+      newest = text_format("%s", path.text);
+    else
+      warn("%s; %s is passed over", reason.text, name);
   }
-  list_free(names, count);
+  list_free(l);
   return newest;
 }
 
@@ -556,11 +509,11 @@ void checkpoint_require_whole(const char *folder) {
 }
 
 cJSON *checkpoint_trainer_state(const char *folder) {
-  char *path = path_join(folder, TRAINER_STATE);
-  cJSON *state = json_read(path);
+  Path path = path_in(folder, TRAINER_STATE);
+  cJSON *state = json_read(path.text);
   if (!state)
-    fail("%s does not exist: %s is no checkpoint of this program; --init starts from a model", path, folder);
-  free(path);
+    fail("%s does not exist: %s is no checkpoint of this program; --init starts from a model", path.text,
+         folder);
   return state;
 }
 

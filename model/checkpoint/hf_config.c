@@ -11,7 +11,15 @@
 
 // --- Hugging Face's members --------------------------------------------------------------------------------
 
-typedef enum { SIZE, NUMBER, FLAG, TEXT } MemberKind; // int64_t, double, bool, const char *
+typedef enum {
+  SIZE,      // int64_t
+  NUMBER,    // double
+  FLAG,      // bool
+  TEXT,      // const char *
+  ONLY_TEXT, // of which one value can be computed, which is also what it has when absent, and a synonym
+  ONLY_TRUE,
+  ONLY_FALSE
+} MemberKind;
 
 enum {
   GPT2 = 1 << FAMILY_GPT2,
@@ -20,64 +28,58 @@ enum {
   QWEN2 = 1 << FAMILY_QWEN2,
   QWEN3 = 1 << FAMILY_QWEN3,
   LATER = LLAMA | MISTRAL | QWEN2 | QWEN3, // than GPT-2
-  WINDOWED = MISTRAL | QWEN2 | QWEN3
+  WINDOWED = MISTRAL | QWEN2 | QWEN3,
+  REQUIRED = 1 << FAMILY_COUNT
 };
 
 typedef struct {
   const char *name;
   int families; // that have it
   MemberKind kind;
-  bool required;
-  size_t offset; // in ModelConfig or RopeScaling
+  size_t offset;              // in ModelConfig or RopeScaling
+  const char *text, *synonym; // of ONLY_TEXT
 } Member;
 
-#define CONFIG(member) offsetof(ModelConfig, member)
-#define ROPE(member, kind)                                                                                   \
-  { #member, GPT2 | LATER, kind, false, offsetof(RopeScaling, member) }
+#define CONFIG(member) .offset = offsetof(ModelConfig, member)
+#define ROPE(member)   #member, GPT2 | LATER, .offset = offsetof(RopeScaling, member)
 
 static const Member config_members[] = {
-    {"vocab_size", GPT2 | LATER, SIZE, true, CONFIG(vocab_size)},
-    {"n_embd", GPT2, SIZE, true, CONFIG(hidden_size)},
-    {"n_layer", GPT2, SIZE, true, CONFIG(num_hidden_layers)},
-    {"n_head", GPT2, SIZE, true, CONFIG(num_attention_heads)},
-    {"n_positions", GPT2, SIZE, true, CONFIG(max_position_embeddings)},
-    {"n_inner", GPT2, SIZE, false, CONFIG(intermediate_size)},
-    {"layer_norm_epsilon", GPT2, NUMBER, false, CONFIG(norm_epsilon)},
-    {"hidden_size", LATER, SIZE, true, CONFIG(hidden_size)},
-    {"intermediate_size", LATER, SIZE, true, CONFIG(intermediate_size)},
-    {"num_hidden_layers", LATER, SIZE, true, CONFIG(num_hidden_layers)},
-    {"num_attention_heads", LATER, SIZE, true, CONFIG(num_attention_heads)},
-    {"num_key_value_heads", LATER, SIZE, false, CONFIG(num_key_value_heads)},
-    {"head_dim", LATER, SIZE, false, CONFIG(head_dim)},
-    {"max_position_embeddings", LATER, SIZE, false, CONFIG(max_position_embeddings)},
-    {"sliding_window", WINDOWED, SIZE, false, CONFIG(sliding_window)},
-    {"rms_norm_eps", LATER, NUMBER, false, CONFIG(norm_epsilon)},
-    {"rope_theta", LATER, NUMBER, false, CONFIG(rope_theta)},
-    {"attention_bias", LLAMA | QWEN3, FLAG, false, CONFIG(qkv_bias)},
-    {"attention_bias", LLAMA | QWEN3, FLAG, false, CONFIG(out_bias)},
-    {"mlp_bias", LLAMA, FLAG, false, CONFIG(mlp_bias)},
-    {"initializer_range", GPT2 | LATER, NUMBER, false, CONFIG(initializer_range)},
-    {"tie_word_embeddings", GPT2 | LATER, FLAG, false, CONFIG(tie_word_embeddings)},
+    {"vocab_size", GPT2 | LATER | REQUIRED, SIZE, CONFIG(vocab_size)},
+    {"n_embd", GPT2 | REQUIRED, SIZE, CONFIG(hidden_size)},
+    {"n_layer", GPT2 | REQUIRED, SIZE, CONFIG(num_hidden_layers)},
+    {"n_head", GPT2 | REQUIRED, SIZE, CONFIG(num_attention_heads)},
+    {"n_positions", GPT2 | REQUIRED, SIZE, CONFIG(max_position_embeddings)},
+    {"n_inner", GPT2, SIZE, CONFIG(intermediate_size)},
+    {"layer_norm_epsilon", GPT2, NUMBER, CONFIG(norm_epsilon)},
+    {"hidden_size", LATER | REQUIRED, SIZE, CONFIG(hidden_size)},
+    {"intermediate_size", LATER | REQUIRED, SIZE, CONFIG(intermediate_size)},
+    {"num_hidden_layers", LATER | REQUIRED, SIZE, CONFIG(num_hidden_layers)},
+    {"num_attention_heads", LATER | REQUIRED, SIZE, CONFIG(num_attention_heads)},
+    {"num_key_value_heads", LATER, SIZE, CONFIG(num_key_value_heads)},
+    {"head_dim", LATER, SIZE, CONFIG(head_dim)},
+    {"max_position_embeddings", LATER, SIZE, CONFIG(max_position_embeddings)},
+    {"sliding_window", WINDOWED, SIZE, CONFIG(sliding_window)},
+    {"rms_norm_eps", LATER, NUMBER, CONFIG(norm_epsilon)},
+    {"rope_theta", LATER, NUMBER, CONFIG(rope_theta)},
+    {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(qkv_bias)},
+    {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(out_bias)},
+    {"mlp_bias", LLAMA, FLAG, CONFIG(mlp_bias)},
+    {"initializer_range", GPT2 | LATER, NUMBER, CONFIG(initializer_range)},
+    {"tie_word_embeddings", GPT2 | LATER, FLAG, CONFIG(tie_word_embeddings)},
     // Not part of these architectures in transformers, which ignores unknown members.
-    {"final_logit_softcapping", GPT2 | LATER, NUMBER, false, CONFIG(final_logit_softcapping)},
-    {NULL, 0, SIZE, false, 0}};
+    {"final_logit_softcapping", GPT2 | LATER, NUMBER, CONFIG(final_logit_softcapping)},
+    {"activation_function", GPT2, ONLY_TEXT, .text = "gelu_new", .synonym = "gelu_pytorch_tanh"},
+    {"hidden_act", LATER, ONLY_TEXT, .text = "silu", .synonym = "swish"},
+    {"scale_attn_weights", GPT2, .kind = ONLY_TRUE},
+    {"scale_attn_by_inverse_layer_idx", GPT2, .kind = ONLY_FALSE},
+    {"add_cross_attention", GPT2, .kind = ONLY_FALSE},
+    {.name = NULL}};
 
-static const Member rope_members[] = {ROPE(factor, NUMBER),
-                                      ROPE(low_freq_factor, NUMBER),
-                                      ROPE(high_freq_factor, NUMBER),
-                                      ROPE(original_max_position_embeddings, SIZE),
-                                      {NULL, 0, SIZE, false, 0}};
-
-// Members of which one value is supported, which is also what they have when absent.
-static const struct {
-  int families;
-  const char *name, *text, *synonym; // text NULL: true or false
-  bool flag;
-} fixed_members[] = {{GPT2, "activation_function", "gelu_new", "gelu_pytorch_tanh", false},
-                     {GPT2, "scale_attn_weights", NULL, NULL, true},
-                     {GPT2, "scale_attn_by_inverse_layer_idx", NULL, NULL, false},
-                     {GPT2, "add_cross_attention", NULL, NULL, false},
-                     {LATER, "hidden_act", "silu", "swish", false}};
+static const Member rope_members[] = {{ROPE(factor), .kind = NUMBER},
+                                      {ROPE(low_freq_factor), .kind = NUMBER},
+                                      {ROPE(high_freq_factor), .kind = NUMBER},
+                                      {ROPE(original_max_position_embeddings), .kind = SIZE},
+                                      {.name = NULL}};
 
 // --- reading -----------------------------------------------------------------------------------------------
 
@@ -98,27 +100,28 @@ static bool read_member(const cJSON *json, const char *name, MemberKind kind, vo
   return true;
 }
 
-// The members that the family requires, or those that it does not.
-static bool read_members(const cJSON *json, const Member *members, ModelFamily family, bool required,
-                         void *to, Reason *reason) {
-  for (const Member *m = members; m->name; m++) {
-    if (!(m->families >> family & 1) || m->required != required) continue;
-    if (!read_member(json, m->name, m->kind, (char *)to + m->offset, reason)) return false;
-    if (required && !json_member(json, m->name)) return refuse(reason, "%s is missing", m->name);
-  }
-  return true;
+// One that has to have a certain value.
+static bool check_member(const cJSON *json, const Member *m, Reason *reason) {
+  const char *text = m->text;
+  bool wanted = m->kind == ONLY_TRUE, flag = wanted;
+  if (m->kind != ONLY_TEXT)
+    return read_member(json, m->name, FLAG, &flag, reason) &&
+           (flag == wanted ||
+            refuse(reason, "%s %s cannot be computed here", m->name, flag ? "true" : "false"));
+  return read_member(json, m->name, TEXT, &text, reason) &&
+         (!strcmp(text, m->text) || !strcmp(text, m->synonym) ||
+          refuse(reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", m->name, text, m->text));
 }
 
-static bool check_fixed(const cJSON *json, ModelFamily family, Reason *reason) {
-  for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++) {
-    const char *name = fixed_members[i].name, *want = fixed_members[i].text, *text = want;
-    bool flag = fixed_members[i].flag;
-    if (!(fixed_members[i].families >> family & 1)) continue;
-    if (!read_member(json, name, want ? TEXT : FLAG, want ? (void *)&text : &flag, reason)) return false;
-    if (want && strcmp(text, want) && strcmp(text, fixed_members[i].synonym))
-      return refuse(reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", name, text, want);
-    if (flag != fixed_members[i].flag)
-      return refuse(reason, "%s %s cannot be computed here", name, flag ? "true" : "false");
+static bool read_members(const cJSON *json, const Member *members, ModelFamily family, void *to,
+                         Reason *reason) {
+  for (const Member *m = members; m->name; m++) {
+    if (!(m->families >> family & 1)) continue;
+    if (m->kind >= ONLY_TEXT ? !check_member(json, m, reason)
+                             : !read_member(json, m->name, m->kind, (char *)to + m->offset, reason))
+      return false;
+    if (m->families & REQUIRED && !json_member(json, m->name))
+      return refuse(reason, "%s is missing", m->name);
   }
   return true;
 }
@@ -151,7 +154,7 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
     return refuse(reason,
                   "rope_type \"%.40s\" cannot be computed here, only \"default\", \"linear\" and \"llama3\"",
                   type);
-  if (!read_members(rope, rope_members, c->family, false, s, reason)) return false;
+  if (!read_members(rope, rope_members, c->family, s, reason)) return false;
   return (s->factor > 0 && s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
           s->original_max_position_embeddings > 0) ||
          refuse(reason,
@@ -164,16 +167,15 @@ static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
-// transformers' defaults that follow from the required sizes.
+// transformers' defaults that follow from other sizes.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
     c->num_key_value_heads = c->num_attention_heads;
-  if (c->family == FAMILY_GPT2) c->intermediate_size = 4 * c->hidden_size;
-  if (c->head_dim || json_member(json, "head_dim")) return true;
-  if (c->hidden_size % c->num_attention_heads)
+  if (!c->intermediate_size) c->intermediate_size = 4 * c->hidden_size; // GPT-2's
+  if (!c->head_dim && c->hidden_size % c->num_attention_heads)
     return refuse(reason, "a hidden size of %lld does not divide into %lld heads", (long long)c->hidden_size,
                   (long long)c->num_attention_heads);
-  c->head_dim = c->hidden_size / c->num_attention_heads;
+  if (!c->head_dim) c->head_dim = c->hidden_size / c->num_attention_heads;
   return true;
 }
 
@@ -207,11 +209,9 @@ static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
   *c = model_families[family].config;
   const char *base = slash ? slash + 1 : name;
   text_escape(c->name, sizeof c->name, base, strlen(base));
-  return read_members(json, config_members, c->family, true, c, reason) && set_defaults(json, c, reason) &&
-         read_members(json, config_members, c->family, false, c, reason) &&
-         check_fixed(json, c->family, reason) && read_window(json, c, reason) &&
-         (c->family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason) &&
-         model_config_possible(c, reason);
+  return read_members(json, config_members, c->family, c, reason) && set_defaults(json, c, reason) &&
+         read_window(json, c, reason) && (c->family == FAMILY_GPT2 || read_rope(json, c, reason)) &&
+         check_architecture(json, c, reason) && model_config_possible(c, reason);
 }
 
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason) {
@@ -223,24 +223,30 @@ bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reaso
   return good;
 }
 
-ModelConfig hf_config_read(const char *directory) {
-  char *path = path_join(directory, "config.json");
+bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason) {
+  Path path = path_in(directory, "config.json");
   size_t length;
-  char *text = file_read(path, &length);
-  if (!text) fail("%s does not exist; name a directory that holds a model in Hugging Face's layout", path);
+  char *text = file_try_read(path.text, &length, reason);
+  if (!text) return false;
+  bool good =
+      hf_config_parse(text, length, config, reason) || refuse(reason, "%s: %s", path.text, reason->text);
+  free(text);
+  if (!good || *config->name) return good;
+  size_t end = strlen(directory);
+  while (end > 1 && directory[end - 1] == '/') end--;
+  size_t begin = end;
+  while (begin > 0 && directory[begin - 1] != '/') begin--;
+  text_escape(config->name, sizeof config->name, directory + begin, end - begin);
+  return true;
+}
+
+ModelConfig hf_config_read(const char *directory) {
   ModelConfig config;
   Reason reason;
-  if (!hf_config_parse(text, length, &config, &reason)) fail("%s: %s", path, reason.text);
-  free(text);
-  free(path);
-  if (!*config.name) {
-    size_t end = strlen(directory);
-    while (end > 1 && directory[end - 1] == '/') end--;
-    size_t begin = end;
-    while (begin > 0 && directory[begin - 1] != '/') begin--;
-    text_escape(config.name, sizeof config.name, directory + begin, end - begin);
-  }
-  return config;
+  if (hf_config_try_read(directory, &config, &reason)) return config;
+  if (*reason.text) fail("%s", reason.text);
+  fail("%s/config.json does not exist; name a directory that holds a model in Hugging Face's layout",
+       directory);
 }
 
 // --- writing -----------------------------------------------------------------------------------------------
@@ -255,11 +261,12 @@ static void write_members(cJSON *json, const Member *members, ModelFamily family
   for (const Member *m = members; m->name; m++) {
     const void *value = (const char *)from + m->offset;
     if (!(m->families >> family & 1)) continue;
-    double number = m->kind == SIZE     ? (double)*(const int64_t *)value
-                    : m->kind == NUMBER ? *(const double *)value
-                                        : 0;
-    if (m->kind == FLAG) set(json, m->name, cJSON_CreateBool(*(const bool *)value));
+    double number = 0;
+    if (m->kind == SIZE) number = (double)*(const int64_t *)value;
+    if (m->kind == NUMBER) number = *(const double *)value;
     if (number > 0) set(json, m->name, cJSON_CreateNumber(number));
+    if (m->kind == FLAG) set(json, m->name, cJSON_CreateBool(*(const bool *)value));
+    if (m->kind == ONLY_TEXT) set(json, m->name, cJSON_CreateString(m->text));
   }
 }
 
@@ -272,9 +279,6 @@ static cJSON *describe(const ModelConfig *c) {
   cJSON_AddNullToObject(json, "bos_token_id");
   cJSON_AddNullToObject(json, "eos_token_id");
   write_members(json, config_members, c->family, c);
-  for (size_t i = 0; i < sizeof fixed_members / sizeof *fixed_members; i++)
-    if (fixed_members[i].families >> c->family & 1 && fixed_members[i].text)
-      cJSON_AddStringToObject(json, fixed_members[i].name, fixed_members[i].text);
   if (WINDOWED >> c->family & 1 && !c->sliding_window) cJSON_AddNullToObject(json, "sliding_window");
   if (c->family == FAMILY_QWEN2 || c->family == FAMILY_QWEN3)
     cJSON_AddBoolToObject(json, "use_sliding_window", c->sliding_window > 0);

@@ -14,7 +14,9 @@
 // False with a reason when the text describes no model that can be computed here.
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason);
 
-// The model in `directory`, called so unless the file has a name; fails naming the file and what is wrong with it.
+// The model in `directory`, called so unless the file has a name. False with a reason, "" where there is no such file;
+// hf_config_read fails with it.
+bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason);
 ModelConfig hf_config_read(const char *directory);
 
 // The text of a config.json for a model whose weights are stored as `dtype`. `original` is the file that the

@@ -1,7 +1,6 @@
 #include "model/checkpoint/weights.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,35 +43,22 @@ void folder_give_up(Folder *f, const char *path) {
 }
 
 void folder_end_file(Folder *f) {
-  if (!f->file) return;
-  if (f->ok && fsync(f->descriptor)) folder_give_up(f, f->file);
-  if (close(f->descriptor)) folder_give_up(f, f->file);
-  free(f->file);
-  f->file = NULL;
+  if (!f->out) return;
+  if (f->ok && (fflush(f->out) || fsync(fileno(f->out)))) folder_give_up(f, f->file.text);
+  if (fclose(f->out)) folder_give_up(f, f->file.text);
+  f->out = NULL;
 }
 
 void folder_file(Folder *f, const char *name) {
   folder_end_file(f);
   if (!f->ok) return;
-  char *path = path_join(f->hidden, name);
-  f->descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  f->file = f->descriptor < 0 ? NULL : path;
-  if (f->file) return;
-  folder_give_up(f, path);
-  free(path);
+  f->file = path_in(f->hidden.text, name);
+  f->out = fopen(f->file.text, "wxe"); // a new one, closed in what this process starts
+  if (!f->out) folder_give_up(f, f->file.text);
 }
 
 void folder_write(Folder *f, const void *bytes, size_t count) {
-  for (const char *at = bytes; f->ok && count;) {
-    ssize_t written = write(f->descriptor, at, count);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) {
-      folder_give_up(f, f->file);
-      return;
-    }
-    at += written;
-    count -= (size_t)written;
-  }
+  if (f->ok && fwrite(bytes, 1, count, f->out) != count) folder_give_up(f, f->file.text);
 }
 
 void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
@@ -82,54 +68,46 @@ void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
 
 // --- opening -----------------------------------------------------------------------------------------------
 
-// *there: whether there is such a file. One that is open already is not opened again.
-static bool add_file(TensorSet *set, const char *path, bool *there, Reason *reason) {
-  *there = true;
+// False with a reason, "" where there is no such file. One that is open already is not opened again.
+static bool add_file(TensorSet *set, const char *path, Reason *reason) {
   for (int64_t i = 0; i < set->count; i++)
     if (!strcmp(set->files[i].path, path)) return true;
   Mapping mapping = file_map_or_copy(path, 0, reason);
-  *there = mapping.bytes != NULL;
-  if (!mapping.bytes) return !*reason->text;
-  set->files = host_grow(set->files, set->count, &set->capacity, sizeof *set->files, set->path);
+  if (!mapping.bytes) return false;
+  set->files = host_grow(set->files, set->count, &set->capacity, sizeof *set->files, set->path.text);
   TensorFile *file = &set->files[set->count++];
   *file = (TensorFile){.path = text_format("%s", path), .mapping = mapping};
   return safetensors_parse(mapping.bytes, mapping.size, &file->header, reason) ||
          refuse(reason, "%s: %s", path, reason->text);
 }
 
-// Opens the files that an index names (first pass), then looks for the tensors in them.
-static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, bool look, Reason *reason) {
+// Opens the files that an index names, which hold the tensors that it says.
+static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, Reason *reason) {
   const cJSON *item;
+  if (!cJSON_IsObject(map)) return refuse(reason, "%s has no weight_map", set->path.text);
   cJSON_ArrayForEach(item, map) {
     if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
-      return refuse(reason, "%s names no file of its folder for %s", set->path, item->string);
-    char *path = path_join(folder, item->valuestring);
+      return refuse(reason, "%s names no file of its folder for %s", set->path.text, item->string);
+    Path path = path_in(folder, item->valuestring);
     const TensorFile *file;
-    bool there, good = look || add_file(set, path, &there, reason);
-    if (good && !look && !there)
-      good = refuse(reason, "%s does not exist, and %s says that %s is in it", path, set->path, item->string);
-    if (good && look && (!tensor_set_find(set, item->string, &file) || strcmp(file->path, path)))
-      good = refuse(reason, "%s lacks %s, which %s says is in it", path, item->string, set->path);
-    free(path);
-    if (!good) return false;
+    if (!add_file(set, path.text, reason))
+      return *reason->text ? false
+                           : refuse(reason, "%s does not exist, and %s says that %s is in it", path.text,
+                                    set->path.text, item->string);
+    if (!tensor_set_find(set, item->string, &file) || strcmp(file->path, path.text))
+      return refuse(reason, "%s lacks %s, which %s says is in it", path.text, item->string, set->path.text);
   }
   return true;
 }
 
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason) {
   char *single = file_name(stem, 1, 1), *index = index_name(stem);
-  *set = (TensorSet){.path = path_join(folder, index)};
-  bool there;
-  cJSON *json = json_try_read(set->path, reason);
-  bool good = json || !*reason->text;
-  if (json) {
-    const cJSON *map = json_member(json, "weight_map");
-    good = cJSON_IsObject(map) || refuse(reason, "%s has no weight_map", set->path);
-    for (int look = 0; look < 2; look++) good = good && open_indexed(set, folder, map, look, reason);
-  } else if (good) {
-    free(set->path);
-    set->path = path_join(folder, single);
-    good = add_file(set, set->path, &there, reason);
+  *set = (TensorSet){.path = path_in(folder, index)};
+  cJSON *json = json_try_read(set->path.text, reason);
+  bool good = json ? open_indexed(set, folder, json_member(json, "weight_map"), reason) : !*reason->text;
+  if (!json && good) {
+    set->path = path_in(folder, single);
+    good = add_file(set, set->path.text, reason) || !*reason->text;
   }
   cJSON_Delete(json);
   free(single);
@@ -152,7 +130,6 @@ void tensor_set_close(TensorSet *set) {
     free(set->files[i].path);
   }
   free(set->files);
-  free(set->path);
   *set = (TensorSet){0};
 }
 
@@ -374,7 +351,7 @@ static void check_set(Model *model, const TensorSet *set) {
   for (int64_t i = count - 1; i >= 0; i--)
     if (!stored[i].entry) missing++, first = &model->parameters.items[i];
   if (missing)
-    fail("%s lacks %s %s%s, which the model that config.json describes needs", set->path, first->name,
+    fail("%s lacks %s %s%s, which the model that config.json describes needs", set->path.text, first->name,
          shape_of(first).text, missing > 1 ? " and others" : "");
   check_tied_head(model, set, stored);
   free(stored);
@@ -385,7 +362,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
   if (!set.count)
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
-         set.path);
+         set.path.text);
   check_set(model, &set);
   // In the files' order: a disk reads sequentially.
   for (int f = 0; f < set.count; f++)
@@ -419,34 +396,27 @@ static const Tensor *exact_weights(const Parameters *all) {
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
   const Parameters *all = &model->parameters;
-  const Tensor *role = dtype == DTYPE_F32 ? exact_weights(all) : all->value;
-  TensorToStore *list = host_alloc(all->count, sizeof *list, "a list of tensors");
-  for (int64_t i = 0; i < all->count; i++)
-    list[i] = parameter_to_store(NULL, all, &all->items[i], role, dtype);
-  tensor_set_write(folder, MODEL_STEM, list, all->count, backend, shard_bytes);
-  free(list);
-}
-
-// --- the optimizer's state ---------------------------------------------------------------------------------
-
-void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
-                     size_t shard_bytes) {
-  const Parameters *all = &model->parameters;
-  const Tensor *exact = exact_weights(all);
-  TensorToStore *list = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *list, "a list of tensors");
+  const Tensor *exact = exact_weights(all), *role = dtype == DTYPE_F32 ? exact : all->value;
+  TensorToStore *weights = host_alloc(all->count, sizeof *weights, "a list of tensors");
+  TensorToStore *rest = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *rest, "a list of tensors");
   int64_t count = 0;
   for (int64_t i = 0; i < all->count; i++) {
     const Parameter *p = &all->items[i];
+    weights[i] = parameter_to_store(NULL, all, p, role, dtype);
     for (int s = 0; s < OPTIMIZER_STATES; s++)
       if (tensor_exists(all->state[s][p->group]))
-        list[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
+        rest[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
                                            all->state[s][p->group].dtype);
-    if (weights_dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
-      list[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);
+    if (dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
+      rest[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);
   }
-  tensor_set_write(folder, STATE_STEM, list, count, backend, shard_bytes);
-  free(list);
+  tensor_set_write(folder, MODEL_STEM, weights, all->count, backend, shard_bytes);
+  tensor_set_write(folder, STATE_STEM, rest, count, backend, shard_bytes);
+  free(weights);
+  free(rest);
 }
+
+// --- the optimizer's state ---------------------------------------------------------------------------------
 
 // False when there is none of that name.
 static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameters *all,
@@ -469,8 +439,8 @@ void optimizer_load(Model *model, Backend *backend, const char *folder) {
     for (int s = 0; s < OPTIMIZER_STATES; s++)
       if (tensor_exists(all->state[s][p->group]) &&
           !load_state(&set, backend, all->optimizer->states[s].name, all, p, all->state[s], NULL))
-        fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone", set.path,
-             p->name);
+        fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone",
+             set.path.text, p->name);
     load_state(&set, backend, "master", all, p, all->value, all->master);
   }
   tensor_set_close(&set);

@@ -18,9 +18,10 @@
 typedef struct {
   bool ok;
   Reason reason;
-  char *parent, *name, *hidden; // parent/name is where it will be, hidden where it is made
-  int descriptor;               // of the file being written
-  char *file;                   // its path; NULL between files
+  Path parent, hidden; // parent/name is where it will be, hidden where it is made
+  char name[256];
+  FILE *out; // the file being written, at the path `file`; NULL between files
+  Path file;
 } Folder;
 
 bool is_plain_name(const char *name);               // of a file in a folder: no path, not "." or ".."
@@ -39,7 +40,7 @@ typedef struct {
 } TensorFile;
 
 typedef struct {
-  char *path; // of the one file or of the index, for messages
+  Path path; // of the one file or of the index, for messages
   TensorFile *files;
   int64_t count, capacity;
 } TensorSet;
@@ -83,12 +84,9 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 // of old files, a copy of a tied head): what is missing, left over or misshapen is named in one sentence with
 // its file. Names may lack the base model's prefix (transformer. or model.), as in files of the bare model.
 void weights_load(Model *model, Backend *backend, const char *folder);
-// Writes them, as fp32 from the master weights where there are any, or as bf16.
+// Writes them, as fp32 from the master weights where there are any, or as bf16; and, in training_state.safetensors or its
+// shards, the optimizer's states ("m.NAME", ...) in their dtype and, where the stored weights are bf16, the fp32 master
+// weights ("master.NAME").
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
-
-// The optimizer's states ("m.NAME", ...) in their dtype and, unless the stored weights are fp32 already, the
-// master weights ("master.NAME"), in training_state.safetensors or its shards.
-void optimizer_store(const Model *model, Backend *backend, Folder *folder, Dtype weights_dtype,
-                     size_t shard_bytes);
-// Call after weights_load. Fails like it.
+// Reads those; call it after weights_load. Fails like it.
 void optimizer_load(Model *model, Backend *backend, const char *folder);

@@ -3,9 +3,7 @@
 // NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
 // run. Skipped on other devices.
 
-#include "kernels/linear_cross_entropy.h"
-#include "tests/harness.h"
-#include "tests/reference.h"
+#include "tests/loss_problem.h"
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/cuda_ops.h"
@@ -80,26 +78,24 @@ static void logits_check(Harness *h, Logits *l, double largest_logit) {
   check_gaps(h, "E", in_pieces(l->exps));
 }
 
+static void logits_case(Harness *h, const void *shape) {
+  const int64_t *sizes = shape;
+  if (small_shapes() && sizes[0] * sizes[2] > 1000000) return;
+  Logits l = logits_make(h, sizes[0], sizes[1], sizes[2], 2 / sqrt((double)sizes[1]));
+  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_check(h, &l, 12);
+}
+
 TEST(test_logits) {
-  if (!*state) skip();
-  Harness *h = *state;
   // The last: X in two rasterisation groups, of clusters that keep pace over more than a round.
   static const int64_t shapes[][3] = {{1, 8, 8},        {5, 64, 100},     {128, 72, 193},  {129, 136, 192},
                                       {257, 64, 1000},  {256, 256, 384},  {700, 24, 3001}, {33, 1000, 517},
                                       {1030, 16, 6007}, {8448, 1000, 400}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    if (small_shapes() && shapes[i][0] * shapes[i][2] > 1000000) continue;
-    MemoryMark mark = memory_mark(&h->backend->memory);
-    Logits l = logits_make(h, shapes[i][0], shapes[i][1], shapes[i][2], 2 / sqrt((double)shapes[i][1]));
-    logits_run(h, &l, true, SCRATCH_BYTES);
-    logits_check(h, &l, 12);
-    memory_pop_to(&h->backend->memory, mark);
-  }
+  RUN_CASES(*state, logits_case, shapes);
 }
 
 // Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
 TEST(test_logits_in_groups) {
-  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
@@ -119,7 +115,6 @@ TEST(test_logits_in_groups) {
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
 // which must not show; what log2(e) itself lacks in fp32 does, 1.4e-8 for each unit of the exponent.
 TEST(test_nearly_certain) {
-  if (!*state) skip();
   Harness *h = *state;
   int64_t rows = 130, hidden = 64, vocab = 500;
   Logits l = logits_make(h, rows, hidden, vocab, 0.01);
@@ -146,7 +141,6 @@ TEST(test_nearly_certain) {
 
 // A row whose sum overflows says so, whatever the anchor's correction is; the others are as before.
 TEST(test_overflow) {
-  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 140, 64, 700, 0.2);
   double *anchor = values_of(h, l.anchor);
@@ -160,7 +154,6 @@ TEST(test_overflow) {
 
 // A row whose target is IGNORE_INDEX is zeros, whatever its anchor holds.
 TEST(test_ignored_rows) {
-  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 140, 64, 700, 0.2);
   int32_t *targets = random_ids(h, l.rows, l.vocab);
@@ -176,7 +169,6 @@ TEST(test_ignored_rows) {
 }
 
 TEST(test_nan_stays_in_its_row) {
-  if (!*state) skip();
   Harness *h = *state;
   Logits l = logits_make(h, 200, 64, 700, 0.2);
   const uint16_t nan_bits = 0x7FC0;
@@ -190,54 +182,62 @@ TEST(test_nan_stays_in_its_row) {
   }
 }
 
-static void gradient_case(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, Dtype dtype,
-                          size_t scratch_bytes) {
-  MemoryMark mark = memory_mark(&h->backend->memory);
+typedef struct {
+  int64_t rows, hidden, vocab;
+  Dtype dtype;
+  size_t scratch_bytes;
+} Gradient;
+
+static void gradient_case(Harness *h, const void *shape) {
+  const Gradient *s = shape;
+  int64_t rows = s->rows, hidden = s->hidden, vocab = s->vocab;
   double *exps = random_values(h, rows * vocab, 1), *weight = random_values(h, vocab * hidden, 1);
   int64_t stride = (vocab + 63) / 64 * 64;
   Tensor e = strided_from(h, DTYPE_BF16, exps, rows, vocab, stride); // NaN beyond the end must not enter
   Tensor w = tensor_from(h, DTYPE_BF16, weight, vocab, hidden);
-  Tensor out = poisoned_strided(h, dtype, rows, hidden, hidden + 8), again = poisoned(h, dtype, rows, hidden);
-  Tensor scratch = poisoned(h, DTYPE_F32, 1, (int64_t)scratch_bytes / 4);
+  Tensor out = poisoned_strided(h, s->dtype, rows, hidden, hidden + 8);
+  Tensor again = poisoned(h, s->dtype, rows, hidden);
+  Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)s->scratch_bytes / 4);
   double *want = host_values(h, rows * hidden);
   for (int64_t n = 0; n < rows; n++)
     for (int64_t j = 0; j < vocab; j++)
       for (int64_t i = 0; i < hidden; i++)
         want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
-  assert_true(hopper_dx(h->backend, out, e, w, scratch.data, scratch_bytes, true));
+  assert_true(hopper_dx(h->backend, out, e, w, scratch.data, s->scratch_bytes, true));
   check_values(h, "dX", out, want, within(2, (double)vocab));
   check_gaps(h, "dX", out);
-  assert_true(hopper_dx(h->backend, again, e, w, scratch.data, scratch_bytes, true));
+  assert_true(hopper_dx(h->backend, again, e, w, scratch.data, s->scratch_bytes, true));
   check_bitwise_equal(h, "dX again", again, out);
-  memory_pop_to(&h->backend->memory, mark);
 }
 
 TEST(test_gradient) {
-  if (!*state) skip();
   static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193}, {300, 200, 1000},
                                       {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int k = 0; k < 4; k++) // split-K, and without scratch for partials
-      gradient_case(*state, shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
-                    k / 2 ? SCRATCH_BYTES : 4096);
+    for (int k = 0; k < 4; k++) { // split-K, and without scratch for partials
+      const Gradient shape[] = {{shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
+                                 k / 2 ? SCRATCH_BYTES : 4096}};
+      RUN_CASES(*state, gradient_case, shape);
+    }
 }
 
 // More tiles than run at once, with a remainder: whole tiles and slices in one call.
 TEST(test_gradient_of_many_tiles) {
-  if (!*state) skip();
-  if (small_shapes()) {
-    gradient_case(*state, 700, 600, 130, DTYPE_BF16, SCRATCH_BYTES);
-    return;
-  }
-  gradient_case(*state, 5200, 1600, 130, DTYPE_BF16, SCRATCH_BYTES);
-  gradient_case(*state, 5200, 1600, 130, DTYPE_F32, SCRATCH_BYTES);
-  gradient_case(*state, 6800, 960, 800, DTYPE_BF16, 4096); // long enough to keep pace, over two rounds
+  static const Gradient small[] = {{700, 600, 130, DTYPE_BF16, SCRATCH_BYTES}};
+  static const Gradient large[] = {
+      {5200, 1600, 130, DTYPE_BF16, SCRATCH_BYTES},
+      {5200, 1600, 130, DTYPE_F32, SCRATCH_BYTES},
+      {6800, 960, 800, DTYPE_BF16, 4096}}; // long enough to keep pace, over two rounds
+  if (small_shapes())
+    RUN_CASES(*state, gradient_case, small);
+  else
+    RUN_CASES(*state, gradient_case, large);
 }
 
 // The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what was stored
 // of them. The operations give the same bits, so they take these kernels.
-static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width, bool in_place) {
-  MemoryMark mark = memory_mark(&h->backend->memory);
+static void swiglu_case(Harness *h, const void *shape) {
+  const int64_t *sizes = shape, rows = sizes[0], hidden = sizes[1], width = sizes[2], in_place = sizes[3];
   double scale = 1.5 / sqrt((double)hidden);
   double *x = random_values(h, rows * hidden, 1), *up_weight = random_values(h, 2 * width * hidden, scale),
          *dout = random_values(h, rows * hidden, 1), *down_weight = random_values(h, hidden * width, scale);
@@ -280,25 +280,20 @@ static void swiglu_case(Harness *h, int64_t rows, int64_t hidden, int64_t width,
                                                           .pre_activation = gate_up,
                                                           .dactivation = same});
   check_bitwise_equal(h, "the layer's gradients", again, first);
-  memory_pop_to(&h->backend->memory, mark);
 }
 
 // The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one step.
 TEST(test_swiglu) {
-  if (!*state) skip();
-  if (small_shapes()) { // enough for a device of few SMs
-    swiglu_case(*state, 300, 72, 328, false);
-    swiglu_case(*state, 257, 136, 200, true);
-    return;
-  }
-  swiglu_case(*state, 3000, 72, 1352, false);
-  swiglu_case(*state, 2049, 136, 1544, true);
-  swiglu_case(*state, 8500, 1000, 200, false);
-  swiglu_case(*state, 5000, 64, 2048, true);
+  static const int64_t small[][4] = {{300, 72, 328, 0}, {257, 136, 200, 1}}; // enough for a device of few SMs
+  static const int64_t large[][4] = {
+      {3000, 72, 1352, 0}, {2049, 136, 1544, 1}, {8500, 1000, 200, 0}, {5000, 64, 2048, 1}};
+  if (small_shapes())
+    RUN_CASES(*state, swiglu_case, small);
+  else
+    RUN_CASES(*state, swiglu_case, large);
 }
 
 TEST(test_refuses) {
-  if (!*state) skip();
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
   Tensor full = poisoned(h, DTYPE_F32, 100, 32);
@@ -316,69 +311,32 @@ TEST(test_refuses) {
 
 // linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
 // not.
+static void layer_case(Harness *h, const void *shape) {
+  const int64_t *sizes = shape;
+  LossProblem p = loss_problem(h, sizes[0], sizes[1], sizes[2], 0.3 * sqrt((double)sizes[1]));
+  p.r.scale = (float)(1.0 / (double)sizes[0]);
+  reference_gradients(h, &p.r);
+  LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, sizes[3]);
+  a.outputs = (TokenOutputs){0};
+  a.dx = poisoned(h, DTYPE_F32, sizes[0], sizes[1]);
+  reference_loss(&p.r);
+  linear_cross_entropy(h->backend, a);
+  check_values(h, "loss", a.loss, p.r.loss, within(4, (double)sizes[1]));
+  check_values(h, "dx", a.dx, p.r.dx, within_stored(h, 2, 1));
+  check_values(h, "dweight", a.dweight, p.r.dweight, of_size(within_stored(h, 2, 1), p.r.scale));
+}
+
 TEST(test_layer) {
-  if (!*state) skip();
-  Harness *h = *state;
   static const int64_t shapes[][4] = {
       {300, 64, 1001, 128}, {300, 63, 1001, 128}, {129, 200, 770, 50}, {1700, 64, 1001, 1700}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    int64_t rows = shapes[i][0], hidden = shapes[i][1], vocab = shapes[i][2];
-    MemoryMark mark = memory_mark(&h->backend->memory);
-    double *x = random_values(h, rows * hidden, 1), *weight = random_values(h, vocab * hidden, 0.3);
-    int32_t *targets = random_ids(h, rows, vocab);
-    double *loss = host_values(h, rows), *dx = host_values(h, rows * hidden),
-           *dweight = host_values(h, vocab * hidden);
-    LinearCrossEntropy a = {.mode = LCE_FUSED,
-                            .chunk = shapes[i][3],
-                            .loss = poisoned_vector(h, DTYPE_F32, rows),
-                            .dx = poisoned(h, DTYPE_F32, rows, hidden),
-                            .dweight = poisoned(h, DTYPE_F32, vocab, hidden),
-                            .x = tensor_from(h, DTYPE_BF16, x, rows, hidden),
-                            .weight = tensor_from(h, DTYPE_BF16, weight, vocab, hidden),
-                            .targets = ids_from(h, targets, rows),
-                            .scale = 1.0f / (float)rows};
-    ReferenceLoss reference = {.rows = rows,
-                               .hidden = hidden,
-                               .vocab = vocab,
-                               .x = x,
-                               .weight = weight,
-                               .targets = targets,
-                               .scale = a.scale,
-                               .loss = loss,
-                               .dx = dx,
-                               .dweight = dweight};
-    reference_loss(&reference);
-    linear_cross_entropy(h->backend, a);
-    check_values(h, "loss", a.loss, loss, within(4, (double)hidden));
-    check_values(h, "dx", a.dx, dx, within_stored(h, 2, 1));
-    check_values(h, "dweight", a.dweight, dweight, of_size(within_stored(h, 2, 1), a.scale));
-    memory_pop_to(&h->backend->memory, mark);
-  }
-}
-
-static int open_harness(void **state) {
-  Harness *h = harness_open("cuda");
-  if (h && !hopper_runs(h->backend)) {
-    harness_close(h);
-    h = NULL;
-  }
-  *state = h;
-  return 0;
-}
-
-static int close_harness(void **state) {
-  if (*state) harness_close(*state);
-  return 0;
-}
-
-static int pop_all(void **state) {
-  Harness *h = *state;
-  if (h) memory_pop_to(&h->backend->memory, 0);
-  return 0;
+  RUN_CASES(*state, layer_case, shapes);
 }
 
 int main(void) {
-  return tests_run_each("hopper", open_harness, close_harness, pop_all);
+  Harness *h = harness_open("cuda");
+  bool runs = h && hopper_runs(h->backend);
+  if (h) harness_close(h);
+  return runs ? run_on_backend("cuda") : skip_all("hopper", "the GEMMs for Hopper", "there is no such GPU");
 }
 
 #else

@@ -1,7 +1,7 @@
 // The layers' operations against float64: forward results against tests/reference.c, gradients against finite
 // differences, on shapes that nothing divides, with outputs that hold NaN beforehand; on a GPU also against the CPU on
 // shapes for which its kernels have ways of their own; and the arguments that operations refuse. Runs on every backend of
-// this build and machine. Attention has test_kernels_attention.c.
+// this build and machine. Attention has test_attention.c.
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -510,116 +510,57 @@ TEST(test_activations) {
 
 // --- arguments that are refused ----------------------------------------------------------------------------
 
+// An operation's call that fails with this part of a sentence.
+#define REFUSED(part, operation, Arguments, ...)                                                             \
+  assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
+
+// What more than one tensor decides, or what it holds; tests/refusals.c tries the rest in every operation.
 TEST(test_refusals) {
   Harness *h = *state;
-  Backend *backend = h->backend;
   Dtype dtype = h->dtype;
   Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
   Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),
-         ids3 = poisoned_vector(h, DTYPE_I32, 3);
-  Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), m38 = poisoned(h, dtype, 3, 8), none = {0};
-  // something is missing, has the wrong shape, type or layout, or must not be there
-  assert_fails(h, "linear_forward: x is missing",
-               linear_forward(backend, (LinearForward){.out = m35, .weight = m54}));
-  assert_fails(h, "x is fp32 [3] where [3, I] is needed",
-               linear_forward(backend, (LinearForward){.out = m35, .x = v3, .weight = m54}));
-  assert_fails(h, "where [5, 4] is needed",
-               linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m35}));
-  assert_fails(h, "int32 [3] where [5] is needed",
-               linear_forward(backend, (LinearForward){.out = m35, .x = m34, .weight = m54, .bias = ids3}));
-  assert_fails(h, "do not go together",
-               linear_forward(backend, (LinearForward){.out = m35,
-                                                       .x = m34,
-                                                       .weight = m54,
-                                                       .activation = ACTIVATION_GELU,
-                                                       .pre_activation = m35,
-                                                       .residual = m35}));
-  assert_fails(h, "cannot be accumulated",
-               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
-                                                                    .dout = m35,
-                                                                    .weight = m54,
-                                                                    .activation = ACTIVATION_GELU,
-                                                                    .pre_activation = m34,
-                                                                    .accumulate = true}));
-  assert_fails(h, "it is for a gated activation",
-               linear_backward_input(backend, (LinearBackwardInput){.dx = m34,
-                                                                    .dout = m35,
-                                                                    .weight = m54,
-                                                                    .activation = ACTIVATION_GELU,
-                                                                    .pre_activation = m34,
-                                                                    .dactivation = m34}));
-  assert_fails(h, "dactivation is missing",
-               linear_backward_input(backend, (LinearBackwardInput){.dx = m38,
-                                                                    .dout = m35,
-                                                                    .weight = m54,
-                                                                    .activation = ACTIVATION_SWIGLU,
-                                                                    .pre_activation = m38}));
-  assert_fails(
-      h, "dweight",
-      linear_backward_weight(backend, (LinearBackwardWeight){.dweight = m34, .dout = m35, .x = m34}));
-  assert_fails(h, "gaps between its rows",
-               activation_forward(backend, (ActivationForward){ACTIVATION_GELU, .out = m34, .x = gaps}));
-  assert_fails(h, "no activation is named",
-               activation_forward(backend, (ActivationForward){.out = m34, .x = m34}));
-  assert_fails(h, "where [3, 8] is needed",
-               activation_forward(backend, (ActivationForward){ACTIVATION_SWIGLU, .out = m34, .x = m35}));
-  assert_fails(
-      h, "pre_activation is missing",
-      linear_forward(backend,
-                     (LinearForward){.out = m35, .x = m34, .weight = m54, .activation = ACTIVATION_GELU}));
-  assert_fails(
-      h, "not whole sequences of 2",
-      embedding_forward(backend,
-                        (EmbeddingForward){.out = m34, .tokens = ids3, .token_weight = m54, .seq_len = 2}));
-  assert_fails(h, "too few positions",
-               embedding_forward(backend, (EmbeddingForward){.out = m34,
-                                                             .tokens = ids3,
-                                                             .token_weight = m54,
-                                                             .position_weight = tensor_rows(m54, 0, 2),
-                                                             .seq_len = 3}));
-  assert_fails(
-      h, "an RMS norm has no mean",
-      norm_forward(
-          backend,
-          (NormForward){.kind = NORM_RMS, .out = m34, .mean = v3, .rstd = v3, .x = m34, .weight = v4}));
-  assert_fails(h, "the same tensor",
-               norm_backward(backend, (NormBackward){.kind = NORM_RMS,
-                                                     .dx = m34,
-                                                     .dweight = v4,
-                                                     .dout = m34,
-                                                     .x = m34,
-                                                     .weight = v4,
-                                                     .rstd = v3,
-                                                     .accumulate_dx = true}));
-  assert_fails(
-      h, "[3, 5] where [3, 4] is needed",
-      norm_forward(backend, (NormForward){.kind = NORM_RMS, .out = m35, .rstd = v3, .x = m35, .weight = v4}));
-  assert_fails(h, "do not describe an attention",
-               attention_forward(backend, (AttentionForward){
-                                              .out = m34, .lse = m34, .qkv = m34, .shape = {1, 3, 3, 2, 1}}));
-  assert_fails(h, "head_dim 1 is odd",
-               rope(backend, (Rope){.qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1}}));
-  assert_fails(
-      h, "this is the forward pass alone",
-      lce_logits_exp(backend,
-                     (LceLogitsExp){.dx_raw = m34,
-                                    .rows = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3},
-                                    .x = m34,
-                                    .weight = m54,
-                                    .targets = ids3}));
-  assert_fails(h, "int64", read_targets(backend, (ReadTargets){.targets = ids3, .ids = v3, .vocab_size = 5}));
-  assert_fails(h, "targets",
-               read_targets(backend, (ReadTargets){.targets = v3, .ids = ids3, .vocab_size = 5}));
-  assert_fails(h, "loss", read_targets(backend, (ReadTargets){.loss = v4, .ids = ids3, .vocab_size = 5}));
-  assert_fails(h, "their rows differ", gather_rows(backend, (MoveRows){.out = m34, .x = m35, .rows = ids3}));
-  assert_fails(
-      h, "steps count from 1",
-      adamw(backend,
-            (AdamW){.weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = tensor_rows(v3, 0, 1)}));
-  assert_fails(h, "where fp32 or bf16 is needed",
-               reduce(backend, (Reduce){.sum = tensor_rows(v3, 0, 1), .x = ids3}));
-  assert_fails(h, "ranks: out is", all_reduce(backend, (Collective){.out = v4, .x = tensor_rows(v4, 0, 3)}));
-  assert_fails(h, "t is missing", fill_zero(backend, none));
+         ids = poisoned_vector(h, DTYPE_I32, 3);
+  Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), one = tensor_rows(v3, 0, 1);
+  const Activation gelu = ACTIVATION_GELU;
+  REFUSED("linear_forward: weight is missing", linear_forward, LinearForward, m35, .x = m34);
+  REFUSED("do not go together", linear_forward, LinearForward, m35, m34, m54, .activation = gelu,
+          .pre_activation = m35, .residual = m35);
+  REFUSED("cannot be accumulated", linear_backward_input, LinearBackwardInput, m34, m35, m54,
+          .activation = gelu, .pre_activation = m34, .accumulate = true);
+  REFUSED("it is for a gated activation", linear_backward_input, LinearBackwardInput, m34, m35, m54,
+          .activation = gelu, .pre_activation = m34, .dactivation = m34);
+  REFUSED("gaps between its rows", activation_forward, ActivationForward, gelu, .out = m34, .x = gaps);
+  REFUSED("no activation is named", activation_forward, ActivationForward, .out = m34, .x = m34);
+  REFUSED("where [3, 8] is needed", activation_forward, ActivationForward, ACTIVATION_SWIGLU, .out = m34,
+          .x = m35);
+  REFUSED("not whole sequences of 2", embedding_forward, EmbeddingForward, .out = m34, .tokens = ids,
+          .token_weight = m54, .seq_len = 2);
+  REFUSED("too few positions", embedding_forward, EmbeddingForward, .out = m34, .tokens = ids,
+          .token_weight = m54, .position_weight = tensor_rows(m54, 0, 2), .seq_len = 3);
+  REFUSED("an RMS norm has no mean", norm_forward, NormForward, .kind = NORM_RMS, .out = m34, .mean = v3,
+          .rstd = v3, .x = m34, .weight = v4);
+  REFUSED("[3, 5] where [3, 4] is needed", norm_forward, NormForward, .kind = NORM_RMS, .out = m35,
+          .rstd = v3, .x = m35, .weight = v4);
+  REFUSED("the same tensor", norm_backward, NormBackward, .kind = NORM_RMS, .dx = m34, .dweight = v4,
+          .dout = m34, .x = m34, .weight = v4, .rstd = v3, .accumulate_dx = true);
+  REFUSED("do not describe an attention", attention_forward, AttentionForward, .out = m34, .lse = m34,
+          .qkv = m34, .shape = {1, 3, 3, 2, 1});
+  REFUSED("head_dim 1 is odd", rope, Rope, .qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1});
+  REFUSED("this is the forward pass alone", lce_logits_exp, LceLogitsExp, .dx_raw = m34,
+          .rows = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3}, .x = m34, .weight = m54,
+          .targets = ids);
+  REFUSED("ids is fp32 [3] where int32 or int64", read_targets, ReadTargets, .targets = ids, .ids = v3,
+          .vocab_size = 5);
+  REFUSED("targets is fp32 [3] where int32", read_targets, ReadTargets, .targets = v3, .ids = ids,
+          .vocab_size = 5);
+  REFUSED("loss is int32 [3] where fp32", read_targets, ReadTargets, .loss = ids, .ids = ids,
+          .vocab_size = 5);
+  REFUSED("their rows differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
+  REFUSED("steps count from 1", adamw, AdamW, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
+  REFUSED("where fp32 or bf16 is needed", reduce, Reduce, .sum = one, .x = ids);
+  REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));
+  REFUSED("t is missing", fill_zero, Tensor, 0);
 }
 
 int main(void) {

@@ -38,13 +38,6 @@ static double *elements(Harness *h, const cJSON *object, const char *key, int64_
   return values;
 }
 
-// One of the document's arrays, if the case is `with` it.
-static double *shared(Harness *h, const cJSON *document, const cJSON *item, const char *with, const char *key,
-                      int64_t count) {
-  bool used = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, with));
-  return used ? elements(h, document, key, count) : NULL;
-}
-
 static Golden golden_case(Harness *h, const cJSON *document, const cJSON *item) {
   int64_t rows = (int64_t)number(document, "rows"), hidden = (int64_t)number(document, "hidden"),
           vocab = (int64_t)number(document, "vocab");
@@ -55,13 +48,6 @@ static Golden golden_case(Harness *h, const cJSON *document, const cJSON *item) 
   ReferenceLoss r = {.rows = rows,
                      .hidden = hidden,
                      .vocab = vocab,
-                     .x = elements(h, document, "x", rows * hidden),
-                     .weight = elements(h, document, "weight", vocab * hidden),
-                     .bias = shared(h, document, item, "with_bias", "bias", vocab),
-                     .class_weights = shared(h, document, item, "with_class_weights", "class_weights", vocab),
-                     .token_weights = shared(h, document, item, "with_token_weights", "token_weights", rows),
-                     .entropy_weights =
-                         shared(h, document, item, "with_entropy_weights", "entropy_weights", rows),
                      .targets = ids,
                      .label_smoothing = number(item, "label_smoothing"),
                      .z_loss = number(item, "z_loss"),
@@ -69,17 +55,14 @@ static Golden golden_case(Harness *h, const cJSON *document, const cJSON *item) 
                      .temperature = number(item, "temperature"),
                      .scale = number(item, "scale"),
                      .mean = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, "mean")),
-                     .loss = elements(h, item, "loss", rows),
-                     .token_z_loss = elements(h, item, "token_z_loss", rows),
-                     .log_prob = elements(h, item, "log_prob", rows),
-                     .logsumexp = elements(h, item, "logsumexp", rows),
-                     .entropy = elements(h, item, "entropy", rows),
-                     .max_logit = elements(h, item, "max_logit", rows),
-                     .predicted = elements(h, item, "predicted", rows),
-                     .dx = elements(h, item, "dx", rows * hidden),
-                     .dweight = elements(h, item, "dweight", vocab * hidden),
                      .objective = number(item, "objective")};
-  if (r.bias) r.dbias = elements(h, item, "dbias", vocab);
+  for (const LossField *f = loss_fields; f->name; f++) {
+    char with[64];
+    snprintf(with, sizeof with, "with_%s", f->name);
+    cJSON *used = cJSON_GetObjectItemCaseSensitive(item, with); // of an input that a case may do without
+    if (cJSON_IsFalse(used) || (!strcmp(f->name, "dbias") && !r.bias)) continue;
+    *loss_values(&r, f) = elements(h, f->kind < LOSS_OUTPUT ? document : item, f->name, loss_count(&r, f));
+  }
   return (Golden){cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "name")), r};
 }
 
@@ -115,16 +98,9 @@ static void check_reference(Harness *h, Golden *g) {
   reference_gradients(h, &r);
   reference_loss(&r);
   check_double(g->name, "objective", &r.objective, &want->objective, 1);
-  check_double(g->name, "loss", r.loss, want->loss, want->rows);
-  check_double(g->name, "z-loss", r.token_z_loss, want->token_z_loss, want->rows);
-  check_double(g->name, "log-probability", r.log_prob, want->log_prob, want->rows);
-  check_double(g->name, "logsumexp", r.logsumexp, want->logsumexp, want->rows);
-  check_double(g->name, "entropy", r.entropy, want->entropy, want->rows);
-  check_double(g->name, "max_logit", r.max_logit, want->max_logit, want->rows);
-  check_double(g->name, "predicted", r.predicted, want->predicted, want->rows);
-  check_double(g->name, "dx", r.dx, want->dx, want->rows * want->hidden);
-  check_double(g->name, "dweight", r.dweight, want->dweight, want->vocab * want->hidden);
-  if (want->bias) check_double(g->name, "dbias", r.dbias, want->dbias, want->vocab);
+  for (const LossField *f = loss_fields; f->name; f++)
+    if (*loss_values(want, f))
+      check_double(g->name, f->name, *loss_values(&r, f), *loss_values(want, f), loss_count(want, f));
 }
 
 TEST(reference_is_as_in_torch) {
@@ -145,39 +121,22 @@ typedef struct {
 static void check_layer(Harness *h, Golden *g, Way way) {
   const ReferenceLoss *want = &g->r;
   LinearCrossEntropy a = loss_call(h, want, way.mode, way.chunk);
-  if (way.all_outputs) loss_call_all_outputs(h, &a);
+  if (way.all_outputs) loss_call_all_outputs(h, &a, want);
   if (way.packed)
     a.rows = ids_from(h, counted_positions(h, want->targets, want->rows, &a.counted), want->rows);
   linear_cross_entropy(h->backend, a);
 
   // The logits' error over H terms multiplies the exponentials, of which V are summed; a fused chunk holds what
   // statistics are made of in fp32, the materialized logits are the operands' dtype.
-  double terms = (double)(want->hidden + want->vocab), over_rows = (double)(want->hidden + want->rows);
+  double terms = (double)(want->hidden + want->vocab);
   Tolerance statistics = way.mode == LCE_FUSED ? within(4, terms) : within_stored(h, 4, terms);
-  Tolerance gradients = within_stored(h, 4, terms), sums = within_stored(h, 4, over_rows);
   double step = want->mean ? want->scale / (double)want->rows : want->scale;
-  const struct {
-    const char *name;
-    Tensor got;
-    const double *want;
-    Tolerance tolerance;
-  } results[] = {{"loss", a.loss, want->loss, of_size(statistics, 1)},
-                 {"z-loss", a.outputs.z_loss, want->token_z_loss, of_size(statistics, want->z_loss)},
-                 {"log-probability", a.outputs.log_prob, want->log_prob, of_size(statistics, 1)},
-                 {"logsumexp", a.outputs.logsumexp, want->logsumexp, of_size(statistics, 1)},
-                 {"entropy", a.outputs.entropy, want->entropy, of_size(statistics, 1)},
-                 {"max_logit", a.outputs.max_logit, want->max_logit, of_size(statistics, 1)},
-                 {"predicted", a.outputs.predicted, want->predicted, (Tolerance){0}},
-                 {"dx", a.dx, want->dx, of_size(gradients, step)},
-                 {"dweight", a.dweight, want->dweight, of_size(sums, step)},
-                 {"dbias", a.dbias, want->dbias, of_size(sums, step)}};
-  for (size_t i = 0; i < sizeof results / sizeof *results; i++) {
-    char what[256];
-    snprintf(what, sizeof what, "%s, %s, chunk %d%s%s: %s", g->name, lce_mode_name(way.mode), (int)way.chunk,
-             way.packed ? ", packed" : "", way.all_outputs ? ", all outputs" : "", results[i].name);
-    if (tensor_exists(results[i].got))
-      check_values(h, what, results[i].got, results[i].want, results[i].tolerance);
-  }
+  char what[256];
+  snprintf(what, sizeof what, "%s, %s, chunk %d%s%s", g->name, lce_mode_name(way.mode), (int)way.chunk,
+           way.packed ? ", packed" : "", way.all_outputs ? ", all outputs" : "");
+  check_loss(h, what, &a, want, 0, (LossBefore){0}, of_size(statistics, 1),
+             of_size(within_stored(h, 4, 0), step));
+  if (way.all_outputs) check_values(h, what, a.outputs.predicted, want->predicted, (Tolerance){0});
 }
 
 static void check_ways(Harness *h, Golden *g) {
@@ -191,8 +150,6 @@ static void check_ways(Harness *h, Golden *g) {
 TEST(layer_is_as_in_torch) {
   for_each_case(*state, check_ways);
 }
-
-// --- groups ------------------------------------------------------------------------------------------------
 
 int main(void) {
   return run_on_backends();

@@ -7,7 +7,6 @@
 #include "kernels/kernels.h"
 #include "tests/test.h"
 
-#include <float.h>
 #include <unistd.h>
 
 // --- sentences ---------------------------------------------------------------------------------------------
@@ -68,11 +67,23 @@ static Memory counted_memory(Counter *counter) {
 
 // --- memory ------------------------------------------------------------------------------------------------
 
-TEST(test_padding) {
-  assert_int_equal(memory_padded(0), 0);
-  assert_int_equal(memory_padded(1), 256);
-  assert_int_equal(memory_padded(256), 256);
-  assert_int_equal(memory_padded(257), 512);
+// What is not 0 of bytes by category.
+static const char *said(const size_t *bytes) {
+  static char text[512];
+  text[0] = 0;
+  for (int i = 0; i < MEMORY_CATEGORY_COUNT; i++)
+    if (bytes[i])
+      sprintf(text + strlen(text), "%s%s %zu", text[0] ? ", " : "", memory_category_name((MemoryCategory)i),
+              bytes[i]);
+  return text;
+}
+
+// All of the memory, its peak; of them on the stack.
+static void check_ledger(const Memory *m, size_t total, size_t peak, size_t stack, size_t stack_peak) {
+  const Ledger *l = &m->ledger;
+  const size_t got[] = {l->total, l->peak, l->stack, l->stack_peak},
+               want[] = {total, peak, stack, stack_peak};
+  for (int i = 0; i < 4; i++) assert_int_equal(got[i], want[i]);
 }
 
 TEST(test_reserving) {
@@ -82,12 +93,9 @@ TEST(test_reserving) {
   assert_int_equal((uintptr_t)a % MEMORY_ALIGNMENT, 0);
   assert_int_equal((uintptr_t)b % MEMORY_ALIGNMENT, 0);
   for (int i = 0; i < 1000; i++) assert_int_equal(a[i], 0);
-  assert_int_equal(m.ledger.now[MEMORY_WEIGHTS], 1024);
-  assert_int_equal(m.ledger.now[MEMORY_MOMENTS], 256);
-  assert_int_equal(m.ledger.total, 1280);
-  assert_int_equal(m.ledger.stack, 0);
+  assert_string_equal(said(m.ledger.now), "weights 1024, optimizer moments 256");
+  check_ledger(&m, 1280, 1280, 0, 0);
   assert_int_equal(counter.given, 1280);
-  assert_int_equal(m.ledger.peak, 1280);
   memory_destroy(&m);
   assert_int_equal(counter.blocks, 0);
   assert_int_equal(counter.given, 0);
@@ -106,10 +114,8 @@ TEST(test_stack) {
   assert_ptr_equal(b.data, (char *)a.data + 512);
   assert_ptr_equal(empty.data, (char *)b.data + 256);
   assert_string_equal(tensor_text(b).text, "bf16 [3, 5]");
-  assert_int_equal(m.ledger.stack, 768);
   memory_pop_to(&m, mark);
-  assert_int_equal(m.ledger.stack, 512);
-  assert_int_equal(m.ledger.stack_peak, 768);
+  check_ledger(&m, 512, 768, 512, 768);
   Tensor c = memory_push_1d(&m, "c", MEMORY_WORKSPACE, DTYPE_I32, 1);
   assert_ptr_equal(c.data, b.data);
   ASSERT_SAYS(memory_set_stack(&m, 4096), "internal: the memory stack is remade while a lies on it");
@@ -224,31 +230,23 @@ TEST(test_peaks) {
   MemoryMark mark = memory_mark(&m);
   memory_push_1d(&m, "more", MEMORY_ACTIVATIONS, DTYPE_F32, 192);
   memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 128);
-  assert_int_equal(m.ledger.peak, 1024 + 256 + 768 + 512);
+  check_ledger(&m, 2560, 2560, 1536, 1536);
   memory_pop_to(&m, mark);
   memory_push_1d(&m, "larger head", MEMORY_HEAD, DTYPE_F32, 256); // 1024, but less than before together
   const Ledger *l = &m.ledger;
-  assert_int_equal(l->peak, 2560);
-  assert_int_equal(l->at_peak[MEMORY_WEIGHTS], 1024);
-  assert_int_equal(l->at_peak[MEMORY_ACTIVATIONS], 1024);
-  assert_int_equal(l->at_peak[MEMORY_HEAD], 512);
-  assert_int_equal(l->highest[MEMORY_HEAD], 1024);
-  assert_int_equal(l->highest[MEMORY_ACTIVATIONS], 1024);
-  assert_int_equal(l->stack, 1280);
-  assert_int_equal(l->stack_peak, 1536);
+  check_ledger(&m, 2304, 2560, 1280, 1536);
+  assert_string_equal(said(l->at_peak), "weights 1024, activations 1024, lm_head, loss 512");
+  assert_string_equal(said(l->highest), "weights 1024, activations 1024, lm_head, loss 1024");
   memory_pop_to(&m, mark);
   ledger_reset_peak(&m.ledger);
-  assert_int_equal(l->peak, 1280);
-  assert_int_equal(l->stack_peak, 256);
-  assert_int_equal(l->highest[MEMORY_HEAD], 0);
-  assert_int_equal(l->at_peak[MEMORY_HEAD], 0);
-  assert_int_equal(l->at_peak[MEMORY_ACTIVATIONS], 256);
+  check_ledger(&m, 1280, 1280, 256, 256);
+  assert_string_equal(said(l->at_peak), "weights 1024, activations 256");
+  assert_string_equal(said(l->highest), "weights 1024, activations 256");
   // As high as before is no new peak: who held it first stays.
   memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 64);
   memory_pop_to(&m, mark);
   memory_push_1d(&m, "scratch", MEMORY_WORKSPACE, DTYPE_F32, 64);
-  assert_int_equal(l->at_peak[MEMORY_HEAD], 256);
-  assert_int_equal(l->at_peak[MEMORY_WORKSPACE], 0);
+  assert_string_equal(said(l->at_peak), "weights 1024, activations 256, lm_head, loss 256");
   memory_destroy(&m);
 }
 
@@ -268,21 +266,18 @@ TEST(test_timeline) {
   static const struct {
     const char *name;
     int step;
-    size_t head, activations, workspace, tables;
-  } want[] = {{"a", 7, 256, 256, 0, 0},
-              {"b", 7, 256, 256, 512, 0},
-              {"b", 8, 256, 256, 0, 0},
-              {"a", 8, 256, 0, 0, 0},
-              {"r", 8, 256, 0, 0, 256}};
+    const char *bytes;
+  } want[] = {{"a", 7, "activations 256, lm_head, loss 256"},
+              {"b", 7, "activations 256, lm_head, loss 256, workspace 512"},
+              {"b", 8, "activations 256, lm_head, loss 256"},
+              {"a", 8, "lm_head, loss 256"},
+              {"r", 8, "tables and batch 256, lm_head, loss 256"}};
   assert_int_equal(m.ledger.event_count, sizeof want / sizeof *want);
   for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
     const LedgerEvent *e = &m.ledger.events[i];
     assert_string_equal(e->name, want[i].name);
     assert_int_equal(e->step, want[i].step);
-    assert_int_equal(e->bytes[MEMORY_HEAD], want[i].head);
-    assert_int_equal(e->bytes[MEMORY_ACTIVATIONS], want[i].activations);
-    assert_int_equal(e->bytes[MEMORY_WORKSPACE], want[i].workspace);
-    assert_int_equal(e->bytes[MEMORY_TABLES], want[i].tables);
+    assert_string_equal(said(e->bytes), want[i].bytes);
   }
   // Longer than its first array.
   m.ledger.recording = true;
@@ -383,43 +378,24 @@ TEST(test_tensors) {
   ASSERT_SAYS(tensor_reshape_2d(columns, 5, 3).data, "fp32 [3, 5] cannot be read as [5, 3]");
 }
 
+// The upper half of an fp32, rounded to nearest even; NaN stays NaN, also where only low bits say so.
 TEST(test_bf16) {
-  static const struct {
-    float value;
-    uint16_t bits;
-  } cases[] = {{0, 0},
-               {-0.0f, 0x8000},
-               {1, 0x3F80},
-               {-2, 0xC000},
-               {0x1.00p0f + 0x1p-8f, 0x3F80},            // a tie: to even, down
-               {0x1.02p0f + 0x1p-8f, 0x3F82},            // a tie: to even, up
-               {0x1.00p0f + 0x1p-8f + 0x1p-23f, 0x3F81}, // just above the tie
-               {0x1.02p0f + 0x1p-8f - 0x1p-23f, 0x3F81}, // just below
-               {0x1.FFp0f, 0x4000},                      // carries into the exponent
-               {FLT_MAX, 0x7F80},                        // rounds to infinity
-               {INFINITY, 0x7F80},
-               {-INFINITY, 0xFF80},
-               {0x1p-133f, 0x0001}}; // the smallest subnormal
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-    assert_int_equal(bf16_from_f32(cases[i].value), cases[i].bits);
-  for (uint32_t bits = 0; bits < 65536; bits++) {
-    float value = bf16_to_f32((uint16_t)bits);
-    if (!isnan(value)) assert_int_equal(bf16_from_f32(value), bits); // exact there and back
-  }
-  uint32_t quiet[] = {0x7F800001, 0xFFFFFFFF, 0x7F80FFFF, 0x7FC00000}; // NaN, also where only low bits say so
-  for (int i = 0; i < 4; i++) {
-    float value;
-    memcpy(&value, &quiet[i], sizeof value);
-    assert_true(isnan(bf16_to_f32(bf16_from_f32(value))));
-  }
-  // Never further than half a unit of the last place.
-  for (uint64_t i = 0; i < 10000; i++) {
-    float value = (float)random_normal(1, 2, i);
-    assert_true(fabsf(bf16_to_f32(bf16_from_f32(value)) - value) <= fabsf(value) * 0x1p-8f);
-  }
-  assert_int_equal(dtype_bytes(DTYPE_F32), 4);
-  assert_int_equal(dtype_bytes(DTYPE_BF16), 2);
-  assert_int_equal(dtype_bytes(DTYPE_I32), 4);
+  static const uint32_t lower[] = {0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
+  for (uint32_t upper = 0; upper < 65536; upper++)
+    for (int i = 0; i < 6; i++) {
+      uint32_t bits = upper << 16 | lower[i];
+      float value, back;
+      memcpy(&value, &bits, sizeof value);
+      uint16_t got = bf16_from_f32(value);
+      back = bf16_to_f32(got);
+      if (isnan(value))
+        assert_true(isnan(back));
+      else
+        assert_int_equal(got, upper + (lower[i] + upper % 2 > 0x8000));
+      if (lower[i] == 0 && !isnan(value)) assert_memory_equal(&back, &value, sizeof value);
+    }
+  static const size_t bytes[DTYPE_COUNT] = {4, 2, 4, 8, 1};
+  for (int d = 0; d < DTYPE_COUNT; d++) assert_int_equal(dtype_bytes((Dtype)d), bytes[d]);
 }
 
 // --- random numbers ----------------------------------------------------------------------------------------
@@ -427,95 +403,74 @@ TEST(test_bf16) {
 TEST(test_random) {
   enum { COUNT = 100000 };
   assert_true(random_bits(1, 2, 3) == random_bits(1, 2, 3));
-  double mean = 0, square = 0, normal = 0, normal_square = 0, neighbours = 0;
+  double sums[5] = {0};
   for (uint64_t i = 0; i < COUNT; i++) {
-    double u = random_uniform(9, 4, i), n = random_normal(9, 5, i);
-    assert_true(u >= 0 && u < 1 && isfinite(n));
+    double u = random_uniform(9, 4, i), centred = u - 0.5, normal = random_normal(9, 5, i);
+    assert_true(u >= 0 && u < 1 && isfinite(normal));
     // A neighbour in any of the three is another number.
     assert_true(random_bits(9, 4, i) != random_bits(9, 4, i + 1));
     assert_true(random_bits(9, 4, i) != random_bits(9, 5, i));
     assert_true(random_bits(9, 4, i) != random_bits(10, 4, i));
-    mean += u;
-    square += (u - 0.5) * (u - 0.5);
-    normal += n;
-    normal_square += n * n;
-    neighbours += (u - 0.5) * (random_uniform(9, 4, i + 1) - 0.5);
+    const double terms[] = {u, centred * centred, normal, normal * normal,
+                            centred * (random_uniform(9, 4, i + 1) - 0.5)};
+    for (int k = 0; k < 5; k++) sums[k] += terms[k] / COUNT;
   }
-  double five = 5 / sqrt(COUNT); // standard errors
-  assert_true(fabs(mean / COUNT - 0.5) < five * sqrt(1.0 / 12));
-  assert_true(fabs(square / COUNT - 1.0 / 12) < five * sqrt(1.0 / 180));
-  assert_true(fabs(normal / COUNT) < five);
-  assert_true(fabs(normal_square / COUNT - 1) < five * sqrt(2));
-  assert_true(fabs(neighbours / COUNT) < five / 12);
+  static const double means[] = {0.5, 1.0 / 12, 0, 1, 0},
+                      variances[] = {1.0 / 12, 1.0 / 180, 1, 2, 1.0 / 144};
+  for (int k = 0; k < 5; k++)
+    assert_true(fabs(sums[k] - means[k]) < 5 * sqrt(variances[k] / COUNT)); // 5 standard errors
 }
 
 TEST(test_permutation) {
   static const uint64_t counts[] = {1, 2, 3, 4, 5, 16, 17, 100, 1000, 4096, 4097};
   for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
     for (uint64_t seed = 0; seed < 3; seed++) {
-      uint64_t count = counts[k], stays = 0;
-      bool *seen = calloc(count, sizeof *seen);
+      uint64_t count = counts[k], stays = 0, same_seed = 0, same_stream = 0;
+      bool seen[4097] = {false};
       for (uint64_t i = 0; i < count; i++) {
         uint64_t to = random_permute(seed, 5, i, count);
         assert_true(to < count && !seen[to]);
         seen[to] = true;
         stays += to == i;
+        same_seed += to == random_permute(seed + 1, 5, i, count);
+        same_stream += to == random_permute(seed, 6, i, count);
       }
-      if (count >= 100) assert_true(stays < 10); // one is expected
-      free(seen);
+      if (count >= 100)
+        assert_true(stays < 10 && same_seed < 10 && same_stream < 10); // one of each is expected
     }
-  // Another seed or stream is another order. Where an index goes is spread evenly over 16 stretches.
-  uint64_t same_seed = 0, same_stream = 0, stretches[16] = {0};
-  for (uint64_t i = 0; i < 1000; i++) {
-    uint64_t to = random_permute(1, 1, i, 1000);
-    same_seed += to == random_permute(2, 1, i, 1000);
-    same_stream += to == random_permute(1, 2, i, 1000);
-  }
-  assert_true(same_seed < 10 && same_stream < 10);
+  // Where an index goes is spread evenly over 16 stretches.
+  uint64_t stretches[16] = {0}, large = (uint64_t)1 << 40;
   for (uint64_t seed = 0; seed < 3200; seed++) stretches[random_permute(seed, 1, 0, 1600) / 100]++;
   for (int i = 0; i < 16; i++) assert_in_range(stretches[i], 130, 270); // 200, 5 standard errors of 13.7
   // Beyond 32 bits.
-  uint64_t large = (uint64_t)1 << 40;
   for (uint64_t i = 0; i < 100; i++) assert_true(random_permute(1, 1, large - 1 - i, large) < large);
 }
 
 // --- text --------------------------------------------------------------------------------------------------
 
+// The texts, each followed by a bar.
+#define TEXTS(want, ...) check_texts(want, (const Text[]){__VA_ARGS__, {""}})
+static void check_texts(const char *want, const Text *texts) {
+  char all[512] = "";
+  for (const Text *t = texts; t->text[0]; t++) strcat(strcat(all, t == texts ? "" : "|"), t->text);
+  assert_string_equal(all, want);
+}
+
 TEST(test_text) {
-  assert_string_equal(text_bytes(0).text, "0 B");
-  assert_string_equal(text_bytes(1023).text, "1023 B");
-  assert_string_equal(text_bytes(1024).text, "1.0 KiB");
-  assert_string_equal(text_bytes(12595).text, "12.3 KiB");
-  assert_string_equal(text_bytes((uint64_t)1 << 20).text, "1.0 MiB");
-  assert_string_equal(text_bytes((uint64_t)16815 << 20).text, "16.42 GiB");
-  assert_string_equal(text_bytes((uint64_t)3 << 39).text, "1.50 TiB");
-  assert_string_equal(text_bytes(UINT64_MAX).text, "16777216.00 TiB");
-  assert_string_equal(text_number(0.1).text, "0.1");
-  assert_string_equal(text_number(0.1 + 0.2).text, "0.30000000000000004");
-  assert_string_equal(text_number(5.629493534564972).text, "5.629493534564972"); // 16 digits suffice
-  assert_string_equal(text_number(-500000).text, "-500000");
-  assert_string_equal(text_number(0x1p53).text, "9007199254740992");
-  assert_string_equal(text_number(NAN).text, "nan");
-  assert_string_equal(text_count(0).text, "0");
-  assert_string_equal(text_count(950).text, "950");
-  assert_string_equal(text_count(1000).text, "1.00K");
-  assert_string_equal(text_count(12400).text, "12.4K");
-  assert_string_equal(text_count(124439808).text, "124M");
-  assert_string_equal(text_count(8030261248.0).text, "8.03B");
-  assert_string_equal(text_duration(0).text, "0s");
-  assert_string_equal(text_duration(-5).text, "0s");
-  assert_string_equal(text_duration(45.4).text, "45s");
-  assert_string_equal(text_duration(59.6).text, "1m 00s");
-  assert_string_equal(text_duration(185).text, "3m 05s");
-  assert_string_equal(text_duration(2 * 3600 + 14 * 60 + 3).text, "2h 14m");
-  assert_string_equal(text_duration(3 * 86400 + 4 * 3600).text, "3d 04h");
-  assert_string_equal(text_grouped(0).text, "0");
-  assert_string_equal(text_grouped(999).text, "999");
-  assert_string_equal(text_grouped(1000).text, "1,000");
-  assert_string_equal(text_grouped(128256).text, "128,256");
-  assert_string_equal(text_grouped(-128256).text, "-128,256");
-  assert_string_equal(text_grouped(-999).text, "-999");
-  assert_string_equal(text_grouped(INT64_MIN).text, "-9,223,372,036,854,775,808");
+  TEXTS("0 B|1023 B|1.0 KiB|12.3 KiB|1.0 MiB|16.42 GiB|1.50 TiB|16777216.00 TiB", text_bytes(0),
+        text_bytes(1023), text_bytes(1024), text_bytes(12595), text_bytes((uint64_t)1 << 20),
+        text_bytes((uint64_t)16815 << 20), text_bytes((uint64_t)3 << 39), text_bytes(UINT64_MAX));
+  TEXTS("0.1|0.30000000000000004|5.629493534564972|-500000|9007199254740992|nan", text_number(0.1),
+        text_number(0.1 + 0.2), text_number(5.629493534564972), text_number(-500000), text_number(0x1p53),
+        text_number(NAN));
+  TEXTS("0|950|1.00K|12.4K|124M|8.03B", text_count(0), text_count(950), text_count(1000), text_count(12400),
+        text_count(124439808), text_count(8030261248.0));
+  TEXTS("0s|0s|45s|1m 00s|3m 05s|2h 14m|3d 04h", text_duration(0), text_duration(-5), text_duration(45.4),
+        text_duration(59.6), text_duration(185), text_duration(2 * 3600 + 14 * 60 + 3),
+        text_duration(3 * 86400 + 4 * 3600));
+  TEXTS("0|999|1,000|128,256|-128,256|-999|-9,223,372,036,854,775,808", text_grouped(0), text_grouped(999),
+        text_grouped(1000), text_grouped(128256), text_grouped(-128256), text_grouped(-999),
+        text_grouped(INT64_MIN));
 }
 
 static int destroyed;

@@ -6,7 +6,6 @@
 
 #include "base/random.h"
 #include "tests/loss_problem.h"
-#include "tests/test.h"
 
 // --- problems whose tiles differ in mass -------------------------------------------------------------------
 
@@ -21,24 +20,16 @@ typedef struct {
   bool ignored, packed; // some targets are ignored, and the counted ones named
   bool terms;           // those that sampling may be combined with
   bool mean, accumulate;
-} SamplingCase;
+} Case;
 
 typedef struct {
   ReferenceLoss r;
-  double *x, *before; // before: dweight's first values
+  double *x;
+  LossBefore before;
   LinearCrossEntropy call;
 } Problem;
 
-static void add_terms(Harness *h, ReferenceLoss *r) {
-  double *class_weights = random_values(h, r->vocab, 0.1), *token_weights = random_values(h, r->rows, 0.1);
-  for (int64_t j = 0; j < r->vocab; j++) class_weights[j] += 1;
-  for (int64_t n = 0; n < r->rows; n++) token_weights[n] += 1;
-  r->label_smoothing = 0.125;
-  r->z_loss = 0.015625;
-  r->class_weights = class_weights, r->token_weights = token_weights;
-}
-
-static Problem make_problem(Harness *h, SamplingCase c) {
+static Problem make_problem(Harness *h, Case c) {
   h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes
   Problem p = {.x = random_values(h, c.rows * c.hidden, 0.05)};
   double *weight = random_values(h, c.vocab * c.hidden, 0.02);
@@ -65,13 +56,17 @@ static Problem make_problem(Harness *h, SamplingCase c) {
                         .counted_alone = c.packed};
   reference_outputs(h, &p.r);
   reference_gradients(h, &p.r);
-  if (c.terms) add_terms(h, &p.r);
+  if (c.terms) {
+    double *class_weights = random_values(h, c.vocab, 0.1), *token_weights = random_values(h, c.rows, 0.1);
+    for (int64_t j = 0; j < c.vocab; j++) class_weights[j] += 1;
+    for (int64_t n = 0; n < c.rows; n++) token_weights[n] += 1;
+    p.r.label_smoothing = 0.125, p.r.z_loss = 0.015625;
+    p.r.class_weights = class_weights, p.r.token_weights = token_weights;
+  }
   p.call = loss_call(h, &p.r, LCE_FUSED, c.chunk);
   p.call.outputs = (TokenOutputs){0};
   p.call.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
-  p.before = c.accumulate ? random_values(h, c.vocab * c.hidden, 0.001) : host_values(h, c.vocab * c.hidden);
-  p.call.accumulate = c.accumulate;
-  if (c.accumulate) p.call.dweight = tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden);
+  if (c.accumulate) loss_call_adds(h, &p.call, &p.before);
   if (c.packed) p.call.rows = ids_from(h, counted_positions(h, targets, c.rows, &p.call.counted), c.rows);
   return p;
 }
@@ -90,140 +85,105 @@ static LinearCrossEntropy without_sampling(Harness *h, LinearCrossEntropy a) {
   return with_outputs(h, a);
 }
 
-// `got` is what `want` says, and not what it would be without sampling.
-static void check_sampled(Harness *h, const char *what, Tensor got, const double *want, const double *whole,
-                          double terms, double size) {
-  int64_t count = tensor_count(got);
-  double off = euclidean_distance(values_of(h, got), want, count),
-         sampling = euclidean_distance(whole, want, count);
-  check_values(h, what, got, want, of_size(within_stored(h, 8, terms), size));
-  if (!(off < 0.1 * sampling)) fail_msg("%s is off by %g, and sampling changes %g", what, off, sampling);
-}
-
-// Whether sampling saves time: always on the CPU; on a GPU with the Hopper kernels alone. Else gradients are exact.
+// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels alone. Else gradients are exact.
 static bool samples(Harness *h, int64_t hidden, int64_t chunk) {
   if (h->backend->device == ON_CPU) return true;
   return !h->backend->no_sampling && h->dtype == DTYPE_BF16 && hidden % 8 == 0 && chunk >= LCE_TILE_ROWS;
 }
 
-static void check_stats(Harness *h, const Problem *p) {
+// The call as in float64, where some tiles are dropped (or none, or all).
+static void check_problem(Harness *h, Problem *p) {
+  if (!samples(h, p->r.hidden, p->r.chunk)) p->r.full_mass = 0;
+  reference_loss(&p->r);
+  linear_cross_entropy(h->backend, p->call);
   double *stats = values_of(h, p->call.sampling.stats), epsilon = dtype_epsilon(h->dtype);
   const double *want = p->r.sampled;
   if (!(stats[0] == want[0] && stats[1] == want[1] &&
         fabs(stats[2] - want[2]) <= (0.5 * epsilon + 1e-5) * want[2]))
     fail_msg("%g of %g tiles and a mass of %.9g are dropped, not %g of %g and %.9g", stats[0], stats[1],
              stats[2], want[0], want[1], want[2]);
+  check_loss(h, "sampled", &p->call, &p->r, 0, p->before,
+             of_size(within(16, (double)(p->r.hidden + p->r.vocab)), 8),
+             of_size(within_stored(h, 8, 0), p->r.scale));
 }
 
-// With the bits of a call without sampling.
-static void check_exact(Harness *h, LinearCrossEntropy a, LinearCrossEntropy plain) {
-  check_bitwise_equal(h, "loss without sampling", a.loss, plain.loss);
-  check_bitwise_equal(h, "dx without sampling", a.dx, plain.dx);
-  if (tensor_exists(a.dweight)) check_bitwise_equal(h, "dweight without sampling", a.dweight, plain.dweight);
-  if (tensor_exists(a.sampling.stats))
-    check_values(h, "stats without sampling", a.sampling.stats, (double[]){0, 0, 0}, within(0, 1));
-}
-
-static void check_case(Harness *h, SamplingCase c) {
-  Problem p = make_problem(h, c);
-  int64_t dx_count = c.rows * c.hidden, dweight_count = c.vocab * c.hidden;
-  ReferenceLoss whole = p.r;
-  whole.full_mass = 0;
-  whole.dx = host_values(h, dx_count), whole.dweight = host_values(h, dweight_count);
-  reference_loss(&whole);
-  reference_loss(&p.r);
+static void sampled_case(Harness *h, const void *shape) {
+  Problem p = make_problem(h, *(const Case *)shape);
+  check_problem(h, &p);
+  if (p.r.full_mass == 0.0) return;
   assert_true(p.r.sampled[0] > 0 && p.r.sampled[0] < p.r.sampled[1]);
   if (!(p.r.margin > 0.002)) fail_msg("a mass is within %g of where q changes", p.r.margin);
-  LinearCrossEntropy plain = without_sampling(h, p.call);
-  if (c.accumulate) plain.dweight = tensor_from(h, DTYPE_F32, p.before, c.vocab, c.hidden);
-  linear_cross_entropy(h->backend, p.call);
-  if (!samples(h, c.hidden, c.size)) {
-    linear_cross_entropy(h->backend, plain);
-    check_exact(h, p.call, plain);
-    memory_pop_to(&h->backend->memory, 0);
-    return;
-  }
-  for (int64_t i = 0; i < dweight_count; i++) p.r.dweight[i] += p.before[i], whole.dweight[i] += p.before[i];
-  check_stats(h, &p);
-  check_values(h, "loss", p.call.loss, p.r.loss, of_size(within(16, (double)(c.hidden + c.vocab)), 8));
-  check_sampled(h, "dx", p.call.dx, p.r.dx, whole.dx, (double)(c.hidden + c.vocab), p.r.scale);
-  check_sampled(h, "dweight", p.call.dweight, p.r.dweight, whole.dweight, (double)(c.hidden + c.rows),
-                p.r.scale);
-  memory_pop_to(&h->backend->memory, 0);
+  // And not what it would be without sampling.
+  ReferenceLoss whole = p.r;
+  whole.full_mass = 0;
+  reference_gradients(h, &whole);
+  reference_loss(&whole);
+  int64_t dx = p.r.rows * p.r.hidden, dweight = p.r.vocab * p.r.hidden;
+  double *got = values_of(h, p.call.dweight);
+  for (int64_t i = 0; i < dweight && p.before.dweight; i++) got[i] -= p.before.dweight[i];
+  assert_true(euclidean_distance(values_of(h, p.call.dx), p.r.dx, dx) <
+              0.1 * euclidean_distance(whole.dx, p.r.dx, dx));
+  assert_true(euclidean_distance(got, p.r.dweight, dweight) <
+              0.1 * euclidean_distance(whole.dweight, p.r.dweight, dweight));
 }
 
 TEST(test_cases) {
-  static const SamplingCase cases[] = {
-      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 150, .size = 150},
-      {.rows = 150, .hidden = 24, .vocab = 768, .chunk = 40, .size = 38},
-      {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 1000, .size = 301},
-      {.rows = 600, .hidden = 17, .vocab = 777, .chunk = 256, .size = 256, .accumulate = true},
-      {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150, .terms = true, .mean = true},
-      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 225, .ignored = true},
-      {.rows = 450, .hidden = 16, .vocab = 1030, .chunk = 225, .size = 150, .ignored = true, .packed = true},
-      // Many chunks, whose kept tiles a backend may keep to make dW of several.
-      {.rows = 1500, .hidden = 72, .vocab = 900, .chunk = 128, .size = 128, .accumulate = true},
-      {.rows = 700, .hidden = 40, .vocab = 1283, .chunk = 100, .size = 100, .ignored = true},
-      {.rows = 900,
-       .hidden = 40,
-       .vocab = 900,
-       .chunk = 500,
-       .size = 384,
-       .ignored = true,
-       .packed = true,
-       .terms = true,
-       .mean = true,
-       .accumulate = true}};
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_case(*state, cases[i]);
+  static const Case cases[] = {{150, 24, 768, 150, 150, .terms = false},
+                               {150, 24, 768, 40, 38, .terms = false},
+                               {301, 40, 1401, 1000, 301, .terms = false},
+                               {600, 17, 777, 256, 256, .accumulate = true},
+                               {450, 72, 2003, 150, 150, .terms = true, .mean = true},
+                               {450, 16, 1030, 225, 225, .ignored = true},
+                               {450, 16, 1030, 225, 150, .ignored = true, .packed = true},
+                               // Many chunks, whose kept tiles a backend may keep to make dW of several.
+                               {1500, 72, 900, 128, 128, .accumulate = true},
+                               {700, 40, 1283, 100, 100, .ignored = true},
+                               {900, 40, 900, 500, 384, .ignored = true, .packed = true, .terms = true,
+                                .mean = true, .accumulate = true}};
+  RUN_CASES(*state, sampled_case, cases);
 }
 
 // --- the ends ----------------------------------------------------------------------------------------------
 
-// Below a full mass of 2^-5 gradients are exact, as with 0; with it every tile here is kept.
+// Below a full mass of 2^-5 gradients are exact, as with 0 and for dx alone; with 2^-5 every tile here is kept.
 TEST(test_all_kept) {
   Harness *h = *state;
-  const SamplingCase c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 128, .size = 128};
+  const Case c = {301, 40, 1401, 128, 128, .terms = false};
   Problem p = make_problem(h, c);
-  LinearCrossEntropy plain = without_sampling(h, p.call), small = with_outputs(h, p.call);
-  LinearCrossEntropy zero = with_outputs(h, p.call);
-  zero.sampling = (TileSampling){.seed = 9};
-  small.sampling.full_mass = 0x1.fffffep-6f;
-  p.r.full_mass = 0x1p-5, p.call.sampling.full_mass = 0x1p-5f;
+  LinearCrossEntropy plain = without_sampling(h, p.call), exact[3];
   linear_cross_entropy(h->backend, plain);
-  linear_cross_entropy(h->backend, p.call);
-  linear_cross_entropy(h->backend, small);
-  linear_cross_entropy(h->backend, zero);
-  check_exact(h, small, plain);
-  check_exact(h, zero, plain);
-  reference_loss(&p.r);
+  for (int i = 0; i < 3; i++) {
+    exact[i] = with_outputs(h, p.call);
+    exact[i].sampling.full_mass = i == 0 ? 0x1.fffffep-6f : 50;
+    if (i == 1) exact[i].sampling = (TileSampling){.seed = 9};
+    if (i == 2) exact[i].dweight = (Tensor){0};
+    linear_cross_entropy(h->backend, exact[i]);
+    check_bitwise_equal(h, "loss", exact[i].loss, plain.loss);
+    check_bitwise_equal(h, "dx without sampling", exact[i].dx, plain.dx);
+    if (i < 2) check_bitwise_equal(h, "dweight without sampling", exact[i].dweight, plain.dweight);
+    if (i != 1) check_values(h, "stats", exact[i].sampling.stats, (double[]){0, 0, 0}, within(0, 1));
+  }
+  p.r.full_mass = 0x1p-5, p.call.sampling.full_mass = 0x1p-5f;
+  check_problem(h, &p);
   assert_true(p.r.sampled[0] == 0);
-  if (samples(h, c.hidden, c.chunk)) check_stats(h, &p);
-  check_bitwise_equal(h, "loss", p.call.loss, plain.loss);
-  check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)(c.hidden + c.vocab)), 0.5));
-  check_values(h, "dweight", p.call.dweight, p.r.dweight,
-               of_size(within_stored(h, 8, (double)(c.hidden + c.rows)), 0.5));
 }
 
 // What remains is the target's own entry.
 TEST(test_all_dropped) {
   Harness *h = *state;
-  const SamplingCase c = {.rows = 301, .hidden = 40, .vocab = 1401, .chunk = 200, .size = 151};
-  if (!samples(h, c.hidden, c.size)) skip();
+  if (!samples(h, 40, 151)) skip();
+  const Case c = {301, 40, 1401, 200, 151, .terms = false};
   Problem p = make_problem(h, c);
   p.r.full_mass = 1e30, p.call.sampling.full_mass = 1e30f;
-  reference_loss(&p.r);
+  check_problem(h, &p);
   assert_true(p.r.sampled[0] == p.r.sampled[1]);
-  linear_cross_entropy(h->backend, p.call);
-  check_stats(h, &p);
-  check_values(h, "dx", p.call.dx, p.r.dx, of_size(within_stored(h, 8, (double)c.hidden), 0.5));
-  check_values(h, "dweight", p.call.dweight, p.r.dweight, of_size(within_stored(h, 8, (double)c.rows), 0.5));
 }
 
 // A NaN keeps its tiles, and spoils no other row of dx. A target with certainty: the mass underflows, or is 0.
 TEST(test_extremes) {
   Harness *h = *state;
-  const SamplingCase c = {.rows = 200, .hidden = 16, .vocab = 768, .chunk = 200, .size = 200};
-  if (!samples(h, c.hidden, c.size)) skip();
+  if (!samples(h, 16, 200)) skip();
+  const Case c = {200, 16, 768, 200, 200, .terms = false};
   Problem p = make_problem(h, c);
   p.x[5 * 16 + 3] = NAN;
   p.call.x = tensor_from(h, h->dtype, p.x, 200, 16);
@@ -251,8 +211,7 @@ TEST(test_extremes) {
 TEST(test_nan_overwrites_dweight) {
   Harness *h = *state;
   enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
-  Problem p = make_problem(
-      h, (SamplingCase){.rows = ROWS, .hidden = HIDDEN, .vocab = VOCAB, .chunk = 200, .size = 200});
+  Problem p = make_problem(h, (Case){ROWS, HIDDEN, VOCAB, 200, 200, .terms = false});
   double *stale = host_values(h, VOCAB * HIDDEN);
   for (int64_t i = 0; i < VOCAB * HIDDEN; i++) stale[i] = 1e6;
   p.x[5 * HIDDEN + 3] = NAN;
@@ -289,8 +248,8 @@ TEST(test_redone_row) {
 // gradients.
 TEST(test_repeats) {
   Harness *h = *state;
-  const SamplingCase c = {.rows = 450, .hidden = 72, .vocab = 2003, .chunk = 150, .size = 150};
-  if (!samples(h, c.hidden, c.size)) skip();
+  if (!samples(h, 72, 150)) skip();
+  const Case c = {450, 72, 2003, 150, 150, .terms = false};
   Problem p = make_problem(h, c);
   LinearCrossEntropy again = with_outputs(h, p.call), other = with_outputs(h, p.call);
   LinearCrossEntropy plain = without_sampling(h, p.call), forward = with_outputs(h, p.call);
@@ -308,50 +267,23 @@ TEST(test_repeats) {
   assert_true(euclidean_distance(values_of(h, other.dx), values_of(h, p.call.dx), c.rows * c.hidden) > 0);
   linear_cross_entropy(h->backend, plain);
   check_bitwise_equal(h, "loss", plain.loss, p.call.loss);
-  forward.dweight = (Tensor){0};
-  linear_cross_entropy(h->backend, forward);
-  check_exact(h, forward, plain); // dx alone is exact, too
-  forward.dx = (Tensor){0};
+  forward.dweight = forward.dx = (Tensor){0};
   linear_cross_entropy(h->backend, forward);
   check_values(h, "stats of the forward pass", forward.sampling.stats, (double[]){0, 0, 0}, within(0, 1));
 }
 
-// With n seeds the squared distance of the mean gradient from the exact one is the gradient's variance over n, for dx and
-// for dweight: here within a factor of 3, at two n.
 TEST(test_unbiased) {
   if (small_shapes()) skip(); // 256 seeds
   Harness *h = *state;
-  enum { SEEDS = 256 };
-  const SamplingCase c = {.rows = 600, .hidden = 16, .vocab = 1500, .chunk = 300, .size = 300};
-  if (!samples(h, c.hidden, c.size)) skip();
+  if (!samples(h, 16, 300)) skip();
+  const Case c = {600, 16, 1500, 300, 300, .terms = false};
   Problem p = make_problem(h, c);
   LinearCrossEntropy plain = without_sampling(h, p.call);
   // In fp32: the exact gradient's own rounding to bf16 would not average out.
   plain.dx = poisoned(h, DTYPE_F32, c.rows, c.hidden);
   p.call.dx = poisoned(h, DTYPE_F32, c.rows, c.hidden);
   linear_cross_entropy(h->backend, plain);
-  int64_t dx_count = c.rows * c.hidden, count = dx_count + c.vocab * c.hidden;
-  double *exact = values_of(h, plain.dx), *sum = host_values(h, count), variance[2] = {0};
-  double *exact_dweight = values_of(h, plain.dweight);
-  for (int seed = 1; seed <= SEEDS; seed++) {
-    p.call.sampling.seed = (uint64_t)seed;
-    linear_cross_entropy(h->backend, p.call);
-    double *dx = values_of(h, p.call.dx), *dweight = values_of(h, p.call.dweight);
-    for (int64_t i = 0; i < count; i++) {
-      double error = i < dx_count ? dx[i] - exact[i] : dweight[i - dx_count] - exact_dweight[i - dx_count];
-      sum[i] += error;
-      variance[i >= dx_count] += error * error / SEEDS;
-    }
-    for (int part = 0; part < 2 && (seed == SEEDS / 8 || seed == SEEDS); part++) {
-      double squares = 0;
-      for (int64_t i = part ? dx_count : 0; i < (part ? count : dx_count); i++)
-        squares += sum[i] * sum[i] / seed / seed;
-      double expected = variance[part] * (double)SEEDS / seed / seed; // of the seeds so far
-      if (!(variance[part] > 0 && squares < 3 * expected))
-        fail_msg("%s: the mean over %d seeds is off by %g, where %g is expected", part ? "dweight" : "dx",
-                 seed, sqrt(squares), sqrt(expected));
-    }
-  }
+  check_unbiased(h, p.call, &plain, 256);
 }
 
 // --- the operation by itself -------------------------------------------------------------------------------
@@ -466,25 +398,16 @@ TEST(test_operation) {
 
 TEST(test_refusals) {
   Harness *h = *state;
-  Problem p = make_problem(h, (SamplingCase){.rows = 3, .hidden = 4, .vocab = 5, .chunk = 3, .size = 3});
-  LinearCrossEntropy b = p.call;
-  b.sampling.full_mass = -1;
-  assert_fails(h, "sampling.full_mass is -1, which is not 0 or more and finite",
-               linear_cross_entropy(h->backend, b));
-  b.sampling.full_mass = NAN;
-  assert_fails(h, "sampling.full_mass is nan", linear_cross_entropy(h->backend, b));
-  b.sampling.full_mass = INFINITY;
-  assert_fails(h, "sampling.full_mass is inf", linear_cross_entropy(h->backend, b));
-  b = p.call, b.mode = LCE_MATERIALIZED;
-  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
-  b = p.call, b.terms.softcap = 5;
-  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
-  b = p.call, b.outputs.entropy = poisoned_vector(h, DTYPE_F32, 3);
-  assert_fails(h, "sampling acts on exponentials", linear_cross_entropy(h->backend, b));
-  b = p.call, b.sampling.full_mass = 0;
-  assert_fails(h, "sampling.stats is fp32 [3] with a full_mass of 0", linear_cross_entropy(h->backend, b));
-  b = p.call, b.sampling.stats = poisoned_vector(h, DTYPE_F32, 2);
-  assert_fails(h, "sampling.stats is fp32 [2]", linear_cross_entropy(h->backend, b));
+  Problem p = make_problem(h, (Case){3, 4, 5, 3, 3, .terms = false});
+  ASSERT_REFUSED(h, p.call, "sampling.full_mass is -1, which is not 0 or more and finite",
+                 a.sampling.full_mass = -1);
+  ASSERT_REFUSED(h, p.call, "sampling.full_mass is nan", a.sampling.full_mass = NAN);
+  ASSERT_REFUSED(h, p.call, "sampling.full_mass is inf", a.sampling.full_mass = INFINITY);
+  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.mode = LCE_MATERIALIZED);
+  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.terms.softcap = 5);
+  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.outputs.entropy = a.loss);
+  ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [3] with a full_mass of 0", a.sampling.full_mass = 0);
+  ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [2]", a.sampling.stats = tensor_rows(a.loss, 0, 2));
 }
 
 int main(void) {

@@ -16,67 +16,29 @@ typedef struct {
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
-} SplitCase;
+} Case;
 
-static const SplitCase cases[] = {
-    {.name = "plain", .rows = 29, .hidden = 17, .vocab = 101, .chunk = 7},
-    {.name = "one chunk", .rows = 12, .hidden = 24, .vocab = 64, .chunk = 100},
-    {.name = "a token and a row each", .rows = 1, .hidden = 3, .vocab = 0, .chunk = 1},
-    {.name = "terms", .rows = 29, .hidden = 17, .vocab = 101, .chunk = 7, .terms = true},
-    {.name = "one gradient at a time",
-     .rows = 29,
-     .hidden = 17,
-     .vocab = 101,
-     .chunk = 7,
-     .terms = true,
-     .apart = true},
-    {.name = "ignored", .rows = 23, .hidden = 8, .vocab = 61, .chunk = 9, .terms = true, .ignores = true},
-    {.name = "named",
-     .rows = 23,
-     .hidden = 8,
-     .vocab = 61,
-     .chunk = 4,
-     .terms = true,
-     .ignores = true,
-     .named = true},
-    {.name = "named forward",
-     .rows = 23,
-     .hidden = 8,
-     .vocab = 61,
-     .chunk = 5,
-     .ignores = true,
-     .named = true,
-     .forward_only = true},
-    {.name = "forward",
-     .rows = 19,
-     .hidden = 33,
-     .vocab = 1031,
-     .chunk = 8,
-     .terms = true,
-     .forward_only = true},
-    {.name = "added",
-     .rows = 31,
-     .hidden = 40,
-     .vocab = 515,
-     .chunk = 16,
-     .accumulate = true,
-     .wide_dx = true},
-    {.name = "in pieces of 128", .rows = 200, .hidden = 64, .vocab = 2048, .chunk = 128},
-    {.name = "ragged", .rows = 131, .hidden = 72, .vocab = 4611, .chunk = 64, .terms = true},
-    {.name = "hopeless here", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 4, .hopeless = 1},
-    {.name = "hopeless elsewhere", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 4, .hopeless = 2},
-    {.name = "hopeless twice", .rows = 9, .hidden = 32, .vocab = 300, .chunk = 9, .hopeless = 3},
-    {.name = "hopeless terms",
-     .rows = 9,
-     .hidden = 32,
-     .vocab = 300,
-     .chunk = 4,
-     .terms = true,
-     .hopeless = 3},
+static const Case cases[] = {
+    {"plain", 29, 17, 101, 7, .terms = false},
+    {"one chunk", 12, 24, 64, 100, .terms = false},
+    {"a token and a row each", 1, 3, 0, 1, .terms = false},
+    {"terms", 29, 17, 101, 7, .terms = true},
+    {"one gradient at a time", 29, 17, 101, 7, .terms = true, .apart = true},
+    {"ignored", 23, 8, 61, 9, .terms = true, .ignores = true},
+    {"named", 23, 8, 61, 4, .terms = true, .ignores = true, .named = true},
+    {"named forward", 23, 8, 61, 5, .ignores = true, .named = true, .forward_only = true},
+    {"forward", 19, 33, 1031, 8, .terms = true, .forward_only = true},
+    {"added", 31, 40, 515, 16, .accumulate = true, .wide_dx = true},
+    {"in pieces of 128", 200, 64, 2048, 128, .terms = false},
+    {"ragged", 131, 72, 4611, 64, .terms = true},
+    {"hopeless here", 9, 32, 300, 4, .hopeless = 1},
+    {"hopeless elsewhere", 9, 32, 300, 4, .hopeless = 2},
+    {"hopeless twice", 9, 32, 300, 9, .hopeless = 3},
+    {"hopeless terms", 9, 32, 300, 4, .terms = true, .hopeless = 3},
 };
 
 // All ranks' tokens and the whole head, in float64.
-static LossProblem make_problem(Harness *h, const SplitCase *c, int64_t vocab, int64_t part) {
+static LossProblem make_problem(Harness *h, const Case *c, int64_t vocab, int64_t part) {
   int64_t rows = c->rows * h->backend->ranks;
   LossProblem p = loss_problem(h, rows, c->hidden, vocab, 2);
   if (c->terms)
@@ -98,7 +60,7 @@ static LossProblem make_problem(Harness *h, const SplitCase *c, int64_t vocab, i
 }
 
 // This rank's part of the call: its tokens, and its rows of the head.
-static LinearCrossEntropy local_call(Harness *h, const SplitCase *c, const LossProblem *p, int64_t part) {
+static LinearCrossEntropy local_call(Harness *h, const Case *c, const LossProblem *p, int64_t part) {
   Backend *b = h->backend;
   int64_t first = b->rank * part, from = b->rank * c->rows;
   LinearCrossEntropy a = loss_call(h, &p->r, LCE_FUSED, c->chunk);
@@ -129,47 +91,34 @@ static int64_t max_counted(const LossProblem *p, int64_t rows, int ranks) {
   return max;
 }
 
-static void check_case(Harness *h, const SplitCase *c) {
+static void check_case(Harness *h, const Case *c) {
   Backend *b = h->backend;
-  int64_t vocab = c->vocab ? c->vocab : b->ranks, part = ceil_div(vocab, b->ranks);
-  int64_t first = b->rank * part, from = b->rank * c->rows;
+  int64_t vocab = c->vocab ? c->vocab : b->ranks, part = ceil_div(vocab, b->ranks), from = b->rank * c->rows;
   LossProblem p = make_problem(h, c, vocab, part);
   ReferenceLoss *r = &p.r;
   LinearCrossEntropy a = local_call(h, c, &p, part);
-  int64_t local = a.weight.shape[0];
   if (c->named) {
     a.rows = ids_from(h, counted_positions(h, p.targets + from, c->rows, &a.counted), c->rows);
     a.counted = max_counted(&p, c->rows, b->ranks);
   }
-  double *before = host_values(h, local * c->hidden);
+  LossBefore before = {0};
   if (c->wide_dx) a.dx = poisoned(h, DTYPE_F32, c->rows, c->hidden);
-  if (c->accumulate) {
-    a.accumulate = true;
-    a.dweight = tensor_from(h, DTYPE_F32, before = random_values(h, local * c->hidden, 1), local, c->hidden);
-  }
+  if (c->accumulate) loss_call_adds(h, &a, &before);
   LinearCrossEntropy of_x = a, of_weight = a;
   of_x.dweight = of_weight.dx = (Tensor){0};
   linear_cross_entropy(b, c->apart ? of_x : a);
   if (c->apart) linear_cross_entropy(b, of_weight);
   reference_loss(r);
-
-  double terms = (double)(c->hidden + vocab), size = (c->hopeless ? 300 : 8) + 64 * r->z_loss;
+  double size = (c->hopeless ? 300 : 8) + 64 * r->z_loss;
   char what[96];
   snprintf(what, sizeof what, "%s, rank %d of %d", c->name, b->rank, b->ranks);
-  check_outputs(h, what, &a, r, from, of_size(within(16, terms), size));
-  if (c->forward_only) return;
-  double gradient_size = r->scale * (c->hopeless ? 300 : 1 + 8 * r->z_loss);
-  for (int64_t i = 0; i < local * c->hidden; i++) r->dweight[first * c->hidden + i] += before[i];
-  snprintf(what, sizeof what, "dx (%s, rank %d of %d)", c->name, b->rank, b->ranks);
-  check_values(h, what, a.dx, r->dx + from * c->hidden, of_size(within_stored(h, 8, terms), gradient_size));
-  snprintf(what, sizeof what, "dweight (%s, rank %d of %d)", c->name, b->rank, b->ranks);
-  check_values(h, what, a.dweight, r->dweight + first * c->hidden,
-               of_size(within_stored(h, 8, (double)(c->hidden + r->rows)), gradient_size));
+  check_loss(h, what, &a, r, from, before, of_size(within(16, (double)(c->hidden + vocab)), size),
+             of_size(within_stored(h, 8, 0), r->scale * (c->hopeless ? 300 : 1 + 8 * r->z_loss)));
 }
 
 // A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help it.
 static void check_nan(Harness *h) {
-  const SplitCase c = {.name = "NaN", .rows = 8, .hidden = 16, .vocab = 80, .chunk = 3};
+  const Case c = {"NaN", 8, 16, 80, 3, .terms = false};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);
@@ -188,7 +137,7 @@ static void check_nan(Harness *h) {
 
 // Twice the same bits.
 static void check_repeats(Harness *h) {
-  const SplitCase c = {.name = "again", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
+  const Case c = {"again", 45, 24, 515, 16, .terms = false};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);
@@ -200,33 +149,9 @@ static void check_repeats(Harness *h) {
   check_bitwise_equal(h, "loss again", once.loss, again.loss);
 }
 
-// The mean of a sampled gradient over SEEDS seeds is off by what one is off, over the root of SEEDS.
-enum { SEEDS = 256 };
-typedef struct {
-  const char *name;
-  Tensor tensor;
-  double *exact, *mean, squares; // squares: the mean of the squared distances
-} Sampled;
-
-static void add_seed(Harness *h, Sampled *s) {
-  int64_t count = tensor_count(s->tensor);
-  const double *values = values_of(h, s->tensor);
-  for (int64_t i = 0; i < count; i++) s->mean[i] += values[i] / SEEDS;
-  double off = euclidean_distance(values, s->exact, count);
-  s->squares += off * off / SEEDS;
-}
-
-static void check_mean(Harness *h, const Sampled *s) {
-  int64_t count = tensor_count(s->tensor);
-  double size = euclidean_distance(s->exact, host_values(h, count), count), one = sqrt(s->squares);
-  double off = euclidean_distance(s->mean, s->exact, count), rounding = dtype_epsilon(h->dtype) * size;
-  if (!(one > 0.05 * size && off < 2 * one / sqrt(SEEDS) + rounding))
-    fail_msg("%s of norm %g: one seed is off by %g, the mean of %d by %g", s->name, size, one, SEEDS, off);
-}
-
 // Sampling: every rank draws for its rows. With all tiles kept the gradients are as without it.
 static void check_sampling(Harness *h) {
-  const SplitCase c = {.name = "sampled", .rows = 45, .hidden = 24, .vocab = 515, .chunk = 16};
+  const Case c = {"sampled", 45, 24, 515, 16, .terms = false};
   Backend *b = h->backend;
   int64_t part = ceil_div(c.vocab, b->ranks);
   LossProblem p = make_problem(h, &c, c.vocab, part);
@@ -236,65 +161,48 @@ static void check_sampling(Harness *h) {
   sampled.sampling = (TileSampling){.full_mass = 60, .stats = poisoned_vector(h, DTYPE_F32, 3)};
   linear_cross_entropy(b, exact);
   linear_cross_entropy(b, kept);
-  double *exact_dx = values_of(h, exact.dx), *exact_dweight = values_of(h, exact.dweight);
   const double *none = values_of(h, kept.sampling.stats);
   assert_true(none[0] == 0 && none[1] > 0 && none[2] == 0);
   double terms = (double)(c.hidden + c.vocab);
-  check_values(h, "dx with all tiles kept", kept.dx, exact_dx, of_size(within_stored(h, 16, terms), 0.5));
-  check_values(h, "dweight with all tiles kept", kept.dweight, exact_dweight,
+  check_values(h, "dx with all tiles kept", kept.dx, values_of(h, exact.dx),
+               of_size(within_stored(h, 16, terms), 0.5));
+  check_values(h, "dweight with all tiles kept", kept.dweight, values_of(h, exact.dweight),
                of_size(within_stored(h, 16, terms), 0.5));
   if (b->device == ON_CPU) {
     check_bitwise_equal(h, "dx with all tiles kept", kept.dx, exact.dx);
     check_bitwise_equal(h, "dweight with all tiles kept", kept.dweight, exact.dweight);
   }
-  Sampled gradients[] = {
-      {"dx", sampled.dx, exact_dx, host_values(h, tensor_count(exact.dx)), 0},
-      {"dweight", sampled.dweight, exact_dweight, host_values(h, tensor_count(exact.dweight)), 0}};
-  double dropped = 0;
-  for (int seed = 0; seed < SEEDS; seed++) {
-    sampled.sampling.seed = (uint64_t)seed;
-    linear_cross_entropy(b, sampled);
-    const double *stats = values_of(h, sampled.sampling.stats);
-    assert_true(stats[1] == none[1] && stats[0] <= stats[1] && (stats[0] > 0) == (stats[2] > 0));
-    dropped += stats[0] / stats[1] / SEEDS;
-    for (int i = 0; i < 2; i++) add_seed(h, &gradients[i]);
-  }
-  check_bitwise_equal(h, "loss with sampling", sampled.loss, exact.loss);
+  double dropped = check_unbiased(h, sampled, &exact, 256);
   assert_true(dropped > 0.2 && dropped < 0.95);
-  for (int i = 0; i < 2; i++) check_mean(h, &gradients[i]);
 }
 
-// A failed check ends this process, and with it the job.
-static int be_a_rank(const char *backend_name) {
-  ranks_begin();
-  ranks_set_timeout(60);
+static void run_all(const char *backend_name) {
   Harness *h = harness_open(backend_name);
-  if (!h) fail_msg("there is no %s here", backend_name);
+  if (!h) fail("there is no %s here", backend_name);
   harness_join_ranks(h);
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     check_case(h, &cases[i]);
     memory_pop_to(&h->backend->memory, 0);
   }
-  check_nan(h);
-  memory_pop_to(&h->backend->memory, 0);
-  check_repeats(h);
-  memory_pop_to(&h->backend->memory, 0);
-  check_sampling(h);
-  printf("all cases hold\n");
+  void (*const checks[])(Harness *) = {check_nan, check_repeats, check_sampling};
+  for (int i = 0; i < 3; i++) {
+    checks[i](h);
+    memory_pop_to(&h->backend->memory, 0);
+  }
   harness_close(h);
+}
+
+// A failed check ends this process, and with it the job.
+static int be_a_rank(bool gpus) {
+  ranks_begin();
+  ranks_set_timeout(60);
+  run_all(gpus ? "cuda-fp32" : "cpu");
+  run_all(gpus ? "cuda" : "cpu-plain");
+  printf("all cases hold\n");
   return 0;
 }
 
 // --- the job -----------------------------------------------------------------------------------------------
-
-static void check_ranks(int ranks, const char *backend_name) {
-  Output output = launch_self(ranks, "rank %s", backend_name);
-  if (output.status)
-    fail_msg("%d ranks on %s: exit status %d: %s%s", ranks, backend_name, output.status, output.out,
-             output.err);
-  assert_says(output.out, "all cases hold");
-  output_free(&output);
-}
 
 TEST(split_over_ranks_it_is_as_whole) {
   if (!can_launch()) skip();
@@ -302,36 +210,27 @@ TEST(split_over_ranks_it_is_as_whole) {
   int most = gpus ? atoi(gpus) : 4;
   for (int ranks = 1; ranks <= most; ranks++) {
     if (gpus && ranks != 2 && ranks != most) continue;
-    check_ranks(ranks, gpus ? "cuda-fp32" : "cpu");
-    check_ranks(ranks, gpus ? "cuda" : "cpu-plain");
+    Output output = launch_self(ranks, "rank %s", gpus ? "gpus" : "cpus");
+    if (output.status)
+      fail_msg("%d ranks: exit status %d: %s%s", ranks, output.status, output.out, output.err);
+    assert_says(output.out, "all cases hold");
+    output_free(&output);
   }
 }
 
 TEST(what_cannot_be_split_is_refused) {
   Harness *h = harness_open("cpu");
-  Tensor x = poisoned(h, DTYPE_F32, 4, 3), weight = poisoned(h, DTYPE_F32, 5, 3);
-  Tensor loss = poisoned_vector(h, DTYPE_F32, 4), targets = ids_from(h, (int32_t[4]){0}, 4);
-  LinearCrossEntropy a = {.mode = LCE_FUSED,
-                          .chunk = 2,
-                          .loss = loss,
-                          .x = x,
-                          .weight = weight,
-                          .targets = targets,
-                          .shard = {.first = 0, .vocab_size = 9}};
-  LinearCrossEntropy beyond = a, whole = a, capped = a, mean = a;
-  beyond.shard.first = 6;
-  whole.mode = LCE_MATERIALIZED;
-  capped.terms.softcap = 30;
-  mean.mean = true;
-  assert_fails(h, "5 rows from 6 on are no part of a vocabulary of 9",
-               linear_cross_entropy(h->backend, beyond));
-  assert_fails(h, "supports the fused mode", linear_cross_entropy(h->backend, whole));
-  assert_fails(h, "no bias, soft-cap", linear_cross_entropy(h->backend, capped));
-  assert_fails(h, "predictions or mean", linear_cross_entropy(h->backend, mean));
+  LossProblem p = loss_problem(h, 4, 3, 5, 1);
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 2);
+  call.shard.vocab_size = 9;
+  ASSERT_REFUSED(h, call, "5 rows from 6 on are no part of a vocabulary of 9", a.shard.first = 6);
+  ASSERT_REFUSED(h, call, "supports the fused mode", a.mode = LCE_MATERIALIZED);
+  ASSERT_REFUSED(h, call, "no bias, soft-cap", a.terms.softcap = 30);
+  ASSERT_REFUSED(h, call, "predictions or mean", a.mean = true);
   harness_close(h);
 }
 
 int main(int argc, char **argv) {
-  if (argc == 3 && !strcmp(argv[1], "rank")) return be_a_rank(argv[2]);
+  if (argc == 3 && !strcmp(argv[1], "rank")) return be_a_rank(!strcmp(argv[2], "gpus"));
   return tests_run("vocabulary parallel", NULL, NULL);
 }

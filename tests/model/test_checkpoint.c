@@ -45,23 +45,17 @@ typedef struct {
   int64_t count;
 } Tampered;
 
+static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
+  TensorToStore *s = &t->list[t->count++];
+  *s = (TensorToStore){.tensor = tensor, .dtype = DTYPE_F32};
+  snprintf(s->name, sizeof s->name, "%s", name);
+}
+
 static Tampered tamper(const char *more) {
   Tampered t = {.run = open_tiny(more)};
   const Parameters *p = &trainer_model(&t.run->trainer)->parameters;
-  for (int64_t i = 0; i < p->count; i++) {
-    TensorToStore *s = &t.list[t.count++];
-    snprintf(s->name, sizeof s->name, "%s", p->items[i].name);
-    s->tensor = p->items[i].value;
-    s->dtype = DTYPE_F32;
-  }
+  for (int64_t i = 0; i < p->count; i++) add_tensor(&t, p->items[i].name, p->items[i].value);
   return t;
-}
-
-static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
-  TensorToStore *s = &t->list[t->count++];
-  snprintf(s->name, sizeof s->name, "%s", name);
-  s->tensor = tensor;
-  s->dtype = DTYPE_F32;
 }
 
 // Stores what there is and loads it.

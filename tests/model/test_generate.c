@@ -6,16 +6,6 @@
 #include "model/generate.h"
 #include "tests/harness.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 // --- attention over a cache --------------------------------------------------------------------------------
 
 // The same tokens in one go, and in pieces of 4, 1, 1 and 3.
@@ -63,8 +53,7 @@ static void check_decode(Harness *h, int64_t query_heads, int64_t key_heads, int
                                                               .past = 9}));
 }
 
-static void test_decode_equals_forward(void **state) {
-  (void)state;
+TEST(test_decode_equals_forward) {
   static const char *const backends[] = {"cpu", "cpu-plain", "cuda", "cuda-fp32"};
   for (int i = 0; i < 4; i++) {
     Harness *h = harness_open(backends[i]);
@@ -166,15 +155,13 @@ static void check_cached_logits(const char *preset) {
   case_close(&c);
 }
 
-static void test_cached_logits_equal_uncached(void **state) {
-  (void)state;
+TEST(test_cached_logits_equal_uncached) {
   for (int i = 0; i < PRESETS; i++) check_cached_logits(presets[i]);
 }
 
 // --- texts -------------------------------------------------------------------------------------------------
 
-static void test_texts_equal_the_plain_loop(void **state) {
-  (void)state;
+TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
   for (int p = 0; p < PRESETS; p++) {
     Case c = case_open("cpu", presets[p]);
@@ -258,14 +245,12 @@ static void check_seeds_stops_and_callbacks(const char *backend) {
   case_close(&c);
 }
 
-static void test_seeds_stops_and_callbacks(void **state) {
-  (void)state;
+TEST(test_seeds_stops_and_callbacks) {
   check_seeds_stops_and_callbacks("cpu");
   check_seeds_stops_and_callbacks("cuda");
 }
 
-static void test_memory_does_not_depend_on_the_prompt(void **state) {
-  (void)state;
+TEST(test_memory_does_not_depend_on_the_prompt) {
   Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
   ModelConfig config = small_model(presets[0]);
   Model model;
@@ -307,8 +292,7 @@ static void check_draws(const Sampling *sampling, const float *logits, int count
       fail_msg("token %d was drawn %d times of %d, should be %g", v, drawn[v], N, N * probability[v]);
 }
 
-static void test_draws_follow_their_distribution(void **state) {
-  (void)state;
+TEST(test_draws_follow_their_distribution) {
   // Probabilities 0.05, 0.4, 0.1, 0.25, 0.2.
   const float z[] = {logf(0.05f), logf(0.4f), logf(0.1f), logf(0.25f), logf(0.2f)};
   check_draws(&(Sampling){1, 0, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
@@ -339,8 +323,7 @@ static void test_draws_follow_their_distribution(void **state) {
 }
 
 // The same choice as sorting would make, on many tokens with many ties.
-static void test_the_likeliest_of_many(void **state) {
-  (void)state;
+TEST(test_the_likeliest_of_many) {
   enum { V = 1000, K = 137 };
   float z[V];
   for (int v = 0; v < V; v++) z[v] = (float)(random_bits(1, 2, (uint64_t)v) % 200) / 50;
@@ -357,14 +340,5 @@ static void test_the_likeliest_of_many(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_decode_equals_forward),
-      cmocka_unit_test(test_cached_logits_equal_uncached),
-      cmocka_unit_test(test_texts_equal_the_plain_loop),
-      cmocka_unit_test(test_seeds_stops_and_callbacks),
-      cmocka_unit_test(test_memory_does_not_depend_on_the_prompt),
-      cmocka_unit_test(test_draws_follow_their_distribution),
-      cmocka_unit_test(test_the_likeliest_of_many),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("generate", NULL, NULL);
 }

@@ -48,7 +48,7 @@ static const float *elements(const TensorSet *set, int64_t count, const char *fo
   snprintf(full, sizeof full, format, name);
   const TensorFile *file;
   const SafetensorsEntry *e = tensor_set_find(set, full, &file);
-  if (!e) fail_msg("%s lacks %s", set->path, full);
+  if (!e) fail_msg("%s lacks %s", set->path.text, full);
   assert_int_equal(e->bytes, (size_t)count * sizeof(float));
   return (const void *)(file->mapping.bytes + e->offset);
 }

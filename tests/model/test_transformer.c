@@ -7,50 +7,34 @@
 #include "tests/harness.h"
 #include "tests/reference_model.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-// Odd on purpose: nothing divides anything else.
-static ModelConfig tiny_gpt2(void) {
-  ModelConfig c = model_preset("gpt2-tiny");
-  c.vocab_size = 13;
-  c.hidden_size = 10;
-  c.intermediate_size = 23;
+static ModelConfig tiny(const char *preset, int64_t vocab, int64_t hidden, int64_t intermediate,
+                        int64_t heads, int64_t key_value_heads, int64_t head_dim) {
+  ModelConfig c = model_preset(preset);
+  c.vocab_size = vocab;
+  c.hidden_size = hidden;
+  c.intermediate_size = intermediate;
   c.num_hidden_layers = 2;
-  c.num_attention_heads = c.num_key_value_heads = 2;
-  c.head_dim = 5;
-  c.max_position_embeddings = 7;
-  return c;
-}
-
-// The heads together are wider than the stream, and every two of them share a key/value head.
-static ModelConfig tiny_llama(void) {
-  ModelConfig c = model_preset("llama-tiny");
-  c.vocab_size = 13;
-  c.hidden_size = 11;
-  c.intermediate_size = 17;
-  c.num_hidden_layers = 2;
-  c.num_attention_heads = 4;
-  c.num_key_value_heads = 2;
-  c.head_dim = 6;
+  c.num_attention_heads = heads;
+  c.num_key_value_heads = key_value_heads;
+  c.head_dim = head_dim;
+  if (c.family == FAMILY_GPT2) c.max_position_embeddings = 7;
   c.rope_theta = 100;
   return c;
 }
 
+// Odd on purpose: nothing divides anything else.
+static ModelConfig tiny_gpt2(void) {
+  return tiny("gpt2-tiny", 13, 10, 23, 2, 2, 5);
+}
+
+// The heads together are wider than the stream, and every two of them share a key/value head.
+static ModelConfig tiny_llama(void) {
+  return tiny("llama-tiny", 13, 11, 17, 4, 2, 6);
+}
+
 // Of its four rotary frequencies one stays, one is blended and two are stretched.
 static ModelConfig tiny_llama_untied(void) {
-  ModelConfig c = tiny_llama();
-  c.vocab_size = 17;
-  c.num_attention_heads = 3;
-  c.num_key_value_heads = 1;
-  c.head_dim = 8;
+  ModelConfig c = tiny("llama-tiny", 17, 11, 17, 3, 1, 8);
   c.tie_word_embeddings = false;
   c.rope_scaling = (RopeScaling){
       .factor = 8, .low_freq_factor = 1, .high_freq_factor = 4, .original_max_position_embeddings = 40};
@@ -176,8 +160,7 @@ static Tolerance forward_tolerance(void) {
   return within(64, 1);
 }
 
-static void test_losses(void **state) {
-  (void)state;
+TEST(test_losses) {
   for (int f = 0; f < FAMILIES; f++)
     for (int ignore_every = 0; ignore_every <= 3; ignore_every += 3) {
       Case *c = case_open(families[f](), 2, 5, ignore_every);
@@ -195,8 +178,7 @@ static void test_losses(void **state) {
     }
 }
 
-static void test_logits(void **state) {
-  (void)state;
+TEST(test_logits) {
   for (int f = 0; f < FAMILIES; f++) {
     Case *c = case_open(families[f](), 2, 5, 0);
     int64_t vocab = c->model.config.vocab_size;
@@ -215,8 +197,7 @@ static void test_logits(void **state) {
 }
 
 // A token sees neither those after it nor those of other sequences.
-static void test_causal(void **state) {
-  (void)state;
+TEST(test_causal) {
   for (int f = 0; f < FAMILIES; f++) {
     Case *c = case_open(families[f](), 3, 6, 0);
     TransformerOptions options = options_of(LCE_FUSED, 7, RECOMPUTE_NONE);
@@ -285,38 +266,28 @@ static void check_tensor_gradient(Case *c, int64_t i) {
   }
 }
 
-static void check_gradients(MakeConfig config, LceMode mode, Recompute recompute, int ignore_every) {
-  Case *c = case_open(config(), 2, 5, ignore_every);
-  train_once(c, options_of(mode, 4, recompute), (float)(1.0 / (double)c->counted));
-  for (int64_t i = 0; i < c->model.parameters.count; i++) check_tensor_gradient(c, i);
-  case_close(c);
-}
-
-static void test_gradients_gpt2(void **state) {
-  (void)state;
-  check_gradients(tiny_gpt2, LCE_FUSED, RECOMPUTE_NONE, 0);
-}
-
-static void test_gradients_llama_tied(void **state) {
-  (void)state;
-  check_gradients(tiny_llama, LCE_MATERIALIZED, RECOMPUTE_NONE, 3);
-}
-
-static void test_gradients_llama_untied(void **state) {
-  (void)state;
-  check_gradients(tiny_llama_untied, LCE_FUSED, RECOMPUTE_LAYER, 4);
-}
-
-static void test_gradients_qwen(void **state) {
-  (void)state;
-  check_gradients(tiny_qwen, LCE_FUSED, RECOMPUTE_ELEMENTWISE, 3);
+TEST(test_gradients) {
+  static const struct {
+    MakeConfig config;
+    LceMode mode;
+    Recompute recompute;
+    int ignore_every;
+  } cases[] = {{tiny_gpt2, LCE_FUSED, RECOMPUTE_NONE, 0},
+               {tiny_llama, LCE_MATERIALIZED, RECOMPUTE_NONE, 3},
+               {tiny_llama_untied, LCE_FUSED, RECOMPUTE_LAYER, 4},
+               {tiny_qwen, LCE_FUSED, RECOMPUTE_ELEMENTWISE, 3}};
+  for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+    Case *c = case_open(cases[k].config(), 2, 5, cases[k].ignore_every);
+    train_once(c, options_of(cases[k].mode, 4, cases[k].recompute), (float)(1.0 / (double)c->counted));
+    for (int64_t i = 0; i < c->model.parameters.count; i++) check_tensor_gradient(c, i);
+    case_close(c);
+  }
 }
 
 // --- what must not matter ----------------------------------------------------------------------------------
 
 // What is computed again is computed from the same inputs by the same operations: the same bits.
-static void test_recompute(void **state) {
-  (void)state;
+TEST(test_recompute) {
   for (int f = 0; f < FAMILIES; f++) {
     Case *c = case_open(families[f](), 3, 7, 5);
     const Parameters *p = &c->model.parameters;
@@ -339,8 +310,7 @@ static void test_recompute(void **state) {
 }
 
 // Each level holds less than the one before while the last layer runs, and in some layers alone it holds something between.
-static void test_recompute_saves(void **state) {
-  (void)state;
+TEST(test_recompute_saves) {
   for (int f = 0; f < FAMILIES; f++) {
     size_t before = SIZE_MAX;
     for (int i = 1; i < 2 * RECOMPUTE_COUNT; i++) { // none, elementwise in 2 layers, in all, mlp in 2, ...
@@ -388,8 +358,7 @@ typedef struct {
 } HeadCase;
 
 // Both modes sum the same terms in another order: they agree within fp32's rounding.
-static void test_modes_agree(void **state) {
-  (void)state;
+TEST(test_modes_agree) {
   static const HeadCase cases[] = {
       {3, 7, 13, 8, 0},    // N 21, V 13, H 10 or 11, chunk 8: no two share a factor
       {3, 7, 13, 8, 4},    // some ignored
@@ -421,8 +390,7 @@ static void test_modes_agree(void **state) {
 }
 
 // The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in less memory.
-static void test_mlp_chunks(void **state) {
-  (void)state;
+TEST(test_mlp_chunks) {
   for (int f = 0; f < FAMILIES; f++)
     for (int64_t chunk = 1; chunk <= 21; chunk += 4) {
       Case *c = case_open(families[f](), 3, 7, 5);
@@ -450,20 +418,19 @@ static void assert_all_zero(const char *what, const double *values, int64_t coun
 
 // Nothing to learn from: losses and gradients are zeros, whatever lay there before, and an accumulating pass
 // leaves the gradients alone.
-static void test_all_ignored(void **state) {
-  (void)state;
+TEST(test_all_ignored) {
   for (int f = 0; f < FAMILIES; f++)
     for (int mode = 0; mode < 2; mode++) {
       Case *c = case_open(families[f](), 2, 5, 1);
       const Parameters *p = &c->model.parameters;
       TransformerOptions options = options_of((LceMode)mode, 3, RECOMPUTE_NONE);
-      train_once(c, options, 0);
-      assert_all_zero("loss", values_of(c->h, c->loss), c->rows);
-      for (int64_t i = 0; i < p->count; i++)
-        assert_all_zero(p->items[i].name, values_of(c->h, p->items[i].grad), tensor_count(p->items[i].grad));
-      train_once(c, options, 0.5f);
-      for (int64_t i = 0; i < p->count; i++)
-        assert_all_zero(p->items[i].name, values_of(c->h, p->items[i].grad), tensor_count(p->items[i].grad));
+      for (int pass = 0; pass < 2; pass++) {
+        train_once(c, options, 0.5f * (float)pass);
+        assert_all_zero("loss", values_of(c->h, c->loss), c->rows);
+        for (int64_t i = 0; i < p->count; i++)
+          assert_all_zero(p->items[i].name, values_of(c->h, p->items[i].grad),
+                          tensor_count(p->items[i].grad));
+      }
       transformer_evaluate(c->h->backend, &c->model, &c->on_device, &options, c->loss);
       assert_all_zero("loss alone", values_of(c->h, c->loss), c->rows);
       case_close(c);
@@ -471,8 +438,7 @@ static void test_all_ignored(void **state) {
 }
 
 // How many tokens count must not decide how much memory a step takes: its stack was sized before the data came.
-static void test_ignored_memory(void **state) {
-  (void)state;
+TEST(test_ignored_memory) {
   static const int ignore_every[] = {0, 2, 3, 5, 100, 1};
   for (int mode = 0; mode < 2; mode++) {
     size_t most = 0;
@@ -499,8 +465,7 @@ static void test_ignored_memory(void **state) {
 
 // One batch of 4 sequences, and the same in 4 parts added up, each divided by the count of the whole step.
 // The parts count 7, 5, 0 and 4 targets: a mean of means would be wrong.
-static void test_accumulation(void **state) {
-  (void)state;
+TEST(test_accumulation) {
   enum { BATCH = 4, SEQ_LEN = 7 };
   static const int counted[BATCH] = {7, 5, 0, 4};
   for (int f = 0; f < FAMILIES; f++)
@@ -532,8 +497,7 @@ static void test_accumulation(void **state) {
 }
 
 // Two windows of documents and of padding give the losses and gradients of the documents alone, however recomputed.
-static void test_documents(void **state) {
-  (void)state;
+TEST(test_documents) {
   enum { BATCH = 2, SEQ_LEN = 70, ROWS = BATCH * SEQ_LEN };
   static const int64_t lengths[] = {3, 1, 60, 6, 66, 2, 1, 1}; // the last two are padding
   enum { DOCUMENTS = sizeof lengths / sizeof *lengths };
@@ -583,8 +547,7 @@ static void test_documents(void **state) {
   }
 }
 
-static void test_refusals(void **state) {
-  (void)state;
+TEST(test_refusals) {
   Case *c = case_open(tiny_llama(), 2, 5, 0);
   TransformerOptions options = options_of(LCE_FUSED, 4, RECOMPUTE_NONE);
   c->on_device.seq_len = 10; // longer than the rotary table
@@ -602,23 +565,5 @@ static void test_refusals(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_losses),
-      cmocka_unit_test(test_logits),
-      cmocka_unit_test(test_causal),
-      cmocka_unit_test(test_gradients_gpt2),
-      cmocka_unit_test(test_gradients_llama_tied),
-      cmocka_unit_test(test_gradients_llama_untied),
-      cmocka_unit_test(test_gradients_qwen),
-      cmocka_unit_test(test_recompute),
-      cmocka_unit_test(test_recompute_saves),
-      cmocka_unit_test(test_mlp_chunks),
-      cmocka_unit_test(test_modes_agree),
-      cmocka_unit_test(test_all_ignored),
-      cmocka_unit_test(test_ignored_memory),
-      cmocka_unit_test(test_accumulation),
-      cmocka_unit_test(test_documents),
-      cmocka_unit_test(test_refusals),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("transformer", NULL, NULL);
 }

@@ -255,6 +255,7 @@ def test_outputs_replace_only_outputs(folder):
     assert [event["event"] for event in read_log(log)].count("start") == 1
     for options, kept, part in ((f"--log {mine}", mine, "the log"), (f"--log {mine} --data {mine}", mine, "the log"),
                                 (f"--timeline {mine} --data {mine}", mine, "the timeline"),
+                                (f"--log {log} --data {log}", log, "this run reads it; name another file"),
                                 (f"--timeline {log}", log, "is not from this program"),
                                 (f"--log {timeline}", timeline, "is not from this program")):
         before = kept.read_bytes()

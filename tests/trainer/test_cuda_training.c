@@ -3,17 +3,6 @@
 // GPU.
 #include "tests/data_files.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #include "base/random.h"
 #include "tests/harness.h"
 #include "trainer/machine.h"
@@ -150,13 +139,11 @@ static const char *const step_lines[] = {
     "--materialized-logits --recompute mlp",
 };
 
-static void test_step_fp32(void **state) {
-  (void)state;
+TEST(test_step_fp32) {
   for (size_t i = 0; i < sizeof step_lines / sizeof *step_lines; i++) step_agrees(step_lines[i], false);
 }
 
-static void test_step_bf16(void **state) {
-  (void)state;
+TEST(test_step_bf16) {
   for (size_t i = 0; i < sizeof step_lines / sizeof *step_lines; i++) step_agrees(step_lines[i], true);
 }
 
@@ -201,8 +188,7 @@ static const char run_line[] = "--model llama-tiny --vocab 4096 --batch 8 --seq-
 
 // The losses of the two dtypes may drift apart as the weights do; over 50 steps by no more than a few bf16
 // roundings of the loss itself.
-static void test_bf16_follows_fp32(void **state) {
-  (void)state;
+TEST(test_bf16_follows_fp32) {
   char line[256];
   double fp32[STEPS], bf16[STEPS], lean[STEPS];
   snprintf(line, sizeof line, "%s --dtype fp32", run_line);
@@ -220,8 +206,7 @@ static void test_bf16_follows_fp32(void **state) {
   }
 }
 
-static void test_same_seed_same_bits(void **state) {
-  (void)state;
+TEST(test_same_seed_same_bits) {
   static const char *const lines[] = {
       "--model llama-tiny --vocab 4096 --batch 8 --seq-len 128 --steps 50",
       "--model gpt2-tiny --vocab 4099 --batch 4 --seq-len 100 --steps 50 --no-master-weights --moment-dtype "
@@ -242,8 +227,7 @@ static void test_same_seed_same_bits(void **state) {
 }
 
 // The device hands out memory in pages of 2 MiB; every reservation may round up by one.
-static void test_ledger_agrees_with_the_device(void **state) {
-  (void)state;
+TEST(test_ledger_agrees_with_the_device) {
   for (int mode = 0; mode < 2; mode++) {
     Rig rig;
     rig_open(&rig, "cuda",
@@ -270,12 +254,5 @@ int main(void) {
   Backend *backend = cuda_backend_create(0, DTYPE_BF16, &reason);
   if (!backend) return skip_all("cuda training", "training on CUDA", reason);
   backend_destroy(backend);
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_step_fp32),
-      cmocka_unit_test(test_step_bf16),
-      cmocka_unit_test(test_bf16_follows_fp32),
-      cmocka_unit_test(test_same_seed_same_bits),
-      cmocka_unit_test(test_ledger_agrees_with_the_device),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("cuda training", make_temp_dir, remove_temp_dir);
 }

@@ -2,17 +2,6 @@
 // Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 300 --hidden-size 32 --intermediate-size 80 --num-layers 3 --head-dim 16 "     \
   "--num-attention-heads 3 --num-key-value-heads 1 "
@@ -25,15 +14,17 @@
 static const char *const models[] = {LLAMA, GPT2, QWEN};
 enum { MODELS = 3, STEPS = 3 };
 
-static Run *open_run(void **state, const char *model, const char *options) {
-  Run *run = run_open_on(*state, "%s " JOB "%s", model, options);
+static const char *backend;
+
+static Run *open_run(const char *model, const char *options) {
+  Run *run = run_open_on(backend, "%s " JOB "%s", model, options);
   if (!run || run->h->backend->no_fp8) skip();
   return run;
 }
 
 // The gradients of a first step.
-static double *gradients(void **state, const char *model, const char *options, int64_t *count, double *loss) {
-  Run *run = open_run(state, model, options);
+static double *gradients(const char *model, const char *options, int64_t *count, double *loss) {
+  Run *run = open_run(model, options);
   *loss = run_step(run, 0).loss;
   Tensor grad = trainer_model(&run->trainer)->parameters.grad[GROUP_MATRICES];
   *count = tensor_count(grad);
@@ -44,12 +35,12 @@ static double *gradients(void **state, const char *model, const char *options, i
   return values;
 }
 
-static void test_gradients(void **state) {
+TEST(test_gradients) {
   for (int m = 0; m < MODELS; m++) {
     int64_t count;
     double loss[2], apart = 0, size = 0;
-    double *want = gradients(state, models[m], "", &count, &loss[0]);
-    double *got = gradients(state, models[m], "--fp8", &count, &loss[1]);
+    double *want = gradients(models[m], "", &count, &loss[0]);
+    double *got = gradients(models[m], "--fp8", &count, &loss[1]);
     for (int64_t i = 0; i < count; i++) {
       apart += (got[i] - want[i]) * (got[i] - want[i]);
       size += want[i] * want[i];
@@ -63,11 +54,11 @@ static void test_gradients(void **state) {
   }
 }
 
-static void test_loss_falls(void **state) {
+TEST(test_loss_falls) {
   for (int m = 0; m < MODELS; m++) {
     double last[2];
     for (int fp8 = 0; fp8 < 2; fp8++) {
-      Run *run = open_run(state, models[m], fp8 ? "--steps 40 --fp8" : "--steps 40");
+      Run *run = open_run(models[m], fp8 ? "--steps 40 --fp8" : "--steps 40");
       double first = run_step(run, 0).loss;
       for (int64_t step = 1; step < 40; step++) run_step(run, step);
       last[fp8] = trainer_validate(&run->trainer, &run->data.loader, 8);
@@ -80,8 +71,8 @@ static void test_loss_falls(void **state) {
 }
 
 // Steps of two micro-batches, a validation and a sample; the ledger is the plan's.
-static void run_all(void **state, const char *model, const char *options, double results[2 * STEPS + 1]) {
-  Run *run = open_run(state, model, options);
+static void run_all(const char *model, const char *options, double results[2 * STEPS + 1]) {
+  Run *run = open_run(model, options);
   int64_t count;
   for (int64_t step = 0; step < STEPS; step++) {
     StepResult r = run_step(run, step);
@@ -89,15 +80,11 @@ static void run_all(void **state, const char *model, const char *options, double
   }
   results[2 * STEPS] = trainer_validate(&run->trainer, &run->data.loader, 2);
   free(trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count));
-  const Ledger *ledger = &run->h->backend->memory.ledger;
-  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-  assert_int_equal(ledger->peak, plan.peak);
-  assert_int_equal(ledger->stack_peak, plan.stack_peak);
-  assert_memory_equal(ledger->at_peak, plan.at_peak, sizeof plan.at_peak);
+  assert_planned(run);
   run_close(run);
 }
 
-static void test_same_bits(void **state) {
+TEST(test_same_bits) {
   static const char *const ways[] = {"--recompute none",
                                      "--recompute elementwise",
                                      "--recompute mlp",
@@ -110,30 +97,22 @@ static void test_same_bits(void **state) {
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
       char options[160];
       snprintf(options, sizeof options, "--steps 3 --total-batch 288 --fp8 %s", ways[i]);
-      run_all(state, models[m], options, i ? got : want);
+      run_all(models[m], options, i ? got : want);
       if (i && memcmp(got, want, sizeof want)) fail_msg("%s: other bits with %s", models[m], ways[i]);
     }
   }
 }
 
 // Chunks of the MLP have factors of their own.
-static void test_mlp_chunks(void **state) {
+TEST(test_mlp_chunks) {
   double results[2 * STEPS + 1];
-  run_all(state, LLAMA, "--steps 3 --fp8 --recompute layer --mlp-chunk 64", results);
+  run_all(LLAMA, "--steps 3 --fp8 --recompute layer --mlp-chunk 64", results);
   for (int i = 0; i < 2 * STEPS + 1; i++) assert_true(isfinite(results[i]));
 }
 
 int main(void) {
   static const char *const backends[] = {"cpu", "cuda"};
   int failed = 0;
-  for (int i = 0; i < 2; i++) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_prestate(test_gradients, (void *)backends[i]),
-        cmocka_unit_test_prestate(test_loss_falls, (void *)backends[i]),
-        cmocka_unit_test_prestate(test_same_bits, (void *)backends[i]),
-        cmocka_unit_test_prestate(test_mlp_chunks, (void *)backends[i]),
-    };
-    failed += cmocka_run_group_tests_name(backends[i], tests, NULL, NULL);
-  }
+  for (int i = 0; i < 2; i++) failed += tests_run(backend = backends[i], NULL, NULL);
   return failed;
 }

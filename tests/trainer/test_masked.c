@@ -6,17 +6,6 @@
 #include "tests/runs.h"
 #include "trainer/machine.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 61 --hidden-size 24 --intermediate-size 40 --num-layers 2 --seq-len 17 "       \
   "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --lr 0.01 --warmup 5 --epsilon 1e-5 "
@@ -70,8 +59,7 @@ static double reference_step(Run *run, int64_t step, int64_t *counted) {
   return sum / (double)*counted;
 }
 
-static void test_loss_is_the_mean_of_what_counts(void **state) {
-  (void)state;
+TEST(test_loss_is_the_mean_of_what_counts) {
   static const char *const modes[] = {"--fused-lce --lce-chunk 5", "--fused-lce", "--materialized-logits"};
   for (int m = 0; m < 3; m++) {
     Run *run = run_open(LLAMA "--batch 2 --total-batch 102 --data %s %s", masked_shard("mean"), modes[m]);
@@ -89,22 +77,44 @@ static void test_loss_is_the_mean_of_what_counts(void **state) {
   }
 }
 
-// The same sum over a packed batch, document by document: `documents` is the loader's, of `rows` tokens.
-static double reference_documents(Run *run, const ReferenceModel *reference, const int32_t *tokens,
-                                  const int32_t *targets, const int32_t *documents, int64_t rows) {
-  double *loss = host_values(run->h, rows), sum = 0;
+// Packed batches, in float64 document by document.
+typedef struct {
+  Run *run;
+  ReferenceModel reference;
+  int32_t tokens[2 * 17], targets[2 * 17], documents[4 * 17];
+  double sum;
+  int64_t counted;
+} Packed;
+
+// Adds the batch that was loaded, of which `counted` targets count.
+static void add_documents(Packed *p, int64_t counted) {
+  const int64_t rows = 2 * 17;
+  double *loss = host_values(p->run->h, rows);
+  p->counted += counted;
   for (int64_t n = 0, length; n < rows; n += length) {
-    length = documents[rows + n] + 1;
-    assert_int_equal(documents[n], 0);
-    reference_model_losses(reference, tokens + n, targets + n, 1, length, loss);
-    for (int64_t i = 0; i < length; i++) sum += loss[i];
+    length = p->documents[rows + n] + 1;
+    assert_int_equal(p->documents[n], 0);
+    reference_model_losses(&p->reference, p->tokens + n, p->targets + n, 1, length, loss);
+    for (int64_t i = 0; i < length; i++) p->sum += loss[i];
   }
-  return sum;
+}
+
+// The mean of the step, or of the validation (-1), with the weights that the run has now.
+static double packed_mean(Run *run, int64_t step, int64_t *counted) {
+  Packed p = {run, reference_model_read(trainer_model(&run->trainer), run->h->backend), .sum = 0};
+  const Loader *loader = &run->data.loader;
+  for (int64_t b = 0; b < (step < 0 ? loader->validation_batches : 3); b++) {
+    LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = 3, .ranks = 1};
+    add_documents(&p, step < 0 ? loader_validation_batch(loader, b, p.tokens, p.targets, p.documents)
+                               : loader_train_batch(loader, place, p.tokens, p.targets, p.documents));
+  }
+  reference_model_free(&p.reference);
+  *counted = p.counted;
+  return p.sum / (double)p.counted;
 }
 
 // Documents of up to 40 tokens, some of which count, in windows of 17.
-static void test_packed_documents_alone(void **state) {
-  (void)state;
+TEST(test_packed_documents_alone) {
   const char *shard = masked_shard("packed");
   uint8_t ends[(TOKENS + 7) / 8] = {0};
   for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
@@ -113,39 +123,22 @@ static void test_packed_documents_alone(void **state) {
   static const char *const models[] = {LLAMA, GPT2};
   for (int m = 0; m < 2; m++) {
     Run *run = run_open("%s --batch 2 --total-batch 102 --pack documents --data %s", models[m], shard);
-    enum { ROWS = 2 * 17 };
-    int32_t tokens[ROWS], targets[ROWS], documents[2 * ROWS];
+    int64_t counted;
     for (int64_t step = 0; step < 4; step++) {
-      ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
-      double sum = 0;
-      int64_t counted = 0;
-      for (LoaderPlace at = {.step = step, .micro_steps = 3, .ranks = 1}; at.micro_step < 3;
-           at.micro_step++) {
-        counted += loader_train_batch(&run->data.loader, at, tokens, targets, documents);
-        sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
-      }
-      reference_model_free(&reference);
+      double want = packed_mean(run, step, &counted);
       StepResult got = run_step(run, step);
       assert_int_equal(got.counted, counted);
-      if (fabs(got.loss - sum / (double)counted) > 1e-5)
-        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, sum / (double)counted);
+      if (fabs(got.loss - want) > 1e-5)
+        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, want);
     }
-    ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
-    double sum = 0;
-    int64_t counted = 0;
-    for (int64_t b = 0; b < run->data.loader.validation_batches; b++) {
-      counted += loader_validation_batch(&run->data.loader, b, tokens, targets, documents);
-      sum += reference_documents(run, &reference, tokens, targets, documents, ROWS);
-    }
-    reference_model_free(&reference);
-    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - sum / (double)counted) < 1e-5);
+    double want = packed_mean(run, -1, &counted);
+    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - want) < 1e-5);
     run_close(run);
   }
 }
 
 // Losses and gradient norms stay together over steps of AdamW, so the gradients are the same.
-static void test_same_curve_in_all_modes(void **state) {
-  (void)state;
+TEST(test_same_curve_in_all_modes) {
   enum { STEPS = 20 };
   static const char *const variants[] = {
       "--batch 4 --materialized-logits",
@@ -170,8 +163,7 @@ static void test_same_curve_in_all_modes(void **state) {
 }
 
 // Nothing counts: no loss, no gradient, and only the decay of the weights.
-static void test_a_step_without_targets(void **state) {
-  (void)state;
+TEST(test_a_step_without_targets) {
   uint16_t tokens[400] = {1};
   uint8_t mask[50] = {0};
   write_shard16("nothing.bin", tokens, 400);
@@ -189,8 +181,7 @@ static void test_a_step_without_targets(void **state) {
 }
 
 // A whole run of such steps, or a validation of nothing, is refused; one target that counts is enough.
-static void test_data_without_targets(void **state) {
-  (void)state;
+TEST(test_data_without_targets) {
   uint16_t tokens[400] = {1};
   uint8_t mask[50] = {0};
   write_shard16("bare.bin", tokens, 400);
@@ -214,8 +205,7 @@ static void test_data_without_targets(void **state) {
   output_free(&o);
 }
 
-static void test_plan_equals_masked_run(void **state) {
-  (void)state;
+TEST(test_plan_equals_masked_run) {
   static const char *const jobs[] = {"--fused-lce --lce-chunk 7",
                                      "--fused-lce --recompute layer",
                                      "--fused-lce --lce-chunk 51",
@@ -224,16 +214,11 @@ static void test_plan_equals_masked_run(void **state) {
                                      "--lce-sample 4 --lce-chunk 7"};
   for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
     Run *run = run_open(LLAMA "--batch 3 --data %s %s", masked_shard("plan"), jobs[j]);
-    Memory *memory = &run->h->backend->memory;
     Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-    assert_int_equal(memory->stack_capacity, plan.stack_peak);
     for (int64_t step = 0; step < 10; step++) run_step(run, step);
     trainer_validate(&run->trainer, &run->data.loader, 0);
     trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
-    Ledger measured = memory->ledger;
-    assert_int_equal(measured.peak, plan.peak);
-    assert_int_equal(measured.stack_peak, plan.stack_peak);
-    assert_int_equal(measured.highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
+    assert_planned(run);
     // A run of the same shape that counts every target does not need more.
     run->options.masked = false;
     Ledger unmasked = plan_run(&run->options, run->h->backend->device, run->options.mode);
@@ -243,8 +228,7 @@ static void test_plan_equals_masked_run(void **state) {
 }
 
 // The pass that --compare-modes measures counts every target, whatever batch was there before it.
-static void test_gradient_pass_after_a_padded_batch(void **state) {
-  (void)state;
+TEST(test_gradient_pass_after_a_padded_batch) {
   uint16_t tokens[60];
   for (int i = 0; i < 60; i++) tokens[i] = (uint16_t)(i % 61);
   write_shard16("short.bin", tokens, 60);
@@ -263,14 +247,5 @@ static void test_gradient_pass_after_a_padded_batch(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_loss_is_the_mean_of_what_counts),
-      cmocka_unit_test(test_packed_documents_alone),
-      cmocka_unit_test(test_same_curve_in_all_modes),
-      cmocka_unit_test(test_a_step_without_targets),
-      cmocka_unit_test(test_data_without_targets),
-      cmocka_unit_test(test_plan_equals_masked_run),
-      cmocka_unit_test(test_gradient_pass_after_a_padded_batch),
-  };
-  return cmocka_run_group_tests(tests, make_temp_dir, remove_temp_dir);
+  return tests_run("masked", make_temp_dir, remove_temp_dir);
 }

@@ -2,18 +2,11 @@
 // host's bytes in plan and ledger. Ranks and checkpoints are in test_ranks.py, refusals in test_cli.py.
 #include "tests/runs.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #define JOB "--batch 2 --lr 0.01 --warmup 1 --steps 3 --seed 4 "
 
 enum { STEPS = 3 };
+
+static const char *backend;
 
 // What a run leaves behind.
 typedef struct {
@@ -25,19 +18,19 @@ typedef struct {
   int32_t *tokens;
 } Outcome;
 
-static void keep(Outcome *out, Backend *backend, const Tensor *role) {
+static void keep(Outcome *out, Backend *b, const Tensor *role) {
   for (int g = 0; g < GROUP_COUNT; g++) {
     if (!tensor_exists(role[g]) || !tensor_count(role[g])) continue;
     size_t bytes = tensor_bytes(role[g]);
     out->bytes = realloc(out->bytes, out->size + bytes);
     assert_non_null(out->bytes);
-    backend_to_host(backend, (char *)out->bytes + out->size, role[g]);
+    backend_to_host(b, (char *)out->bytes + out->size, role[g]);
     out->size += bytes;
   }
 }
 
 // Without a list nothing is offloaded, and every update is finished at once.
-static bool run_all(Outcome *out, const char *backend, const char *model, const char *list) {
+static bool run_all(Outcome *out, const char *model, const char *list) {
   *out = (Outcome){0};
   bool at_once = !list;
   if (at_once) list = "";
@@ -55,9 +48,7 @@ static bool run_all(Outcome *out, const char *backend, const char *model, const 
   keep(out, run->h->backend, p->state[0]);
   keep(out, run->h->backend, p->state[1]);
   const Ledger *ledger = &run->h->backend->memory.ledger;
-  Ledger plan = plan_run(&run->options, run->h->backend->device, run->options.mode);
-  assert_memory_equal(ledger->host, plan.host, sizeof plan.host);
-  assert_int_equal(ledger->peak, plan.peak);
+  assert_planned(run);
   // Of one layer the input stays on the device.
   const Options *o = &run->options;
   int64_t recomputed = o->recompute_layers ? o->recompute_layers : o->model.num_hidden_layers;
@@ -72,7 +63,7 @@ static void outcome_free(Outcome *out) {
   free(out->tokens);
 }
 
-static void check_model(const char *backend, const char *model, bool activations) {
+static void check_model(const char *model, bool activations) {
   static const char *const lists[] = {"",
                                       "weights",
                                       "gradients",
@@ -82,9 +73,9 @@ static void check_model(const char *backend, const char *model, bool activations
                                       "activations",
                                       "activations,weights,gradients,optimizer"};
   Outcome base, got;
-  if (!run_all(&base, backend, model, NULL)) return;
+  if (!run_all(&base, model, NULL)) return;
   for (size_t i = 0; i < sizeof lists / sizeof *lists - (activations ? 0 : 2); i++) {
-    assert_true(run_all(&got, backend, model, lists[i]));
+    assert_true(run_all(&got, model, lists[i]));
     for (int s = 0; s < STEPS; s++)
       if (got.steps[s].loss != base.steps[s].loss || got.steps[s].grad_norm != base.steps[s].grad_norm)
         fail_msg("%s, --offload %s: step %d has loss %.9g and norm %.9g, not %.9g and %.9g", model, lists[i],
@@ -104,31 +95,26 @@ static void check_model(const char *backend, const char *model, bool activations
   "--num-attention-heads 3 --num-key-value-heads 1 "
 #define GPT2 "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 3 --seq-len 17 "
 
-static void test_same_bits(void **state) {
-  const char *backend = *state;
-  check_model(backend, LLAMA "--num-layers 5 --lce-chunk 16 --total-batch 102 --recompute layer", true);
-  check_model(backend, LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", false);
-  check_model(backend, GPT2 "--num-layers 3 --total-batch 68 --recompute layer --mlp-chunk 15", true);
-  check_model(backend, GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5", false);
-  check_model(backend, LLAMA "--num-layers 5 --total-batch 68 --recompute layer --recompute-layers 3", true);
-  check_model(backend, GPT2 "--num-layers 3 --recompute layer --recompute-layers 1", true);
-  check_model(backend,
-              LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10",
+TEST(test_same_bits) {
+  check_model(LLAMA "--num-layers 5 --lce-chunk 16 --total-batch 102 --recompute layer", true);
+  check_model(LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", false);
+  check_model(GPT2 "--num-layers 3 --total-batch 68 --recompute layer --mlp-chunk 15", true);
+  check_model(GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5", false);
+  check_model(LLAMA "--num-layers 5 --total-batch 68 --recompute layer --recompute-layers 3", true);
+  check_model(GPT2 "--num-layers 3 --recompute layer --recompute-layers 1", true);
+  check_model(LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10",
               true);
 }
 
 // The sizes of a GPU's defaults, where the optimizer's state has two dtypes; and layers that take as long as their copies
 // and updates, so that one that is not waited for changes bits.
-static void test_same_bits_at_sizes_of_a_gpu(void **state) {
-  const char *backend = *state;
+TEST(test_same_bits_at_sizes_of_a_gpu) {
   if (strcmp(backend, "cuda")) skip();
   check_model(
-      backend,
       "--model llama-tiny --vocab 4099 --seq-len 200 --num-layers 4 --total-batch 1200 --recompute layer "
       "--moment-dtype bf16 --no-master-weights",
       true);
-  check_model(backend,
-              "--model llama-tiny --vocab 512 --hidden-size 1024 --intermediate-size 4096 --head-dim 64 "
+  check_model("--model llama-tiny --vocab 512 --hidden-size 1024 --intermediate-size 4096 --head-dim 64 "
               "--num-attention-heads 16 --num-key-value-heads 4 --num-layers 4 --seq-len 1024",
               false);
 }
@@ -136,12 +122,6 @@ static void test_same_bits_at_sizes_of_a_gpu(void **state) {
 int main(void) {
   static const char *const backends[] = {"cpu", "cuda-fp32", "cuda"};
   int failed = 0;
-  for (int i = 0; i < 3; i++) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_prestate(test_same_bits, (void *)backends[i]),
-        cmocka_unit_test_prestate(test_same_bits_at_sizes_of_a_gpu, (void *)backends[i]),
-    };
-    failed += cmocka_run_group_tests_name(backends[i], tests, NULL, NULL);
-  }
+  for (int i = 0; i < 3; i++) failed += tests_run(backend = backends[i], NULL, NULL);
   return failed;
 }

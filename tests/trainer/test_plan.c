@@ -6,16 +6,7 @@
 #include "tests/runs.h"
 #include "trainer/machine.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
-
-#include <cmocka.h>
 
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
@@ -35,28 +26,20 @@
 static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
   Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
                       mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
-  Memory *memory = &run->h->backend->memory;
-  Ledger plan = plan_run(&run->options, run->h->backend->device, mode);
-  assert_int_equal(memory->stack_capacity, plan.stack_peak);
   static const int32_t prompt[] = {10};
   int64_t count;
   run_step(run, 0);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
   trainer_validate(&run->trainer, &run->data.loader, 2);
-  Ledger measured = memory->ledger;
-  assert_int_equal(measured.peak, plan.peak);
-  assert_int_equal(measured.stack_peak, plan.stack_peak);
-  assert_int_equal(measured.highest[MEMORY_HEAD], plan.highest[MEMORY_HEAD]);
-  assert_memory_equal(measured.at_peak, plan.at_peak, sizeof plan.at_peak);
+  assert_planned(run);
+  const Ledger *ledger = &run->h->backend->memory.ledger;
   size_t sum = 0;
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += plan.at_peak[c];
-  assert_int_equal(sum, plan.peak);
-  assert_int_equal(memory->pushed_count, 0);
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += ledger->at_peak[c];
+  assert_int_equal(sum, ledger->peak);
   run_close(run);
 }
 
-static void test_plan_equals_run(void **state) {
-  (void)state;
+TEST(test_plan_equals_run) {
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
   static const char *const jobs[] = {"--batch 3 --seq-len 17",
                                      "--batch 1 --seq-len 1",
@@ -74,8 +57,7 @@ static void test_plan_equals_run(void **state) {
              RECOMPUTE_LAYER);
 }
 
-static void test_ragged_chunks(void **state) {
-  (void)state;
+TEST(test_ragged_chunks) {
   static const int chunks[] = {1, 7, 50, 51, 52, 128, 1000};
   for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
     char job[96];
@@ -86,8 +68,7 @@ static void test_ragged_chunks(void **state) {
 }
 
 // Sampling pushes the tiles and their sums, and on a GPU lists of steps.
-static void test_sampling(void **state) {
-  (void)state;
+TEST(test_sampling) {
   static const char *const jobs[] = {"--batch 3 --seq-len 17 --lce-sample 40",
                                      "--batch 6 --seq-len 49 --lce-chunk 140 --lce-sample 100 --z-loss 0.1",
                                      "--batch 6 --seq-len 49 --total-batch 588 --lce-chunk 7 --lce-sample 8",
@@ -99,8 +80,7 @@ static void test_sampling(void **state) {
 }
 
 // One trainer alternates between both modes: each has the stack that its plan says.
-static void test_switching_modes(void **state) {
-  (void)state;
+TEST(test_switching_modes) {
   Run *run = run_open(LLAMA "--batch 3 --seq-len 17 --lce-chunk 5");
   Memory *memory = &run->h->backend->memory;
   for (int i = 0; i < 4; i++) {
@@ -117,16 +97,6 @@ static void test_switching_modes(void **state) {
 
 // --- large models ------------------------------------------------------------------------------------------
 
-static Options options_of_device(char *line, DeviceKind device) {
-  char *argv[64] = {"train"}, *rest = NULL;
-  int argc = 1;
-  for (char *word = strtok_r(line, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) argv[argc++] = word;
-  Options o;
-  setup_options(&o, argc, argv);
-  setup_device(&o, device);
-  return o;
-}
-
 static double seconds(void) {
   struct timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -135,12 +105,10 @@ static double seconds(void) {
 
 // A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it.
 // Its weights, gradients and moments are what the published count says; its materialized logits are N x V.
-static void test_large_plan(void **state) {
-  (void)state;
+TEST(test_large_plan) {
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
   double start = seconds();
-  char line[] = "--model llama-8b --seq-len 32768 --batch 1 --recompute layer";
-  Options o = options_of_device(line, ON_CUDA);
+  Options o = options_on(ON_CUDA, "--model llama-8b --seq-len 32768 --batch 1 --recompute layer");
   Ledger fused = plan_run(&o, ON_CUDA, LCE_FUSED), materialized = plan_run(&o, ON_CUDA, LCE_MATERIALIZED);
   double spent = seconds() - start;
   if (spent > 0.5) fail_msg("planning took %.3f s", spent);
@@ -160,8 +128,7 @@ static void test_large_plan(void **state) {
 
 // --- what follows from plans -------------------------------------------------------------------------------
 
-static void test_default_chunk(void **state) {
-  (void)state;
+TEST(test_default_chunk) {
   assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
   assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
   assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
@@ -169,39 +136,28 @@ static void test_default_chunk(void **state) {
   assert_int_equal(lce_default_chunk(ON_CUDA, 1025), 1024);
 }
 
-static void test_chunk_option(void **state) {
-  (void)state;
-  char budget[] = LLAMA "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3",
-       given[] = LLAMA "--lce-chunk 77";
-  char none[] = LLAMA "--batch 16 --seq-len 128";
-  Options o = options_on(false, budget);
-  assert_in_range(o.lce_chunk, 2, 1023);
-  options_free(&o);
-  o = options_on(false, given);
-  assert_int_equal(o.lce_chunk, 77);
-  options_free(&o);
-  o = options_on(false, none);
-  assert_int_equal(o.lce_chunk, 256); // an eighth
-  options_free(&o);
-  // On a GPU never less than 1024, unless it is named.
-  char same[] = LLAMA "--batch 16 --seq-len 128", more[] = LLAMA "--batch 128 --seq-len 128",
-       named[] = LLAMA "--batch 16 --seq-len 128 --lce-chunk 77";
-  o = options_of_device(same, ON_CUDA);
-  assert_int_equal(o.lce_chunk, 1024);
-  options_free(&o);
-  o = options_of_device(more, ON_CUDA);
-  assert_int_equal(o.lce_chunk, 2048);
-  options_free(&o);
-  o = options_of_device(named, ON_CUDA);
-  assert_int_equal(o.lce_chunk, 77);
-  options_free(&o);
+// An eighth of the tokens; on a GPU never less than 1024, unless it is named.
+TEST(test_chunk_option) {
+  static const struct {
+    DeviceKind device;
+    const char *job;
+    int64_t min, max;
+  } cases[] = {{ON_CPU, "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3", 2, 1023},
+               {ON_CPU, "--lce-chunk 77", 77, 77},
+               {ON_CPU, "--batch 16 --seq-len 128", 256, 256},
+               {ON_CUDA, "--batch 16 --seq-len 128", 1024, 1024},
+               {ON_CUDA, "--batch 128 --seq-len 128", 2048, 2048},
+               {ON_CUDA, "--batch 16 --seq-len 128 --lce-chunk 77", 77, 77}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    Options o = options_on(cases[i].device, LLAMA "%s", cases[i].job);
+    assert_in_range(o.lce_chunk, cases[i].min, cases[i].max);
+    options_free(&o);
+  }
 }
 
 // The budget holds for all that a run does, validation too, and with one token more in a chunk it would not.
 static void check_budget(DeviceKind device, const char *job, bool masked, int mebibytes) {
-  char line[1100];
-  snprintf(line, sizeof line, "%s --lce-memory %d", job, mebibytes);
-  Options o = options_of_device(line, device);
+  Options o = options_on(device, "%s --lce-memory %d", job, mebibytes);
   if (masked) { // as data with a mask would have it
     o.masked = true;
     plan_resolve_chunk(&o, device);
@@ -219,8 +175,7 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
   options_free(&o);
 }
 
-static void test_budget(void **state) {
-  (void)state;
+TEST(test_budget) {
   static const char *const models[] = {
       LLAMA "--vocab 5003 --batch 8 --seq-len 128",
       LLAMA "--vocab 50257 --untie-word-embeddings --batch 16 --seq-len 128",
@@ -246,9 +201,7 @@ static void test_budget(void **state) {
 }
 
 static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
-  char with_batch[512];
-  snprintf(with_batch, sizeof with_batch, "%s --batch %lld", line, (long long)batch);
-  Options o = options_on(false, with_batch);
+  Options o = options_on(ON_CPU, "%s --batch %lld", line, (long long)batch);
   size_t bytes = plan_run(&o, ON_CPU, mode).peak;
   options_free(&o);
   return bytes;
@@ -256,15 +209,12 @@ static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
 
 // The batch that is named fits when it is asked for, and one more does not: the default chunk and
 // --lce-memory follow the batch, a chunk that was given stays.
-static void test_largest_batch(void **state) {
-  (void)state;
+TEST(test_largest_batch) {
   static const char *const lines[] = {LLAMA "--seq-len 128", LLAMA "--seq-len 128 --lce-chunk 100",
                                       LLAMA "--seq-len 128 --lce-memory 1"};
   for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
     for (int mode = 0; mode < 2; mode++) {
-      char line[512];
-      snprintf(line, sizeof line, "%s --total-batch 2048", lines[i]); // this job's; must not matter
-      Options o = options_on(false, line);
+      Options o = options_on(ON_CPU, "%s --total-batch 2048", lines[i]); // this job's; must not matter
       size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
       assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one - 1), 0);
       assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one), 1);
@@ -281,76 +231,51 @@ static void test_largest_batch(void **state) {
 // --- what offloading costs ---------------------------------------------------------------------------------
 
 // Worked out by hand: L 4, H 64, I 128, V 512, N 64 on a GPU in bf16 with fp32 master weights and moments.
-static void test_host_traffic(void **state) {
-  (void)state;
+TEST(test_host_traffic) {
 #define JOB                                                                                                  \
   "--model llama-tiny --untie-word-embeddings --vocab 512 --hidden-size 64 --intermediate-size 128 "         \
   "--num-layers 4 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 32 --batch 2 --seq-len 32 "     \
   "--recompute layer "
   const size_t layer = 4 * 64 * 64 + 3 * 64 * 128, embedding = 512 * 64, inputs = 3 * 64 * 64;
   const size_t matrices = 4 * layer + embedding, all = matrices + embedding + 9 * 128; // norms, padded to 128
+  const size_t shards = matrices + 9 * 256; // of both ranks, whose norms are padded to 256
   const struct {
-    const char *offload;
+    const char *options;
     HostTraffic bytes;
   } cases[] = {
+      {"", {{0, 0}, {0, 0}}},
       // A layer's weights twice, but for the last two, which stay for the backward pass; a row a token.
-      {"weights", {{2 * (6 * layer + 64 * 64), 0}, {0, 2 * matrices}}},
+      {"--offload weights", {{2 * (6 * layer + 64 * 64), 0}, {0, 2 * matrices}}},
       // Every gradient leaves once, and AdamW reads it; the norm reads the embedding's.
-      {"gradients", {{0, 2 * matrices}, {2 * (matrices + embedding), 0}}},
-      {"optimizer", {{0, 0}, {12 * all, 12 * all}}},
-      {"activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
-      {"weights,gradients,optimizer,activations",
+      {"--offload gradients", {{0, 2 * matrices}, {2 * (matrices + embedding), 0}}},
+      {"--offload optimizer", {{0, 0}, {12 * all, 12 * all}}},
+      {"--offload activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
+      {"--offload weights,gradients,optimizer,activations",
        {{2 * (6 * layer + 64 * 64 + inputs), 2 * (matrices + inputs)},
-        {2 * (matrices + embedding) + 12 * all, 2 * matrices + 12 * all}}}};
+        {2 * (matrices + embedding) + 12 * all, 2 * matrices + 12 * all}}},
+      // AdamW reads the weights themselves.
+      {"--offload weights --no-master-weights",
+       {{2 * (6 * layer + 64 * 64), 0}, {2 * matrices, 2 * matrices}}},
+      // Two ranks sum their gradients into a shard each, in the host's memory: half of them leave.
+      {"--offload gradients --zero 2 --ranks 2 --plan", {{0, shards}, {2 * shards, 0}}}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    char line[512];
-    snprintf(line, sizeof line, JOB "--offload %s", cases[i].offload);
-    Options o = options_of_device(line, ON_CUDA);
-    HostTraffic got = plan_host_traffic(&o, ON_CUDA), want = cases[i].bytes;
-    assert_int_equal(got.micro_batch.in, want.micro_batch.in);
-    assert_int_equal(got.micro_batch.out, want.micro_batch.out);
-    assert_int_equal(got.update.in, want.update.in);
-    assert_int_equal(got.update.out, want.update.out);
+    Options o = options_on(ON_CUDA, JOB "%s", cases[i].options);
+    HostTraffic got = plan_host_traffic(&o, ON_CUDA);
+    assert_memory_equal(&got, &cases[i].bytes, sizeof got);
     options_free(&o);
   }
-  // Without master weights AdamW reads the weights themselves.
-  char line[] = JOB "--offload weights --no-master-weights", none[] = JOB;
-  Options o = options_of_device(line, ON_CUDA);
-  assert_int_equal(plan_host_traffic(&o, ON_CUDA).update.in, 2 * matrices);
-  options_free(&o);
-  // Two ranks sum their gradients into a shard each, in the host's memory: half of them leave. Norms are padded to 256.
-  char shards[] = JOB "--offload gradients --zero 2 --ranks 2 --plan";
-  o = options_of_device(shards, ON_CUDA);
-  HostTraffic rank = plan_host_traffic(&o, ON_CUDA);
-  assert_int_equal(rank.micro_batch.in, 0);
-  assert_int_equal(rank.micro_batch.out, matrices + 9 * 256);
-  assert_int_equal(rank.update.in, 2 * (matrices + 9 * 256));
-  options_free(&o);
-  o = options_of_device(none, ON_CUDA);
-  HostTraffic nothing = plan_host_traffic(&o, ON_CUDA);
-  assert_int_equal(nothing.micro_batch.in + nothing.micro_batch.out + nothing.update.in + nothing.update.out,
-                   0);
-  options_free(&o);
 #undef JOB
 }
 
 // --- when memory does not suffice --------------------------------------------------------------------------
 
-static char sentence[2048];
-static jmp_buf caught;
-
-static void catch_sentence(const char *text) {
-  snprintf(sentence, sizeof sentence, "%s", text);
-  longjmp(caught, 1);
-}
-
 // What plan_require says about `usable` bytes; "" when it allows the run.
 static const char *requirement_on(DeviceKind device, const Options *o, size_t usable) {
-  sentence[0] = 0;
-  fail_set_handler(catch_sentence);
-  if (setjmp(caught) == 0) plan_require(o, device, usable);
-  fail_set_handler(NULL);
-  return sentence;
+  caught_sentence[0] = 0;
+  expect_failures(true);
+  if (setjmp(caught_jump) == 0) plan_require(o, device, usable);
+  expect_failures(false);
+  return caught_sentence;
 }
 
 static const char *requirement(const Options *o, size_t usable) {
@@ -371,10 +296,8 @@ static void assert_offers(const char *text, const Options *o, const char *flag, 
   assert_says(text, offer);
 }
 
-static void test_requirement(void **state) {
-  (void)state;
-  char line[] = LLAMA "--seq-len 128 --batch 64 --materialized-logits";
-  Options o = options_on(false, line);
+TEST(test_requirement) {
+  Options o = options_on(ON_CPU, LLAMA "--seq-len 128 --batch 64 --materialized-logits");
   size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak;
   assert_string_equal(requirement(&o, need), "");
   assert_string_equal(requirement(&o, 0), ""); // unknown
@@ -407,12 +330,12 @@ static void test_requirement(void **state) {
 
 // The peak of a job with `change` added to its command line, which must be accepted.
 static size_t peak_with(const char *job, const char *change, DeviceKind device) {
-  char line[1024];
-  snprintf(line, sizeof line, "%s %s", job, change);
-  bool fused = strstr(line, "--fused-lce") != NULL;
-  char *materialized = strstr(line, "--materialized-logits");
-  if (fused && materialized) memset(materialized, ' ', strlen("--materialized-logits"));
-  Options o = options_of_device(line, device);
+  char kept[1024];
+  snprintf(kept, sizeof kept, "%s", job);
+  char *materialized = strstr(kept, "--materialized-logits");
+  if (strstr(change, "--fused-lce") && materialized)
+    memset(materialized, ' ', strlen("--materialized-logits"));
+  Options o = options_on(device, "%s %s", kept, change);
   size_t peak = plan_run(&o, device, o.mode).peak;
   options_free(&o);
   return peak;
@@ -420,9 +343,8 @@ static size_t peak_with(const char *job, const char *change, DeviceKind device) 
 
 // Everything that the sentence offers is a command line that is accepted and fits. Returns how many changes it offers.
 static int follow_advice(const char *job, DeviceKind device, size_t usable) {
-  char line[1024], advice[1024];
-  snprintf(line, sizeof line, "%s", job);
-  Options o = options_of_device(line, device);
+  char advice[1024];
+  Options o = options_on(device, "%s", job);
   const char *text = requirement_on(device, &o, usable);
   options_free(&o);
   snprintf(advice, sizeof advice, "%s", strstr(text, "); ") + 3);
@@ -450,8 +372,7 @@ static int follow_advice(const char *job, DeviceKind device, size_t usable) {
   return count;
 }
 
-static void test_advice(void **state) {
-  (void)state;
+TEST(test_advice) {
   static const char *const jobs[] = {LLAMA "--batch 64 --seq-len 128",
                                      LLAMA "--batch 64 --seq-len 128 --materialized-logits",
                                      LLAMA "--batch 60 --seq-len 128 --total-batch 92160",
@@ -465,12 +386,11 @@ static void test_advice(void **state) {
       size_t need = peak_with(jobs[i], "", on);
       for (size_t usable = need - 1; usable > 1000; usable = usable * 3 / 4) {
         offers += follow_advice(jobs[i], on, usable);
-        assert_int_equal(strstr(sentence, "--moment-dtype") && on == ON_CPU, 0);
+        assert_int_equal(strstr(caught_sentence, "--moment-dtype") && on == ON_CPU, 0);
       }
     }
   assert_true(offers > 100);
-  char line[] = LLAMA "--batch 1 --seq-len 1 --recompute layer";
-  Options o = options_on(false, line);
+  Options o = options_on(ON_CPU, LLAMA "--batch 1 --seq-len 1 --recompute layer");
   const char *text = requirement(&o, 1000); // nothing is left to change
   assert_null(strstr(text, "--seq-len"));
   assert_null(strstr(text, "--recompute"));
@@ -478,13 +398,5 @@ static void test_advice(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_plan_equals_run), cmocka_unit_test(test_ragged_chunks),
-      cmocka_unit_test(test_sampling),        cmocka_unit_test(test_switching_modes),
-      cmocka_unit_test(test_large_plan),      cmocka_unit_test(test_default_chunk),
-      cmocka_unit_test(test_chunk_option),    cmocka_unit_test(test_largest_batch),
-      cmocka_unit_test(test_requirement),     cmocka_unit_test(test_budget),
-      cmocka_unit_test(test_host_traffic),    cmocka_unit_test(test_advice),
-  };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return tests_run("plan", NULL, NULL);
 }

@@ -7,17 +7,6 @@
 #include "tests/reference_model.h"
 #include "tests/runs.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 // --- the learning rate -------------------------------------------------------------------------------------
 
 static void check_rates(const Schedule *schedule, const int64_t *steps, const double *want, int count) {
@@ -30,8 +19,7 @@ static void check_rates(const Schedule *schedule, const int64_t *steps, const do
 }
 
 // Warm-up over 4 steps to 8: 2, 4, 6, 8; then 20 steps down to a quarter of 8.
-static void test_schedules(void **state) {
-  (void)state;
+TEST(test_schedules) {
   static const int64_t steps[] = {0, 1, 3, 4, 9, 14, 19, 20, 22, 23, 24, 1000};
   enum { COUNT = sizeof steps / sizeof *steps };
   // Progress at 4, 9, 14, 19, 20, 22, 23, 24: 0, 1/4, 1/2, 3/4, 16/20, 18/20, 19/20, 1.
@@ -55,8 +43,7 @@ static void test_schedules(void **state) {
   check_rates(&s, some, (const double[]){2, 8, 8, 5 + 3 * root, 5, 5 - 3 * root, 2, 2}, 8);
 }
 
-static void test_schedule_edges(void **state) {
-  (void)state;
+TEST(test_schedule_edges) {
   // No warm-up: the first step has the whole rate. Only warm-up: then straight to the end.
   Schedule s = {.kind = SCHEDULE_COSINE, .peak = 1, .floor = 0, .warmup_steps = 0, .total_steps = 1};
   assert_true(schedule_rate(&s, 0) == 1);
@@ -125,25 +112,37 @@ static void train_steps(Run *run, int steps, double *losses, double *norms) {
   }
 }
 
-static void test_one_seed_one_result(void **state) {
-  (void)state;
-  enum { STEPS = 6, RUNS = 3 };
-  static const int seeds[RUNS] = {1, 1, 2};
+// What a run's first steps leave behind; the caller frees the weights.
+typedef struct {
+  double losses[6], norms[6], *weights;
+  int64_t count;
+} Bits;
+
+static Bits bits_of(Run *run) {
+  Bits b = {.count = 0};
+  train_steps(run, 6, b.losses, b.norms);
+  double *weights = all_weights(run->h, &run->trainer, &b.count);
+  b.weights = malloc((size_t)b.count * sizeof *weights);
+  assert_non_null(b.weights);
+  memcpy(b.weights, weights, (size_t)b.count * sizeof *weights);
+  run_close(run);
+  return b;
+}
+
+static void check_bits(Bits a, Bits b, bool same) {
+  assert_int_equal(a.count, b.count);
+  assert_int_equal(!memcmp(a.losses, b.losses, sizeof a.losses), same);
+  assert_int_equal(!memcmp(a.norms, b.norms, sizeof a.norms), same);
+  assert_int_equal(!memcmp(a.weights, b.weights, (size_t)a.count * sizeof *a.weights), same);
+  free(b.weights);
+}
+
+TEST(test_one_seed_one_result) {
   for (int m = 0; m < SMALL_MODELS; m++) {
-    Run *runs[RUNS];
-    double losses[RUNS][STEPS], norms[RUNS][STEPS], *weights[RUNS];
-    int64_t count;
-    for (int k = 0; k < RUNS; k++) {
-      runs[k] = run_open("%s --lce-chunk 7 --seed %d", small_models[m], seeds[k]);
-      train_steps(runs[k], STEPS, losses[k], norms[k]);
-      weights[k] = all_weights(runs[k]->h, &runs[k]->trainer, &count);
-    }
-    assert_memory_equal(losses[0], losses[1], sizeof losses[0]);
-    assert_memory_equal(norms[0], norms[1], sizeof norms[0]);
-    assert_memory_equal(weights[0], weights[1], (size_t)count * sizeof *weights[0]);
-    assert_memory_not_equal(losses[0], losses[2], sizeof losses[0]);
-    assert_memory_not_equal(weights[0], weights[2], (size_t)count * sizeof *weights[0]);
-    for (int k = 0; k < RUNS; k++) run_close(runs[k]);
+    Bits first = bits_of(run_open("%s --lce-chunk 7 --seed 1", small_models[m]));
+    check_bits(first, bits_of(run_open("%s --lce-chunk 7 --seed 1", small_models[m])), true);
+    check_bits(first, bits_of(run_open("%s --lce-chunk 7 --seed 2", small_models[m])), false);
+    free(first.weights);
   }
 }
 
@@ -167,14 +166,12 @@ static void check_same_curve(const char *model, const char *left, const char *ri
   }
 }
 
-static void test_modes_give_one_curve(void **state) {
-  (void)state;
+TEST(test_modes_give_one_curve) {
   for (int m = 0; m < SMALL_MODELS; m++)
     check_same_curve(small_models[m], "--lce-chunk 7 --recompute layer", "--materialized-logits");
 }
 
-static void test_terms_give_one_curve(void **state) {
-  (void)state;
+TEST(test_terms_give_one_curve) {
   static const char *const terms[] = {"--label-smoothing 0.1 --z-loss 0.001", "--logit-softcap 4 --metrics",
                                       "--label-smoothing 0.1 --z-loss 0.001 --logit-softcap 4"};
   for (size_t i = 0; i < sizeof terms / sizeof *terms; i++) {
@@ -199,8 +196,7 @@ static bool adds_up(int dropped, double mass) {
 }
 
 // A step's statistics cover all its micro-batches, and its loss is what it is without sampling.
-static void test_sampling_statistics(void **state) {
-  (void)state;
+TEST(test_sampling_statistics) {
   static const char *const samplings[] = {"", "--lce-sample 1e-30", "--lce-sample 40", "--lce-sample 1e6"};
   double loss = 0, norm = 0;
   for (int i = 0; i < 4; i++) {
@@ -226,30 +222,20 @@ static void test_sampling_statistics(void **state) {
 }
 
 // With every tile kept a run has the bits that it has without sampling.
-static void test_sampling_that_keeps_all(void **state) {
-  (void)state;
-  enum { STEPS = 5 };
+TEST(test_sampling_that_keeps_all) {
   for (int m = 0; m < SMALL_MODELS; m++) {
-    Run *runs[2];
-    double losses[2][STEPS], norms[2][STEPS], *weights[2];
-    int64_t count;
-    for (int k = 0; k < 2; k++) {
-      runs[k] = run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0 %s", small_models[m],
-                         k ? "--lce-sample 1e-30" : "");
-      train_steps(runs[k], STEPS, losses[k], norms[k]);
-      weights[k] = all_weights(runs[k]->h, &runs[k]->trainer, &count);
-    }
-    assert_memory_equal(losses[0], losses[1], sizeof losses[0]);
-    assert_memory_equal(norms[0], norms[1], sizeof norms[0]);
-    assert_memory_equal(weights[0], weights[1], (size_t)count * sizeof *weights[0]);
-    for (int k = 0; k < 2; k++) run_close(runs[k]);
+    Bits exact = bits_of(run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0", small_models[m]));
+    check_bits(exact,
+               bits_of(run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0 --lce-sample 1e-30",
+                                small_models[m])),
+               true);
+    free(exact.weights);
   }
 }
 
 // The draws follow from the seed, and change with it alone: same weights and data, same loss, another gradient.
 // Recomputation changes nothing.
-static void test_sampling_seeds(void **state) {
-  (void)state;
+TEST(test_sampling_seeds) {
   enum { STEPS = 6, RUNS = 4 };
   static const struct {
     uint64_t seed;
@@ -273,8 +259,7 @@ static void test_sampling_seeds(void **state) {
 
 // Every step draws anew, and every micro-batch: a learning rate of 0 leaves weights and masses as they are, and two
 // micro-batches that draw alike would always drop an even number of tiles.
-static void test_draws_differ(void **state) {
-  (void)state;
+TEST(test_draws_differ) {
   Run *run = run_open(SAMPLING_JOB "--lce-sample 40 --lr 0", small_models[SMALL_LLAMA]);
   int least = 12, most = 0, odd = 0;
   for (int step = 0; step < 8; step++) {
@@ -287,16 +272,14 @@ static void test_draws_differ(void **state) {
 }
 
 // What fp32 rounds to 0 samples nothing.
-static void test_no_mass(void **state) {
-  (void)state;
+TEST(test_no_mass) {
   Run *run = run_open(SAMPLING_JOB "--lce-sample 1e-60", small_models[SMALL_LLAMA]);
   assert_true(isnan(run_step(run, 0).dropped_tiles));
   run_close(run);
 }
 
 // At the start every token is as likely as any other; statistics that were not requested are absent.
-static void test_step_statistics(void **state) {
-  (void)state;
+TEST(test_step_statistics) {
   for (int requested = 0; requested < 2; requested++) {
     Run *run = run_open("%s --lr 0.003 --warmup 0 %s", small_models[SMALL_LLAMA],
                         requested ? "--z-loss 0.01 --metrics --total-batch 102" : "");
@@ -318,15 +301,13 @@ static void test_step_statistics(void **state) {
 }
 
 // 4 micro-batches of 1 sequence are 1 micro-batch of 4: the same windows, the same normaliser.
-static void test_accumulation(void **state) {
-  (void)state;
+TEST(test_accumulation) {
   for (int m = 0; m < SMALL_MODELS; m++)
     check_same_curve(small_models[m], "--batch 1 --total-batch 68", "--batch 4");
 }
 
 // Results wait on the device: collected together, they are those collected one by one.
-static void test_pending(void **state) {
-  (void)state;
+TEST(test_pending) {
   enum { STEPS = 5 };
   double one_by_one[STEPS], norms[STEPS];
   Run *run = run_open("%s", small_models[SMALL_LLAMA]);
@@ -400,8 +381,7 @@ static void check_update(Run *run, bool clips) {
   run_close(run);
 }
 
-static void test_update(void **state) {
-  (void)state;
+TEST(test_update) {
   check_update(
       run_open("%s --lr 0.01 --weight-decay 3 --warmup 2 --grad-clip 0.1", small_models[SMALL_LLAMA]), true);
   check_update(run_open("%s --lr 0.01 --weight-decay 3 --warmup 0 --grad-clip 0 --beta1 0.8 --beta2 0.7",
@@ -416,8 +396,7 @@ static void test_update(void **state) {
 
 // Token frequencies alone predict the source tree to its unigram entropy, about 3.5 nats. Whoever is a tenth
 // of a nat below it, on text held back from training, uses context.
-static void test_learns(void **state) {
-  (void)state;
+TEST(test_learns) {
 #if defined(__SANITIZE_ADDRESS__)
   skip(); // many times slower, and nothing here that the other tests do not run
 #endif
@@ -489,8 +468,7 @@ static void write_letters(const char *name, int count, int first, int distinct) 
   write_text(name, text);
 }
 
-static void test_validation(void **state) {
-  (void)state;
+TEST(test_validation) {
   // 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13.
   write_letters("held_back.txt", 150, 'a', 23);
   for (int m = 0; m < SMALL_MODELS; m++) {
@@ -502,8 +480,7 @@ static void test_validation(void **state) {
 }
 
 // 68 targets: one full batch, then a row of 17 and two rows of nothing but padding. None at all: 0.
-static void test_validation_padding(void **state) {
-  (void)state;
+TEST(test_validation_padding) {
   write_letters("held_back.txt", 69, 'a', 23);
   for (int mode = 0; mode < 2; mode++) {
     Run *run = run_open("%s --val-data %s %s", small_models[SMALL_LLAMA], temp_path("held_back.txt"),
@@ -529,8 +506,7 @@ static int32_t *sample(Run *run, uint64_t seed, int64_t *count) {
   return tokens;
 }
 
-static void test_samples_are_repeatable(void **state) {
-  (void)state;
+TEST(test_samples_are_repeatable) {
   for (int m = 0; m < SMALL_MODELS; m++) {
     Run *run = run_open("%s --sample-tokens 30 --temperature 1", small_models[m]);
     int64_t count;
@@ -546,8 +522,7 @@ static void test_samples_are_repeatable(void **state) {
 
 // At temperature 0 each token is the likeliest one after the last seq_len tokens, also when the text has grown
 // beyond them.
-static void test_likeliest_samples(void **state) {
-  (void)state;
+TEST(test_likeliest_samples) {
   for (int m = 0; m < SMALL_MODELS; m++) {
     Run *run = run_open("%s --sample-tokens 30 --temperature 0 --lr 0.02 --warmup 0", small_models[m]);
     for (int step = 0; step < 10; step++) run_step(run, step);
@@ -570,8 +545,7 @@ static void test_likeliest_samples(void **state) {
 }
 
 // Over many seeds each token comes as often as softmax(logits / temperature) says, within 5 standard errors.
-static void test_sample_frequencies(void **state) {
-  (void)state;
+TEST(test_sample_frequencies) {
   enum { DRAWS = 3000, VOCAB = 11 };
   const double temperature = 0.7;
   write_letters("ten_letters.txt", 400, 1, 10);
@@ -601,27 +575,5 @@ static void test_sample_frequencies(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_schedules),
-      cmocka_unit_test(test_schedule_edges),
-      cmocka_unit_test(test_one_seed_one_result),
-      cmocka_unit_test(test_modes_give_one_curve),
-      cmocka_unit_test(test_terms_give_one_curve),
-      cmocka_unit_test(test_sampling_statistics),
-      cmocka_unit_test(test_sampling_that_keeps_all),
-      cmocka_unit_test(test_sampling_seeds),
-      cmocka_unit_test(test_draws_differ),
-      cmocka_unit_test(test_no_mass),
-      cmocka_unit_test(test_step_statistics),
-      cmocka_unit_test(test_accumulation),
-      cmocka_unit_test(test_pending),
-      cmocka_unit_test(test_update),
-      cmocka_unit_test(test_learns),
-      cmocka_unit_test(test_validation),
-      cmocka_unit_test(test_validation_padding),
-      cmocka_unit_test(test_samples_are_repeatable),
-      cmocka_unit_test(test_likeliest_samples),
-      cmocka_unit_test(test_sample_frequencies),
-  };
-  return cmocka_run_group_tests(tests, make_words, remove_temp_dir);
+  return tests_run("trainer", make_words, remove_temp_dir);
 }
