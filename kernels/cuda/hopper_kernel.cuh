@@ -10,8 +10,8 @@
 //               the activation is made of them before they leave the SM.
 //   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
-// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu). kernels/LCE.md ("On Hopper") gives the reasons for what follows, what was
-// measured and what was tried.
+// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu). kernels/LCE.md ("On Hopper") gives the reasons for what
+// follows, what was measured and what was tried.
 //
 // Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
 // of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
