@@ -229,13 +229,13 @@ endif # SEARCH
 # --- Sources, by directory --------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard $(addsuffix /*.c,base data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
+SOURCES  := $(wildcard $(addsuffix /*.c,data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
 	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
-  SOURCES := $(filter base/% kernels/%,$(SOURCES))
+  SOURCES := $(filter kernels/%,$(SOURCES))
 endif
 PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)

@@ -11,11 +11,11 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/system.h"
+#include "data/file.h"
+#include "kernels/fail.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"

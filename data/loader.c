@@ -1,9 +1,9 @@
 #include "data/loader.h"
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/integers.h"
-#include "base/random.h"
-#include "base/text.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
+#include "kernels/random.h"
+#include "kernels/text.h"
 
 #include <assert.h>
 #include <math.h>

@@ -13,11 +13,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/integers.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
+#include "kernels/text.h"
 
 enum {
   BINARY_PROBE_BYTES = 8 << 10,

@@ -30,7 +30,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 enum { END_OF_TEXT = 256 };
 

@@ -8,12 +8,12 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/json.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "data/json.h"
 #include "data/source.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 
 static void *grow(void *memory, size_t size) {
   void *grown = realloc(memory, size);

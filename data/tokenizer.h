@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 typedef struct Tokenizer Tokenizer;
 

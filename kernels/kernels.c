@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 

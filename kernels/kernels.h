@@ -18,7 +18,7 @@
 // the operands are bf16. Sums run in fp32 or wider everywhere.
 #pragma once
 
-#include "base/integers.h"
+#include "kernels/integers.h"
 #include "kernels/memory.h"
 #include "kernels/tensor.h"
 

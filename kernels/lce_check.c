@@ -1,7 +1,7 @@
 // What linear_cross_entropy refuses; kernels.c checks what it gives to the operations.
 #include <math.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "kernels/lce_call.h"
 
 // The operations get only a chunk's part, so what belongs to all tokens is measured here.

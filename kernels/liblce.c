@@ -5,11 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/integers.h"
-#include "base/text.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/linear_cross_entropy.h"
+#include "kernels/text.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 

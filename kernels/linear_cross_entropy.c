@@ -17,7 +17,7 @@
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split.c (a head
 // split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_check.c.
-#include "base/integers.h"
+#include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
 static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int64_t count);

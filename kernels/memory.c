@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/text.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 
 // Planned addresses start here: never NULL, never handed to anything that would follow them.
 static const uintptr_t PLANNED_BASE = (uintptr_t)1 << 44, PLANNED_HOST_BASE = (uintptr_t)1 << 46;

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/system.h"
+#include "kernels/alloc.h"
+#include "kernels/system.h"
 
 // With what else takes time on the compute stream.
 #define ALL(X)                                                                                               \

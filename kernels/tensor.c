@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 size_t dtype_bytes(Dtype dtype) {
   static const size_t bytes[DTYPE_COUNT] = {4, 2, 4, 8, 1};

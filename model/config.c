@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 // Llama's names and choices, from which the later families start.
 #define LLAMA_NAMES .prefix = "model.", .layers = "model.layers.", .buffers = {".rotary_emb.inv_freq"}

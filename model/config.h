@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "kernels/kernels.h"
 
 // What is accepted, from the command line as from a file.

@@ -1,6 +1,6 @@
 #include "model/decode.h"
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "model/pass.h"
 
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64_t batch, int64_t capacity) {

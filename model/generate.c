@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/random.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/random.h"
 #include "model/decode.h"
 
 enum { PIECE = 64, SAMPLE_STREAM = 7 };

@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 
 // --- the parameters of all families ------------------------------------------------------------------------
 

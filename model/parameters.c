@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/random.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 
 static void update_adamw(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]) {

@@ -1,6 +1,6 @@
 #include "model/pass.h"
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch) {
   const ModelConfig *c = &model->config;

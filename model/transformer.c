@@ -17,8 +17,8 @@
 
 #include <stdlib.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "kernels/profile.h"
 #include "model/layer_copies.h"
 #include "model/matmul.h"

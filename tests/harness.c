@@ -2,7 +2,7 @@
 
 #include <float.h>
 
-#include "base/random.h"
+#include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 
 enum { STACK_BYTES = 256 << 20, SEED = 20240520, SAMPLES = 48 };

@@ -5,7 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/system.h"
+#include "kernels/system.h"
 #include "tests/test.h"
 
 enum { DEADLINE_SECONDS = 120, LINE = 8192 };

@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "base/fail.h"
-#include "base/random.h"
+#include "kernels/fail.h"
+#include "kernels/random.h"
 
 void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
                          const double *position_weight, int64_t rows, int64_t hidden, int64_t seq_len) {

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "tests/reference.h"
 
 static double *array(int64_t count) {

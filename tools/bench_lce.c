@@ -33,20 +33,20 @@
 #include <string.h>
 #include <time.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/integers.h"
-#include "base/option_rows.h"
-#include "base/random.h"
-#include "base/system.h"
-#include "base/text.h"
+#include "data/file.h"
 #include "data/loader.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
+#include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
+#include "kernels/text.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
 #include "tools/ladder/ladder.h"
 #include "trainer/machine.h"
+#include "trainer/option_rows.h"
 #include "trainer/report.h"
 
 enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // of a list; of --repeat

@@ -10,19 +10,19 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/json.h"
-#include "base/option_rows.h"
-#include "base/system.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "data/json.h"
 #include "data/tokenizer.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "kernels/ranks/launch.h"
+#include "kernels/system.h"
+#include "kernels/text.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
+#include "trainer/option_rows.h"
 #include "trainer/prompt.h"
 
 typedef struct {

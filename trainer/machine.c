@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 
 // The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to each.

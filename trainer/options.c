@@ -6,11 +6,11 @@
 
 #include <cjson/cJSON.h>
 
-#include "base/fail.h"
-#include "base/option_rows.h"
 #include "data/source.h"
+#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
+#include "trainer/option_rows.h"
 
 const char *argp_program_version = "lce.c 0.1";
 

@@ -1,10 +1,10 @@
 // The options of the command line.
 #pragma once
 
-#include "base/option_table.h"
-#include "base/text.h"
 #include "data/loader.h"
+#include "kernels/text.h"
 #include "model/transformer.h"
+#include "trainer/option_table.h"
 
 struct cJSON;
 

@@ -8,12 +8,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/integers.h"
-#include "base/system.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
+#include "kernels/text.h"
 #include "trainer/machine.h"
 #include "trainer/record.h"
 

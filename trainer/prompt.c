@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
+#include "data/file.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 
 Tokenizer *prompt_tokenizer(const char *named, const char *directory, bool required) {
   if (named) return tokenizer_open(named);

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "base/json.h"
+#include "data/json.h"
 
 static cJSON *value_of(const RecordField *f) {
   if (f->item) return f->item;

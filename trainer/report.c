@@ -6,15 +6,15 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/json.h"
-#include "base/random.h"
-#include "base/system.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "data/json.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "kernels/profile.h"
+#include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
+#include "kernels/text.h"
 #include "trainer/plan.h"
 #include "trainer/record.h"
 

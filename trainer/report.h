@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "base/system.h" // now_seconds
+#include "kernels/system.h" // now_seconds
 #include "trainer/prompt.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/json.h"
+#include "data/json.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/machine.h"
 

@@ -2,10 +2,10 @@
 // norm, clip factor and AdamW at the schedule's rate.
 #include <math.h>
 
-#include "base/fail.h"
-#include "base/integers.h"
-#include "base/random.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/profile.h"
+#include "kernels/random.h"
 #include "trainer/trainer.h"
 
 enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds

@@ -3,9 +3,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/integers.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/profile.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"

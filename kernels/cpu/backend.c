@@ -5,9 +5,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/system.h"
+#include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/system.h"
 
 #ifdef HAVE_CBLAS
 #include <cblas.h>

@@ -7,12 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/integers.h"
-#include "base/system.h"
+#include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
 
 // With one rank every collective is a copy, or a sum with what is there.
 static void copy_or_add(const Collective *a) {

@@ -1,9 +1,9 @@
 // Copies between the device and the host's memory, which are one on the CPU: nothing is saved, and everything can be
 // tested. And the queue of all that is asynchronous on a GPU.
-#include "base/alloc.h"
-#include "base/system.h"
+#include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
 
 void cpu_defer(Backend *backend, Deferred deferred) {
   CpuState *state = backend->state;

@@ -2,8 +2,8 @@
 // what a tuned GEMM is worth. The loops are parallel over rows with a contiguous inner loop.
 #include <limits.h>
 
-#include "base/fail.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/fail.h"
 
 #ifdef HAVE_CBLAS
 #include <cblas.h>

@@ -14,10 +14,10 @@
 #include <math.h>
 #include <string.h>
 
-#include "base/random.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 #include "kernels/loss_row.h"
+#include "kernels/random.h"
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
 

@@ -8,8 +8,8 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "base/fail.h"
 #include "kernels/cuda/cuda_ops.h"
+#include "kernels/fail.h"
 
 typedef __nv_bfloat16 bf16;
 
@@ -166,7 +166,7 @@ static __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // --- random numbers ----------------------------------------------------------------------------------------
-// The same as base/random.c's: random_bits(seed, stream, index) is counter_bits(counter_key(seed, stream), index).
+// The same as kernels/random.c's: random_bits(seed, stream, index) is counter_bits(counter_key(seed, stream), index).
 
 static __host__ __device__ __forceinline__ uint64_t counter_mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;

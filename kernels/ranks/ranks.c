@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 #ifdef HAVE_MPI
 #include <mpi.h>

@@ -12,9 +12,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/text.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 #include "model/checkpoint/hf_config.h"
 
 // --- our names ---------------------------------------------------------------------------------------------

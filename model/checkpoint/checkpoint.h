@@ -14,7 +14,7 @@
 // by our names alone, and a trainer_state.json of that step. Links are not followed; anything else stays, with a warning.
 #pragma once
 
-#include "base/json.h"
+#include "data/json.h"
 #include "model/checkpoint/weights.h"
 
 // --- folders -----------------------------------------------------------------------------------------------

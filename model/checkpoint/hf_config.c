@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/json.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "data/json.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 
 // --- Hugging Face's members --------------------------------------------------------------------------------
 

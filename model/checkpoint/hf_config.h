@@ -8,7 +8,7 @@
 
 #include <stddef.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "model/config.h"
 
 // False with a reason when the text describes no model that can be computed here.

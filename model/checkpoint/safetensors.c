@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/json.h"
-#include "base/system.h"
+#include "data/json.h"
+#include "kernels/alloc.h"
+#include "kernels/system.h"
 
 // The values after the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");

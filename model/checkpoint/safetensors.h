@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 #include "kernels/tensor.h"
 
 enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };

@@ -6,11 +6,11 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/json.h"
-#include "base/text.h"
+#include "data/json.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/text.h"
 
 static const char head_name[] = "lm_head.weight";
 

@@ -7,7 +7,7 @@
 // Files are mapped and copied a few million elements at a time, whatever their size.
 #pragma once
 
-#include "base/file.h"
+#include "data/file.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
 

@@ -1,9 +1,9 @@
 // Sources, the byte tokenizer and the corpus.
-#include "base/file.h"
-#include "base/random.h"
-#include "base/text.h"
+#include "data/file.h"
 #include "data/loader.h"
 #include "data/tokenizer.h"
+#include "kernels/random.h"
+#include "kernels/text.h"
 #include "tests/data_files.h"
 
 #include <sys/stat.h>

@@ -1,6 +1,6 @@
 // The loader: which tokens stand in which batch.
-#include "base/random.h"
 #include "data/loader.h"
+#include "kernels/random.h"
 #include "tests/data_files.h"
 
 static int64_t train_batch(const Loader *loader, int64_t step, int64_t micro_step, int64_t micro_steps,

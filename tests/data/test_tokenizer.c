@@ -1,7 +1,7 @@
 // The tokenizer against Hugging Face's `tokenizers`: ids and decoded bytes of many texts (golden files), what
 // is shown of half characters and unknown ids, long texts, and files that are refused.
-#include "base/fail.h"
 #include "data/tokenizer.h"
+#include "kernels/fail.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 extern "C" {
-#include "base/fail.h"
+#include "kernels/fail.h"
 }
 
 namespace emulator {

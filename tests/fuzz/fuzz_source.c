@@ -5,8 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/fail.h"
 #include "data/loader.h"
+#include "kernels/fail.h"
 
 // Smaller files would be copied when they are opened.
 enum { VOCABULARY = 300, TOKENS = 33000, SEQ_LEN = 255, BATCH = 3 };

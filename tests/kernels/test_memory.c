@@ -1,10 +1,10 @@
 // The foundations: memory with names and its ledger, tensors as views, bf16, random numbers,
 // numbers as text, and how the program fails.
-#include "base/fail.h"
-#include "base/random.h"
-#include "base/system.h"
-#include "base/text.h"
+#include "kernels/fail.h"
 #include "kernels/kernels.h"
+#include "kernels/random.h"
+#include "kernels/system.h"
+#include "kernels/text.h"
 #include "tests/test.h"
 
 #include <unistd.h>

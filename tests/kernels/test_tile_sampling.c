@@ -4,7 +4,7 @@
 
 #include <omp.h>
 
-#include "base/random.h"
+#include "kernels/random.h"
 #include "tests/loss_problem.h"
 
 // --- problems whose tiles differ in mass -------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // Checkpoints on disk: what is refused when weights are loaded, checkpoints that appear whole or not at all whenever the
 // program is killed, damage that is noticed, and what is never removed. tests/trainer/test_resume.py has whole runs.
-#include "base/file.h"
+#include "data/file.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"

@@ -1,7 +1,7 @@
 // Generation: attention over a cache against attention over the whole text, cached logits against uncached
 // ones at every position, texts against the plain loop that computes everything again, draws against the
 // distributions they are from, and memory that does not depend on the prompt.
-#include "base/random.h"
+#include "kernels/random.h"
 #include "model/decode.h"
 #include "model/generate.h"
 #include "tests/harness.h"

@@ -1,7 +1,7 @@
 // What a model is: names and shapes as Hugging Face has them, published sizes, where the tensors lie, the
 // rotary frequencies, first values, and configurations that are refused. tests/model/test_transformer.c has it
 // compute.
-#include "base/file.h"
+#include "data/file.h"
 #include "model/model.h"
 #include "tests/harness.h"
 #include "tests/reference_model.h"

@@ -3,7 +3,7 @@
 // GPU.
 #include "tests/data_files.h"
 
-#include "base/random.h"
+#include "kernels/random.h"
 #include "tests/harness.h"
 #include "trainer/machine.h"
 #include "trainer/plan.h"

@@ -1,6 +1,6 @@
 // Training on masked data and on packed documents: a step's loss against float64, the same steps in both modes of linear_cross_entropy and
 // however they are cut into micro-batches, a step that counts nothing, and the plan of such a run.
-#include "base/random.h"
+#include "kernels/random.h"
 #include "tests/process.h"
 #include "tests/reference_model.h"
 #include "tests/runs.h"

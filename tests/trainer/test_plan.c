@@ -1,8 +1,8 @@
 // What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what
 // is derived from it: the chunk within a budget, the largest batch, the sentence when memory does not
 // suffice.
-#include "base/fail.h"
-#include "base/text.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 #include "tests/runs.h"
 #include "trainer/machine.h"
 

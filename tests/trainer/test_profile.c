@@ -1,6 +1,6 @@
 // --profile and MFU: what is counted where, with and without streams; the flops and peaks of MFU. test_profile.py has whole
 // runs.
-#include "base/json.h"
+#include "data/json.h"
 #include "kernels/profile.h"
 #include "tests/process.h"
 #include "tests/runs.h"

@@ -1,7 +1,7 @@
 // Training: the learning rate's schedule, steps, validation and samples. tests/trainer/test_plan.c has the memory of
 // the same runs.
-#include "base/fail.h"
-#include "base/random.h"
+#include "kernels/fail.h"
+#include "kernels/random.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 #include "tests/reference_model.h"

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 // Settings` for the struct of values. A row is {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
 #pragma once
 
-#include "base/option_table.h"
+#include "trainer/option_table.h"
 
 #define OPTION_FIELD(field)                                                                                  \
   .offset = offsetof(OPTION_VALUES, field), .size = sizeof((OPTION_VALUES *)0)->field

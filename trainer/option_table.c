@@ -1,4 +1,4 @@
-#include "base/option_table.h"
+#include "trainer/option_table.h"
 
 #include <argp.h>
 #include <errno.h>
@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/fail.h"
-#include "base/text.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 

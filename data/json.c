@@ -1,13 +1,13 @@
-#include "base/json.h"
+#include "data/json.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
-#include "base/file.h"
-#include "base/text.h"
+#include "data/file.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
+#include "kernels/text.h"
 
 // cJSON needs a terminator where it looks past the end, so it gets a copy that has one.
 cJSON *json_parse(const char *text, size_t length, Reason *reason) {

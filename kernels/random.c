@@ -1,4 +1,4 @@
-#include "base/random.h"
+#include "kernels/random.h"
 
 #include <math.h>
 

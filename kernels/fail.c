@@ -1,4 +1,4 @@
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/text.h"
+#include "kernels/text.h"
 
 static FailHandler fail_handler;
 static _Thread_local FailHandler thread_handler;

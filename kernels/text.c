@@ -1,4 +1,4 @@
-#include "base/text.h"
+#include "kernels/text.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdio.h>
 
-#include "base/fail.h"
+#include "kernels/fail.h"
 
 typedef struct {
   char text[4096]; // PATH_MAX

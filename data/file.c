@@ -1,4 +1,4 @@
-#include "base/file.h"
+#include "data/file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,8 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "base/alloc.h"
-#include "base/fail.h"
+#include "kernels/alloc.h"
+#include "kernels/fail.h"
 
 Path path_in(const char *folder, const char *name) {
   Path path;

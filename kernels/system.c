@@ -1,4 +1,4 @@
-#include "base/system.h"
+#include "kernels/system.h"
 
 #include <stdio.h>
 #include <stdlib.h>
