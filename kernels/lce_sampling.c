@@ -8,10 +8,10 @@ static const float LEAST_FULL_MASS = 0x1p-5f;
 
 void lce_sampling_begin(Call *c, LinearCrossEntropy *a) {
   const BackendScratch *scratch = c->backend->scratch;
-  int64_t rows = lce_used_chunk(a->x.shape[0], a->chunk) * (c->split ? c->backend->ranks : 1);
   c->sampled =
       tensor_exists(a->dweight) && a->sampling.full_mass >= LEAST_FULL_MASS && !c->backend->no_sampling;
   if (c->sampled && scratch->lce_kept_bytes) {
+    int64_t rows = lce_used_chunk(a->x.shape[0], a->chunk) * (c->split ? c->backend->ranks : 1);
     c->kept_bytes = scratch->lce_kept_bytes(a->weight, a->dx, a->dweight, rows, a->sampling.full_mass);
     c->sampled = c->kept_bytes > 0;
   }
