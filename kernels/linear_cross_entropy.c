@@ -76,15 +76,16 @@ static void logits_exp(const Call *c, const Chunk *k) {
     lce_split_targets(c, k);
   else if (!c->at_once)
     target_logits(c, k->rows.target_z, k->global.x, k->local_targets);
-  lce_logits_exp(c->backend,
-                 (LceLogitsExp){.exps = k->exps,
-                                .dx_raw = c->sampled ? (Tensor){0} : k->global.dx, // sampling needs R first
-                                .tile_sums = k->tile_sums,
-                                .rows = k->local_rows,
-                                .x = k->global.x,
-                                .weight = c->a->weight,
-                                .targets = k->local_targets,
-                                .temperature = c->a->terms.temperature});
+  Tensor dx = {0};
+  if (!c->sampled) dx = k->global.dx; // sampling needs R first
+  lce_logits_exp(c->backend, (LceLogitsExp){.exps = k->exps,
+                                            .dx_raw = dx,
+                                            .tile_sums = k->tile_sums,
+                                            .rows = k->local_rows,
+                                            .x = k->global.x,
+                                            .weight = c->a->weight,
+                                            .targets = k->local_targets,
+                                            .temperature = c->a->terms.temperature});
   if (c->split) lce_split_combine(c, k);
 }
 

@@ -145,7 +145,8 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  project_backward(p, dattention, (Operand){.x = dx}, (Operand){.x = s->attention}, &w->out.weight, none);
+  Operand dout = {.x = dx}, attention = {.x = s->attention};
+  project_backward(p, dattention, dout, attention, &w->out.weight, none);
   bool by_attention = p->model->config.learned_positions; // no rotation changes dqkv after it
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dbias = by_attention ? w->qkv.bias.grad : none,
