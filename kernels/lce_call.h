@@ -95,7 +95,7 @@ void lce_counted_begin(const Call *c, const Chunk *buffers, int64_t size);
 void lce_counted_gather(const Call *c, Chunk *k, int64_t first, int64_t count);
 void lce_counted_scatter(const Call *c, const Chunk *k);
 
-// lce_split.c: the head's rows are split over ranks.
+// lce_split_head.c: the head's rows are split over ranks.
 void lce_split_buffers(const Call *c, Chunk *b, int64_t rows);
 void lce_split_gather(const Call *c, Chunk *k, const Chunk *buffers, int64_t rows);
 void lce_split_targets(const Call *c, const Chunk *k);

@@ -15,7 +15,7 @@
 // exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
 // and `c` the call.)
 //
-// Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split.c (a head
+// Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
 // split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
