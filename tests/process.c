@@ -73,11 +73,6 @@ static Process start(const char *path, int ranks, const char *format, va_list ar
   Process p = start(path, ranks, format, arguments);                                                         \
   va_end(arguments)
 
-Process train_start(const char *format, ...) {
-  START(p, program(), 0);
-  return p;
-}
-
 static char *contents(FILE *file) {
   off_t size = lseek(fileno(file), 0, SEEK_END);
   assert_true(size >= 0);
@@ -95,16 +90,6 @@ static void pause_briefly(const Process *p, double started, const char *waiting_
   if (now_seconds() - started <= DEADLINE_SECONDS) return;
   kill(p->pid, SIGKILL);
   fail_msg("waited in vain for %s; the output is: %s%s", waiting_for, contents(p->out), contents(p->err));
-}
-
-void process_wait_for(Process *p, const char *text) {
-  for (double started = now_seconds();; pause_briefly(p, started, text)) {
-    char *out = contents(p->out);
-    bool found = strstr(out, text);
-    free(out);
-    if (found) return;
-    if (waitpid(p->pid, NULL, WNOHANG) != 0) fail_msg("ended without %s: %s", text, contents(p->err));
-  }
 }
 
 Output process_finish(Process *p) {

@@ -31,9 +31,6 @@ typedef struct {
   FILE *out, *err;
 } Process;
 
-Process train_start(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// Waits until standard output holds `text`.
-void process_wait_for(Process *process, const char *text);
 Output process_finish(Process *process);
 // The whole of a file, which must be there; the caller frees it.
 char *read_text(const char *path);
