@@ -251,16 +251,11 @@ static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t fir
     out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
 }
 
-void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded) {
-  if (to.dtype == dtype) {
-    backend_to_device(backend, to, elements);
-    return;
-  }
-  const float *values = elements;
-  int64_t count = tensor_count(to);
+const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded) {
+  if (dtype == DTYPE_F32) return values;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(values[i]);
-  backend_to_device(backend, to, rounded);
+  return rounded;
 }
 
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed) {
@@ -271,8 +266,9 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
     for (int64_t first = 0, total = parameter_elements(p); first < total; first += DRAWN_AT_ONCE) {
       int64_t count = min_i64(total - first, DRAWN_AT_ONCE);
       draw(p, seed, (uint64_t)i, first, count, values);
-      shards_write(parameters, backend, parameters->value, p, first, count, values, DTYPE_F32, rounded);
-      shards_write(parameters, backend, parameters->master, p, first, count, values, DTYPE_F32, rounded);
+      const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
+      shards_write(parameters, backend, parameters->value, p, first, count, weights);
+      shards_write(parameters, backend, parameters->master, p, first, count, values);
       ranks_alive();
     }
   }
@@ -338,22 +334,22 @@ static bool is_sharded(const Parameters *p, const Tensor *role, ParameterGroup g
 }
 
 void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
-                  int64_t first, int64_t count, const void *values, Dtype dtype, uint16_t *rounded) {
+                  int64_t first, int64_t count, const void *values) {
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
   if (!is_sharded(p, role, group)) {
-    parameters_upload(backend, tensor_rows(role[group], begin, count), values, dtype, rounded);
+    backend_to_device(backend, tensor_rows(role[group], begin, count), values);
     return;
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->spread.parts, local = b.first + p->spread.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
-    if (from >= to) continue;
-    Tensor shard = tensor_rows(shards_slice_of_shard(p, role[group], b), from - local, to - from);
-    const char *slice_values = (const char *)values + (size_t)(from - begin) * dtype_bytes(dtype);
-    parameters_upload(backend, shard, slice_values, dtype, rounded);
+    if (from < to)
+      backend_to_device(backend,
+                        tensor_rows(shards_slice_of_shard(p, role[group], b), from - local, to - from),
+                        (const char *)values + (size_t)(from - begin) * dtype_bytes(role[group].dtype));
   }
 }
 

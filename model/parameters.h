@@ -123,8 +123,8 @@ Tensor parameters_layer_buffer(const Parameters *parameters, Tensor buffer, int6
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
 void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
 
-// Writes elements to a flat tensor: of its `dtype`, or fp32 rounded to bf16 by way of `rounded`, a buffer for as many.
-void parameters_upload(Backend *backend, Tensor to, const void *elements, Dtype dtype, uint16_t *rounded);
+// fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
+const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded);
 
 int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread
 
@@ -174,12 +174,10 @@ bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group
 // The rank's slice of the gradients' sum over all ranks.
 Tensor shards_reduced_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
 
-// Writes `values` to elements [first, first + count) of a parameter in one role (parameters->master, ...),
-// whole or sharded: of a shard each rank writes what it owns. They are fp32 or of the role's `dtype`;
-// `rounded` is a buffer for as many. Does nothing where the role is absent.
+// Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role (parameters->master,
+// ...), whole or sharded: of a shard each rank writes what it owns. Does nothing where the role is absent.
 void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
-                  const Parameter *parameter, int64_t first, int64_t count, const void *values, Dtype dtype,
-                  uint16_t *rounded);
+                  const Parameter *parameter, int64_t first, int64_t count, const void *values);
 
 // Reads them to the host of rank 0, in the role's dtype; shards are gathered on the backend's stack, a bucket
 // at a time. Call it on all ranks; on the others `host` is not written.

@@ -141,7 +141,8 @@ static void fill_normal(Backend *backend, Tensor t, double scale, uint64_t strea
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < count; i++)
       values[i] = (float)(scale * random_normal(SEED, stream, (uint64_t)(first * columns + i)));
-    parameters_upload(backend, tensor_rows(t, first, rows), values, DTYPE_F32, rounded);
+    backend_to_device(backend, tensor_rows(t, first, rows),
+                      parameters_round(t.dtype, values, count, rounded));
     backend_synchronize(backend);
   }
   free(values);

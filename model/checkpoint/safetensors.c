@@ -6,7 +6,6 @@
 
 #include "data/json.h"
 #include "kernels/alloc.h"
-#include "kernels/system.h"
 
 // The values after the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");
@@ -36,56 +35,38 @@ TensorText safetensors_shape(const SafetensorsEntry *e) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-static bool read_shape(const cJSON *shape, SafetensorsEntry *e, Reason *reason) {
-  if (!cJSON_IsArray(shape)) return refuse(reason, "%s has no shape", e->name);
-  const cJSON *axis;
-  cJSON_ArrayForEach(axis, shape) {
-    if (e->rank == SAFETENSORS_RANK) return refuse(reason, "%s has more than %d axes", e->name, e->rank);
-    if (!json_is_whole(axis)) return refuse(reason, "%s has an axis that is no length", e->name);
-    e->shape[e->rank++] = (int64_t)axis->valuedouble;
-  }
-  return true;
-}
-
-static bool read_dtype(const cJSON *dtype, SafetensorsEntry *e, size_t *bytes, Reason *reason) {
-  if (!cJSON_IsString(dtype)) return refuse(reason, "%s has no dtype", e->name);
-  for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-    if (!strcmp(dtype->valuestring, dtypes[i].name)) {
-      e->dtype = dtypes[i].name;
-      *bytes = dtypes[i].bytes;
-      return true;
-    }
-  return refuse(reason, "%s has the unknown dtype %.32s", e->name, dtype->valuestring);
-}
-
 // `data` is where the values begin, `size` the file's.
-static bool read_place(const cJSON *offsets, size_t data, size_t size, SafetensorsEntry *e, Reason *reason) {
+static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsEntry *e, Reason *reason) {
+  const char *dtype = json_text(item, "dtype");
+  const cJSON *shape = json_member(item, "shape"), *offsets = json_member(item, "data_offsets"), *axis;
   const cJSON *first = cJSON_GetArrayItem(offsets, 0), *last = cJSON_GetArrayItem(offsets, 1);
-  if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 || !json_is_whole(first) ||
-      !json_is_whole(last) || first->valuedouble > last->valuedouble)
-    return refuse(reason, "%s has no data_offsets", e->name);
+  if (strlen(e->name) >= SAFETENSORS_NAME)
+    return refuse(reason, "a tensor's name is too long: %.40s...", e->name);
+  if (!dtype || !cJSON_IsArray(shape) || !cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 ||
+      !json_is_whole(first) || !json_is_whole(last) || first->valuedouble > last->valuedouble)
+    return refuse(reason, "%s lacks a dtype, a shape or data_offsets", e->name);
+  size_t bytes = 0;
+  for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+    if (!strcmp(dtype, dtypes[i].name)) e->dtype = dtypes[i].name, bytes = dtypes[i].bytes;
+  if (!bytes) return refuse(reason, "%s has the unknown dtype %.32s", e->name, dtype);
   if (last->valuedouble > (double)(size - data))
     return refuse(reason, "%s ends at byte %.0f of the data, and the file has %zu: it is cut short", e->name,
                   last->valuedouble, size - data);
   e->offset = data + (size_t)first->valuedouble;
   e->bytes = (size_t)last->valuedouble - (size_t)first->valuedouble;
-  return true;
+  bool fits = true;
+  cJSON_ArrayForEach(axis, shape) {
+    if (e->rank == SAFETENSORS_RANK) return refuse(reason, "%s has more than %d axes", e->name, e->rank);
+    if (!json_is_whole(axis)) return refuse(reason, "%s has an axis that is no length", e->name);
+    e->shape[e->rank++] = (int64_t)axis->valuedouble;
+    fits = fits && !__builtin_mul_overflow(bytes, (size_t)axis->valuedouble, &bytes);
+  }
+  return (fits && bytes == e->bytes) ||
+         refuse(reason, "%s, %s %s, has %zu bytes", e->name, e->dtype, safetensors_shape(e).text, e->bytes);
 }
 
-static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsEntry *e, Reason *reason) {
-  size_t bytes = 0;
-  if (strlen(e->name) >= SAFETENSORS_NAME)
-    return refuse(reason, "a tensor's name is too long: %.40s...", e->name);
-  if (!cJSON_IsObject(item)) return refuse(reason, "%s is not described", e->name);
-  if (!read_dtype(json_member(item, "dtype"), e, &bytes, reason)) return false;
-  if (!read_shape(json_member(item, "shape"), e, reason)) return false;
-  if (!read_place(json_member(item, "data_offsets"), data, size, e, reason)) return false;
-  bool fits = true;
-  for (int i = 0; i < e->rank; i++)
-    fits = fits && !__builtin_mul_overflow(bytes, (size_t)e->shape[i], &bytes);
-  if (!fits || bytes != e->bytes)
-    return refuse(reason, "%s, %s %s, has %zu bytes", e->name, e->dtype, safetensors_shape(e).text, e->bytes);
-  return true;
+static int by_name(const void *a, const void *b) {
+  return strcmp(((const SafetensorsEntry *)a)->name, ((const SafetensorsEntry *)b)->name);
 }
 
 static int by_offset(const void *a, const void *b) {
@@ -94,46 +75,26 @@ static int by_offset(const void *a, const void *b) {
   return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors come before the one that follows them
 }
 
-static int by_name(const void *a, const void *b) {
-  return strcmp((*(SafetensorsEntry *const *)a)->name, (*(SafetensorsEntry *const *)b)->name);
-}
-
-static bool check_names(const SafetensorsHeader *h, Reason *reason) {
-  SafetensorsEntry **sorted = host_alloc(h->count, sizeof *sorted, "the names of tensors");
-  for (int64_t i = 0; i < h->count; i++) sorted[i] = &h->entries[i];
-  qsort(sorted, (size_t)h->count, sizeof *sorted, by_name);
-  bool distinct = true;
-  for (int64_t i = 1; i < h->count && distinct; i++)
-    if (!strcmp(sorted[i - 1]->name, sorted[i]->name))
-      distinct = refuse(reason, "%s is listed twice", sorted[i]->name);
-  free(sorted);
-  return distinct;
-}
-
-static bool check_places(const SafetensorsHeader *h, size_t data, size_t size, Reason *reason) {
-  size_t end = data;
-  for (int64_t i = 0; i < h->count; i++) {
-    const SafetensorsEntry *e = &h->entries[i];
-    if (e->offset != end)
-      return refuse(reason, "%s begins at byte %zu of the data, where %zu should be: tensors %s", e->name,
-                    e->offset - data, end - data, e->offset < end ? "overlap" : "have gaps between them");
-    end = e->offset + e->bytes;
-  }
-  if (end != size) return refuse(reason, "%zu bytes behind the last tensor belong to none", size - end);
-  return true;
-}
-
 static bool read_entries(const cJSON *json, size_t data, size_t size, SafetensorsHeader *h, Reason *reason) {
   h->entries = host_alloc(cJSON_GetArraySize(json), sizeof *h->entries, "the header of a safetensors file");
   const cJSON *item;
   cJSON_ArrayForEach(item, json) {
     if (!strcmp(item->string, "__metadata__")) continue;
     SafetensorsEntry *e = &h->entries[h->count++];
-    e->name = text_format("%s", item->string);
+    e->name = item->string;
     if (!read_entry(item, data, size, e, reason)) return false;
   }
+  qsort(h->entries, (size_t)h->count, sizeof *h->entries, by_name);
+  for (int64_t i = 1; i < h->count; i++)
+    if (!by_name(&h->entries[i - 1], &h->entries[i]))
+      return refuse(reason, "%s is listed twice", h->entries[i].name);
   qsort(h->entries, (size_t)h->count, sizeof *h->entries, by_offset);
-  return check_names(h, reason) && check_places(h, data, size, reason);
+  size_t end = data;
+  for (const SafetensorsEntry *e = h->entries; e < h->entries + h->count; end = e->offset + e->bytes, e++)
+    if (e->offset != end)
+      return refuse(reason, "%s begins at byte %zu of the data, where %zu should be: tensors %s", e->name,
+                    e->offset - data, end - data, e->offset < end ? "overlap" : "have gaps between them");
+  return end == size || refuse(reason, "%zu bytes behind the last tensor belong to none", size - end);
 }
 
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Reason *reason) {
@@ -146,48 +107,38 @@ bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Rea
                   (unsigned long long)length);
   if (memmem(bytes + LENGTH_BYTES, (size_t)length, "\\u0000", 6))
     return refuse(reason, "its header has the character \\u0000, which no name has");
-  cJSON *json = bytes[LENGTH_BYTES] == '{' ? json_parse(bytes + LENGTH_BYTES, (size_t)length, reason) : NULL;
-  if (!json) return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
-  bool valid = read_entries(json, LENGTH_BYTES + (size_t)length, size, h, reason);
-  cJSON_Delete(json);
+  if (bytes[LENGTH_BYTES] == '{') h->json = json_parse(bytes + LENGTH_BYTES, (size_t)length, reason);
+  if (!h->json) return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
+  bool valid = read_entries(h->json, LENGTH_BYTES + (size_t)length, size, h, reason);
   if (!valid) safetensors_free(h);
   return valid;
 }
 
 void safetensors_free(SafetensorsHeader *h) {
-  for (int64_t i = 0; i < h->count; i++) free(h->entries[i].name);
+  cJSON_Delete(h->json);
   free(h->entries);
   *h = (SafetensorsHeader){0};
 }
 
 // --- writing -----------------------------------------------------------------------------------------------
 
-char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t *length) {
+char *safetensors_compose(const SafetensorsEntry *entries, int64_t count) {
   cJSON *json = cJSON_CreateObject();
   cJSON_AddStringToObject(cJSON_AddObjectToObject(json, "__metadata__"), "format", "pt");
-  size_t end = 0;
-  for (int64_t i = 0; i < count; i++) {
-    cJSON *item = cJSON_AddObjectToObject(json, entries[i].name);
-    cJSON_AddStringToObject(item, "dtype", entries[i].dtype);
-    cJSON *shape = cJSON_AddArrayToObject(item, "shape"),
-          *place = cJSON_AddArrayToObject(item, "data_offsets");
-    for (int k = 0; k < entries[i].rank; k++)
-      cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)entries[i].shape[k]));
-    cJSON_AddItemToArray(place, cJSON_CreateNumber((double)end));
-    end += entries[i].bytes;
-    cJSON_AddItemToArray(place, cJSON_CreateNumber((double)end));
+  double end = 0;
+  for (const SafetensorsEntry *e = entries; e < entries + count; e++) {
+    double shape[SAFETENSORS_RANK], offsets[] = {end, end + (double)e->bytes};
+    for (int k = 0; k < e->rank; k++) shape[k] = (double)e->shape[k];
+    cJSON *item = cJSON_AddObjectToObject(json, e->name);
+    cJSON_AddStringToObject(item, "dtype", e->dtype);
+    cJSON_AddItemToObject(item, "shape", cJSON_CreateDoubleArray(shape, e->rank));
+    cJSON_AddItemToObject(item, "data_offsets", cJSON_CreateDoubleArray(offsets, 2));
+    end = offsets[1];
   }
-  char *text = json_print(json, false);
+  char *text = json_print(json, false), *padded = text_format("%s%*s", text, (int)(-strlen(text) & 7), "");
   cJSON_Delete(json);
-  size_t written = strlen(text), padded = (written + 7) / 8 * 8;
-  char *out = host_alloc((int64_t)(LENGTH_BYTES + padded), 1, "the header of a safetensors file");
-  uint64_t header_bytes = padded;
-  memcpy(out, &header_bytes, sizeof header_bytes);
-  memset(out + LENGTH_BYTES, ' ', padded);
-  memcpy(out + LENGTH_BYTES, text, written);
   free(text);
-  *length = LENGTH_BYTES + padded;
-  return out;
+  return padded;
 }
 
 // --- values ------------------------------------------------------------------------------------------------
@@ -199,8 +150,8 @@ static inline float from_bits(uint32_t bits) {
 }
 
 // A multiplication shifts the exponent, which also normalizes subnormals; infinities and NaN get theirs.
-static inline float widen_f16(uint16_t half) {
-  uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7FFFu) << 13;
+static inline float widen_f16(uint32_t half) {
+  uint32_t sign = (half & 0x8000u) << 16, rest = (half & 0x7FFFu) << 13;
   uint32_t special = rest >= 0x7C00u << 13 ? 0x7F800000u : 0;
   float magnitude = from_bits(rest) * 0x1p112f;
   uint32_t bits;
@@ -208,18 +159,21 @@ static inline float widen_f16(uint16_t half) {
   return from_bits(sign | bits | special);
 }
 
-bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to) {
-  bool f32 = !strcmp(dtype, "F32"), bf16 = !strcmp(dtype, "BF16"), f16 = !strcmp(dtype, "F16");
-  if (!f32 && !bf16 && !f16) return false;
-  if (f32) {
-    copy_bytes(to, from, (size_t)count * sizeof *to);
-    return true;
-  }
+bool safetensors_convert(const char *stored, const char *from, int64_t count, Dtype dtype, void *to) {
+  bool f32 = !strcmp(stored, "F32"), bf16 = !strcmp(stored, "BF16");
+  if (!f32 && !bf16 && strcmp(stored, "F16")) return false;
+  size_t width = f32 ? 4 : 2;
+  float *exact = to;
+  uint16_t *rounded = to;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++) {
-    uint16_t half;
-    memcpy(&half, from + 2 * i, sizeof half);
-    to[i] = bf16 ? from_bits((uint32_t)half << 16) : widen_f16(half);
+    uint32_t bits = 0;
+    memcpy(&bits, from + (size_t)i * width, width);
+    float value = f32 ? from_bits(bits) : bf16 ? from_bits(bits << 16) : widen_f16(bits);
+    if (dtype == DTYPE_F32)
+      exact[i] = value;
+    else
+      rounded[i] = bf16_from_f32(value);
   }
   return true;
 }

@@ -10,14 +10,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "kernels/fail.h"
+#include "data/json.h"
 #include "kernels/tensor.h"
 
 enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };
 
 // Where a tensor lies in its file.
 typedef struct {
-  char *name;
+  const char *name;
   const char *dtype; // the format's name: "F32", "BF16", "F16", "I64", ...
   int rank;
   int64_t shape[SAFETENSORS_RANK];
@@ -25,6 +25,7 @@ typedef struct {
 } SafetensorsEntry;
 
 typedef struct {
+  cJSON *json;               // holds the names
   SafetensorsEntry *entries; // in the file's order
   int64_t count;
 } SafetensorsHeader;
@@ -33,15 +34,13 @@ typedef struct {
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *header, Reason *reason);
 void safetensors_free(SafetensorsHeader *header);
 
-// "[32, 64]", for messages.
-TensorText safetensors_shape(const SafetensorsEntry *entry);
+TensorText safetensors_shape(const SafetensorsEntry *entry); // "[32, 64]", for messages
+const char *safetensors_dtype(Dtype dtype);                  // "F32", "BF16" or "I32"
 
-// The format's name of a dtype: "F32", "BF16" or "I32".
-const char *safetensors_dtype(Dtype dtype);
+// The header of a file whose tensors follow in this order (only name, dtype, rank, shape and bytes are read), padded to a
+// multiple of 8 bytes. The caller frees it.
+char *safetensors_compose(const SafetensorsEntry *entries, int64_t count);
 
-// The first bytes of a file whose tensors follow in this order (only name, dtype, rank, shape and bytes are
-// read): length and header, padded to a multiple of 8. The caller frees them.
-char *safetensors_compose(const SafetensorsEntry *entries, int64_t count, size_t *length);
-
-// `count` elements at `from` (any alignment) as fp32, exactly; false where dtype is none of F32, F16 and BF16.
-bool safetensors_widen(const char *dtype, const char *from, int64_t count, float *to);
+// `count` elements at `from` (any alignment) as fp32, exactly, or rounded to bf16; false where `stored` is none of F32, F16
+// and BF16.
+bool safetensors_convert(const char *stored, const char *from, int64_t count, Dtype dtype, void *to);

@@ -18,17 +18,17 @@ enum { AT_ONCE = 1 << 22 };     // elements on the way between disk and backend
 enum { READ_AHEAD = 64 << 20 }; // bytes that the disk reads while the backend takes those before
 enum { REQUESTS = 4 };          // at once, which keep its queue full
 
-static char *file_name(const char *stem, int number, int of) {
-  return of > 1 ? text_format("%s-%05d-of-%05d.safetensors", stem, number, of)
-                : text_format("%s.safetensors", stem);
+// One of several, or the index (number 0).
+static Path file_name(const char *stem, int number, int of) {
+  char part[32] = "";
+  Path name;
+  if (of > 1) snprintf(part, sizeof part, "-%05d-of-%05d", number, of);
+  snprintf(name.text, sizeof name.text, "%s%s.safetensors%s", stem, part, number ? "" : ".index.json");
+  return name;
 }
 
-static char *index_name(const char *stem) {
-  return text_format("%s.safetensors.index.json", stem);
-}
-
-static void *host_buffer(size_t element) {
-  return host_alloc(AT_ONCE, element, "weights on their way");
+static void *host_buffer(void) {
+  return host_alloc(AT_ONCE, sizeof(float), "weights on their way");
 }
 
 // --- files that are written --------------------------------------------------------------------------------
@@ -89,29 +89,25 @@ static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, R
     if (!cJSON_IsString(item) || !is_plain_name(item->valuestring))
       return refuse(reason, "%s names no file of its folder for %s", set->path.text, item->string);
     Path path = path_in(folder, item->valuestring);
-    const TensorFile *file;
-    if (!add_file(set, path.text, reason))
-      return *reason->text ? false
-                           : refuse(reason, "%s does not exist, and %s says that %s is in it", path.text,
-                                    set->path.text, item->string);
-    if (!tensor_set_find(set, item->string, &file) || strcmp(file->path, path.text))
-      return refuse(reason, "%s lacks %s, which %s says is in it", path.text, item->string, set->path.text);
+    bool there = add_file(set, path.text, reason);
+    if (!there && *reason->text) return false;
+    StoredTensor t = tensor_set_find(set, item->string);
+    if (!there || !t.entry || strcmp(t.file->path, path.text))
+      return refuse(reason, "%s %s, and %s says that %s is in it", path.text,
+                    there ? "lacks it" : "does not exist", set->path.text, item->string);
   }
   return true;
 }
 
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason) {
-  char *single = file_name(stem, 1, 1), *index = index_name(stem);
-  *set = (TensorSet){.path = path_in(folder, index)};
-  cJSON *json = json_try_read(set->path.text, reason);
-  bool good = json ? open_indexed(set, folder, json_member(json, "weight_map"), reason) : !*reason->text;
-  if (!json && good) {
-    set->path = path_in(folder, single);
+  *set = (TensorSet){.path = path_in(folder, file_name(stem, 0, 1).text)};
+  cJSON *index = json_try_read(set->path.text, reason);
+  bool good = index ? open_indexed(set, folder, json_member(index, "weight_map"), reason) : !*reason->text;
+  if (!index && good) {
+    set->path = path_in(folder, file_name(stem, 1, 1).text);
     good = add_file(set, set->path.text, reason) || !*reason->text;
   }
-  cJSON_Delete(json);
-  free(single);
-  free(index);
+  cJSON_Delete(index);
   if (!good) tensor_set_close(set);
   return good;
 }
@@ -133,100 +129,80 @@ void tensor_set_close(TensorSet *set) {
   *set = (TensorSet){0};
 }
 
-const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file) {
-  for (int i = 0; i < set->count; i++)
-    for (int64_t k = 0; k < set->files[i].header.count; k++)
-      if (!strcmp(set->files[i].header.entries[k].name, name)) {
-        *file = &set->files[i];
-        return &set->files[i].header.entries[k];
-      }
-  return NULL;
+StoredTensor tensor_set_find(const TensorSet *set, const char *name) {
+  for (const TensorFile *file = set->files; file < set->files + set->count; file++)
+    for (int64_t k = 0; k < file->header.count; k++)
+      if (!strcmp(file->header.entries[k].name, name)) return (StoredTensor){file, &file->header.entries[k]};
+  return (StoredTensor){0};
 }
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value,
-// ...) and in another unless that is NULL: straight from the file's pages where they are of the role's dtype, else
-// by way of fp32, rounded where the role is bf16. A rank keeps what it owns.
-static void tensor_read(const TensorFile *file, const SafetensorsEntry *e, Backend *backend,
-                        const Parameters *parameters, const Parameter *parameter, const Tensor *role,
-                        const Tensor *also_role) {
+// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value, ...) and in
+// another unless that is NULL: straight from the file's pages where they are of the role's dtype. A rank keeps what it owns.
+static void tensor_read(StoredTensor t, Backend *backend, const Parameters *parameters,
+                        const Parameter *parameter, const Tensor *role, const Tensor *also_role) {
   const Tensor *const roles[] = {role, also_role};
+  const Mapping *mapping = &t.file->mapping;
   int64_t total = parameter_elements(parameter);
-  size_t width = total ? e->bytes / (size_t)total : 0;
-  float *values = host_buffer(sizeof *values);
-  uint16_t *rounded = host_buffer(sizeof *rounded);
+  size_t width = total ? t.entry->bytes / (size_t)total : 0;
+  void *converted = host_buffer();
   for (int64_t first = 0; first < total; first += AT_ONCE) {
     int64_t count = min_i64(total - first, AT_ONCE);
-    size_t offset = e->offset + (size_t)first * width;
-    const char *stored = file->mapping.bytes + offset;
-    bool widened = false;
-    size_t piece = (size_t)count * width / REQUESTS + 1;
+    size_t offset = t.entry->offset + (size_t)first * width, piece = (size_t)count * width / REQUESTS + 1;
+    const char *stored = mapping->bytes + offset;
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < REQUESTS; i++)
-      file_will_need(&file->mapping, offset + READ_AHEAD + (size_t)i * piece, piece);
+      file_will_need(mapping, offset + READ_AHEAD + (size_t)i * piece, piece);
     for (int r = 0; r < 2 && roles[r]; r++) {
-      Dtype dtype = roles[r][parameter->group].dtype;
-      bool as_stored = !strcmp(e->dtype, safetensors_dtype(dtype));
-      if (!as_stored && !widened) widened = safetensors_widen(e->dtype, stored, count, values);
-      shards_write(parameters, backend, roles[r], parameter, first, count,
-                   as_stored ? (const void *)stored : values, as_stored ? dtype : DTYPE_F32, rounded);
+      Tensor group = roles[r][parameter->group];
+      bool as_stored = !strcmp(t.entry->dtype, safetensors_dtype(group.dtype));
+      if (!tensor_exists(group)) continue;
+      if (!as_stored) safetensors_convert(t.entry->dtype, stored, count, group.dtype, converted);
+      shards_write(parameters, backend, roles[r], parameter, first, count, as_stored ? stored : converted);
     }
-    file_done_with(&file->mapping, offset, (size_t)count * width);
+    file_done_with(mapping, offset, (size_t)count * width);
     ranks_alive();
   }
-  free(values);
-  free(rounded);
+  free(converted);
 }
 
 // --- writing -----------------------------------------------------------------------------------------------
 
 static SafetensorsEntry entry_of(const TensorToStore *t) {
-  SafetensorsEntry e = {
-      .name = (char *)t->name, .dtype = safetensors_dtype(t->dtype), .rank = t->tensor.rank};
-  for (int i = 0; i < e.rank; i++) e.shape[i] = t->tensor.shape[i];
-  e.bytes = (size_t)tensor_count(t->tensor) * dtype_bytes(t->dtype);
-  return e;
+  return (SafetensorsEntry){.name = t->name,
+                            .dtype = safetensors_dtype(t->dtype),
+                            .rank = t->tensor.rank,
+                            .shape = {t->tensor.shape[0], t->tensor.shape[1]},
+                            .bytes = (size_t)tensor_count(t->tensor) * dtype_bytes(t->dtype)};
 }
 
-// Elements [first, first + count) of the tensor, into `host`.
-static void fetch(const TensorToStore *t, Backend *backend, int64_t first, int64_t count, void *host) {
-  if (t->role)
-    shards_read(t->parameters, backend, t->role, t->parameter, first, count, host);
-  else if (backend->rank == 0)
-    backend_to_host(backend, host, tensor_rows(tensor_flat(t->tensor), first, count));
-}
-
-// By way of two host_buffers.
+// By way of two host_buffers. Where other ranks take part, everything is fetched even after a write has failed.
 static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
                            void *converted) {
-  Dtype dtype = t->tensor.dtype;
-  // Where other ranks take part in fetching, everything is fetched even after a write has failed.
-  bool together = backend->ranks > 1;
-  for (int64_t first = 0, total = tensor_count(t->tensor); first < total && (folder->ok || together);
+  Tensor x = t->tensor;
+  for (int64_t first = 0, total = tensor_count(x); first < total && (folder->ok || backend->ranks > 1);
        first += AT_ONCE) {
     int64_t count = min_i64(total - first, AT_ONCE);
-    fetch(t, backend, first, count, raw);
+    if (t->role)
+      shards_read(t->parameters, backend, t->role, t->parameter, first, count, raw);
+    else if (backend->rank == 0)
+      backend_to_host(backend, raw, tensor_rows(tensor_flat(x), first, count));
     ranks_alive();
     if (!folder->ok) continue;
-    if (t->dtype != dtype && t->dtype == DTYPE_F32) {
-      safetensors_widen(safetensors_dtype(dtype), raw, count, converted);
-    } else if (t->dtype != dtype) {
-      const float *wide = raw;
-      uint16_t *rounded = converted;
-#pragma omp parallel for schedule(static)
-      for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(wide[i]);
-    }
-    folder_write(folder, t->dtype == dtype ? raw : converted, (size_t)count * dtype_bytes(t->dtype));
+    bool as_it_is = t->dtype == x.dtype;
+    if (!as_it_is) safetensors_convert(safetensors_dtype(x.dtype), raw, count, t->dtype, converted);
+    folder_write(folder, as_it_is ? raw : converted, (size_t)count * dtype_bytes(t->dtype));
   }
 }
 
 static void write_file(Folder *folder, const char *name, const TensorToStore *tensors,
                        const SafetensorsEntry *entries, int64_t count, Backend *backend) {
-  size_t length;
-  char *header = safetensors_compose(entries, count, &length);
-  folder_add(folder, name, header, length);
-  void *raw = host_buffer(sizeof(float)), *converted = host_buffer(sizeof(float));
+  char *header = safetensors_compose(entries, count);
+  uint64_t length = strlen(header);
+  folder_add(folder, name, &length, sizeof length);
+  folder_write(folder, header, length);
+  void *raw = host_buffer(), *converted = host_buffer();
   for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, converted);
   free(header);
   free(raw);
@@ -258,16 +234,13 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
   int64_t first = 0;
   for (int number = 1; number <= files; number++) {
     int64_t end = file_end(entries, first, count, shard_bytes);
-    char *name = file_name(stem, number, files);
-    write_file(folder, name, tensors + first, entries + first, end - first, backend);
-    for (int64_t i = first; i < end; i++) cJSON_AddStringToObject(map, tensors[i].name, name);
-    free(name);
-    first = end;
+    Path name = file_name(stem, number, files);
+    write_file(folder, name.text, tensors + first, entries + first, end - first, backend);
+    for (; first < end; first++) cJSON_AddStringToObject(map, tensors[first].name, name.text);
   }
   if (files > 1) {
-    char *name = index_name(stem), *text = json_print(index, true);
-    folder_add(folder, name, text, strlen(text));
-    free(name);
+    char *text = json_print(index, true);
+    folder_add(folder, file_name(stem, 0, 1).text, text, strlen(text));
     free(text);
   }
   cJSON_Delete(index);
@@ -276,6 +249,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
+// Of a model's tensor; names may lack the base model's prefix.
 static Parameter *owner_of(Model *model, const char *name) {
   char prefixed[SAFETENSORS_NAME + 16];
   snprintf(prefixed, sizeof prefixed, "%s%s", model_families[model->config.family].prefix, name);
@@ -283,68 +257,55 @@ static Parameter *owner_of(Model *model, const char *name) {
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-static bool is_buffer(const Model *model, const char *name) {
+// What a file may hold besides: buffers of old files, and a copy of a tied head.
+static bool means_nothing(const Model *model, const char *name) {
   const char *const *ends = model_families[model->config.family].buffers;
-  return text_ends_in(name, ends[0]) || (ends[1] && text_ends_in(name, ends[1]));
-}
-
-static bool is_tied_head(const Model *model, const char *name) {
-  return model->config.tie_word_embeddings && !strcmp(name, head_name);
+  return text_ends_in(name, ends[0]) || (ends[1] && text_ends_in(name, ends[1])) ||
+         (model->config.tie_word_embeddings && !strcmp(name, head_name));
 }
 
 static TensorText shape_of(const Parameter *p) {
   return safetensors_shape(&(SafetensorsEntry){.rank = p->rank, .shape = {p->shape[0], p->shape[1]}});
 }
 
-static void check_fit(const TensorFile *file, const SafetensorsEntry *e, const Parameter *p) {
-  bool same = e->rank == p->rank;
-  for (int i = 0; i < p->rank && same; i++) same = e->shape[i] == p->shape[i];
-  if (!same)
-    fail("%s: %s has the shape %s, and config.json makes it %s", file->path, e->name,
+static void check_fit(StoredTensor t, const Parameter *p) {
+  const SafetensorsEntry *e = t.entry;
+  if (strcmp(safetensors_shape(e).text, shape_of(p).text))
+    fail("%s: %s has the shape %s, and config.json makes it %s", t.file->path, e->name,
          safetensors_shape(e).text, shape_of(p).text);
-  if (strcmp(e->dtype, "F32") && strcmp(e->dtype, "BF16") && strcmp(e->dtype, "F16"))
-    fail("%s: %s is stored as %s; weights can be F32, BF16 or F16", file->path, e->name, e->dtype);
+  if (!safetensors_convert(e->dtype, NULL, 0, DTYPE_F32, NULL))
+    fail("%s: %s is stored as %s; weights can be F32, BF16 or F16", t.file->path, e->name, e->dtype);
 }
-
-static bool same_bytes(const TensorFile *a, const SafetensorsEntry *x, const TensorFile *b,
-                       const SafetensorsEntry *y) {
-  return !strcmp(x->dtype, y->dtype) && x->bytes == y->bytes &&
-         !memcmp(a->mapping.bytes + x->offset, b->mapping.bytes + y->offset, x->bytes);
-}
-
-typedef struct {
-  const TensorFile *file;
-  const SafetensorsEntry *entry; // NULL: not found yet
-} Stored;
 
 // A stored copy of a tied head must equal the embedding, the first of the parameters.
-static void check_tied_head(const Model *model, const TensorSet *set, const Stored *embedding) {
-  const TensorFile *file;
-  const SafetensorsEntry *head =
-      model->config.tie_word_embeddings ? tensor_set_find(set, head_name, &file) : NULL;
-  if (head && !same_bytes(file, head, embedding->file, embedding->entry))
+static void check_tied_head(const Model *model, const TensorSet *set, StoredTensor embedding) {
+  const SafetensorsEntry *e = embedding.entry;
+  StoredTensor head = tensor_set_find(set, head_name);
+  if (model->config.tie_word_embeddings && head.entry &&
+      (strcmp(head.entry->dtype, e->dtype) || head.entry->bytes != e->bytes ||
+       memcmp(head.file->mapping.bytes + head.entry->offset, embedding.file->mapping.bytes + e->offset,
+              e->bytes)))
     fail("%s: %s differs from %s, and config.json says tie_word_embeddings; set it to false there to train "
          "both",
-         file->path, head_name, embedding->entry->name);
+         head.file->path, head_name, e->name);
 }
 
 // Fails unless the set is that of the model's tensors.
 static void check_set(Model *model, const TensorSet *set) {
   int64_t count = model->parameters.count;
-  Stored *stored = host_alloc(count, sizeof *stored, "a list of tensors");
-  for (int f = 0; f < set->count; f++)
-    for (int64_t k = 0; k < set->files[f].header.count; k++) {
-      const TensorFile *file = &set->files[f];
-      const SafetensorsEntry *e = &file->header.entries[k];
-      const Parameter *p = owner_of(model, e->name);
-      if (!p && (is_buffer(model, e->name) || is_tied_head(model, e->name))) continue;
+  StoredTensor *stored = host_alloc(count, sizeof *stored, "a list of tensors");
+  for (const TensorFile *file = set->files; file < set->files + set->count; file++)
+    for (int64_t k = 0; k < file->header.count; k++) {
+      StoredTensor t = {file, &file->header.entries[k]};
+      const Parameter *p = owner_of(model, t.entry->name);
+      if (!p && means_nothing(model, t.entry->name)) continue;
       if (!p)
         fail("%s holds %s %s, for which the model that config.json describes has no place", file->path,
-             e->name, safetensors_shape(e).text);
-      Stored *place = &stored[p - model->parameters.items];
-      if (place->entry) fail("%s holds %s, which %s holds too", file->path, e->name, place->file->path);
-      check_fit(file, e, p);
-      *place = (Stored){file, e};
+             t.entry->name, safetensors_shape(t.entry).text);
+      StoredTensor *place = &stored[p - model->parameters.items];
+      if (place->entry) fail("%s holds %s, which %s holds too", file->path, t.entry->name, place->file->path);
+      check_fit(t, p);
+      *place = t;
     }
   int64_t missing = 0;
   const Parameter *first = NULL;
@@ -353,24 +314,24 @@ static void check_set(Model *model, const TensorSet *set) {
   if (missing)
     fail("%s lacks %s %s%s, which the model that config.json describes needs", set->path.text, first->name,
          shape_of(first).text, missing > 1 ? " and others" : "");
-  check_tied_head(model, set, stored);
+  check_tied_head(model, set, stored[0]);
   free(stored);
 }
 
 void weights_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, MODEL_STEM);
+  const Parameters *all = &model->parameters;
   if (!set.count)
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
          set.path.text);
   check_set(model, &set);
   // In the files' order: a disk reads sequentially.
-  for (int f = 0; f < set.count; f++)
-    for (int64_t k = 0; k < set.files[f].header.count; k++) {
-      const SafetensorsEntry *e = &set.files[f].header.entries[k];
+  for (const TensorFile *file = set.files; file < set.files + set.count; file++)
+    for (const SafetensorsEntry *e = file->header.entries; e < file->header.entries + file->header.count;
+         e++) {
       const Parameter *p = owner_of(model, e->name);
-      const Parameters *all = &model->parameters;
-      if (p) tensor_read(&set.files[f], e, backend, all, p, all->value, all->master);
+      if (p) tensor_read((StoredTensor){file, e}, backend, all, p, all->value, all->master);
     }
   tensor_set_close(&set);
 }
@@ -423,11 +384,10 @@ static bool load_state(const TensorSet *set, Backend *backend, const char *prefi
                        const Parameter *p, const Tensor *role, const Tensor *also_role) {
   char name[112];
   snprintf(name, sizeof name, "%s.%s", prefix, p->name);
-  const TensorFile *file;
-  const SafetensorsEntry *e = tensor_set_find(set, name, &file);
-  if (!e) return false;
-  check_fit(file, e, p);
-  tensor_read(file, e, backend, all, p, role, also_role);
+  StoredTensor t = tensor_set_find(set, name);
+  if (!t.entry) return false;
+  check_fit(t, p);
+  tensor_read(t, backend, all, p, role, also_role);
   return true;
 }
 

@@ -51,8 +51,12 @@ TensorSet tensor_set_open(const char *folder, const char *stem);
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
 
-// The tensor called `name`, and its file; NULL when there is none.
-const SafetensorsEntry *tensor_set_find(const TensorSet *set, const char *name, const TensorFile **file);
+typedef struct {
+  const TensorFile *file;
+  const SafetensorsEntry *entry; // NULL: there is none
+} StoredTensor;
+
+StoredTensor tensor_set_find(const TensorSet *set, const char *name);
 
 typedef struct {
   char name[112];

@@ -24,14 +24,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
       if (e->offset != end || e->bytes > size + 6 - end) abort();
       end += e->bytes;
       float *values = malloc(e->bytes * 2 + 1);
-      safetensors_widen(e->dtype, file + e->offset,
-                        (int64_t)(e->bytes / (e->dtype[0] == 'F' && e->dtype[1] == '3' ? 4 : 2)), values);
+      safetensors_convert(e->dtype, file + e->offset,
+                          (int64_t)(e->bytes / (e->dtype[0] == 'F' && e->dtype[1] == '3' ? 4 : 2)), DTYPE_F32,
+                          values);
       free(values);
     }
     if (end != size + 6) abort();
-    size_t composed;
-    char *again = safetensors_compose(header.entries, header.count, &composed);
-    free(again);
+    free(safetensors_compose(header.entries, header.count));
     safetensors_free(&header);
   }
   free(file);

@@ -117,7 +117,7 @@ TEST(shards_and_index_must_agree) {
   static const struct {
     const char *command, *why, *more;
   } cases[] = {
-      {"sed -i s/00003-of/00001-of/ *.json", "model-00001-of-00003.safetensors lacks", "says is in it"},
+      {"sed -i s/00003-of/00001-of/ *.json", "model-00001-of-00003.safetensors lacks it", "says that"},
       {"rm model-00003*", "model-00003-of-00003.safetensors does not exist", "says that"},
       {"sed -i 's/model-00003-of/..\\/model-00003-of/' *.json", "names no file of its folder", ""},
       {"echo '{}' >model.safetensors.index.json", "index.json has no weight_map", ""},

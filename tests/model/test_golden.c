@@ -46,11 +46,10 @@ typedef struct {
 static const float *elements(const TensorSet *set, int64_t count, const char *format, const char *name) {
   char full[256];
   snprintf(full, sizeof full, format, name);
-  const TensorFile *file;
-  const SafetensorsEntry *e = tensor_set_find(set, full, &file);
-  if (!e) fail_msg("%s lacks %s", set->path.text, full);
-  assert_int_equal(e->bytes, (size_t)count * sizeof(float));
-  return (const void *)(file->mapping.bytes + e->offset);
+  StoredTensor t = tensor_set_find(set, full);
+  if (!t.entry) fail_msg("%s lacks %s", set->path.text, full);
+  assert_int_equal(t.entry->bytes, (size_t)count * sizeof(float));
+  return (const void *)(t.file->mapping.bytes + t.entry->offset);
 }
 
 static Error error_of(const float *got, const float *want, int64_t count) {
@@ -247,14 +246,14 @@ static void check_same_bits(Run *run, const char *before, const char *after) {
   int64_t same = 0;
   for (int f = 0; f < a.count; f++)
     for (int64_t i = 0; i < a.files[f].header.count; i++) {
-      const SafetensorsEntry *x = &a.files[f].header.entries[i], *y;
-      const TensorFile *file;
+      const SafetensorsEntry *x = &a.files[f].header.entries[i];
       if (!parameters_find(&parameters, x->name)) continue;
-      y = tensor_set_find(&b, x->name, &file);
-      assert_non_null(y);
-      assert_string_equal(x->dtype, y->dtype);
-      assert_int_equal(x->bytes, y->bytes);
-      assert_memory_equal(a.files[f].mapping.bytes + x->offset, file->mapping.bytes + y->offset, x->bytes);
+      StoredTensor y = tensor_set_find(&b, x->name);
+      assert_non_null(y.entry);
+      assert_string_equal(x->dtype, y.entry->dtype);
+      assert_int_equal(x->bytes, y.entry->bytes);
+      assert_memory_equal(a.files[f].mapping.bytes + x->offset, y.file->mapping.bytes + y.entry->offset,
+                          x->bytes);
       same++;
     }
   assert_int_equal(same, parameters.count);
