@@ -181,33 +181,35 @@ static void remove_or_warn(const char *path, Removal removal) {
   if (!remove_folder(path, removal, &reason)) warn("%s", reason.text);
 }
 
-// Where a checkpoint goes before it is removed, once that place is free; false: it may not be removed.
-static bool clear_away(const char *parent, const char *name, Path *away, Reason *reason) {
+static Path hidden_path(const char *parent, const char *prefix, const char *name) {
   char hidden[sizeof REMOVING + NAME_MAX];
-  snprintf(hidden, sizeof hidden, REMOVING "%s", name);
-  *away = path_in(parent, hidden);
-  return remove_folder(path_in(parent, name).text, LOOK, reason) && remove_folder(away->text, REMOVE, reason);
+  snprintf(hidden, sizeof hidden, "%s%s", prefix, name);
+  return path_in(parent, hidden);
 }
 
-// Takes parent/name away at once for every reader, then removes it, if it is ours.
-static void discard(const char *parent, const char *name) {
-  Reason reason;
-  Path path = path_in(parent, name), away;
-  if (!clear_away(parent, name, &away, &reason))
-    warn("%s", reason.text);
-  else if (rename(path.text, away.text))
-    warn("cannot remove %s: %s", path.text, strerror(errno));
-  else
-    remove_or_warn(away.text, REMOVE);
+// Takes parent/name, if it is a checkpoint of ours, away at once for every reader and removes it; the folder `fresh` (NULL:
+// none) takes its place.
+static bool retire(const char *parent, const char *name, const char *fresh, Reason *reason) {
+  Path path = path_in(parent, name), away = hidden_path(parent, REMOVING, name);
+  if (!remove_folder(path.text, LOOK, reason) || !remove_folder(away.text, REMOVE, reason)) return false;
+  if (fresh && !renameat2(AT_FDCWD, fresh, AT_FDCWD, path.text, RENAME_EXCHANGE)) { // both at once
+    rename(fresh, away.text);
+  } else if (rename(path.text, away.text)) {
+    return refuse(reason, "cannot move %s: %s", path.text, strerror(errno));
+  } else if (fresh && rename(fresh, path.text)) { // on a file system that cannot exchange
+    refuse(reason, "cannot move %s: %s", fresh, strerror(errno));
+    rename(away.text, path.text);
+    return false;
+  }
+  if (fresh && !sync_folder(parent)) return refuse(reason, "cannot sync %s: %s", parent, strerror(errno));
+  remove_or_warn(away.text, REMOVE);
+  return true;
 }
 
 Folder folder_begin(const char *parent, const char *name, const char *state) {
-  Folder f = {.ok = true};
+  Folder f = {.ok = true, .hidden = hidden_path(parent, SAVING, name)};
   snprintf(f.parent.text, sizeof f.parent.text, "%s", parent);
   snprintf(f.name, sizeof f.name, "%s", name);
-  char hidden[sizeof SAVING + NAME_MAX];
-  snprintf(hidden, sizeof hidden, SAVING "%s", name);
-  f.hidden = path_in(parent, hidden);
   if (state) remove_or_warn(f.hidden.text, REMOVE);
   if (mkdir(f.hidden.text, 0777)) {
     folder_give_up(&f, f.hidden.text);
@@ -222,32 +224,14 @@ Folder folder_begin(const char *parent, const char *name, const char *state) {
   return f;
 }
 
-// The folder takes the place of an old checkpoint, which is removed when it is there.
-static void replace(Folder *f, const char *path) {
-  Reason why;
-  Path away;
-  if (!is_step(f->name))
-    f->ok = refuse(&f->reason, "cannot write %s: it exists; name another directory", path);
-  else if (!clear_away(f->parent.text, f->name, &away, &why))
-    f->ok = refuse(&f->reason, "cannot write %s: %s", path, why.text);
-  else if (!renameat2(AT_FDCWD, f->hidden.text, AT_FDCWD, path, RENAME_EXCHANGE)) // both at once
-    rename(f->hidden.text, away.text);
-  else if (rename(path, away.text)) // the file system cannot do that
-    folder_give_up(f, path);
-  else if (rename(f->hidden.text, path)) {
-    folder_give_up(f, path);
-    rename(away.text, path);
-  }
-  if (f->ok && !sync_folder(f->parent.text)) folder_give_up(f, path);
-  if (f->ok) remove_or_warn(away.text, REMOVE);
-}
-
 bool folder_finish(Folder *f, Reason *reason) {
   folder_end_file(f);
   Path path = path_in(f->parent.text, f->name);
+  Reason why = {"it exists; name another directory"};
   if (f->ok && !sync_folder(f->hidden.text)) folder_give_up(f, f->hidden.text);
   if (f->ok && path_exists(path.text))
-    replace(f, path.text);
+    f->ok = (is_step(f->name) && retire(f->parent.text, f->name, f->hidden.text, &why)) ||
+            refuse(&f->reason, "cannot write %s: %s", path.text, why.text);
   else if (f->ok && (rename(f->hidden.text, path.text) || !sync_folder(f->parent.text)))
     folder_give_up(f, path.text);
   if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text, REMOVE_MADE);
@@ -351,6 +335,10 @@ static void take_along(CheckpointStore *store, const char *origin, const char *t
     take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
   if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
+  for (int i = 0; i < store->companion_count; i++)
+    if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
+  char *nothing = text_format("{\"_from_model_config\": true}\n");
+  store->companions[store->companion_count++] = (Companion){GENERATION_CONFIG, nothing, strlen(nothing)};
 }
 
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
@@ -412,34 +400,28 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   int64_t kept = 1; // the one of `step`
   for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
-    if (is_step(name) && step_of(name) < step && kept++ >= store->keep) discard(store->directory, name);
+    Reason reason;
+    if (is_step(name) && step_of(name) < step && kept++ >= store->keep &&
+        !retire(store->directory, name, NULL, &reason))
+      warn("%s", reason.text);
   }
   list_free(l);
 }
 
-static Folder begin_step(CheckpointStore *store, int64_t step, const cJSON *trainer_state) {
-  Folder folder = {0};
-  if (!store->directory || !enter(store, &folder.reason)) return folder;
-  char *state = json_print(trainer_state, true);
-  folder = folder_begin(store->directory, step_name(step).text, state);
-  free(state);
-  return folder;
-}
-
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason) {
-  Folder folder = begin_step(store, step, trainer_state);
+  Folder folder = {0};
+  Text name = step_name(step);
+  if (store->directory && enter(store, &folder.reason)) {
+    char *state = json_print(trainer_state, true);
+    folder = folder_begin(store->directory, name.text, state);
+    free(state);
+  }
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
-  bool generation = false;
-  for (int i = 0; i < store->companion_count; i++) {
-    const Companion *c = &store->companions[i];
-    generation |= !strcmp(c->name, GENERATION_CONFIG);
+  for (const Companion *c = store->companions; c < store->companions + store->companion_count; c++)
     folder_add(&folder, c->name, c->text, c->length);
-  }
-  const char *nothing = "{\"_from_model_config\": true}\n";
-  if (!generation) folder_add(&folder, GENERATION_CONFIG, nothing, strlen(nothing));
   char *config = hf_config_write(&model->config, store->dtype, store->config);
   folder_add(&folder, CONFIG, config, strlen(config));
   free(config);
@@ -450,36 +432,32 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                   (long long)store->last_step);
   }
   store->last_step = step;
-  point_to(store->directory, step_name(step).text);
+  point_to(store->directory, name.text);
   if (store->keep) delete_older(store, step); // only now: `latest` never leads to one that goes
   return true;
 }
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Of a file that was read or not, with the reason why not; "": there is none.
-static bool is_there(bool there, const char *path, Reason *reason) {
-  return there || (*reason->text ? false : refuse(reason, "%s does not exist", path));
-}
-
 static bool is_whole(const char *folder, Reason *reason) {
+  static const char *const stems[] = {MODEL_STEM, STATE_STEM};
+  ModelConfig config;
+  TensorSet set;
   Path path = path_in(folder, TRAINER_STATE);
   cJSON *state = json_try_read(path.text, reason);
-  bool whole = is_there(state != NULL, path.text, reason) &&
-               (json_is_whole(json_member(state, "step")) || refuse(reason, "%s has no step", path.text));
+  bool whole =
+      state && (json_is_whole(json_member(state, "step")) || refuse(reason, "%s has no step", path.text));
   cJSON_Delete(state);
-  path = path_in(folder, CONFIG);
-  ModelConfig config;
-  whole = whole && is_there(hf_config_try_read(folder, &config, reason), path.text, reason);
-  static const char *const stems[] = {MODEL_STEM, STATE_STEM};
+  if (whole) {
+    path = path_in(folder, CONFIG);
+    whole = hf_config_try_read(folder, &config, reason);
+  }
   for (int i = 0; i < 2 && whole; i++) {
-    TensorSet set;
-    whole = tensor_set_try_open(&set, folder, stems[i], reason);
-    if (!whole) break;
-    whole = is_there(set.count > 0, set.path.text, reason);
+    whole = tensor_set_try_open(&set, folder, stems[i], reason) && set.count;
+    path = set.path;
     tensor_set_close(&set);
   }
-  return whole;
+  return whole || (*reason->text ? false : refuse(reason, "%s does not exist", path.text));
 }
 
 char *checkpoint_newest(const char *directory, bool *any) {
