@@ -160,39 +160,39 @@ bool model_config_possible(const ModelConfig *c, Reason *reason) {
     if (!(sizes[i].value >= sizes[i].min && sizes[i].value <= sizes[i].max))
       return refuse(reason, "a model cannot have %s %.15g; give a %s from %.15g to %.15g", sizes[i].name,
                     sizes[i].value, i < WHOLE ? "whole number" : "number", sizes[i].min, sizes[i].max);
-  if (c->num_attention_heads % c->num_key_value_heads)
+  long long hidden = c->hidden_size, heads = c->num_attention_heads, shared = c->num_key_value_heads,
+            dim = c->head_dim;
+  bool gpt2 = c->family == FAMILY_GPT2;
+  if (heads % shared)
+    return refuse(reason,
+                  "%lld attention heads cannot share %lld key/value heads evenly; choose "
+                  "--num-key-value-heads that divides --num-attention-heads",
+                  heads, shared);
+  if (gpt2 && shared != heads)
     return refuse(
         reason,
-        "%lld attention heads cannot share %lld key/value heads evenly; choose --num-key-value-heads that "
-        "divides --num-attention-heads",
-        (long long)c->num_attention_heads, (long long)c->num_key_value_heads);
-  if (c->family == FAMILY_GPT2 && c->num_key_value_heads != c->num_attention_heads)
-    return refuse(
-        reason,
-        "GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are Llama's",
-        (long long)c->num_key_value_heads, (long long)c->num_attention_heads);
-  if (c->family == FAMILY_GPT2 && c->head_dim * c->num_attention_heads != c->hidden_size)
-    return refuse(
-        reason,
-        "GPT-2's %lld heads of %lld do not make up a hidden size of %lld; change --num-attention-heads or "
-        "--hidden-size",
-        (long long)c->num_attention_heads, (long long)c->head_dim, (long long)c->hidden_size);
-  if (!c->learned_positions && c->head_dim % 2)
+        "GPT-2 has as many key/value heads as attention heads, not %lld and %lld; grouped heads are "
+        "Llama's",
+        shared, heads);
+  if (gpt2 && dim * heads != hidden)
+    return refuse(reason,
+                  "GPT-2's %lld heads of %lld do not make up a hidden size of %lld; change "
+                  "--num-attention-heads or --hidden-size",
+                  heads, dim, hidden);
+  if (!c->learned_positions && dim % 2)
     return refuse(
         reason,
         "rotary positions rotate pairs of elements, so head_dim cannot be %lld; choose an even --head-dim",
-        (long long)c->head_dim);
+        dim);
   const double max = 1e15; // what is derived from these sizes then stays within 64 bits
-  double q = (double)c->num_attention_heads * (double)c->head_dim, h = (double)c->hidden_size;
-  double weights = (double)c->num_hidden_layers * h * (4 * q + 3 * (double)c->intermediate_size) +
-                   h * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
-  if (weights > max)
-    return refuse(
-        reason,
-        "a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, --vocab "
-        "or the widths",
-        weights, max);
-  return true;
+  double weights = (double)c->num_hidden_layers * (double)hidden *
+                       (4 * (double)heads * (double)dim + 3 * (double)c->intermediate_size) +
+                   (double)hidden * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);
+  return weights <= max ||
+         refuse(reason,
+                "a model of %.1e weights is beyond anything this program counts (%.0e); lower --num-layers, "
+                "--vocab or the widths",
+                weights, max);
 }
 
 void model_config_check(const ModelConfig *c) {

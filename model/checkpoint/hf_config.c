@@ -1,5 +1,6 @@
 #include "model/checkpoint/hf_config.h"
 
+#include <libgen.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,13 +13,11 @@
 // --- Hugging Face's members --------------------------------------------------------------------------------
 
 typedef enum {
-  SIZE,      // int64_t
-  NUMBER,    // double
-  FLAG,      // bool
-  TEXT,      // const char *
-  ONLY_TEXT, // of which one value can be computed, which is also what it has when absent, and a synonym
-  ONLY_TRUE,
-  ONLY_FALSE
+  SIZE,   // int64_t
+  NUMBER, // double
+  FLAG,   // bool
+  TEXT,   // const char *
+  ONLY    // of which one value can be computed, which is also what it has when absent, and a synonym
 } MemberKind;
 
 enum {
@@ -37,7 +36,7 @@ typedef struct {
   int families; // that have it
   MemberKind kind;
   size_t offset;              // in ModelConfig or RopeScaling
-  const char *text, *synonym; // of ONLY_TEXT
+  const char *json, *synonym; // of ONLY, as they stand in the file
 } Member;
 
 #define CONFIG(member) .offset = offsetof(ModelConfig, member)
@@ -68,11 +67,11 @@ static const Member config_members[] = {
     {"tie_word_embeddings", GPT2 | LATER, FLAG, CONFIG(tie_word_embeddings)},
     // Not part of these architectures in transformers, which ignores unknown members.
     {"final_logit_softcapping", GPT2 | LATER, NUMBER, CONFIG(final_logit_softcapping)},
-    {"activation_function", GPT2, ONLY_TEXT, .text = "gelu_new", .synonym = "gelu_pytorch_tanh"},
-    {"hidden_act", LATER, ONLY_TEXT, .text = "silu", .synonym = "swish"},
-    {"scale_attn_weights", GPT2, .kind = ONLY_TRUE},
-    {"scale_attn_by_inverse_layer_idx", GPT2, .kind = ONLY_FALSE},
-    {"add_cross_attention", GPT2, .kind = ONLY_FALSE},
+    {"activation_function", GPT2, ONLY, .json = "\"gelu_new\"", .synonym = "\"gelu_pytorch_tanh\""},
+    {"hidden_act", LATER, ONLY, .json = "\"silu\"", .synonym = "\"swish\""},
+    {"scale_attn_weights", GPT2, ONLY, .json = "true"},
+    {"scale_attn_by_inverse_layer_idx", GPT2, ONLY, .json = "false"},
+    {"add_cross_attention", GPT2, ONLY, .json = "false"},
     {.name = NULL}};
 
 static const Member rope_members[] = {{ROPE(factor), .kind = NUMBER},
@@ -100,25 +99,22 @@ static bool read_member(const cJSON *json, const char *name, MemberKind kind, vo
   return true;
 }
 
-// One that has to have a certain value.
 static bool check_member(const cJSON *json, const Member *m, Reason *reason) {
-  const char *text = m->text;
-  bool wanted = m->kind == ONLY_TRUE, flag = wanted;
-  if (m->kind != ONLY_TEXT)
-    return read_member(json, m->name, FLAG, &flag, reason) &&
-           (flag == wanted ||
-            refuse(reason, "%s %s cannot be computed here", m->name, flag ? "true" : "false"));
-  return read_member(json, m->name, TEXT, &text, reason) &&
-         (!strcmp(text, m->text) || !strcmp(text, m->synonym) ||
-          refuse(reason, "%s \"%.40s\" cannot be computed here, only \"%s\"", m->name, text, m->text));
+  const cJSON *item = json_member(json, m->name);
+  if (!item) return true;
+  char *value = json_print(item, false);
+  bool good = !strcmp(value, m->json) || (m->synonym && !strcmp(value, m->synonym)) ||
+              refuse(reason, "%s %.40s cannot be computed here, only %s", m->name, value, m->json);
+  free(value);
+  return good;
 }
 
 static bool read_members(const cJSON *json, const Member *members, ModelFamily family, void *to,
                          Reason *reason) {
   for (const Member *m = members; m->name; m++) {
     if (!(m->families >> family & 1)) continue;
-    if (m->kind >= ONLY_TEXT ? !check_member(json, m, reason)
-                             : !read_member(json, m->name, m->kind, (char *)to + m->offset, reason))
+    if (m->kind == ONLY ? !check_member(json, m, reason)
+                        : !read_member(json, m->name, m->kind, (char *)to + m->offset, reason))
       return false;
     if (m->families & REQUIRED && !json_member(json, m->name))
       return refuse(reason, "%s is missing", m->name);
@@ -147,28 +143,29 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
       return refuse(reason, "%s has %.40s and no rope_type", place, item->string);
   }
   if (!type || !strcmp(type, "default")) return true;
-  if (!strcmp(type, "linear"))
-    return read_member(rope, "factor", NUMBER, &s->factor, reason) &&
-           (s->factor > 0 || refuse(reason, "%s lacks factor", place));
-  if (strcmp(type, "llama3"))
+  bool llama3 = !strcmp(type, "llama3");
+  if (!llama3 && strcmp(type, "linear"))
     return refuse(reason,
                   "rope_type \"%.40s\" cannot be computed here, only \"default\", \"linear\" and \"llama3\"",
                   type);
   if (!read_members(rope, rope_members, c->family, s, reason)) return false;
-  return (s->factor > 0 && s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
-          s->original_max_position_embeddings > 0) ||
-         refuse(reason,
-                "%s lacks one of factor, low_freq_factor, high_freq_factor (the larger one) and "
-                "original_max_position_embeddings",
-                place);
+  if (!llama3) *s = (RopeScaling){.factor = s->factor};
+  return (s->factor > 0 && (!llama3 || (s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
+                                        s->original_max_position_embeddings > 0))) ||
+         refuse(reason, "%s lacks %s", place,
+                llama3 ? "one of factor, low_freq_factor, high_freq_factor (the larger one) and "
+                         "original_max_position_embeddings"
+                       : "factor");
 }
 
 static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
-// transformers' defaults that follow from other sizes.
+// transformers' defaults that follow from other sizes. There is no window where it is null, nor where Qwen's models do not
+// use it.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
+  bool windowed = false;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
     c->num_key_value_heads = c->num_attention_heads;
   if (!c->intermediate_size) c->intermediate_size = 4 * c->hidden_size; // GPT-2's
@@ -176,22 +173,16 @@ static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
     return refuse(reason, "a hidden size of %lld does not divide into %lld heads", (long long)c->hidden_size,
                   (long long)c->num_attention_heads);
   if (!c->head_dim) c->head_dim = c->hidden_size / c->num_attention_heads;
-  return true;
-}
-
-// There is none where it is null, nor where Qwen's models do not use it.
-static bool read_window(const cJSON *json, ModelConfig *c, Reason *reason) {
-  bool used = false;
-  if (!read_member(json, "use_sliding_window", FLAG, &used, reason)) return false;
-  if (is_null(json, "sliding_window") || !(used || c->family == FAMILY_MISTRAL)) c->sliding_window = 0;
+  if (!read_member(json, "use_sliding_window", FLAG, &windowed, reason)) return false;
+  if (is_null(json, "sliding_window") || !(windowed || c->family == FAMILY_MISTRAL)) c->sliding_window = 0;
   return true;
 }
 
 static bool check_architecture(const cJSON *json, const ModelConfig *c, Reason *reason) {
-  const cJSON *first = cJSON_GetArrayItem(json_member(json, "architectures"), 0);
-  if (cJSON_IsString(first) && strcmp(first->valuestring, model_families[c->family].architecture))
-    return refuse(reason, "architecture \"%.60s\" cannot be computed here, only %s", first->valuestring,
-                  model_families[c->family].architecture);
+  const char *wanted = model_families[c->family].architecture;
+  const char *first = cJSON_GetStringValue(cJSON_GetArrayItem(json_member(json, "architectures"), 0));
+  if (first && strcmp(first, wanted))
+    return refuse(reason, "architecture \"%.60s\" cannot be computed here, only %s", first, wanted);
   return !json_member(json, "quantization_config") ||
          refuse(reason, "the weights are quantized; take the model as it was before");
 }
@@ -210,8 +201,8 @@ static bool read_config(const cJSON *json, ModelConfig *c, Reason *reason) {
   const char *base = slash ? slash + 1 : name;
   text_escape(c->name, sizeof c->name, base, strlen(base));
   return read_members(json, config_members, c->family, c, reason) && set_defaults(json, c, reason) &&
-         read_window(json, c, reason) && (c->family == FAMILY_GPT2 || read_rope(json, c, reason)) &&
-         check_architecture(json, c, reason) && model_config_possible(c, reason);
+         (c->family == FAMILY_GPT2 || read_rope(json, c, reason)) && check_architecture(json, c, reason) &&
+         model_config_possible(c, reason);
 }
 
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason) {
@@ -232,11 +223,9 @@ bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reas
       hf_config_parse(text, length, config, reason) || refuse(reason, "%s: %s", path.text, reason->text);
   free(text);
   if (!good || *config->name) return good;
-  size_t end = strlen(directory);
-  while (end > 1 && directory[end - 1] == '/') end--;
-  size_t begin = end;
-  while (begin > 0 && directory[begin - 1] != '/') begin--;
-  text_escape(config->name, sizeof config->name, directory + begin, end - begin);
+  path = path_in(directory, "");
+  const char *base = basename(path.text); // of a path that ends in slashes, too
+  text_escape(config->name, sizeof config->name, base, strlen(base));
   return true;
 }
 
@@ -266,7 +255,7 @@ static void write_members(cJSON *json, const Member *members, ModelFamily family
     if (m->kind == NUMBER) number = *(const double *)value;
     if (number > 0) set(json, m->name, cJSON_CreateNumber(number));
     if (m->kind == FLAG) set(json, m->name, cJSON_CreateBool(*(const bool *)value));
-    if (m->kind == ONLY_TEXT) set(json, m->name, cJSON_CreateString(m->text));
+    if (m->kind == ONLY && m->synonym) set(json, m->name, cJSON_CreateRaw(m->json));
   }
 }
 
