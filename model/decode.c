@@ -1,5 +1,3 @@
-#include "model/decode.h"
-
 #include "kernels/fail.h"
 #include "model/pass.h"
 

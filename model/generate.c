@@ -9,7 +9,6 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/random.h"
-#include "model/decode.h"
 
 enum { PIECE = 64, SAMPLE_STREAM = 7 };
 

@@ -1,4 +1,4 @@
-#include "model/layer_copies.h"
+#include "model/pass.h"
 
 // Layers that follow each other use the two halves of a double buffer in turn. Functions that begin copies return how many.
 

@@ -1,4 +1,4 @@
-#include "model/matmul.h"
+#include "model/pass.h"
 
 static Fp8 transposed(Fp8 x) {
   return (Fp8){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};

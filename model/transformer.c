@@ -13,15 +13,13 @@
 // On the stack, from the bottom up: dx, then per layer what forward keeps for backward. Each layer pushes its
 // output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
 // drop is to pop, and to recompute is to push and compute the same again.
-#include "model/transformer.h"
 
 #include <stdlib.h>
 
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/profile.h"
-#include "model/layer_copies.h"
-#include "model/matmul.h"
+#include "model/pass.h"
 
 const char *recompute_name(Recompute recompute) {
   static const char *const names[RECOMPUTE_COUNT] = {"none", "elementwise", "mlp", "layer"};

@@ -2,7 +2,7 @@
 // ones at every position, texts against the plain loop that computes everything again, draws against the
 // distributions they are from, and memory that does not depend on the prompt.
 #include "kernels/random.h"
-#include "model/decode.h"
+#include "model/transformer.h"
 #include "model/generate.h"
 #include "tests/harness.h"
 

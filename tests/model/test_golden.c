@@ -2,7 +2,7 @@
 // gradient, ten steps of AdamW, and the round trip of loading and saving.
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
-#include "model/decode.h"
+#include "model/transformer.h"
 #include "tests/runs.h"
 
 enum { BATCH = 3, SEQ = 16, ROWS = BATCH * SEQ, STEPS = 10 };

@@ -2,7 +2,6 @@
 // against finite differences, and what must not change the result: recomputation, the mode of the last
 // layer, how a step is cut into micro-batches, what lay on the stack before. Every push is filled with NaN
 // first.
-#include "model/decode.h"
 #include "model/transformer.h"
 #include "tests/harness.h"
 #include "tests/reference_model.h"
