@@ -79,8 +79,8 @@ void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *
 
 // The keys and values of a text's tokens so far, of every layer: what the next token's attention reads.
 typedef struct {
-  int64_t batch, capacity; // B sequences of up to P tokens
-  Tensor data;             // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values
+  int64_t capacity; // P tokens of each of B sequences
+  Tensor data;      // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values
 } KeyValueCache;
 
 // A cache on top of the backend's stack, uninitialised.

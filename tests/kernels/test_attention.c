@@ -394,6 +394,7 @@ TEST(test_attention_decode) {
   decode_case(*state, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
   decode_case(*state, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
   decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
+  decode_case(*state, (AttentionShape){2, 9, 8, 1, 128}, 11, (const int64_t[]){4, 1, 1, 3});
 }
 
 // Tokens of packed documents count their positions from their document's first: as its documents alone would.

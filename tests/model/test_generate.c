@@ -1,69 +1,9 @@
-// Generation: attention over a cache against attention over the whole text, cached logits against uncached
-// ones at every position, texts against the plain loop that computes everything again, draws against the
-// distributions they are from, and memory that does not depend on the prompt.
+// Generation: cached logits against uncached ones at every position, texts against the plain loop that computes everything
+// again, draws against the distributions they are from, and memory that does not depend on the prompt.
 #include "kernels/random.h"
-#include "model/transformer.h"
 #include "model/generate.h"
+#include "model/transformer.h"
 #include "tests/harness.h"
-
-// --- attention over a cache --------------------------------------------------------------------------------
-
-// The same tokens in one go, and in pieces of 4, 1, 1 and 3.
-static void check_decode(Harness *h, int64_t query_heads, int64_t key_heads, int64_t head_dim) {
-  enum { B = 2, T = 9, P = 11 };
-  static const int64_t pieces[] = {4, 1, 1, 3};
-  AttentionShape shape = {B, T, query_heads, key_heads, head_dim};
-  int64_t columns = (query_heads + 2 * key_heads) * head_dim, out_columns = query_heads * head_dim;
-  double *qkv = random_values(h, B * T * columns, 1);
-  Tensor whole = tensor_from(h, h->dtype, qkv, B * T, columns);
-  Tensor out = poisoned(h, h->dtype, B * T, out_columns);
-  attention_forward(h->backend, (AttentionForward){.out = out,
-                                                   .lse = poisoned(h, DTYPE_F32, B, query_heads * T),
-                                                   .qkv = whole,
-                                                   .shape = shape});
-  double *want = values_of(h, out);
-  Tensor keys = poisoned(h, h->dtype, B * key_heads, P * head_dim);
-  Tensor values = poisoned(h, h->dtype, B * key_heads, P * head_dim);
-  for (int64_t i = 0, past = 0; i < 4; past += pieces[i++]) {
-    int64_t length = pieces[i];
-    double *part = host_values(h, B * length * columns), *expected = host_values(h, B * length * out_columns);
-    for (int64_t b = 0; b < B; b++) {
-      memcpy(part + b * length * columns, qkv + (b * T + past) * columns,
-             (size_t)(length * columns) * sizeof *part);
-      memcpy(expected + b * length * out_columns, want + (b * T + past) * out_columns,
-             (size_t)(length * out_columns) * sizeof *part);
-    }
-    shape.seq_len = length;
-    Tensor decoded = poisoned(h, h->dtype, B * length, out_columns);
-    attention_decode(h->backend, (AttentionDecode){.out = decoded,
-                                                   .keys = keys,
-                                                   .values = values,
-                                                   .qkv = tensor_from(h, h->dtype, part, B * length, columns),
-                                                   .shape = shape,
-                                                   .past = past});
-    check_values(h, "attention_decode", decoded, expected, within_stored(h, 16, (double)T));
-  }
-  shape.seq_len = 3;
-  assert_fails(h, "3 tokens after 9 do not fit",
-               attention_decode(h->backend, (AttentionDecode){.out = tensor_rows(out, 0, 3 * B),
-                                                              .keys = keys,
-                                                              .values = values,
-                                                              .qkv = tensor_rows(whole, 0, 3 * B),
-                                                              .shape = shape,
-                                                              .past = 9}));
-}
-
-TEST(test_decode_equals_forward) {
-  static const char *const backends[] = {"cpu", "cpu-plain", "cuda", "cuda-fp32"};
-  for (int i = 0; i < 4; i++) {
-    Harness *h = harness_open(backends[i]);
-    if (!h) continue;
-    check_decode(h, 4, 2, 6);
-    check_decode(h, 3, 3, 64);
-    check_decode(h, 8, 1, 128);
-    harness_close(h);
-  }
-}
 
 // --- a model -----------------------------------------------------------------------------------------------
 
@@ -121,42 +61,33 @@ static void sharpen(Case *c) {
   }
 }
 
-static Tensor all_rows(Harness *h, int64_t count) {
+// Of `length` tokens after `past` in a cache, if any.
+static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
+                        int64_t past) {
   int32_t rows[2 * WINDOW];
-  for (int64_t i = 0; i < count; i++) rows[i] = (int32_t)i;
-  return ids_from(h, rows, count);
-}
-
-static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length) {
+  for (int64_t i = 0; i < length; i++) rows[i] = (int32_t)i;
   Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
-  transformer_logits(c->h->backend, &c->model, &batch, NULL, 0, all_rows(c->h, length), logits);
+  transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, rows, length), logits);
   return logits;
 }
 
-static void check_cached_logits(const char *preset) {
+TEST(test_cached_logits_equal_uncached) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  Case c = case_open("cpu", preset);
-  sharpen(&c);
-  int32_t *tokens = random_ids(c.h, LENGTH, c.model.config.vocab_size);
-  double *want = values_of(c.h, logits_of(&c, tokens, LENGTH));
-  KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
-  for (int64_t i = 0, past = 0; i < 5; past += pieces[i++]) {
-    int64_t length = pieces[i];
-    Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c.h, tokens + past, length)};
-    Tensor logits = poisoned(c.h, DTYPE_F32, length, c.model.config.vocab_size);
-    transformer_logits(c.h->backend, &c.model, &batch, &cache, past, all_rows(c.h, length), logits);
-    check_values(c.h, "cached logits", logits, want + past * c.model.config.vocab_size, within(64, 20));
+  for (int p = 0; p < PRESETS; p++) {
+    Case c = case_open("cpu", presets[p]);
+    sharpen(&c);
+    int64_t vocab_size = c.model.config.vocab_size;
+    int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
+    double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
+    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
+      check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
+                   want + past * vocab_size, within(64, 20));
+    assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
+    case_close(&c);
   }
-  Batch batch = {.batch = 1, .seq_len = 3, .tokens = ids_from(c.h, tokens, 3)};
-  assert_fails(c.h, "do not fit into a cache for 1 of 42",
-               transformer_logits(c.h->backend, &c.model, &batch, &cache, 40, (Tensor){0}, (Tensor){0}));
-  case_close(&c);
-}
-
-TEST(test_cached_logits_equal_uncached) {
-  for (int i = 0; i < PRESETS; i++) check_cached_logits(presets[i]);
 }
 
 // --- texts -------------------------------------------------------------------------------------------------
@@ -185,7 +116,7 @@ TEST(test_texts_equal_the_plain_loop) {
       for (int64_t i = prompts[k]; i < end; i++) {
         MemoryMark mark = memory_mark(&c.h->backend->memory);
         int64_t start = i > WINDOW ? i - WINDOW : 0;
-        backend_to_host(c.h->backend, logits, logits_of(&c, text + start, i - start));
+        backend_to_host(c.h->backend, logits, logits_of(&c, text + start, i - start, NULL, 0));
         memory_pop_to(&c.h->backend->memory, mark);
         float *row = logits + (i - start - 1) * vocab_size;
         for (int64_t v = 0; v < vocab_size && cap > 0; v++) row[v] = (float)(cap * tanh(row[v] / cap));
@@ -277,42 +208,46 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// Over N evenly spread uniforms every token must come N times its probability, give or take the rounding of
-// its two borders.
-static void check_draws(const Sampling *sampling, const float *logits, int count, const double *probability) {
+// Over N evenly spread uniforms every token must come N times its share, give or take the rounding of its two borders.
+static void check_draws(const Sampling *sampling, const float *logits, int count, const double *shares) {
   enum { N = 20000 };
   int drawn[16] = {0};
+  double all = 0;
+  for (int v = 0; v < count; v++) all += shares[v];
   for (int i = 0; i < N; i++) {
     int32_t token = sampling_draw(sampling, logits, count, (i + 0.5) / N);
     assert_in_range(token, 0, count - 1);
     drawn[token]++;
   }
   for (int v = 0; v < count; v++)
-    if (fabs(drawn[v] - N * probability[v]) > 1.001)
-      fail_msg("token %d was drawn %d times of %d, should be %g", v, drawn[v], N, N * probability[v]);
+    if (fabs(drawn[v] - N * shares[v] / all) > 1.001)
+      fail_msg("token %d was drawn %d times of %d, should be %g", v, drawn[v], N, N * shares[v] / all);
 }
 
 TEST(test_draws_follow_their_distribution) {
   // Probabilities 0.05, 0.4, 0.1, 0.25, 0.2.
   const float z[] = {logf(0.05f), logf(0.4f), logf(0.1f), logf(0.25f), logf(0.2f)};
-  check_draws(&(Sampling){1, 0, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
-  check_draws(&(Sampling){1, 0, 0}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
-  check_draws(&(Sampling){1, 5, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
-  check_draws(&(Sampling){1, 99, 1}, z, 5, (const double[]){0.05, 0.4, 0.1, 0.25, 0.2});
-  check_draws(&(Sampling){0, 0, 1}, z, 5, (const double[]){0, 1, 0, 0, 0});
-  check_draws(&(Sampling){1, 1, 1}, z, 5, (const double[]){0, 1, 0, 0, 0});
-  check_draws(&(Sampling){1, 3, 1}, z, 5, (const double[]){0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
-  check_draws(&(Sampling){1, 0, 0.64}, z, 5, (const double[]){0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
-  check_draws(&(Sampling){1, 0, 0.66}, z, 5, (const double[]){0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85});
-  check_draws(&(Sampling){1, 0, 1e-9}, z, 5, (const double[]){0, 1, 0, 0, 0});
-  // top_p is a share of what top_k left: of 0.4 and 0.25 the first alone has 0.615.
-  check_draws(&(Sampling){1, 2, 0.6}, z, 5, (const double[]){0, 1, 0, 0, 0});
-  check_draws(&(Sampling){1, 2, 0.63}, z, 5, (const double[]){0, 0.4 / 0.65, 0, 0.25 / 0.65, 0});
-  // Temperature first: at 1/2 the probabilities are squared.
-  double sum = 0.16 + 0.0625 + 0.04 + 0.01 + 0.0025;
-  check_draws(&(Sampling){0.5, 0, 1}, z, 5,
-              (const double[]){0.0025 / sum, 0.16 / sum, 0.01 / sum, 0.0625 / sum, 0.04 / sum});
-  check_draws(&(Sampling){0.5, 2, 1}, z, 5, (const double[]){0, 0.16 / 0.2225, 0, 0.0625 / 0.2225, 0});
+  static const struct {
+    Sampling sampling;
+    double shares[5]; // of the draws
+  } cases[] = {{{1, 0, 1}, {0.05, 0.4, 0.1, 0.25, 0.2}},
+               {{1, 0, 0}, {0.05, 0.4, 0.1, 0.25, 0.2}},
+               {{1, 5, 1}, {0.05, 0.4, 0.1, 0.25, 0.2}},
+               {{1, 99, 1}, {0.05, 0.4, 0.1, 0.25, 0.2}},
+               {{0, 0, 1}, {0, 1, 0, 0, 0}},
+               {{1, 1, 1}, {0, 1, 0, 0, 0}},
+               {{1, 3, 1}, {0, 0.4, 0, 0.25, 0.2}},
+               {{1, 0, 0.64}, {0, 0.4, 0, 0.25, 0}},
+               {{1, 0, 0.66}, {0, 0.4, 0, 0.25, 0.2}},
+               {{1, 0, 1e-9}, {0, 1, 0, 0, 0}},
+               // top_p is a share of what top_k left: of 0.4 and 0.25 the first alone has 0.615.
+               {{1, 2, 0.6}, {0, 1, 0, 0, 0}},
+               {{1, 2, 0.63}, {0, 0.4, 0, 0.25, 0}},
+               // Temperature first: at 1/2 the probabilities are squared.
+               {{0.5, 0, 1}, {0.0025, 0.16, 0.01, 0.0625, 0.04}},
+               {{0.5, 2, 1}, {0, 0.16, 0, 0.0625, 0}}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+    check_draws(&cases[i].sampling, z, 5, cases[i].shares);
   // Equal logits rank by id.
   const float equal[] = {1, 2, 2, 2};
   check_draws(&(Sampling){1, 2, 1}, equal, 4, (const double[]){0, 0.5, 0.5, 0});
