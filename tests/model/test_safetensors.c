@@ -183,93 +183,81 @@ static ModelConfig read_config(const char *text) {
   return config;
 }
 
-TEST(llama_configs_are_read) {
-  ModelConfig c = read_config(LLAMA "}"); // transformers' own defaults
-  assert_int_equal(c.num_key_value_heads, 3);
-  assert_int_equal(c.head_dim, 4);
-  assert_int_equal(c.max_position_embeddings, 2048);
-  assert_true(c.norm == NORM_RMS && c.gated_mlp && !c.learned_positions && !c.in_out_layout);
-  assert_true(!c.tie_word_embeddings && !c.qkv_bias && !c.out_bias && !c.mlp_bias && !c.qk_norm);
-  assert_true(c.norm_epsilon == 1e-6 && c.rope_theta == 10000 && c.rope_scaling.factor == 0);
-  c = read_config(LLAMA
-                  ",'num_key_value_heads':1,'head_dim':8,'tie_word_embeddings':true,'attention_bias':true,"
-                  "'mlp_bias':true,'rms_norm_eps':1e-5,'rope_theta':5e5,'rope_scaling':null,"
-                  "'hidden_act':'silu','architectures':['LlamaForCausalLM']}");
-  assert_int_equal(c.num_key_value_heads, 1);
-  assert_int_equal(c.head_dim, 8);
-  assert_true(c.tie_word_embeddings && c.qkv_bias && c.out_bias && c.mlp_bias && c.rope_theta == 500000);
-  // The published sizes of Llama 2 7B and of SmolLM2 135M.
-  c = read_config(
-      "{'architectures':['LlamaForCausalLM'],'model_type':'llama','vocab_size':32000,'hidden_size':4096,"
-      "'intermediate_size':11008,'num_hidden_layers':32,'num_attention_heads':32,'num_key_value_heads':32,"
-      "'max_position_embeddings':4096,'rms_norm_eps':1e-05,'rope_scaling':null,'pretraining_tp':1,'hidden_"
-      "act':'silu'}");
-  assert_int_equal(model_parameter_count(&c), 6738415616);
-  assert_true(c.rope_theta == 10000 && c.norm_epsilon == 1e-5 && c.head_dim == 128);
-  c = read_config(
-      "{'architectures':['LlamaForCausalLM'],'model_type':'llama','vocab_size':49152,'hidden_size':576,"
-      "'intermediate_size':1536,'num_hidden_layers':30,'num_attention_heads':9,'num_key_value_heads':3,"
-      "'max_position_embeddings':8192,'rms_norm_eps':1e-05,'rope_theta':100000,'rope_scaling':null,"
-      "'rope_interleaved':false,'attention_bias':false,'mlp_bias':false,'tie_word_embeddings':true,'hidden_"
-      "act':'silu'}");
-  assert_int_equal(model_parameter_count(&c), 134515008);
-  assert_true(c.tie_word_embeddings && c.rope_theta == 100000);
-}
-
-TEST(rope_scaling_is_read_in_every_spelling) {
-  static const struct {
-    const char *members;
-    RopeScaling scaling;
-  } cases[] = {{"'rope_theta':7,'rope_scaling':{'rope_type':'llama3'," LLAMA3 "}", {8, 1, 4, 32}},
-               {"'rope_theta':7,'rope_scaling':{'type':'llama3'," LLAMA3 "}", {8, 1, 4, 32}},
-               {"'rope_parameters':{'rope_theta':7,'rope_type':'llama3'," LLAMA3 "}", {8, 1, 4, 32}},
-               {"'rope_parameters':{'rope_theta':7,'rope_type':'default'}", {0, 0, 0, 0}},
-               {"'rope_parameters':{'rope_theta':7}", {0, 0, 0, 0}},
-               {"'rope_theta':7,'rope_scaling':{}", {0, 0, 0, 0}},
-               {"'rope_theta':7,'rope_scaling':{'type':'linear','factor':2}", {2, 0, 0, 0}}};
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    char text[1024];
-    snprintf(text, sizeof text, LLAMA ",%s}", cases[i].members);
-    ModelConfig c = read_config(text);
-    assert_true(c.rope_theta == 7);
-    assert_memory_equal(&c.rope_scaling, &cases[i].scaling, sizeof c.rope_scaling);
-  }
-}
-
-TEST(gpt2_configs_are_read) {
-  ModelConfig c = read_config(GPT2 "}");
-  assert_true(c.norm == NORM_LAYER && c.learned_positions && !c.gated_mlp && c.in_out_layout);
-  assert_true(c.tie_word_embeddings && c.qkv_bias && c.out_bias && c.mlp_bias && c.norm_epsilon == 1e-5);
-  assert_int_equal(c.head_dim, 4);
-  assert_int_equal(c.num_key_value_heads, 3);
-  assert_int_equal(c.intermediate_size, 48);
-  c = read_config(GPT2 ",'n_inner':5,'tie_word_embeddings':false,'activation_function':'gelu_new'}");
-  assert_int_equal(c.intermediate_size, 5);
-  assert_false(c.tie_word_embeddings);
-}
-
-TEST(later_configs_are_read) {
 #define MISTRAL "{'model_type':'mistral'," SIZES
 #define QWEN2   "{'model_type':'qwen2'," SIZES ",'num_key_value_heads':3"
 #define QWEN3   "{'model_type':'qwen3'," SIZES
-  ModelConfig c = read_config(MISTRAL ",'num_key_value_heads':1}");
-  assert_true(c.family == FAMILY_MISTRAL && !c.qkv_bias && !c.qk_norm && c.head_dim == 4);
-  assert_int_equal(c.max_position_embeddings, 131072);
-  assert_int_equal(c.sliding_window, 4096);
-  assert_int_equal(model_max_seq_len(&c), 4096);
-  assert_int_equal(read_config(MISTRAL ",'num_key_value_heads':null}").num_key_value_heads, 3);
-  c = read_config(MISTRAL ",'num_key_value_heads':1,'sliding_window':null,'attention_bias':true}");
-  assert_int_equal(c.sliding_window, 0);
-  assert_int_equal(model_max_seq_len(&c), 131072);
-  assert_false(c.qkv_bias); // transformers ignores it
-  c = read_config(QWEN2 "}");
-  assert_true(c.family == FAMILY_QWEN2 && c.qkv_bias && !c.out_bias && !c.qk_norm && !c.sliding_window);
-  c = read_config(QWEN2 ",'use_sliding_window':true,'sliding_window':9}");
-  assert_int_equal(c.sliding_window, 9);
-  c = read_config(QWEN3 ",'num_key_value_heads':3}");
-  assert_true(c.family == FAMILY_QWEN3 && c.qk_norm && !c.qkv_bias && !c.out_bias && c.head_dim == 128);
-  c = read_config(QWEN3 ",'num_key_value_heads':1,'head_dim':6,'attention_bias':true}");
-  assert_true(c.qkv_bias && c.out_bias && c.head_dim == 6 && c.num_key_value_heads == 1);
+#define SCALED  "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 7"
+
+// V H F L Q K D P and the window; choices; epsilon and theta; RoPE's scaling where there is one.
+static const char *config_text(const ModelConfig *c) {
+  static char text[256];
+  const RopeScaling *s = &c->rope_scaling;
+  int length = snprintf(
+      text, sizeof text, "%lld %lld %lld %lld %lld %lld %lld %lld %lld %s%s%s%s%s%s%s%s%s%g %g",
+      (long long)c->vocab_size, (long long)c->hidden_size, (long long)c->intermediate_size,
+      (long long)c->num_hidden_layers, (long long)c->num_attention_heads, (long long)c->num_key_value_heads,
+      (long long)c->head_dim, (long long)c->max_position_embeddings, (long long)c->sliding_window,
+      c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "", c->gated_mlp ? "gated " : "",
+      c->qk_norm ? "qk_norm " : "", c->qkv_bias ? "qkv_bias " : "", c->out_bias ? "out_bias " : "",
+      c->mlp_bias ? "mlp_bias " : "", c->in_out_layout ? "in_out " : "",
+      c->tie_word_embeddings ? "tied " : "", c->norm_epsilon, c->rope_theta);
+  if (s->factor > 0)
+    snprintf(text + length, sizeof text - (size_t)length, " %g %g %g %lld", s->factor, s->low_freq_factor,
+             s->high_freq_factor, (long long)s->original_max_position_embeddings);
+  return text;
+}
+
+TEST(configs_are_read_with_the_defaults_of_transformers) {
+  static const struct {
+    const char *json, *config;
+    int64_t parameters; // 0: not counted
+  } cases[] = {
+      {LLAMA "}", "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 10000", 0},
+      {LLAMA ",'num_key_value_heads':1,'head_dim':8,'tie_word_embeddings':true,'attention_bias':true,"
+             "'mlp_bias':true,'rms_norm_eps':1e-5,'rope_theta':5e5,'rope_scaling':null,"
+             "'hidden_act':'silu','architectures':['LlamaForCausalLM']}",
+       "10 12 20 2 3 1 8 2048 0 rms gated qkv_bias out_bias mlp_bias tied 1e-05 500000", 0},
+      // The published sizes of Llama 2 7B and of SmolLM2 135M.
+      {"{'architectures':['LlamaForCausalLM'],'model_type':'llama','vocab_size':32000,'hidden_size':4096,"
+       "'intermediate_size':11008,'num_hidden_layers':32,'num_attention_heads':32,'num_key_value_heads':32,"
+       "'max_position_embeddings':4096,'rms_norm_eps':1e-05,'rope_scaling':null,'pretraining_tp':1,'hidden_"
+       "act':'silu'}",
+       "32000 4096 11008 32 32 32 128 4096 0 rms gated 1e-05 10000", 6738415616},
+      {"{'architectures':['LlamaForCausalLM'],'model_type':'llama','vocab_size':49152,'hidden_size':576,"
+       "'intermediate_size':1536,'num_hidden_layers':30,'num_attention_heads':9,'num_key_value_heads':3,"
+       "'max_position_embeddings':8192,'rms_norm_eps':1e-05,'rope_theta':100000,'rope_scaling':null,"
+       "'rope_interleaved':false,'attention_bias':false,'mlp_bias':false,'tie_word_embeddings':true,'hidden_"
+       "act':'silu'}",
+       "49152 576 1536 30 9 3 64 8192 0 rms gated tied 1e-05 100000", 134515008},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{'rope_type':'llama3'," LLAMA3 "}}", SCALED " 8 1 4 32", 0},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'llama3'," LLAMA3 "}}", SCALED " 8 1 4 32", 0},
+      {LLAMA ",'rope_parameters':{'rope_theta':7,'rope_type':'llama3'," LLAMA3 "}}", SCALED " 8 1 4 32", 0},
+      {LLAMA ",'rope_parameters':{'rope_theta':7,'rope_type':'default'}}", SCALED, 0},
+      {LLAMA ",'rope_parameters':{'rope_theta':7}}", SCALED, 0},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{}}", SCALED, 0},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'linear','factor':2}}", SCALED " 2 0 0 0", 0},
+      {GPT2 "}", "10 12 48 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out tied 1e-05 10000", 0},
+      {GPT2 ",'n_inner':5,'tie_word_embeddings':false,'activation_function':'gelu_new'}",
+       "10 12 5 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out 1e-05 10000", 0},
+      {MISTRAL ",'num_key_value_heads':1}", "10 12 20 2 3 1 4 131072 4096 rms gated 1e-06 10000", 0},
+      {MISTRAL ",'num_key_value_heads':null}", "10 12 20 2 3 3 4 131072 4096 rms gated 1e-06 10000", 0},
+      // transformers ignores attention_bias there
+      {MISTRAL ",'num_key_value_heads':1,'sliding_window':null,'attention_bias':true}",
+       "10 12 20 2 3 1 4 131072 0 rms gated 1e-06 10000", 0},
+      {QWEN2 "}", "10 12 20 2 3 3 4 32768 0 rms gated qkv_bias 1e-06 10000", 0},
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9}",
+       "10 12 20 2 3 3 4 32768 9 rms gated qkv_bias 1e-06 10000", 0},
+      {QWEN3 ",'num_key_value_heads':3}", "10 12 20 2 3 3 128 32768 0 rms gated qk_norm 1e-06 10000", 0},
+      {QWEN3 ",'num_key_value_heads':1,'head_dim':6,'attention_bias':true}",
+       "10 12 20 2 3 1 6 32768 0 rms gated qk_norm qkv_bias out_bias 1e-06 10000", 0}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ModelConfig c = read_config(cases[i].json);
+    const char *text = config_text(&c);
+    if (strcmp(text, cases[i].config))
+      fail_msg("%s is read as %s, not as %s", cases[i].json, text, cases[i].config);
+    if (cases[i].parameters) assert_int_equal(model_parameter_count(&c), cases[i].parameters);
+    assert_int_equal(model_max_seq_len(&c), c.sliding_window ? c.sliding_window : c.max_position_embeddings);
+  }
 }
 
 TEST(other_configs_are_refused_by_name) {
@@ -333,16 +321,14 @@ TEST(written_configs_are_read_again) {
     c.qkv_bias = c.out_bias = c.family != FAMILY_MISTRAL;
     if (c.family == FAMILY_MISTRAL) c.rope_scaling.factor = 2;
     if (c.family == FAMILY_QWEN3) c.sliding_window = 7;
-    char *text = hf_config_write(&c, DTYPE_BF16, NULL);
+    char *text = hf_config_write(&c, DTYPE_BF16, NULL), before[256];
     assert_non_null(strstr(text, "\"bfloat16\""));
     ModelConfig again = read_config(text);
-    if (c.learned_positions) again.rope_theta = c.rope_theta; // which GPT-2 does not have
+    snprintf(before, sizeof before, "%s", config_text(&c));
+    assert_string_equal(config_text(&again), before);
+    assert_string_equal(again.name, c.name);
     char *twice = hf_config_write(&again, DTYPE_BF16, NULL);
     assert_string_equal(text, twice);
-    assert_string_equal(again.name, c.name);
-    assert_int_equal(model_parameter_count(&again), model_parameter_count(&c));
-    assert_int_equal(again.sliding_window, c.sliding_window);
-    assert_true(again.rope_scaling.factor == c.rope_scaling.factor);
     free(text);
     free(twice);
   }
