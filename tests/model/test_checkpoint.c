@@ -488,70 +488,49 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
   assert_false(any);
 }
 
-// Companions come from the model's folder, unless it is gone: their bytes are kept.
+// The model's other files travel along, though its folder may be gone by then. The tokenizer that the run was given is the
+// model's from then on, with what lies next to it and nothing of the one before; a run that resumes needs not be given it again.
 TEST(companions_travel_along) {
-  shell("cp -r tests/golden/llama %s", temp_path("origin"));
-  write_text("origin/tokenizer.json", "{\"not\": \"read\"}");
-  Run *run = run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("origin"),
-                      temp_path("origin"));
-  CheckpointStore store = checkpoint_store_open(temp_path("travelled"), temp_path("origin"), NULL, -1, false);
-  shell("rm -r %s", temp_path("origin"));
-  save_steps(run, &store, (const int64_t[]){1}, 1);
-  size_t length;
-  char *text = file_read(temp_path("travelled/tokenizer.json"), &length);
-  assert_string_equal(text, "{\"not\": \"read\"}");
-  free(text);
-  text = file_read(temp_path("travelled/config.json"), &length);
-  assert_non_null(strstr(text, "\"eos_token_id\":\t2"));
-  free(text);
-  checkpoint_store_close(&store);
-  run_close(run);
-}
-
-static void assert_travelled(const char *store, const char *name, const char *text) {
-  size_t length;
-  char *path = path_join(temp_path(store), name), *found = file_read(path, &length);
-  if (text && !found) fail_msg("%s did not travel", path);
-  if (text) assert_string_equal(found, text);
-  if (!text) assert_null(found);
-  free(found);
-  free(path);
-}
-
-// The tokenizer that the run was given is the model's from then on, with what lies next to it and nothing of
-// the one before; a later run that resumes needs not be given it again.
-TEST(a_given_tokenizer_travels_too) {
-  static const char config[] = "{\"model_max_length\": 8}";
+  static const struct {
+    const char *store, *origin, *tokenizer;
+    const char *text, *merges; // of tokenizer.json and merges.txt
+  } cases[] = {{"by-file", "base", "given/mine.json", "mine", NULL},
+               {"by-folder", "base", "given", "another", NULL},
+               {"no-model", NULL, "given/mine.json", "mine", NULL},
+               {"resumed", "by-file", NULL, "mine", NULL},
+               {"by-model", "base", NULL, "the model's", "the model's"}};
+  static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
+                    nothing[] = "{\"_from_model_config\": true}\n";
   shell("cp -r tests/golden/llama %s", temp_path("base"));
-  write_text("base/tokenizer.json", "the model's");
-  write_text("base/merges.txt", "the model's");
-  write_text("base/generation_config.json", "{\"top_k\": 3}");
-  make_directory("given");
-  write_text("given/mine.json", "mine");
-  write_text("given/tokenizer.json", "another");
-  write_text("given/tokenizer_config.json", config);
-  write_text("given/special_tokens_map.json", "{}");
+  WRITE_TEXTS({"base/tokenizer.json", "the model's"}, {"base/merges.txt", "the model's"},
+              {"base/tokenizer_config.json", limit}, {"base/special_tokens_map.json", "{}"},
+              {"base/generation_config.json", top_k}, {"given/mine.json", "mine"},
+              {"given/tokenizer.json", "another"}, {"given/tokenizer_config.json", limit},
+              {"given/special_tokens_map.json", "{}"});
   Run *run =
       run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("base"), temp_path("base"));
-  const struct {
-    const char *store, *origin, *tokenizer, *text;
-  } cases[] = {{"by-file", "base", "given/mine.json", "mine"},
-               {"by-folder", "base", "given", "another"},
-               {"no-model", NULL, "given/mine.json", "mine"},
-               {"resumed", "by-file", NULL, "mine"}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    char *origin = cases[i].origin ? strdup(temp_path(cases[i].origin)) : NULL;
-    char *tokenizer = cases[i].tokenizer ? strdup(temp_path(cases[i].tokenizer)) : NULL;
+    const char *origin = cases[i].origin ? temp_path(cases[i].origin) : NULL;
+    const char *tokenizer = cases[i].tokenizer ? temp_path(cases[i].tokenizer) : NULL;
     CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, -1, false);
+    if (!strcmp(cases[i].store, "by-model")) shell("rm -r %s", temp_path("base"));
     save_steps(run, &store, (const int64_t[]){1}, 1);
     checkpoint_store_close(&store);
-    assert_travelled(cases[i].store, "tokenizer.json", cases[i].text);
-    assert_travelled(cases[i].store, "tokenizer_config.json", config);
-    assert_travelled(cases[i].store, "special_tokens_map.json", "{}");
-    assert_travelled(cases[i].store, "merges.txt", NULL);
-    if (origin) assert_travelled(cases[i].store, "generation_config.json", "{\"top_k\": 3}");
-    free(origin);
-    free(tokenizer);
+    const char *const texts[][2] = {{"tokenizer.json", cases[i].text},
+                                    {"merges.txt", cases[i].merges},
+                                    {"tokenizer_config.json", limit},
+                                    {"special_tokens_map.json", "{}"},
+                                    {"generation_config.json", origin ? top_k : nothing}};
+    for (int k = 0; k < 5; k++) {
+      size_t length;
+      char *found = file_read(path_in(temp_path(cases[i].store), texts[k][0]).text, &length);
+      if (texts[k][1] && !found) fail_msg("%s has no %s", cases[i].store, texts[k][0]);
+      if (texts[k][1]) assert_string_equal(found, texts[k][1]);
+      if (!texts[k][1]) assert_null(found);
+      free(found);
+    }
+    shell("cd %s && grep -q '\"eos_token_id\":\t%s' config.json", temp_path(cases[i].store),
+          origin ? "2" : "null");
   }
   run_close(run);
 }
