@@ -294,14 +294,16 @@ Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
   return (Bucket){end - count, count};
 }
 
-static Tensor slice_of_whole(const Parameters *p, Tensor group, Bucket b) {
-  int64_t slice = b.count / p->spread.parts;
-  return tensor_exists(group) ? tensor_rows(group, b.first + p->spread.part * slice, slice) : group;
+static bool is_sharded(const Parameters *p, const Tensor *role, ParameterGroup group) {
+  return tensor_count(role[group]) != p->group_elements[group];
 }
 
-Tensor shards_slice_of_shard(const Parameters *p, Tensor shard, Bucket b) {
-  int64_t parts = p->spread.parts;
-  return tensor_exists(shard) ? tensor_rows(shard, b.first / parts, b.count / parts) : shard;
+Tensor shards_part(const Parameters *p, const Tensor *role, ParameterGroup group, Bucket b) {
+  int64_t slice = b.count / p->spread.parts;
+  if (!tensor_exists(role[group])) return role[group];
+  return tensor_rows(
+      role[group], is_sharded(p, role, group) ? b.first / p->spread.parts : b.first + p->spread.part * slice,
+      slice);
 }
 
 bool shards_double_buffered(const Parameters *p, ParameterGroup group) {
@@ -314,24 +316,14 @@ Tensor shards_local_grads(const Parameters *p, ParameterGroup group, Bucket b) {
 }
 
 bool shards_weights_are_whole(const Parameters *p, ParameterGroup group) {
-  return group != GROUP_HEAD || !p->spread.split_head_weights;
-}
-
-Tensor shards_weights(const Parameters *p, ParameterGroup group, Bucket b) {
-  return shards_weights_are_whole(p, group) ? slice_of_whole(p, p->value[group], b) : p->value[group];
+  return !is_sharded(p, p->value, group);
 }
 
 Tensor shards_reduced_grads(const Parameters *p, ParameterGroup group, Bucket b) {
-  if (group == GROUP_HEAD && p->spread.split_head) return p->grad[GROUP_HEAD];
-  if (tensor_exists(p->grad_shard[group])) return shards_slice_of_shard(p, p->grad_shard[group], b);
-  return slice_of_whole(p, p->grad[group], b);
+  return shards_part(p, tensor_exists(p->grad_shard[group]) ? p->grad_shard : p->grad, group, b);
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------
-
-static bool is_sharded(const Parameters *p, const Tensor *role, ParameterGroup group) {
-  return tensor_count(role[group]) != p->group_elements[group];
-}
 
 void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                   int64_t first, int64_t count, const void *values) {
@@ -347,8 +339,7 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
     int64_t slice = b.count / p->spread.parts, local = b.first + p->spread.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
     if (from < to)
-      backend_to_device(backend,
-                        tensor_rows(shards_slice_of_shard(p, role[group], b), from - local, to - from),
+      backend_to_device(backend, tensor_rows(shards_part(p, role, group, b), from - local, to - from),
                         (const char *)values + (size_t)(from - begin) * dtype_bytes(role[group].dtype));
   }
 }
@@ -377,7 +368,7 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->spread.parts, most = read_at_once(p, group, dtype, slice), each;
-    Tensor shard = shards_slice_of_shard(p, role[group], b);
+    Tensor shard = shards_part(p, role, group, b);
     for (int64_t at = 0; at < slice && b.first < stop; at += each) {
       each = min_i64(most, slice - at);
       MemoryMark mark = memory_mark(&backend->memory);

@@ -161,15 +161,14 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
 
-// Where the rank's slice of a bucket lies in a shard of a group. An absent tensor stays absent.
-Tensor shards_slice_of_shard(const Parameters *parameters, Tensor shard, Bucket bucket);
+// The rank's slice of a bucket in one role (parameters->value, ...), whole or sharded. What is absent stays absent.
+Tensor shards_part(const Parameters *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
 
 // Whether the group's gradients are those of two layers, a double buffer.
 bool shards_double_buffered(const Parameters *parameters, ParameterGroup group);
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
 Tensor shards_local_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
-// The rank's slice of the weights, and whether the other slices are here too.
-Tensor shards_weights(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+// Whether the other ranks' weights are here too.
 bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group);
 // The rank's slice of the gradients' sum over all ranks.
 Tensor shards_reduced_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);

@@ -193,10 +193,10 @@ static bool next_piece(const Parameters *p, Piece *piece) {
 
 static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW a) {
   const Parameters *p = &t->late_model.parameters;
-  a.weight = shards_weights(p, group, bucket);
-  a.master = shards_slice_of_shard(p, p->master[group], bucket);
+  a.weight = shards_part(p, p->value, group, bucket);
+  a.master = shards_part(p, p->master, group, bucket);
   Tensor states[OPTIMIZER_STATES];
-  for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_slice_of_shard(p, p->state[s][group], bucket);
+  for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_part(p, p->state[s], group, bucket);
   a.grad = shards_reduced_grads(p, group, bucket);
   a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
   a.first = bucket.first + p->spread.part * (bucket.count / p->spread.parts);

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
+#include <libgen.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -274,34 +275,30 @@ static bool is_own_link(const char *directory, const char *name) {
 
 // Anything else by such a name is another program's, and would be mixed with ours or lost.
 static void refuse_foreign(const char *directory, int64_t first_step, bool may_replace) {
-  Reason reason = {""};
   Listing l = list(AT_FDCWD, directory);
-  for (int i = 0; i < l.count && !*reason.text; i++) {
+  for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
     if (is_step(name) && !may_replace && step_of(name) > first_step)
-      refuse(&reason,
-             "%s is there, which is ahead of this run; --resume auto continues from it, or name another "
-             "directory",
-             name);
-    else if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
-      refuse(&reason,
-             "it holds a model that is no checkpoint (%s is not from this program); name another directory",
-             name);
+      fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
+           "another directory",
+           directory, name);
+    if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
+      fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "
+           "directory",
+           directory, name);
   }
   list_free(l);
-  if (*reason.text) fail("--save %s: %s", directory, reason.text);
 }
 
 // Removes what a killed run left, and shows that a folder can be made, long before the first is saved.
 static void clean(const char *directory) {
   Reason reason;
-  bool ok = true;
   Listing l = list(AT_FDCWD, directory);
-  for (int i = 0; i < l.count && ok; i++)
-    if (is_left_over(l.entries[i]->d_name))
-      ok = remove_folder(path_in(directory, l.entries[i]->d_name).text, REMOVE, &reason);
+  for (int i = 0; i < l.count; i++)
+    if (is_left_over(l.entries[i]->d_name) &&
+        !remove_folder(path_in(directory, l.entries[i]->d_name).text, REMOVE, &reason))
+      fail("--save %s: %s; move it away", directory, reason.text);
   list_free(l);
-  if (!ok) fail("--save %s: %s; move it away", directory, reason.text);
   Path trial = path_in(directory, SAVING STEP "0");
   if (mkdir(trial.text, 0777) || rmdir(trial.text))
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
@@ -316,15 +313,13 @@ static void take(CheckpointStore *store, const char *name, const char *path) {
 
 // The tokenizer's files come from one place: those of two tokenizers would contradict each other.
 static void take_tokenizer(CheckpointStore *store, const char *path) {
-  const char *slash = strrchr(path, '/');
   bool is_folder = path_is_folder(path);
-  char *folder = is_folder ? text_format("%s", path)
-                           : text_format("%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  Path copy = path_in(path, "");
+  const char *folder = is_folder ? path : dirname(copy.text);
   if (!store->companion_count) // where the origin does not say what ends a text, the tokenizer's folder may
     take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
   take(store, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
   for (int i = 0; i < WITH_TOKENIZER; i++) take(store, our_files[i], path_in(folder, our_files[i]).text);
-  free(folder);
 }
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {

@@ -377,31 +377,23 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
   free(rest);
 }
 
-// --- the optimizer's state ---------------------------------------------------------------------------------
-
-// False when there is none of that name.
-static bool load_state(const TensorSet *set, Backend *backend, const char *prefix, const Parameters *all,
-                       const Parameter *p, const Tensor *role, const Tensor *also_role) {
-  char name[112];
-  snprintf(name, sizeof name, "%s.%s", prefix, p->name);
-  StoredTensor t = tensor_set_find(set, name);
-  if (!t.entry) return false;
-  check_fit(t, p);
-  tensor_read(t, backend, all, p, role, also_role);
-  return true;
-}
-
 void optimizer_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, STATE_STEM);
   const Parameters *all = &model->parameters;
-  for (int64_t i = 0; i < all->count; i++) {
-    const Parameter *p = &all->items[i];
-    for (int s = 0; s < OPTIMIZER_STATES; s++)
-      if (tensor_exists(all->state[s][p->group]) &&
-          !load_state(&set, backend, all->optimizer->states[s].name, all, p, all->state[s], NULL))
+  for (const Parameter *p = all->items; p < all->items + all->count; p++)
+    for (int s = 0; s <= OPTIMIZER_STATES; s++) {
+      bool master = s == OPTIMIZER_STATES; // which not every run stores
+      const Tensor *role = master ? all->value : all->state[s];
+      if (!tensor_exists(role[p->group])) continue;
+      TensorToStore stored = parameter_to_store(master ? "master" : all->optimizer->states[s].name, all, p,
+                                                role, role[p->group].dtype);
+      StoredTensor t = tensor_set_find(&set, stored.name);
+      if (!t.entry && !master)
         fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone",
              set.path.text, p->name);
-    load_state(&set, backend, "master", all, p, all->value, all->master);
-  }
+      if (!t.entry) continue;
+      check_fit(t, p);
+      tensor_read(t, backend, all, p, role, master ? all->master : NULL);
+    }
   tensor_set_close(&set);
 }
