@@ -65,30 +65,35 @@ void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int co
     split_head(p, tensors->shape[0], tensors->shape[1]);
 }
 
-static Tensor slice(Tensor group, int64_t offset, int rank, const int64_t shape[2]) {
-  if (!tensor_exists(group)) return group;
-  int64_t count = rank == 1 ? shape[0] : shape[0] * shape[1];
-  Tensor flat = tensor_rows(group, offset, count);
-  return rank == 1 ? flat : tensor_reshape_2d(flat, shape[0], shape[1]);
+enum { NO_GROUP = 0, HEAD = 1 << GROUP_HEAD, MATRICES = 1 << GROUP_MATRICES, ALL = (1 << GROUP_COUNT) - 1 };
+
+// A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
+static Tensor tensor_of(const Parameters *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
+  int64_t count = p->group_elements[group] / (sharded ? p->spread.parts : 1);
+  if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
+  if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
+    count = min_i64(count, p->spread.before_layers + 2 * p->spread.layer);
+  bool head_grad = (role == p->grad || role == p->grad_shard) && group == GROUP_HEAD;
+  return tensor_1d(NULL, head_grad ? DTYPE_F32 : dtype, count);
 }
 
-enum { HOST_NONE = 0, HOST_MATRICES = 1 << GROUP_MATRICES, HOST_ALL = (1 << GROUP_COUNT) - 1 };
-
-// A slab on the device and, for the groups in `host`, one in the host's memory; groups[g] becomes the flat tensor of
-// group g.
-static void reserve_role(Memory *memory, const char *name, MemoryCategory category, int host,
-                         const int64_t elements[GROUP_COUNT], const Dtype dtypes[GROUP_COUNT],
-                         Tensor groups[GROUP_COUNT]) {
+// A slab on the device and, for the groups in `host`, one in the host's memory.
+static void reserve_role(const Parameters *p, Memory *memory, const char *name, MemoryCategory category,
+                         Dtype dtype, int sharded, int host, Tensor role[GROUP_COUNT]) {
   for (int on_host = 0; on_host < 2; on_host++) {
-    size_t bytes = 0;
-    for (int g = 0; g < GROUP_COUNT; g++)
-      if ((host >> g & 1) == on_host) bytes += (size_t)elements[g] * dtype_bytes(dtypes[g]);
-    if (!bytes) continue;
-    uintptr_t at = (uintptr_t)(on_host ? memory_reserve_host : memory_reserve)(memory, name, category, bytes);
+    size_t bytes = 0, at[GROUP_COUNT];
+    Tensor groups[GROUP_COUNT];
     for (int g = 0; g < GROUP_COUNT; g++) {
-      if ((host >> g & 1) != on_host) continue;
-      groups[g] = tensor_1d((void *)at, dtypes[g], elements[g]);
-      at += tensor_bytes(groups[g]);
+      groups[g] = tensor_of(p, role, g, dtype, sharded >> g & 1);
+      at[g] = bytes;
+      if ((host >> g & 1) == on_host) bytes += tensor_bytes(groups[g]);
+    }
+    if (!bytes) continue;
+    char *slab = (on_host ? memory_reserve_host : memory_reserve)(memory, name, category, bytes);
+    for (int g = 0; g < GROUP_COUNT; g++) {
+      if ((host >> g & 1) != on_host || !tensor_count(groups[g])) continue;
+      role[g] = groups[g];
+      role[g].data = (void *)((uintptr_t)slab + at[g]);
     }
   }
 }
@@ -100,9 +105,10 @@ static int64_t bucket_of_layer(const Parameters *p, int64_t usual) {
   return p->spread.layer / pieces;
 }
 
-static void cut_buckets(Parameters *p, const Dtype grad[GROUP_COUNT]) {
+static void cut_buckets(Parameters *p, Dtype grad) {
   for (int g = 0; g < GROUP_COUNT; g++) {
-    int64_t usual = BUCKET_BYTES / (int64_t)dtype_bytes(grad[g]) / alignment(p) * alignment(p);
+    size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
+    int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
     p->bucket[g] = g == GROUP_MATRICES && p->spread.zero == 2 ? bucket_of_layer(p, usual) : usual;
   }
@@ -132,108 +138,81 @@ Tensor parameters_layer_buffer(const Parameters *p, Tensor buffer, int64_t layer
   return tensor_rows(buffer, layer % 2 * p->spread.layer, p->spread.layer);
 }
 
-static void reserve_gradients(Parameters *p, Memory *memory, const Dtype grad[GROUP_COUNT],
-                              unsigned offload) {
-  int64_t made[GROUP_COUNT], summed[GROUP_COUNT];
-  for (int g = 0; g < GROUP_COUNT; g++) {
-    made[g] = p->group_elements[g];
-    summed[g] = g == GROUP_HEAD ? 0 : p->group_elements[g] / p->spread.parts;
-  }
-  if (p->spread.split_head) made[GROUP_HEAD] /= p->spread.parts;
-  if (p->spread.zero == 2) { // a double buffer of two layers; padding stays zero
-    int64_t two = p->spread.before_layers + 2 * p->spread.layer;
-    if (made[GROUP_MATRICES] > two) made[GROUP_MATRICES] = two;
-  }
-  bool buffered = offload & OFFLOAD_GRADIENTS && p->spread.zero < 2;
-  reserve_role(memory, "gradients", MEMORY_GRADIENTS, buffered ? HOST_MATRICES : HOST_NONE, made, grad,
-               p->grad);
-  if (buffered)
-    p->layer_grads =
-        reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, grad[GROUP_MATRICES]);
-  if (p->spread.zero < 2) return;
-  reserve_role(memory, "summed gradients", MEMORY_GRADIENTS,
-               offload & OFFLOAD_GRADIENTS ? HOST_ALL : HOST_NONE, summed, grad, p->grad_shard);
-  p->grad_shard[GROUP_HEAD] = (Tensor){0};
-}
-
-// The weights or the gradients of `first` and the tensors after it in its view, of `shape` together.
-static Tensor view_of(const Parameters *p, bool grad, const Parameter *first, const int64_t shape[2]) {
-  ParameterGroup group = first->group;
+// The weights or the gradients of a parameter.
+static Tensor view_of(const Parameters *p, bool grad, const Parameter *parameter) {
+  ParameterGroup group = parameter->group;
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
-  int64_t offset = first->offset, before = p->spread.before_layers, rows = shape[0];
+  int64_t offset = parameter->offset, before = p->spread.before_layers, rows = parameter->shape[0];
   bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
   if (offloaded || (grad && shards_double_buffered(p, group))) offset = parameters_buffered(p, offset);
   if (offloaded) slab = buffer, offset -= before;
   if (group == GROUP_HEAD && (grad ? p->spread.split_head : p->spread.split_head_weights))
     rows = p->spread.head_rows;
-  return slice(slab, offset, first->rank, (const int64_t[2]){rows, shape[1]});
+  if (!tensor_exists(slab)) return slab;
+  if (parameter->rank == 1) return tensor_rows(slab, offset, rows);
+  int64_t columns = parameter->shape[1];
+  return tensor_reshape_2d(tensor_rows(slab, offset, rows * columns), rows, columns);
 }
 
-// Codes, transposed codes and amax of a matrix, which lie one after the other from *at on.
-static Fp8 next_fp8(uintptr_t *at, const int64_t shape[2]) {
-  uintptr_t count = (uintptr_t)(shape[0] * shape[1]), first = *at;
-  *at += 2 * count + MEMORY_ALIGNMENT;
-  return (Fp8){.codes = tensor_2d((void *)first, DTYPE_E4M3, shape[0], shape[1]),
-               .transposed = tensor_2d((void *)(first + count), DTYPE_E4M3, shape[1], shape[0]),
-               .amax = tensor_1d((void *)(first + 2 * count), DTYPE_F32, 1)};
+// Two tensors that lie one after the other as one; the first may be absent.
+static Tensor joined(Tensor a, Tensor b) {
+  if (!tensor_exists(a)) return b;
+  int64_t rows = a.shape[0] + b.shape[0];
+  return a.rank == 1 ? tensor_1d(a.data, a.dtype, rows) : tensor_2d(a.data, a.dtype, rows, a.shape[1]);
 }
 
-void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes d) {
-  const Dtype weight[GROUP_COUNT] = {d.weight, d.weight, d.weight};
-  const Dtype master[GROUP_COUNT] = {DTYPE_F32, DTYPE_F32, DTYPE_F32};
-  const Dtype grad[GROUP_COUNT] = {DTYPE_F32, d.grad, d.grad};
-  const Dtype state[GROUP_COUNT] = {d.moment, d.moment, d.moment};
-  const Optimizer *optimizer = parameters->optimizer = &optimizers[0];
-  int64_t whole_groups[GROUP_COUNT], shard[GROUP_COUNT];
-  for (int g = 0; g < GROUP_COUNT; g++) {
-    whole_groups[g] = parameters->group_elements[g];
-    shard[g] = whole_groups[g] / parameters->spread.parts;
+// Codes, transposed codes and amax of each matrix of the layers, one after the other.
+static void reserve_fp8(Parameters *p, Memory *memory) {
+  int64_t all = p->group_elements[GROUP_MATRICES] - p->spread.before_layers;
+  size_t coded = (size_t)(p->fp8_by_layer ? p->spread.layer : all);
+  size_t bytes = 2 * coded + (size_t)p->count * MEMORY_ALIGNMENT;
+  uintptr_t first = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes), at = first;
+  for (const Parameter *t = p->items; t < p->items + p->count; t++) {
+    int64_t in_layers = t->offset - p->spread.before_layers;
+    if (t->group != GROUP_MATRICES || in_layers < 0 || tensor_exists(t->view->fp8.codes)) continue;
+    if (p->fp8_by_layer && in_layers % p->spread.layer == 0) at = first;
+    int64_t rows = t->view->value.shape[0], columns = t->view->value.shape[1];
+    uintptr_t count = (uintptr_t)(rows * columns);
+    t->view->fp8 = (Fp8){.codes = tensor_2d((void *)at, DTYPE_E4M3, rows, columns),
+                         .transposed = tensor_2d((void *)(at + count), DTYPE_E4M3, columns, rows),
+                         .amax = tensor_1d((void *)(at + 2 * count), DTYPE_F32, 1)};
+    at += 2 * count + MEMORY_ALIGNMENT;
   }
-  if (parameters->spread.split_head_weights) whole_groups[GROUP_HEAD] = shard[GROUP_HEAD];
-  cut_buckets(parameters, grad);
-  bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  int state_on_host = d.offload & OFFLOAD_OPTIMIZER ? HOST_ALL : HOST_NONE;
-  reserve_role(memory, "weights", MEMORY_WEIGHTS, weights_on_host ? HOST_MATRICES : HOST_NONE, whole_groups,
-               weight, parameters->value);
+}
+
+void parameters_allocate(Parameters *p, Memory *memory, ParameterDtypes d) {
+  const Spread *s = &p->spread;
+  bool weights_on_host = d.offload & OFFLOAD_WEIGHTS, grads_on_host = d.offload & OFFLOAD_GRADIENTS;
+  bool grads_buffered = grads_on_host && s->zero < 2;
+  int optimizer_host = d.offload & OFFLOAD_OPTIMIZER ? ALL : NO_GROUP;
+  p->optimizer = &optimizers[0];
+  cut_buckets(p, d.grad);
+  reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight, s->split_head_weights ? HEAD : NO_GROUP,
+               weights_on_host ? MATRICES : NO_GROUP, p->value);
   if (weights_on_host)
-    parameters->layer_values =
-        reserve_layers(parameters, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
+    p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
   if (d.master && !d.frozen)
-    reserve_role(memory, "master weights", MEMORY_MASTER_WEIGHTS, state_on_host, shard, master,
-                 parameters->master);
-  if (!d.frozen) {
-    reserve_gradients(parameters, memory, grad, d.offload);
-    for (int s = 0; s < OPTIMIZER_STATES && optimizer->states[s].name; s++)
-      reserve_role(memory, optimizer->states[s].label, MEMORY_MOMENTS, state_on_host, shard, state,
-                   parameters->state[s]);
+    reserve_role(p, memory, "master weights", MEMORY_MASTER_WEIGHTS, DTYPE_F32, ALL, optimizer_host,
+                 p->master);
+  if (!d.frozen)
+    reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
+                 grads_buffered ? MATRICES : NO_GROUP, p->grad);
+  if (!d.frozen && grads_buffered)
+    p->layer_grads = reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad);
+  if (!d.frozen && s->zero == 2)
+    reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
+                 p->grad_shard);
+  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name && !d.frozen; k++)
+    reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
+                 p->state[k]);
+  for (Parameter *t = p->items; t < p->items + p->count; t++) {
+    t->value = view_of(p, false, t);
+    t->grad = view_of(p, true, t);
+    t->view->value = joined(t->view->value, t->value);
+    t->view->grad = joined(t->view->grad, t->grad);
   }
-  const Spread *spread = &parameters->spread;
-  uintptr_t first_fp8 = 0, fp8 = 0; // the place of the next matrix
-  parameters->fp8_by_layer = d.fp8 && d.offload;
-  if (d.fp8) {
-    int64_t all = parameters->group_elements[GROUP_MATRICES] - spread->before_layers;
-    int64_t coded = parameters->fp8_by_layer ? spread->layer : all;
-    size_t bytes = (size_t)(2 * coded + parameters->count * MEMORY_ALIGNMENT);
-    first_fp8 = fp8 = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes);
-  }
-
-  for (int64_t i = 0; i < parameters->count; i++) {
-    Parameter *p = &parameters->items[i];
-    p->value = view_of(parameters, false, p, p->shape);
-    p->grad = view_of(parameters, true, p, p->shape);
-  }
-  for (int64_t i = 0; i < parameters->count;) {
-    const Parameter *first = &parameters->items[i];
-    int64_t shape[2] = {0, first->shape[1]};
-    for (; i < parameters->count && parameters->items[i].view == first->view; i++)
-      shape[0] += parameters->items[i].shape[0];
-    first->view->value = view_of(parameters, false, first, shape);
-    first->view->grad = view_of(parameters, true, first, shape);
-    int64_t in_layers = first->offset - spread->before_layers;
-    if (!fp8 || first->group != GROUP_MATRICES || in_layers < 0) continue;
-    if (parameters->fp8_by_layer && in_layers % spread->layer == 0) fp8 = first_fp8;
-    first->view->fp8 = next_fp8(&fp8, shape);
-  }
+  p->fp8_by_layer = d.fp8 && d.offload;
+  if (d.fp8) reserve_fp8(p, memory);
 }
 
 // --- first values ------------------------------------------------------------------------------------------

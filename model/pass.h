@@ -4,7 +4,7 @@
 
 #include "model/transformer.h"
 
-// A matrix that a matmul reads: x [N, K] and, in FP8, its codes, which may be kept in its place (matmul.h).
+// A matrix that a matmul reads: x [N, K] and, in FP8, its codes, which may be kept in its place (matmul.c).
 typedef struct {
   Tensor x;
   Fp8 fp8;
