@@ -115,7 +115,8 @@ static void cut_buckets(Parameters *p, Dtype grad) {
   if (p->spread.split_head) p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
 }
 
-int64_t parameters_buffered(const Parameters *p, int64_t element) {
+// Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
+static int64_t buffered(const Parameters *p, int64_t element) {
   int64_t before = p->spread.before_layers, layer = p->spread.layer;
   if (element < before) return element;
   int64_t index = (element - before) / layer;
@@ -144,7 +145,7 @@ static Tensor view_of(const Parameters *p, bool grad, const Parameter *parameter
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
   int64_t offset = parameter->offset, before = p->spread.before_layers, rows = parameter->shape[0];
   bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
-  if (offloaded || (grad && shards_double_buffered(p, group))) offset = parameters_buffered(p, offset);
+  if (offloaded || (grad && shards_double_buffered(p, group))) offset = buffered(p, offset);
   if (offloaded) slab = buffer, offset -= before;
   if (group == GROUP_HEAD && (grad ? p->spread.split_head : p->spread.split_head_weights))
     rows = p->spread.head_rows;
@@ -290,7 +291,7 @@ bool shards_double_buffered(const Parameters *p, ParameterGroup group) {
 }
 
 Tensor shards_local_grads(const Parameters *p, ParameterGroup group, Bucket b) {
-  int64_t first = shards_double_buffered(p, group) ? parameters_buffered(p, b.first) : b.first;
+  int64_t first = shards_double_buffered(p, group) ? buffered(p, b.first) : b.first;
   return tensor_rows(p->grad[group], first, b.count);
 }
 

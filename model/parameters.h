@@ -113,9 +113,6 @@ void parameters_add(Parameters *parameters, Param *view, const Parameter *tensor
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
 void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
 
-// Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
-int64_t parameters_buffered(const Parameters *parameters, int64_t element);
-
 // Layer `layer` of an offloaded role (value or grad), and its half of that role's double buffer.
 Tensor parameters_layer(const Parameters *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
 Tensor parameters_layer_buffer(const Parameters *parameters, Tensor buffer, int64_t layer);

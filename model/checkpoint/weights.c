@@ -49,20 +49,16 @@ void folder_end_file(Folder *f) {
   f->out = NULL;
 }
 
-void folder_file(Folder *f, const char *name) {
+static void folder_write(Folder *f, const void *bytes, size_t count) {
+  if (f->ok && fwrite(bytes, 1, count, f->out) != count) folder_give_up(f, f->file.text);
+}
+
+void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
   folder_end_file(f);
   if (!f->ok) return;
   f->file = path_in(f->hidden.text, name);
   f->out = fopen(f->file.text, "wxe"); // a new one, closed in what this process starts
   if (!f->out) folder_give_up(f, f->file.text);
-}
-
-void folder_write(Folder *f, const void *bytes, size_t count) {
-  if (f->ok && fwrite(bytes, 1, count, f->out) != count) folder_give_up(f, f->file.text);
-}
-
-void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
-  folder_file(f, name);
   folder_write(f, bytes, count);
 }
 

@@ -24,10 +24,9 @@ typedef struct {
   Path file;
 } Folder;
 
-bool is_plain_name(const char *name);               // of a file in a folder: no path, not "." or ".."
-void folder_file(Folder *folder, const char *name); // the next file; ends the one before
-void folder_write(Folder *folder, const void *bytes, size_t count);
-void folder_add(Folder *folder, const char *name, const void *bytes, size_t count); // both: a small file
+bool is_plain_name(const char *name); // of a file in a folder: no path, not "." or ".."
+// The next file, or its beginning; ends the one before.
+void folder_add(Folder *folder, const char *name, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 

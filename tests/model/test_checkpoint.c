@@ -323,7 +323,7 @@ TEST(a_full_disk_leaves_what_was_there) {
     Reason reason;
     Folder folder = folder_begin(temp_path("full"), "step-000007", "{\"step\": 7}");
     folder_add(&folder, "model.safetensors", text, strlen(text));
-    folder_file(&folder, "config.json");
+    folder_add(&folder, "config.json", "", 0);
     bool finished = folder_finish(&folder, &reason);
     setrlimit(RLIMIT_FSIZE, &before);
     made = finished && most != 100;

@@ -158,6 +158,10 @@ TEST(half_precision_widens_exactly) {
   memmove(bytes + 1, bytes, 2 * COUNT); // not aligned
   assert_true(safetensors_convert("F16", bytes + 1, COUNT, DTYPE_F32, odd));
   assert_memory_equal(odd, f16, sizeof odd);
+  static uint16_t rounded[COUNT];
+  for (int i = 0; i < COUNT; i++) odd[i] = (float)i / 3;
+  assert_true(safetensors_convert("F32", (char *)odd, COUNT, DTYPE_BF16, rounded));
+  for (int i = 0; i < COUNT; i++) assert_int_equal(rounded[i], bf16_from_f32(odd[i]));
   assert_false(safetensors_convert("I32", bytes, 1, DTYPE_F32, odd));
 }
 
