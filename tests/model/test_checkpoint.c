@@ -166,7 +166,7 @@ TEST(options_that_contradict_the_model_are_refused) {
 // the program may be killed before any of them.
 static char events[65536];
 static int event_count, kill_before = -1;
-static bool read_only;
+static bool read_only, no_exchange, no_entry; // what the file system cannot do
 static jmp_buf killed;
 
 static const char *in_store(const char *path) {
@@ -191,11 +191,13 @@ int fsync(int file) {
 
 int rename(const char *from, const char *to) {
   event("rename", from, to);
+  if (no_entry && strstr(from, "/.saving-") && !strstr(from, ".new")) return errno = EIO, -1;
   return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
 
 int renameat2(int a, const char *from, int b, const char *to, unsigned flags) {
   event("exchange", from, to);
+  if (no_exchange) return errno = EINVAL, -1;
   return (int)syscall(SYS_renameat2, a, from, b, to, flags);
 }
 
@@ -268,6 +270,18 @@ TEST(a_checkpoint_is_saved_in_this_order) {
   assert_string_equal(events,
                       NEW_STEP "exchange .saving-step-000002 step-000002\n"
                                "rename .saving-step-000002 .removing-step-000002\nsync \n" GONE LATEST);
+  events[0] = 0;
+  no_exchange = true;
+  save_steps(run, &store, (const int64_t[]){2}, 1);
+  assert_string_equal(events, NEW_STEP "exchange .saving-step-000002 step-000002\n"
+                                       "rename step-000002 .removing-step-000002\n"
+                                       "rename .saving-step-000002 step-000002\nsync \n" GONE LATEST);
+  Reason reason;
+  no_entry = true;
+  assert_false(save_step(run, &store, 2, &reason));
+  no_exchange = no_entry = false;
+  assert_non_null(strstr(reason.text, strerror(EIO)));
+  checkpoint_require_whole(temp_path("order/store/step-000002")); // the old one is back
   checkpoint_store_close(&store);
   run_close(run);
 }
