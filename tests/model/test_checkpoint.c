@@ -390,6 +390,11 @@ TEST(damage_is_noticed_and_passed_over) {
   shell("cd %s && test $(ls -d step-*) = step-1000001",
         temp_path("damaged")); // the list of before is ours, too
   checkpoint_store_close(&store);
+  snprintf(at, sizeof at, "%s", temp_path("damaged/step-1000001"));
+  checkpoint_load(at, trainer_model(&run->trainer), run->h->backend, true);
+  shell("sed -i s/v.model.norm.weight/x.model.norm.weight/ %s/training_state.safetensors", at);
+  ASSERT_FAILS(checkpoint_load(at, trainer_model(&run->trainer), run->h->backend, true),
+               "training_state.safetensors lacks the moments of model.norm.weight", "--init");
   run_close(run);
 }
 

@@ -247,6 +247,26 @@ TEST(test_roles) {
   backend_destroy(plan);
 }
 
+// At zero 2 a rank makes the gradients of two layers at a time, and keeps its part of their sums.
+TEST(test_sharded_roles) {
+  ModelConfig config = small("llama-tiny");
+  config.num_hidden_layers = 5;
+  Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
+  plan->ranks = 2;
+  Model model;
+  ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32, .zero = 2};
+  model_create(&model, &config, plan, dtypes, 40);
+  const Parameters *p = &model.parameters;
+  const int64_t *n = p->group_elements;
+  size_t made = (size_t)(n[GROUP_HEAD] + p->spread.before_layers + 2 * p->spread.layer + n[GROUP_VECTORS]);
+  size_t summed = (size_t)(n[GROUP_MATRICES] + n[GROUP_VECTORS]) / 2;
+  const size_t *now = plan->memory.ledger.now;
+  assert_int_equal(now[MEMORY_GRADIENTS], memory_padded(4 * made) + memory_padded(4 * summed));
+  assert_int_equal(now[MEMORY_MOMENTS], 2 * memory_padded(2 * (size_t)(n[0] + n[1] + n[2])));
+  model_destroy(&model);
+  backend_destroy(plan);
+}
+
 // --- rotary frequencies ------------------------------------------------------------------------------------
 
 static void assert_close(double got, double want, double relative) {

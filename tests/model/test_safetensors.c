@@ -240,6 +240,9 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
       {LLAMA ",'rope_parameters':{'rope_theta':7}}", SCALED, 0},
       {LLAMA ",'rope_theta':7,'rope_scaling':{}}", SCALED, 0},
       {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'linear','factor':2}}", SCALED " 2 0 0 0", 0},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'linear','factor':2,'low_freq_factor':1,"
+             "'original_max_position_embeddings':32}}",
+       SCALED " 2 0 0 0", 0},
       {GPT2 "}", "10 12 48 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out tied 1e-05 10000", 0},
       {GPT2 ",'n_inner':5,'tie_word_embeddings':false,'activation_function':'gelu_new'}",
        "10 12 5 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out 1e-05 10000", 0},
