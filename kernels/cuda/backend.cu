@@ -353,6 +353,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   backend->scratch = &cuda_scratch;
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
+  state->hopper = hopper_create(backend);
   backend->no_sampling = !hopper_runs(backend);
   backend->device_overhead = device_bytes_now(backend);
   state->gemm_workspace =

@@ -44,7 +44,7 @@ struct CudaState {
   Gemms *gemms;
   void *gemm_workspace; // CUDA_GEMM_WORKSPACE_BYTES
   Staging *staging;
-  Hopper *hopper;               // NULL until it is first needed
+  Hopper *hopper;
   CudaCollectives *collectives; // NULL while there is one rank
 };
 
@@ -108,20 +108,35 @@ struct KernelLaunch {
   const char *op; // for the error's sentence
   cudaStream_t stream;
   dim3 grid; // of no blocks: nothing is launched
-  int threads;
+  dim3 block;
   bool pdl = false;
+  size_t shared_bytes = 0; // of dynamic shared memory
+  unsigned cluster = 0;    // CTAs of a cluster; 0: no clusters
+};
+
+struct LaunchConfig : cudaLaunchConfig_t {
+  cudaLaunchAttribute attributes[2] = {};
+
+  template <typename Kernel> LaunchConfig(const KernelLaunch &l, Kernel *kernel) : cudaLaunchConfig_t() {
+    gridDim = l.grid, blockDim = l.block, dynamicSmemBytes = l.shared_bytes, stream = l.stream;
+    attrs = attributes;
+    if (l.pdl) attributes[numAttrs++] = pdl_attribute();
+    if (l.cluster) {
+      attributes[numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[numAttrs++].val.clusterDim = {l.cluster, 1, 1};
+    }
+    constexpr size_t ALWAYS_ALLOWED = 48 << 10;
+    if (l.shared_bytes > ALWAYS_ALLOWED)
+      cuda_check(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      (int)l.shared_bytes),
+                 "requesting shared memory");
+  }
 };
 
 template <typename... Params, typename... Args>
 static inline void launch_kernel(const KernelLaunch &l, void (*kernel)(Params...), Args &&...args) {
-  cudaLaunchAttribute pdl = pdl_attribute();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = l.grid;
-  config.blockDim = dim3((unsigned)l.threads);
-  config.stream = l.stream;
-  config.attrs = &pdl;
-  config.numAttrs = l.pdl ? 1 : 0;
   if (l.grid.x == 0 || l.grid.y == 0) return;
+  LaunchConfig config(l, kernel);
   cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...), l.op);
 }
 
@@ -377,8 +392,8 @@ void cuda_gemm(Backend *backend, const Gemm *gemm);
 void gemms_create(Backend *backend);
 void gemms_destroy(Gemms *gemms);
 
-// NULL is fine.
-void hopper_destroy(Hopper *hopper);
+Hopper *hopper_create(Backend *backend);
+void hopper_destroy(Hopper *hopper); // NULL is fine
 
 // columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.

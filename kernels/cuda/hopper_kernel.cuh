@@ -34,8 +34,6 @@
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
-#if defined(HOPPER_CODE)
-
 // The position of a role in the ring. A stage's barriers change phase once a round.
 template <typename K> struct PipelineState {
   int stage = 0;
@@ -247,8 +245,6 @@ consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pi
   if (threadIdx.x % 32 == 0) tma_store_wait_all();
 }
 
-#endif
-
 template <typename K>
 static __global__ void __launch_bounds__(THREADS, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
@@ -288,6 +284,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
   }
   cluster_sync(); // no CTA leaves while the other may still arrive at its barriers
 #else
-  __trap(); // never launched there: see prepare() in hopper_gemm.cu
+  __trap(); // never launched there: see hopper_create() in hopper_gemm.cu
 #endif
 }

@@ -33,13 +33,11 @@ struct Epilogue {
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
   // Whether a warp of its own runs load_addend().
   static constexpr bool LOADS = false;
-#if defined(HOPPER_CODE)
   template <typename K>
   static __device__ void load_addend(const TileScheduler &, const EpilogueParams &, const Pipeline &,
                                      const CUtensorMap *, int) {}
   // Before a tile's main loop; after it comes run(), with the tile's accumulators.
   __device__ void begin(const Consumer &, const WorkTile &, int) {}
-#endif
 };
 
 // An epilogue and what follows from it.
@@ -95,8 +93,6 @@ static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, i
   int height = min(s.group, s.m_tiles - group * s.group);
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
-
-#if defined(HOPPER_CODE)
 
 template <typename K>
 static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
@@ -176,5 +172,3 @@ struct Consumer {
   uint32_t buffer;               // the warp's
   int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
 };
-
-#endif

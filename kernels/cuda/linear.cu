@@ -466,10 +466,10 @@ static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column
   if (p.addend) value += to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
   if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
   if (p.epilogue == GEMM_GELU_DERIVATIVE) {
-    value *= gelu_derivative(to_float(*pre));
+    value *= Gelu::derivative(to_float(*pre));
   } else if (p.pre) {
     *pre = from_float<T>(value);
-    value = gelu(value);
+    value = Gelu::value(value, 0);
   }
   static_cast<TO *>(p.out)[row * p.out_stride + column] = from_float<TO>(value);
 }
