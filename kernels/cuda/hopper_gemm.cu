@@ -316,32 +316,26 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// With fewer tiles than clusters some SMs would idle; cuBLASLt has smaller tiles.
-static bool takes_swiglu(Backend *backend, const TileScheduler &s, Tensor a, Tensor weight, Tensor gate_up,
-                         Tensor out) {
+// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle; cuBLASLt has
+// smaller tiles.
+template <typename K>
+static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})
     if (t.dtype != DTYPE_BF16 || !tma_takes(t)) return false;
-  return s.n % WIDTH<bf16> == 0 && s.work_tiles >= hopper(backend).clusters;
+  if (!hopper_runs(backend) || n % WIDTH<bf16>) return false;
+  constexpr int LINE = K::GATE_UP ? 64 : 128, SHARE = K::B_K_MAJOR ? TILE_N : TILE_K;
+  TileScheduler s = schedule<K>(backend, a.shape[0], n, a.shape[1]);
+  if (s.work_tiles < hopper(backend).clusters) return false;
+  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, LINE, 2);
+  launch<K>(backend, tma_map(backend, a, K::ROWS), tma_map(backend, weight, SHARE / CLUSTER),
+            tma_map(backend, out, STORE_ROWS, LINE, K::GATE_UP ? 1 : 2), s, {}, &gate_up_map);
+  return true;
 }
 
 bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight) {
-  using K = KernelTraits<Swiglu>;
-  if (!hopper_runs(backend)) return false;
-  TileScheduler s = schedule<K>(backend, x.shape[0], out.shape[1], x.shape[1]);
-  if (!takes_swiglu(backend, s, x, weight, gate_up, out)) return false;
-  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 64, 2);
-  launch<K>(backend, tma_map(backend, x, K::ROWS), tma_map(backend, weight, TILE_N / CLUSTER),
-            tma_map(backend, out, STORE_ROWS, 64), s, {}, &gate_up_map);
-  return true;
+  return swiglu_gemm<KernelTraits<Swiglu>>(backend, out, gate_up, x, weight, out.shape[1]);
 }
 
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight) {
-  using K = KernelTraits<SwigluGradient>;
-  if (!hopper_runs(backend)) return false;
-  TileScheduler s = schedule<K>(backend, dout.shape[0], weight.shape[1], dout.shape[1]);
-  if (!takes_swiglu(backend, s, dout, weight, gate_up, dgate_up)) return false;
-  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 128, 2);
-  launch<K>(backend, tma_map(backend, dout, K::ROWS), tma_map(backend, weight, TILE_K / CLUSTER),
-            tma_map(backend, dgate_up, STORE_ROWS, 128, 2), s, {}, &gate_up_map);
-  return true;
+  return swiglu_gemm<KernelTraits<SwigluGradient>>(backend, dgate_up, gate_up, dout, weight, weight.shape[1]);
 }
