@@ -18,10 +18,8 @@ typedef __nv_bfloat16 bf16;
 
 // --- the backend's state -----------------------------------------------------------------------------------
 
-struct Gemms;           // linear.cu: cuBLASLt's handle and the GEMMs it has met
-struct Staging;         // backend.cu: pinned memory between the host and the device
-struct Hopper;          // hopper_gemm.cu: what it found on this device
-struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
+struct Gemms;  // linear.cu: cuBLASLt's handle and the GEMMs it has met
+struct Hopper; // hopper_gemm.cu: what it found on this device
 
 // Where asynchronous operations run, in an order of their own, concurrently with those of the backend's stream.
 struct SideStream {
@@ -30,6 +28,8 @@ struct SideStream {
   cudaEvent_t done[ASYNC_EVENTS]; // done[i % ASYNC_EVENTS]: operation i
   std::atomic<int64_t> count;     // of operations; the watchdog's thread reads it too
 };
+
+enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20 };
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
@@ -43,9 +43,12 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
   void *gemm_workspace; // CUDA_GEMM_WORKSPACE_BYTES
-  Staging *staging;
+  // Pinned memory from which the copy engine reads uploads, each from the slot after that of the one before.
+  char *staging;
+  cudaEvent_t uploaded[STAGING_SLOTS]; // the device has read the slot
+  int64_t uploads;
   Hopper *hopper;
-  CudaCollectives *collectives; // NULL while there is one rank
+  struct ncclComm *comm; // NULL while there is one rank
 };
 
 static inline CudaState *cuda_state(Backend *backend) {
@@ -231,14 +234,19 @@ static inline bool rows_align(Tensor t, int64_t width) {
   return rows_start_aligned(t, width) && t.shape[t.rank - 1] % width == 0;
 }
 
+// Of all these tensors, absent ones aside.
+static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t width) {
+  for (const Tensor &t : tensors)
+    if (tensor_exists(t) && !rows_align(t, width)) return false;
+  return true;
+}
+
 // Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes where the
 // rows of all these tensors (absent ones aside) are a whole number of such groups, else one element.
 template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
-    bool wide = true;
-    for (const Tensor &t : rows) wide = wide && (!tensor_exists(t) || rows_align(t, W));
-    if (wide)
+    if (rows_align(rows, W))
       f(type, std::integral_constant<int, W>());
     else
       f(type, std::integral_constant<int, 1>());
