@@ -4,12 +4,20 @@
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 
-// Calls f with the activation's functions (activation.cuh).
-template <typename F> static void with_activation(Activation activation, F f) {
-  if (activation == ACTIVATION_GELU)
-    f(Gelu());
-  else
-    f(SwiGlu());
+// Calls f with the activation's functions (activation.cuh), the element type, the width of an access, and whether the
+// maximum is wanted, which begins at 0.
+template <typename F>
+static void with_activation(Backend *backend, Activation activation, Tensor amax,
+                            std::initializer_list<Tensor> rows, F f) {
+  if (tensor_exists(amax)) cuda_fill_zero(backend, &amax);
+  with_access(rows.begin()->dtype, rows, [&](auto type, auto width) {
+    with_bool(tensor_exists(amax), [&](auto wanted) {
+      if (activation == ACTIVATION_GELU)
+        f(Gelu(), type, width, wanted);
+      else
+        f(SwiGlu(), type, width, wanted);
+    });
+  });
 }
 
 template <typename A, typename T, int W, bool AMAX>
@@ -32,17 +40,14 @@ static __global__ void activation_forward_kernel(T *out, const T *x, unsigned *a
 
 void cuda_activation_forward(Backend *backend, const ActivationForward *a) {
   int64_t rows = a->out.shape[0], columns = a->out.shape[1];
-  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
-  with_access(a->out.dtype, {a->out, a->x}, [&](auto type, auto width) {
-    with_bool(tensor_exists(a->amax), [&](auto amax) {
-      with_activation(a->activation, [&](auto activation) {
-        using T = decltype(type);
-        launch_kernel(per_row(backend, "activation_forward", rows, ceil_div(columns, width)),
-                      activation_forward_kernel<decltype(activation), T, width, decltype(amax)::value>,
-                      data_of<T>(a->out), data_of<T>(a->x), data_of<unsigned>(a->amax), (int)columns);
-      });
-    });
-  });
+  with_activation(backend, a->activation, a->amax, {a->out, a->x},
+                  [&](auto activation, auto type, auto width, auto amax) {
+                    using T = decltype(type);
+                    launch_kernel(per_row(backend, "activation_forward", rows, ceil_div(columns, width)),
+                                  activation_forward_kernel<decltype(activation), T, width, amax>,
+                                  data_of<T>(a->out), data_of<T>(a->x), data_of<unsigned>(a->amax),
+                                  (int)columns);
+                  });
 }
 
 // A thread reads its elements before it writes their gradients, which may take their place.
@@ -70,16 +75,12 @@ static __global__ void activation_backward_kernel(T *dx, const T *dout, const T 
 
 void cuda_activation_backward(Backend *backend, const ActivationBackward *a) {
   int64_t rows = a->dout.shape[0], columns = a->dout.shape[1];
-  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
-  with_access(a->dout.dtype, {a->dout, a->x, a->dx}, [&](auto type, auto width) {
-    with_bool(tensor_exists(a->amax), [&](auto amax) {
-      with_activation(a->activation, [&](auto activation) {
-        using T = decltype(type);
-        launch_kernel(per_row(backend, "activation_backward", rows, ceil_div(columns, width)),
-                      activation_backward_kernel<decltype(activation), T, width, decltype(amax)::value>,
-                      data_of<T>(a->dx), data_of<T>(a->dout), data_of<T>(a->x), data_of<unsigned>(a->amax),
-                      (int)columns);
-      });
-    });
-  });
+  with_activation(backend, a->activation, a->amax, {a->dout, a->x, a->dx},
+                  [&](auto activation, auto type, auto width, auto amax) {
+                    using T = decltype(type);
+                    launch_kernel(per_row(backend, "activation_backward", rows, ceil_div(columns, width)),
+                                  activation_backward_kernel<decltype(activation), T, width, amax>,
+                                  data_of<T>(a->dx), data_of<T>(a->dout), data_of<T>(a->x),
+                                  data_of<unsigned>(a->amax), (int)columns);
+                  });
 }

@@ -9,37 +9,27 @@ static __device__ __forceinline__ float logistic(float x) {
   return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
-// 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.
-static __device__ __forceinline__ float gelu(float x) {
-  return x * logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
-}
-
-static __device__ __forceinline__ float gelu_derivative(float x) {
-  float p = logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
-  return p + x * p * (1 - p) * 2 * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x);
-}
-
-// Gate and up become their gradients, given that of silu(gate) * up.
-static __device__ __forceinline__ void swiglu_gradient(float &gate, float &up, float dout) {
-  float p = logistic(gate), silu = gate * p;
-  gate = dout * up * p * (1 + gate * (1 - p));
-  up = dout * silu;
-}
-
 // What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their gradients,
 // given that of the value.
 struct Gelu {
   static constexpr bool GATED = false;
-  static __device__ __forceinline__ float value(float x, float) { return gelu(x); }
-  static __device__ __forceinline__ void gradient(float &x, float &, float dout) {
-    x = dout * gelu_derivative(x);
+  // 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.
+  static __device__ __forceinline__ float value(float x, float) {
+    return x * logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
   }
+  static __device__ __forceinline__ float derivative(float x) {
+    float p = logistic(2 * GELU_SCALE * (x + GELU_CUBIC * x * x * x));
+    return p + x * p * (1 - p) * 2 * GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x);
+  }
+  static __device__ __forceinline__ void gradient(float &x, float &, float dout) { x = dout * derivative(x); }
 };
 
 struct SwiGlu {
   static constexpr bool GATED = true;
   static __device__ __forceinline__ float value(float gate, float up) { return up * (gate * logistic(gate)); }
   static __device__ __forceinline__ void gradient(float &gate, float &up, float dout) {
-    swiglu_gradient(gate, up, dout);
+    float p = logistic(gate), silu = gate * p;
+    gate = dout * up * p * (1 + gate * (1 - p));
+    up = dout * silu;
   }
 };

@@ -42,17 +42,15 @@ void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_
   // The padding up to whole tiles is written too.
   int64_t tiles = ceil_div(a->shape.seq_len, attention::STATISTICS_TILE) * (attention::STATISTICS_TILE / 32);
   int64_t warps = a->shape.batch * tiles * a->shape.num_heads;
-  (a->shape.head_dim == 64
-       ? attention::statistics_kernel<64>
-       : attention::statistics_kernel<128>)<<<(unsigned)ceil_div(warps, 8), 256, 0, stream>>>(
-      *a, counters, (int)tiles, warps);
-  cuda_check_launch("attention_backward");
+  launch_kernel({"attention_backward", stream, dim3((unsigned)ceil_div(warps, 8)), 256},
+                a->shape.head_dim == 64 ? attention::statistics_kernel<64>
+                                        : attention::statistics_kernel<128>,
+                *a, counters, (int)tiles, warps);
 }
 
 // Whether the tensor-core kernels take this shape.
 static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
-  return qkv.dtype == DTYPE_BF16 && (s.head_dim == 64 || s.head_dim == 128) && rows_align(qkv, 8) &&
-         rows_align(out, 8);
+  return qkv.dtype == DTYPE_BF16 && (s.head_dim == 64 || s.head_dim == 128) && rows_align({qkv, out}, 8);
 }
 
 void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
@@ -68,7 +66,7 @@ void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   char *after = data_of<char>(a->workspace) + cuda_attention_statistics_bytes(a->shape);
   float *partials = tensor_exists(a->dbias) ? reinterpret_cast<float *>(after + MEMORY_ALIGNMENT) : nullptr;
   bool summed = false;
-  if (takes(a->shape, a->qkv, a->out) && rows_align(a->dout, 8) && rows_align(a->dqkv, 8)) {
+  if (takes(a->shape, a->qkv, a->out) && rows_align({a->dout, a->dqkv}, 8)) {
     int *counters = reinterpret_cast<int *>(after);
     attention_statistics(a, counters, stream);
     summed = attention_hopper_backward(a, counters, partials, stream);

@@ -155,5 +155,4 @@ void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t strea
                                                       a->shape.num_heads, stream);
     });
   });
-  cuda_check_launch("attention_forward");
 }

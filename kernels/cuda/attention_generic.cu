@@ -193,10 +193,6 @@ __global__ void gradient_kernel(const __grid_constant__ AttentionBackward a) {
   dq_or_dk.write(head_of<Element>(a.dqkv, first + own, KEYS ? key_head : head, D), D, scale);
 }
 
-unsigned blocks(AttentionShape s, int64_t heads) {
-  return (unsigned)ceil_div(s.batch * heads * s.seq_len, WARPS);
-}
-
 void check_head(const char *op, AttentionShape s, int64_t largest) {
   if (s.head_dim > largest)
     fail("%s: head_dim %lld is beyond what the CUDA backend takes, %lld", op, (long long)s.head_dim,
@@ -205,31 +201,34 @@ void check_head(const char *op, AttentionShape s, int64_t largest) {
 
 // One block for each query of each head.
 template <class Operation>
-void launch_queries(void (*kernel)(Operation), const Operation *a, int warps, cudaStream_t stream) {
+void launch_queries(const char *op, void (*kernel)(Operation), const Operation *a, int warps,
+                    cudaStream_t stream) {
   dim3 grid((unsigned)(a->shape.batch * a->shape.seq_len), (unsigned)a->shape.num_heads);
-  kernel<<<grid, warps * 32, (1 + warps) * a->shape.head_dim * sizeof(float), stream>>>(*a);
+  size_t shared_bytes = (1 + warps) * a->shape.head_dim * sizeof(float);
+  launch_kernel({op, stream, grid, warps * 32, false, shared_bytes}, kernel, *a);
 }
 
 } // namespace
 
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream) {
   check_head("attention_forward", a->shape, 256);
-  with_float(a->qkv.dtype,
-             [=](auto type) { launch_queries(forward_kernel<decltype(type)>, a, WARPS, stream); });
-  cuda_check_launch("attention_forward");
+  with_float(a->qkv.dtype, [=](auto type) {
+    launch_queries("attention_forward", forward_kernel<decltype(type)>, a, WARPS, stream);
+  });
 }
 
 void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream) {
   check_head("attention_backward", a->shape, MAX_PER_LANE * 32);
   with_float(a->qkv.dtype, [=](auto type) {
     using Element = decltype(type);
-    const unsigned queries = blocks(a->shape, a->shape.num_heads);
-    delta_kernel<Element><<<queries, WARPS * 32, 0, stream>>>(*a);
-    gradient_kernel<Element, true>
-        <<<blocks(a->shape, a->shape.num_key_value_heads), WARPS * 32, 0, stream>>>(*a);
-    gradient_kernel<Element, false><<<queries, WARPS * 32, 0, stream>>>(*a);
+    auto launch = [=](auto *kernel, int64_t heads) {
+      dim3 blocks((unsigned)ceil_div(a->shape.batch * heads * a->shape.seq_len, WARPS));
+      launch_kernel({"attention_backward", stream, blocks, WARPS * 32}, kernel, *a);
+    };
+    launch(delta_kernel<Element>, a->shape.num_heads);
+    launch(gradient_kernel<Element, true>, a->shape.num_key_value_heads);
+    launch(gradient_kernel<Element, false>, a->shape.num_heads);
   });
-  cuda_check_launch("attention_backward");
 }
 
 void cuda_attention_decode(Backend *backend, const AttentionDecode *a) {
@@ -237,10 +236,9 @@ void cuda_attention_decode(Backend *backend, const AttentionDecode *a) {
   cudaStream_t stream = cuda_stream(backend);
   with_float(a->qkv.dtype, [=](auto type) {
     using Element = decltype(type);
-    const unsigned tokens = (unsigned)(a->shape.batch * a->shape.seq_len);
-    store_kernel<Element>
-        <<<tokens, row_threads(a->shape.num_key_value_heads * a->shape.head_dim, 256), 0, stream>>>(*a);
-    launch_queries(decode_kernel<Element>, a, DECODE_WARPS, stream);
+    launch_kernel(per_row(backend, "attention_decode", a->shape.batch * a->shape.seq_len,
+                          a->shape.num_key_value_heads * a->shape.head_dim),
+                  store_kernel<Element>, *a);
+    launch_queries("attention_decode", decode_kernel<Element>, a, DECODE_WARPS, stream);
   });
-  cuda_check_launch("attention_decode");
 }

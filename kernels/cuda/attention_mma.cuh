@@ -231,9 +231,8 @@ template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, i
 
 template <int THREADS, int ROWS, int SHARED_BYTES, class Operation>
 static void launch(void (*kernel)(Operation), const Operation &a, int64_t heads, cudaStream_t stream) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-  kernel<<<(unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch), THREADS, SHARED_BYTES,
-           stream>>>(a);
+  dim3 blocks((unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch));
+  launch_kernel({"attention", stream, blocks, THREADS, false, SHARED_BYTES}, kernel, a);
 }
 
 } // namespace attention

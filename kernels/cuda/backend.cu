@@ -5,7 +5,6 @@
 // copy engine reads whenever the stream gets there, so that the caller's buffer is free again when the call returns. The
 // host waits for the oldest upload only when all slots are taken.
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -87,43 +86,19 @@ static void side_destroy(SideStream *side) {
 
 // --- between host and device -------------------------------------------------------------------------------
 
-// Pinned memory from which the copy engine reads uploads.
-struct Staging {
-  enum { SLOTS = 16, SLOT_BYTES = 1 << 20 };
-  char *base;
-  cudaEvent_t copied[SLOTS]; // the device has read the slot
-  int64_t count;             // of uploads, each from the slot after that of the one before
-};
-
-static void staging_create(CudaState *state) {
-  Staging *s = state->staging = static_cast<Staging *>(calloc(1, sizeof(Staging)));
-  if (!s) fail("out of host memory for the CUDA backend");
-  cuda_check(cudaMallocHost(reinterpret_cast<void **>(&s->base), Staging::SLOTS * Staging::SLOT_BYTES),
-             "allocating 16 MiB of pinned host memory");
-  for (cudaEvent_t &event : s->copied) event = new_event();
-}
-
-static void staging_destroy(Staging *s) {
-  if (!s) return;
-  for (cudaEvent_t event : s->copied) cudaEventDestroy(event);
-  cudaFreeHost(s->base);
-  free(s);
-}
-
 static void to_device(Backend *backend, Tensor destination, const void *host) {
-  cudaStream_t stream = cuda_stream(backend);
-  Staging *s = cuda_state(backend)->staging;
+  CudaState *state = cuda_state(backend);
   int64_t bytes = (int64_t)tensor_bytes(destination), part;
   for (int64_t done = 0; done < bytes; done += part) {
-    part = min_i64(bytes - done, Staging::SLOT_BYTES);
-    int64_t slot = s->count++ % Staging::SLOTS;
-    char *from = s->base + slot * Staging::SLOT_BYTES;
-    cuda_check(cudaEventSynchronize(s->copied[slot]), "waiting for an upload");
+    part = min_i64(bytes - done, STAGING_SLOT_BYTES);
+    int64_t slot = state->uploads++ % STAGING_SLOTS;
+    char *from = state->staging + slot * STAGING_SLOT_BYTES;
+    cuda_check(cudaEventSynchronize(state->uploaded[slot]), "waiting for an upload");
     copy_bytes(from, static_cast<const char *>(host) + done, (size_t)part);
     cuda_check(cudaMemcpyAsync(data_of<char>(destination) + done, from, (size_t)part, cudaMemcpyDefault,
-                               stream), // to offloaded tensors too
+                               state->stream), // to offloaded tensors too
                "uploading");
-    cuda_check(cudaEventRecord(s->copied[slot], stream), "recording an event");
+    cuda_check(cudaEventRecord(state->uploaded[slot], state->stream), "recording an event");
   }
 }
 
@@ -158,6 +133,24 @@ static void to_host(Backend *backend, void *host, Tensor source) {
   synchronize(backend);
 }
 
+// Copies beside the kernels, by the copy engines, of which there is one for each direction, with a stream for each. The
+// host never waits.
+static void copy(Backend *backend, StreamKind kind, const Copy *a) {
+  cudaStream_t stream = side_begin(backend, kind);
+  if (a->after_out) side_join(backend, STREAM_COPY_OUT, stream, 0);
+  cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDefault, stream),
+             "copying between the host and the device");
+  side_end(backend, kind);
+}
+
+void cuda_copy_in(Backend *backend, const Copy *a) {
+  copy(backend, STREAM_COPY_IN, a);
+}
+
+void cuda_copy_out(Backend *backend, const Copy *a) {
+  copy(backend, STREAM_COPY_OUT, a);
+}
+
 // --- memory ------------------------------------------------------------------------------------------------
 
 // What the whole device holds now, other programs included; cudaMemGetInfo does not separate owners.
@@ -167,18 +160,13 @@ static size_t device_bytes_now(Backend *backend) {
   return total - available;
 }
 
-static void sample_peak(Backend *backend) {
+// Device memory is taken in few large pieces and cuBLASLt takes a little at its first GEMM, so the peak is sampled after
+// each allocation and when it is queried. What another program takes and gives back in between goes unseen.
+static size_t device_bytes_peak(Backend *backend) {
   CudaState *state = cuda_state(backend);
   size_t now = device_bytes_now(backend);
   if (now > state->peak_bytes) state->peak_bytes = now;
-}
-
-// Device memory is taken in few large pieces and cuBLASLt takes a little at its first GEMM, so
-// the peak is sampled after each allocation and when it is queried. What another program takes and gives back
-// in between goes unseen.
-static size_t device_bytes_peak(Backend *backend) {
-  sample_peak(backend);
-  return cuda_state(backend)->peak_bytes;
+  return state->peak_bytes;
 }
 
 static void device_peak_reset(Backend *backend) {
@@ -195,13 +183,31 @@ static void *allocate(void *context, size_t bytes) {
   }
   cuda_check(error, "allocating device memory");
   cuda_check(cudaMemsetAsync(data, 0, bytes, cuda_stream(backend)), "zeroing new memory");
-  sample_peak(backend);
+  device_bytes_peak(backend);
   return data;
 }
 
 static void release(void *context, void *data, size_t bytes) {
   synchronize(static_cast<Backend *>(context));
   cuda_check(cudaFree(data), "freeing device memory");
+}
+
+// The host's memory: pinned pages with one address for the host and the device. So what is touched once in a step (AdamW's
+// state, an embedding's rows) needs no copy: kernels access it over PCIe.
+static void *allocate_host(void *context, size_t bytes) {
+  void *data = memory_pages.allocate(nullptr, bytes);
+  if (data && bytes && cudaHostRegister(data, bytes, cudaHostRegisterDefault) != cudaSuccess) {
+    cudaGetLastError(); // the system may limit pinned memory
+    memory_pages.release(nullptr, data, bytes);
+    return nullptr;
+  }
+  return data;
+}
+
+static void release_host(void *context, void *data, size_t bytes) {
+  synchronize(static_cast<Backend *>(context));
+  if (bytes) cuda_check(cudaHostUnregister(data), "unpinning host memory");
+  memory_pages.release(nullptr, data, bytes);
 }
 
 static void poison(void *context, void *data, size_t bytes) {
@@ -249,7 +255,8 @@ static void destroy(Backend *backend) {
   cuda_collectives_end(backend);
   for (SideStream &side : state->concurrent) side_destroy(&side);
   gemms_destroy(state->gemms);
-  staging_destroy(state->staging);
+  cudaFreeHost(state->staging);
+  for (cudaEvent_t event : state->uploaded) cudaEventDestroy(event);
   for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
   for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
   cudaEventDestroy(state->handed);
@@ -280,58 +287,44 @@ static const BackendOps operations = {.collectives_join = join_collectives,
 #undef ENTRY
 };
 
-// A sentence about why device `ordinal` cannot be used, or NULL.
-static const char *why_unusable(int ordinal) {
-  static thread_local char reason[256];
+static bool usable(int ordinal, Reason *reason) {
   int driver = 0, runtime = 0, count = 0, major = 0, minor = 0;
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  if (driver == 0) return "no NVIDIA driver was found";
+  if (driver == 0) return refuse(reason, "no NVIDIA driver was found");
   cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaErrorInsufficientDriver) {
-    snprintf(reason, sizeof reason,
-             "the NVIDIA driver is for CUDA %d.%d and the program was built with CUDA %d.%d", driver / 1000,
-             driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    return reason;
-  }
-  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) return "no NVIDIA GPU was found";
-  if (error != cudaSuccess) {
-    snprintf(reason, sizeof reason, "CUDA did not start: %s", cudaGetErrorString(error));
-    return reason;
-  }
-  if (ordinal < 0 || ordinal >= count) {
-    snprintf(reason, sizeof reason, "there is no GPU %d, only %d of them, counted from 0", ordinal, count);
-    return reason;
-  }
+  if (error == cudaErrorInsufficientDriver)
+    return refuse(reason, "the NVIDIA driver is for CUDA %d.%d and the program was built with CUDA %d.%d",
+                  driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+    return refuse(reason, "no NVIDIA GPU was found");
+  if (error != cudaSuccess) return refuse(reason, "CUDA did not start: %s", cudaGetErrorString(error));
+  if (ordinal < 0 || ordinal >= count)
+    return refuse(reason, "there is no GPU %d, only %d of them, counted from 0", ordinal, count);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
-  if (major < 8) {
-    snprintf(reason, sizeof reason,
-             "GPU %d has compute capability %d.%d, and bf16 GEMMs need 8.0 (Ampere) or later", ordinal, major,
-             minor);
-    return reason;
-  }
+  if (major < 8)
+    return refuse(reason, "GPU %d has compute capability %d.%d, and bf16 GEMMs need 8.0 (Ampere) or later",
+                  ordinal, major, minor);
   error = cudaSetDevice(ordinal);
   if (error == cudaSuccess) error = cudaFree(nullptr); // makes the context
-  if (error != cudaSuccess) {
-    snprintf(reason, sizeof reason, "GPU %d did not start: %s", ordinal, cudaGetErrorString(error));
-    return reason;
-  }
-  return nullptr;
+  return error == cudaSuccess ||
+         refuse(reason, "GPU %d did not start: %s", ordinal, cudaGetErrorString(error));
 }
 
 extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason) {
-  *reason = why_unusable(ordinal);
-  if (*reason) {
+  static thread_local Reason why;
+  if (!usable(ordinal, &why)) {
     cudaGetLastError();
+    *reason = why.text;
     return nullptr;
   }
   Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
   CudaState *state = cuda_state(backend);
   MemorySource source = {.allocate = allocate,
                          .release = release,
-                         .allocate_host = cuda_allocate_host,
-                         .release_host = cuda_release_host,
+                         .allocate_host = allocate_host,
+                         .release_host = release_host,
                          .poison = poison,
                          .context = backend};
   backend->memory = memory_create(&source);
@@ -343,7 +336,9 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   state->stream = new_stream(false), state->side = new_stream(false), state->urgent = new_stream(true);
   for (int i = 0; i <= CUDA_LCE_TILES; i++) state->forked[i] = new_event(), state->joined[i] = new_event();
   state->handed = new_event();
-  staging_create(state);
+  cuda_check(cudaMallocHost(reinterpret_cast<void **>(&state->staging), STAGING_SLOTS * STAGING_SLOT_BYTES),
+             "allocating 16 MiB of pinned host memory");
+  for (cudaEvent_t &event : state->uploaded) event = new_event();
 
   int runtime = 0;
   cudaRuntimeGetVersion(&runtime);
@@ -353,6 +348,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   backend->scratch = &cuda_scratch;
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
+  state->hopper = hopper_create(backend);
   backend->no_sampling = !hopper_runs(backend);
   backend->device_overhead = device_bytes_now(backend);
   state->gemm_workspace =

@@ -22,13 +22,11 @@ template <typename T> static __global__ void add_kernel(T *out, const T *x, int6
 
 static void add(cudaStream_t stream, Tensor out, const void *x) {
   int64_t count = tensor_count(out);
-  if (!count) return;
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    add_kernel<<<(unsigned)ceil_div(count, 256), 256, 0, stream>>>(data_of<T>(out), static_cast<const T *>(x),
-                                                                   count);
+    launch_kernel({"reduce_scatter's sum", stream, dim3((unsigned)ceil_div(count, 256)), 256}, add_kernel<T>,
+                  data_of<T>(out), static_cast<const T *>(x), count);
   });
-  cuda_check_launch("reduce_scatter's sum");
 }
 
 // With one rank every collective is a copy, or a sum with what is there.
@@ -43,13 +41,6 @@ static void copy_or_add(Backend *backend, const Collective *a) {
 
 #ifdef HAVE_NCCL
 #include <nccl.h>
-
-struct CudaCollectives {
-  enum { BLOCKS = 16 };
-  int rank, ordinal;
-  ncclComm_t comm;
-  const SideStream *side;
-};
 
 static void nccl_check(ncclResult_t result, ncclComm_t comm, const char *doing) {
   if (result != ncclSuccess && result != ncclInProgress)
@@ -68,29 +59,30 @@ static char *slice(Tensor t, int64_t index, int64_t count) {
 // Queues what `start` starts on the collectives' stream.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
-  CudaCollectives *c = cuda_state(backend)->collectives;
-  if (!c) {
+  ncclComm_t comm = cuda_state(backend)->comm;
+  if (!comm) {
     copy_or_add(backend, a);
     return;
   }
-  nccl_check(start(c, side_begin(backend, STREAM_COLLECTIVES)), c->comm, name);
+  nccl_check(start(comm, side_begin(backend, STREAM_COLLECTIVES)), comm, name);
   side_end(backend, STREAM_COLLECTIVES);
   if (!a->async) side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), 0);
 }
 
 // For the watchdog, from its own thread: NCCL's errors, and how many collectives the GPU has done.
 static bool poll_nccl(void *context, char *text, size_t size) {
-  CudaCollectives *c = static_cast<CudaCollectives *>(context);
+  CudaState *state = static_cast<CudaState *>(context);
+  const SideStream *side = &state->concurrent[STREAM_COLLECTIVES];
   ncclResult_t error = ncclSuccess;
-  if (ncclCommGetAsyncError(c->comm, &error) == ncclSuccess && error != ncclSuccess &&
+  if (ncclCommGetAsyncError(state->comm, &error) == ncclSuccess && error != ncclSuccess &&
       error != ncclInProgress) {
     snprintf(text, size, "NCCL failed, maybe because another rank has ended: %s (%s)",
-             ncclGetErrorString(error), ncclGetLastError(c->comm));
+             ncclGetErrorString(error), ncclGetLastError(state->comm));
     return true;
   }
-  cudaSetDevice(c->ordinal); // of this thread, which else would begin with GPU 0
-  int64_t count = c->side->count, i = max_i64(0, count - ASYNC_EVENTS);
-  while (i < count && cudaEventQuery(c->side->done[i % ASYNC_EVENTS]) != cudaErrorNotReady) i++;
+  cudaSetDevice(state->ordinal); // of this thread, which else would begin with GPU 0
+  int64_t count = side->count, i = max_i64(0, count - ASYNC_EVENTS);
+  while (i < count && cudaEventQuery(side->done[i % ASYNC_EVENTS]) != cudaErrorNotReady) i++;
   if (i < count)
     snprintf(text, size, "its GPU has done %lld of %lld collectives", (long long)i, (long long)count);
   return false;
@@ -138,20 +130,16 @@ static ncclUniqueId job_id(const Launch *l) {
 static void join_ranks(Backend *backend, const Launch *l) {
   CudaState *state = cuda_state(backend);
   size_t held = backend->ops->device_bytes_now(backend);
-  CudaCollectives *c = new CudaCollectives();
-  c->rank = l->rank;
-  c->ordinal = state->ordinal;
   ncclUniqueId id = job_id(l);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.maxCTAs = CudaCollectives::BLOCKS;
+  config.maxCTAs = 16; // so many SMs do not compute while it runs
   ranks_enter("ncclCommInitRank");
-  nccl_check(ncclCommInitRankConfig(&c->comm, l->ranks, id, l->rank, &config), nullptr, "ncclCommInitRank");
+  nccl_check(ncclCommInitRankConfig(&state->comm, l->ranks, id, l->rank, &config), nullptr,
+             "ncclCommInitRank");
   ranks_leave();
-  c->side = &state->concurrent[STREAM_COLLECTIVES];
-  state->collectives = c;
   backend->rank = l->rank;
   backend->ranks = l->ranks;
-  ranks_watch_device(poll_nccl, c);
+  ranks_watch_device(poll_nccl, state);
   warm_up(backend);
   size_t now = backend->ops->device_bytes_now(backend);
   if (now > held) backend->device_overhead += now - held;
@@ -159,11 +147,10 @@ static void join_ranks(Backend *backend, const Launch *l) {
 }
 
 void cuda_collectives_end(Backend *backend) {
-  CudaCollectives *c = cuda_state(backend)->collectives;
-  if (!c) return;
+  ncclComm_t comm = cuda_state(backend)->comm;
+  if (!comm) return;
   ranks_watch_device(nullptr, nullptr);
-  ncclCommDestroy(c->comm);
-  delete c;
+  ncclCommDestroy(comm);
 }
 
 #else // there is one rank; what the operations below would call is not compiled
@@ -179,34 +166,34 @@ static void join_ranks(Backend *backend, const Launch *l) {
 #endif
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_reduce", [&](CudaCollectives *c, cudaStream_t stream) {
+  collective(backend, a, "all_reduce", [&](ncclComm_t comm, cudaStream_t stream) {
     return ncclAllReduce(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), ncclSum,
-                         c->comm, stream);
+                         comm, stream);
   });
 }
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
-  collective(backend, a, "reduce_scatter", [&](CudaCollectives *c, cudaStream_t stream) {
+  collective(backend, a, "reduce_scatter", [&](ncclComm_t comm, cudaStream_t stream) {
     int64_t count = tensor_count(a->out);
     // What is to be added to `out` is summed where it lies in x.
-    void *out = a->accumulate ? slice(a->x, c->rank, count) : a->out.data;
+    void *out = a->accumulate ? slice(a->x, backend->rank, count) : a->out.data;
     ncclResult_t result =
-        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, c->comm, stream);
+        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, comm, stream);
     if (a->accumulate) add(stream, a->out, out);
     return result;
   });
 }
 
 void cuda_all_gather(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_gather", [&](CudaCollectives *c, cudaStream_t stream) {
-    return ncclAllGather(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), c->comm,
+  collective(backend, a, "all_gather", [&](ncclComm_t comm, cudaStream_t stream) {
+    return ncclAllGather(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), comm,
                          stream);
   });
 }
 
 void cuda_broadcast(Backend *backend, const Collective *a) {
-  collective(backend, a, "broadcast", [&](CudaCollectives *c, cudaStream_t stream) {
-    return ncclBroadcast(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), 0, c->comm,
+  collective(backend, a, "broadcast", [&](ncclComm_t comm, cudaStream_t stream) {
+    return ncclBroadcast(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), 0, comm,
                          stream);
   });
 }

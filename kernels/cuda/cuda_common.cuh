@@ -18,10 +18,8 @@ typedef __nv_bfloat16 bf16;
 
 // --- the backend's state -----------------------------------------------------------------------------------
 
-struct Gemms;           // linear.cu: cuBLASLt's handle and the GEMMs it has met
-struct Staging;         // backend.cu: pinned memory between the host and the device
-struct Hopper;          // hopper_gemm.cu: what it found on this device
-struct CudaCollectives; // collectives.cu: what connects this GPU to those of the other ranks
+struct Gemms;  // linear.cu: cuBLASLt's handle and the GEMMs it has met
+struct Hopper; // hopper_gemm.cu: what it found on this device
 
 // Where asynchronous operations run, in an order of their own, concurrently with those of the backend's stream.
 struct SideStream {
@@ -30,6 +28,8 @@ struct SideStream {
   cudaEvent_t done[ASYNC_EVENTS]; // done[i % ASYNC_EVENTS]: operation i
   std::atomic<int64_t> count;     // of operations; the watchdog's thread reads it too
 };
+
+enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20 };
 
 struct CudaState {
   cudaStream_t stream; // every operation runs in its order
@@ -43,9 +43,12 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
   void *gemm_workspace; // CUDA_GEMM_WORKSPACE_BYTES
-  Staging *staging;
-  Hopper *hopper;               // NULL until it is first needed
-  CudaCollectives *collectives; // NULL while there is one rank
+  // Pinned memory from which the copy engine reads uploads, each from the slot after that of the one before.
+  char *staging;
+  cudaEvent_t uploaded[STAGING_SLOTS]; // the device has read the slot
+  int64_t uploads;
+  Hopper *hopper;
+  struct ncclComm *comm; // NULL while there is one rank
 };
 
 static inline CudaState *cuda_state(Backend *backend) {
@@ -108,20 +111,35 @@ struct KernelLaunch {
   const char *op; // for the error's sentence
   cudaStream_t stream;
   dim3 grid; // of no blocks: nothing is launched
-  int threads;
+  dim3 block;
   bool pdl = false;
+  size_t shared_bytes = 0; // of dynamic shared memory
+  unsigned cluster = 0;    // CTAs of a cluster; 0: no clusters
+};
+
+struct LaunchConfig : cudaLaunchConfig_t {
+  cudaLaunchAttribute attributes[2] = {};
+
+  template <typename Kernel> LaunchConfig(const KernelLaunch &l, Kernel *kernel) : cudaLaunchConfig_t() {
+    gridDim = l.grid, blockDim = l.block, dynamicSmemBytes = l.shared_bytes, stream = l.stream;
+    attrs = attributes;
+    if (l.pdl) attributes[numAttrs++] = pdl_attribute();
+    if (l.cluster) {
+      attributes[numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[numAttrs++].val.clusterDim = {l.cluster, 1, 1};
+    }
+    constexpr size_t ALWAYS_ALLOWED = 48 << 10;
+    if (l.shared_bytes > ALWAYS_ALLOWED)
+      cuda_check(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      (int)l.shared_bytes),
+                 "requesting shared memory");
+  }
 };
 
 template <typename... Params, typename... Args>
 static inline void launch_kernel(const KernelLaunch &l, void (*kernel)(Params...), Args &&...args) {
-  cudaLaunchAttribute pdl = pdl_attribute();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = l.grid;
-  config.blockDim = dim3((unsigned)l.threads);
-  config.stream = l.stream;
-  config.attrs = &pdl;
-  config.numAttrs = l.pdl ? 1 : 0;
   if (l.grid.x == 0 || l.grid.y == 0) return;
+  LaunchConfig config(l, kernel);
   cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...), l.op);
 }
 
@@ -216,14 +234,19 @@ static inline bool rows_align(Tensor t, int64_t width) {
   return rows_start_aligned(t, width) && t.shape[t.rank - 1] % width == 0;
 }
 
+// Of all these tensors, absent ones aside.
+static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t width) {
+  for (const Tensor &t : tensors)
+    if (tensor_exists(t) && !rows_align(t, width)) return false;
+  return true;
+}
+
 // Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes where the
 // rows of all these tensors (absent ones aside) are a whole number of such groups, else one element.
 template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
-    bool wide = true;
-    for (const Tensor &t : rows) wide = wide && (!tensor_exists(t) || rows_align(t, W));
-    if (wide)
+    if (rows_align(rows, W))
       f(type, std::integral_constant<int, W>());
     else
       f(type, std::integral_constant<int, 1>());
@@ -377,8 +400,8 @@ void cuda_gemm(Backend *backend, const Gemm *gemm);
 void gemms_create(Backend *backend);
 void gemms_destroy(Gemms *gemms);
 
-// NULL is fine.
-void hopper_destroy(Hopper *hopper);
+Hopper *hopper_create(Backend *backend);
+void hopper_destroy(Hopper *hopper); // NULL is fine
 
 // columns.cu: out[j] (+)= alpha * sum_i coefficients[i] x[i, j], in a fixed order; coefficients may be NULL
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.

@@ -128,9 +128,7 @@ OPERATIONS(DECLARE, DECLARE)
 #define DECLARE(name, Arguments, group) size_t cuda_##name##_scratch(const Arguments *a);
 OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
-void cuda_collectives_end(Backend *backend);           // collectives.cu: when the backend goes
-void *cuda_allocate_host(void *context, size_t bytes); // copies.cu
-void cuda_release_host(void *context, void *data, size_t bytes);
+void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
 
 #if defined(__cplusplus)
 }

@@ -1,7 +1,6 @@
 // The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, sampling's lists
 // of k-steps, and where cuBLASLt is faster.
 #include <math.h>
-#include <stdlib.h>
 
 #include "kernels/cuda/hopper_exp.cuh"
 #include "kernels/cuda/hopper_gemm.h"
@@ -72,75 +71,45 @@ static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_consta
 
 // --- the device --------------------------------------------------------------------------------------------
 
-template <typename K>
-static cudaLaunchConfig_t launch_config(cudaLaunchAttribute (&attributes)[2], int ctas, cudaStream_t stream) {
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = CLUSTER;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1] = pdl_attribute();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)ctas);
-  config.blockDim = dim3(THREADS);
-  config.dynamicSmemBytes = K::SHARED_BYTES;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return config;
-}
-
-// What the kernels need of the device; clusters is 0 where they do not run.
+// What the kernels need of the device.
 struct Hopper {
-  int clusters; // that run at the same time
+  int clusters; // that run at the same time; 0: none of the kernels runs
   PFN_cuTensorMapEncodeTiled_v12000 encode;
   unsigned long long *throttle; // ClusterThrottle's counter
 };
 
-// False on other devices, or when it was built without sm_90a.
-template <typename... Epilogues> static bool prepare() {
-  bool built = true;
-  auto prepare_one = [&](const void *kernel, int bytes) {
-    built = built && hopper_has_code(kernel);
-    if (built)
-      cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                 "requesting shared memory");
-  };
-  (prepare_one((const void *)gemm_kernel<KernelTraits<Epilogues>>, KernelTraits<Epilogues>::SHARED_BYTES),
-   ...);
-  return built;
+template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t clusters) {
+  return {"a Hopper GEMM",
+          cuda_stream(backend),
+          dim3((unsigned)(clusters * CLUSTER)),
+          THREADS,
+          true,
+          K::SHARED_BYTES,
+          CLUSTER};
 }
 
-static Hopper find_hopper(Backend *backend) {
-  CudaState *state = cuda_state(backend);
-  Hopper found = {};
-  bool built = prepare<LogitsExp, Store<false>, Store<true>, Store<false, true>, Store<true, true>, AddF32,
-                       Swiglu, SwigluGradient>();
-  found.encode = built ? tma_encoder() : nullptr;
-  if (!found.encode) return found;
-  cuda_check(cudaMalloc(reinterpret_cast<void **>(&found.throttle), sizeof *found.throttle),
-             "allocating a counter");
-  cuda_check(cudaMemsetAsync(found.throttle, 0, sizeof *found.throttle, state->stream), "clearing a counter");
+Hopper *hopper_create(Backend *backend) {
   using Any = KernelTraits<LogitsExp>; // the others run as many clusters: a CTA takes an SM
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config =
-      launch_config<Any>(attributes, state->multiprocessors / CLUSTER * CLUSTER, nullptr);
-  cuda_check(cudaOccupancyMaxActiveClusters(&found.clusters, gemm_kernel<Any>, &config), "counting clusters");
-  return found;
-}
-
-static const Hopper &hopper(Backend *backend) {
-  CudaState *state = cuda_state(backend);
-  if (!state->hopper) {
-    Hopper found = find_hopper(backend);
-    state->hopper = static_cast<Hopper *>(malloc(sizeof found));
-    if (!state->hopper) fail("out of host memory for the CUDA backend");
-    *state->hopper = found;
-  }
-  return *state->hopper;
+  Hopper *h = new Hopper();
+  if (hopper_has_code((const void *)gemm_kernel<Any>)) h->encode = tma_encoder();
+  if (!h->encode) return h;
+  cuda_check(cudaMalloc(reinterpret_cast<void **>(&h->throttle), sizeof *h->throttle),
+             "allocating a counter");
+  cuda_check(cudaMemsetAsync(h->throttle, 0, sizeof *h->throttle, cuda_stream(backend)),
+             "clearing a counter");
+  KernelLaunch launch = launch_of<Any>(backend, cuda_state(backend)->multiprocessors / CLUSTER);
+  LaunchConfig config(launch, gemm_kernel<Any>);
+  cuda_check(cudaOccupancyMaxActiveClusters(&h->clusters, gemm_kernel<Any>, &config), "counting clusters");
+  return h;
 }
 
 void hopper_destroy(Hopper *hopper) {
   if (hopper) cudaFree(hopper->throttle);
-  free(hopper);
+  delete hopper;
+}
+
+static const Hopper &hopper(Backend *backend) {
+  return *cuda_state(backend)->hopper;
 }
 
 bool hopper_runs(Backend *backend) {
@@ -198,11 +167,8 @@ template <typename K>
 static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
                    const TileScheduler &s, const EpilogueParams &params,
                    const CUtensorMap *gate_up = nullptr) {
-  int clusters = (int)min_i64(hopper(backend).clusters, s.work_tiles);
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = launch_config<K>(attributes, clusters * CLUSTER, cuda_stream(backend));
-  cuda_check(cudaLaunchKernelEx(&config, gemm_kernel<K>, a, b, out, gate_up ? *gate_up : out, s, params),
-             "launching a Hopper GEMM");
+  launch_kernel(launch_of<K>(backend, min_i64(hopper(backend).clusters, s.work_tiles)), gemm_kernel<K>, a, b,
+                out, gate_up ? *gate_up : out, s, params);
 }
 
 int64_t hopper_sum_parts(int64_t vocab_size) {
@@ -350,32 +316,26 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// With fewer tiles than clusters some SMs would idle; cuBLASLt has smaller tiles.
-static bool takes_swiglu(Backend *backend, const TileScheduler &s, Tensor a, Tensor weight, Tensor gate_up,
-                         Tensor out) {
+// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle; cuBLASLt has
+// smaller tiles.
+template <typename K>
+static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})
     if (t.dtype != DTYPE_BF16 || !tma_takes(t)) return false;
-  return s.n % WIDTH<bf16> == 0 && s.work_tiles >= hopper(backend).clusters;
+  if (!hopper_runs(backend) || n % WIDTH<bf16>) return false;
+  constexpr int LINE = K::GATE_UP ? 64 : 128, SHARE = K::B_K_MAJOR ? TILE_N : TILE_K;
+  TileScheduler s = schedule<K>(backend, a.shape[0], n, a.shape[1]);
+  if (s.work_tiles < hopper(backend).clusters) return false;
+  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, LINE, 2);
+  launch<K>(backend, tma_map(backend, a, K::ROWS), tma_map(backend, weight, SHARE / CLUSTER),
+            tma_map(backend, out, STORE_ROWS, LINE, K::GATE_UP ? 1 : 2), s, {}, &gate_up_map);
+  return true;
 }
 
 bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight) {
-  using K = KernelTraits<Swiglu>;
-  if (!hopper_runs(backend)) return false;
-  TileScheduler s = schedule<K>(backend, x.shape[0], out.shape[1], x.shape[1]);
-  if (!takes_swiglu(backend, s, x, weight, gate_up, out)) return false;
-  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 64, 2);
-  launch<K>(backend, tma_map(backend, x, K::ROWS), tma_map(backend, weight, TILE_N / CLUSTER),
-            tma_map(backend, out, STORE_ROWS, 64), s, {}, &gate_up_map);
-  return true;
+  return swiglu_gemm<KernelTraits<Swiglu>>(backend, out, gate_up, x, weight, out.shape[1]);
 }
 
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight) {
-  using K = KernelTraits<SwigluGradient>;
-  if (!hopper_runs(backend)) return false;
-  TileScheduler s = schedule<K>(backend, dout.shape[0], weight.shape[1], dout.shape[1]);
-  if (!takes_swiglu(backend, s, dout, weight, gate_up, dgate_up)) return false;
-  CUtensorMap gate_up_map = tma_map(backend, gate_up, STORE_ROWS, 128, 2);
-  launch<K>(backend, tma_map(backend, dout, K::ROWS), tma_map(backend, weight, TILE_K / CLUSTER),
-            tma_map(backend, dgate_up, STORE_ROWS, 128, 2), s, {}, &gate_up_map);
-  return true;
+  return swiglu_gemm<KernelTraits<SwigluGradient>>(backend, dgate_up, gate_up, dout, weight, weight.shape[1]);
 }

@@ -1,40 +1,28 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue (hopper_exp.cuh, hopper_store.cuh, hopper_sampled.cuh, hopper_swiglu.cuh).
+// epilogue. kernels/LCE.md ("On Hopper") explains the terms and gives the reasons, what was measured and what was tried.
 //
 // D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
 //   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
-//               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
-//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, whose transpose is written or added to memory.
+//               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers. (hopper_exp.cuh)
+//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K. (hopper_store.cuh)
+//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory. (hopper_sampled.cuh)
 //   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
-//               the activation is made of them before they leave the SM.
+//               the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
 //   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
-// dW += E^T (r X) without sampling is cuBLASLt's (linear.cu). kernels/LCE.md ("On Hopper") gives the reasons for what
-// follows, what was measured and what was tried.
 //
-// Data flow. A CTA is alone on its SM: a producer warp issues TMA loads of A and B (64 wide in K) into a ring
-// of shared-memory stages with full and empty mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run
-// the epilogue, which leaves through swizzled shared memory and TMA stores. A cluster is two CTAs on two tiles one below the
-// other: they need the same tile of B, and each loads one half and multicasts it to both. (Sampled dX: two tiles side by side,
-// which share A, so that each 128 rows have a list of k-steps of their own.)
-//
-// Pipeline. LogitsExp, SwiGLU and the sampled GEMMs are ping-pong: each consumer owns whole tiles of 128 x 192, so that one's
-// epilogue runs under the other's MMAs:
+// A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty mbarriers; two
+// consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster have tiles one below the other
+// and multicast the halves of their common B. (Sampled dX: side by side, with a common A, so that each 128 rows have a list
+// of k-steps of their own.) All but dX are ping-pong, each consumer with whole tiles of 128 x 192:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
 // dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
-//
-// Schedule. As many clusters as fit on the device; cluster i makes work tiles i, i + clusters, ... A cluster throttle keeps
-// producers in step, and every other wave traverses K backwards. The tiles of dX's last, partly empty wave are split along K; a
-// second kernel adds the partials in order. With sampling E's kept tiles lie in panels (KeptTiles), and producer and consumers
-// walk a list of them in place of all of K.
+// Cluster i makes work tiles i, i + clusters, ...
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"
-
-#if defined(HOPPER_CODE)
 
 // The position of a role in the ring. A stage's barriers change phase once a round.
 template <typename K> struct PipelineState {
@@ -247,8 +235,6 @@ consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pi
   if (threadIdx.x % 32 == 0) tma_store_wait_all();
 }
 
-#endif
-
 template <typename K>
 static __global__ void __launch_bounds__(THREADS, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
@@ -288,6 +274,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
   }
   cluster_sync(); // no CTA leaves while the other may still arrive at its barriers
 #else
-  __trap(); // never launched there: see prepare() in hopper_gemm.cu
+  __trap(); // never launched there: see hopper_create() in hopper_gemm.cu
 #endif
 }

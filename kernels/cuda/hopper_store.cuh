@@ -4,8 +4,6 @@
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
-#if defined(HOPPER_CODE)
-
 // A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
 static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer,
                                                            const float *acc, int x, int y, int lane) {
@@ -43,13 +41,10 @@ static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t st
   }
 }
 
-#endif
-
 // Sampled dX is ping-pong, since a tile of fewer rows has more steps to skip.
 template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
   static constexpr bool SAMPLED = SAMPLED_, COOPERATIVE = !SAMPLED, SHARE_A = SAMPLED;
   enum { STAGES = COOPERATIVE ? 3 : 5 };
-#if defined(HOPPER_CODE)
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
@@ -66,5 +61,4 @@ template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + row, me.lane);
     }
   }
-#endif
 };

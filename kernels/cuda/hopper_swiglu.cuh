@@ -13,7 +13,6 @@ static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so ma
 struct Swiglu : Epilogue {
   static constexpr bool B_K_MAJOR = true, KEEPS_A = true, GATE_UP = true;
   enum { WARP_BYTES = 2 * SWIGLU_BYTES };
-#if defined(HOPPER_CODE)
   // acc[h][0, 48) holds gates, acc[h][48, 96) the ups of the same columns. Both are stored, and the activation is computed
   // from the rounded values, as it is where it is recomputed. 32 columns at a time, through two buffers in turn.
   template <typename K>
@@ -35,7 +34,7 @@ struct Swiglu : Epilogue {
             gate[i] = pack_bf16(v[2 * i], v[2 * i + 1]);
             up[i] = pack_bf16(v[UP + 2 * i], v[UP + 2 * i + 1]);
             float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
-            activation[i] = pack_bf16(g.x * logistic(g.x) * u.x, g.y * logistic(g.y) * u.y);
+            activation[i] = pack_bf16(SwiGlu::value(g.x, u.x), SwiGlu::value(g.y, u.y));
           }
           stmatrix_x4(to, gate[0], gate[1], gate[2], gate[3]);
           stmatrix_x4(to + SWIGLU_PART, up[0], up[1], up[2], up[3]);
@@ -51,7 +50,6 @@ struct Swiglu : Epilogue {
         }
       }
   }
-#endif
 };
 
 // The gates and ups that a warp needs for its part of the gradient, in pieces of 16 rows by 64 columns. A tile's first
@@ -59,7 +57,6 @@ struct Swiglu : Epilogue {
 struct SwigluGradient : Epilogue {
   static constexpr bool KEEPS_A = true;
   enum { WARP_BYTES = GATE_UP_BUFFERS * GATE_UP_BYTES, WARP_BARRIERS = GATE_UP_BUFFERS };
-#if defined(HOPPER_CODE)
   int taken = 0;           // pieces of all tiles so far
   int row, column, across; // of the tile; pieces side by side
 
@@ -106,8 +103,8 @@ struct SwigluGradient : Epilogue {
           ldmatrix_x4(up, at + STORE_BYTES);
           EACH (i, 4) {
             float2 g = unpack_bf16(gate[i]), u = unpack_bf16(up[i]);
-            swiglu_gradient(g.x, u.x, d[2 * i]);
-            swiglu_gradient(g.y, u.y, d[2 * i + 1]);
+            SwiGlu::gradient(g.x, u.x, d[2 * i]);
+            SwiGlu::gradient(g.y, u.y, d[2 * i + 1]);
             gate[i] = pack_bf16(g.x, g.y), up[i] = pack_bf16(u.x, u.y);
           }
           stmatrix_x4(at, gate[0], gate[1], gate[2], gate[3]);
@@ -128,5 +125,4 @@ struct SwigluGradient : Epilogue {
       }
     taken += 2 * across;
   }
-#endif
 };

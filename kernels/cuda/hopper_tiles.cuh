@@ -9,48 +9,6 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 // A warp stores 16 rows of 128 bytes at a time, through a buffer of its own.
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
-struct TileScheduler;
-struct EpilogueParams;
-struct Pipeline;
-struct Consumer;
-struct WorkTile;
-
-// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from this (hopper_exp.cuh,
-// hopper_sampled.cuh, hopper_store.cuh, hopper_swiglu.cuh).
-struct Epilogue {
-  // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
-  static constexpr bool COOPERATIVE = false;
-  static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
-  // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
-  static constexpr bool KEEPS_A = false;
-  // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
-  static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
-  // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
-  static constexpr bool SHARE_A = false;
-  // Whether B's tile is half gates and half ups, the ups N columns of W further on.
-  static constexpr bool GATE_UP = false;
-  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for all besides.
-  enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
-  // Whether a warp of its own runs load_addend().
-  static constexpr bool LOADS = false;
-#if defined(HOPPER_CODE)
-  template <typename K>
-  static __device__ void load_addend(const TileScheduler &, const EpilogueParams &, const Pipeline &,
-                                     const CUtensorMap *, int) {}
-  // Before a tile's main loop; after it comes run(), with the tile's accumulators.
-  __device__ void begin(const Consumer &, const WorkTile &, int) {}
-#endif
-};
-
-// An epilogue and what follows from it.
-template <typename Epilogue> struct KernelTraits : Epilogue {
-  enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
-  enum { CLUSTER_ROWS = Epilogue::SHARE_A ? ROWS : CLUSTER * ROWS };
-  enum { CLUSTER_COLUMNS = TILE_N * (Epilogue::SHARE_A ? CLUSTER : 1) / (Epilogue::GATE_UP ? 2 : 1) };
-  enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
-  enum { EPILOGUE_BYTES = 4 * CONSUMERS * Epilogue::WARP_BYTES + Epilogue::CTA_BYTES };
-  enum { SHARED_BYTES = Epilogue::STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
-};
 
 // Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
 // within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
@@ -95,8 +53,6 @@ static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, i
   int height = min(s.group, s.m_tiles - group * s.group);
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
-
-#if defined(HOPPER_CODE)
 
 template <typename K>
 static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
@@ -177,4 +133,37 @@ struct Consumer {
   int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
 };
 
-#endif
+// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from this (hopper_exp.cuh,
+// hopper_sampled.cuh, hopper_store.cuh, hopper_swiglu.cuh).
+struct Epilogue {
+  // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
+  static constexpr bool COOPERATIVE = false;
+  static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
+  // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
+  static constexpr bool KEEPS_A = false;
+  // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
+  static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
+  // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
+  static constexpr bool SHARE_A = false;
+  // Whether B's tile is half gates and half ups, the ups N columns of W further on.
+  static constexpr bool GATE_UP = false;
+  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for all besides.
+  enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
+  // Whether a warp of its own runs load_addend().
+  static constexpr bool LOADS = false;
+  template <typename K>
+  static __device__ void load_addend(const TileScheduler &, const EpilogueParams &, const Pipeline &,
+                                     const CUtensorMap *, int) {}
+  // Before a tile's main loop; after it comes run(), with the tile's accumulators.
+  __device__ void begin(const Consumer &, const WorkTile &, int) {}
+};
+
+// An epilogue and what follows from it.
+template <typename Epilogue> struct KernelTraits : Epilogue {
+  enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
+  enum { CLUSTER_ROWS = Epilogue::SHARE_A ? ROWS : CLUSTER * ROWS };
+  enum { CLUSTER_COLUMNS = TILE_N * (Epilogue::SHARE_A ? CLUSTER : 1) / (Epilogue::GATE_UP ? 2 : 1) };
+  enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };
+  enum { EPILOGUE_BYTES = 4 * CONSUMERS * Epilogue::WARP_BYTES + Epilogue::CTA_BYTES };
+  enum { SHARED_BYTES = Epilogue::STAGES * STAGE_BYTES + EPILOGUE_BYTES + 1024 };
+};

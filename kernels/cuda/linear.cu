@@ -16,10 +16,13 @@
 // Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
 // one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
 // others, and GELU in fp32 is off by 1e-6: those few run on a plain kernel of our own.
+#include <algorithm>
 #include <cublasLt.h>
+#include <map>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <tuple>
 
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
@@ -35,80 +38,6 @@ static void lt_check(cublasStatus_t status, const char *doing) {
 
 // --- the GEMMs met so far ----------------------------------------------------------------------------------
 
-// Everything that the choice of an algorithm may depend on, in the library's terms: d[m, n] = a[m, k] b[k,
-// n]. Compared as bytes, so it is zeroed before it is filled.
-struct GemmKey {
-  int64_t m, n, k, lda, ldb, ldc, ldd, ld_pre;
-  int32_t operand_dtype, out_dtype, transpose_a, transpose_b, epilogue, no_workspace;
-  uint32_t align_a, align_b, align_c, align_d; // bytes: powers of two, at most 256
-};
-
-struct GemmPlan {
-  GemmKey key;
-  cublasLtMatmulDesc_t operation;
-  cublasLtMatrixLayout_t a, b, c, d;
-  cublasLtMatmulAlgo_t algorithm;
-  bool possible, measured;
-};
-
-struct Gemms {
-  enum { CANDIDATES = 12, ROUNDS = 3 };
-  cublasLtHandle_t handle;
-  GemmPlan *plans;
-  size_t count, capacity;
-  bool measure;
-  cudaEvent_t begin, end;
-  unsigned long long *checksum; // on the device
-};
-
-void gemms_create(Backend *backend) {
-  Gemms *p = cuda_state(backend)->gemms = static_cast<Gemms *>(calloc(1, sizeof(Gemms)));
-  if (!p) fail("out of host memory for the CUDA backend");
-  lt_check(cublasLtCreate(&p->handle), "starting");
-  cuda_check(cudaEventCreate(&p->begin), "creating an event");
-  cuda_check(cudaEventCreate(&p->end), "creating an event");
-  cuda_check(cudaMalloc(reinterpret_cast<void **>(&p->checksum), sizeof *p->checksum),
-             "allocating a checksum");
-  const char *measure = getenv("LCE_MATMUL_TUNE");
-  p->measure = !measure || strcmp(measure, "0") != 0;
-}
-
-void gemms_destroy(Gemms *p) {
-  if (!p) return;
-  for (size_t i = 0; i < p->count; i++) {
-    cublasLtMatmulDescDestroy(p->plans[i].operation);
-    for (cublasLtMatrixLayout_t layout : {p->plans[i].a, p->plans[i].b, p->plans[i].c, p->plans[i].d})
-      cublasLtMatrixLayoutDestroy(layout);
-  }
-  if (p->handle) cublasLtDestroy(p->handle);
-  cudaEventDestroy(p->begin);
-  cudaEventDestroy(p->end);
-  cudaFree(p->checksum);
-  free(p->plans);
-  free(p);
-}
-
-static cudaDataType_t lt_type(Dtype dtype) {
-  return dtype == DTYPE_BF16 ? CUDA_R_16BF : dtype == DTYPE_E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
-}
-
-static uint32_t alignment_of(const void *address) {
-  uintptr_t bits = (uintptr_t)address | 256;
-  return (uint32_t)(bits & (~bits + 1));
-}
-
-static cublasLtEpilogue_t lt_epilogue(GemmEpilogue epilogue) {
-  static const cublasLtEpilogue_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
-                                                 CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-                                                 CUBLASLT_EPILOGUE_DGELU}; // in GemmEpilogue's order
-  return epilogues[epilogue];
-}
-
-template <typename T>
-static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
-  lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
-}
-
 static bool has_bias(GemmEpilogue e) {
   return e == GEMM_BIAS || e == GEMM_BIAS_GELU;
 }
@@ -117,52 +46,100 @@ static bool has_pre(GemmEpilogue e) {
   return e == GEMM_GELU || e == GEMM_BIAS_GELU || e == GEMM_GELU_DERIVATIVE;
 }
 
-static GemmKey key_of(const Gemm *p) {
-  GemmKey key;
-  memset(&key, 0, sizeof key);
-  key.m = p->n, key.n = p->m, key.k = p->k;
-  key.lda = p->right.stride, key.ldb = p->left.stride, key.ldd = p->out_stride;
-  key.ldc = p->addend ? p->addend_stride : p->out_stride;
-  key.ld_pre = has_pre(p->epilogue) ? p->pre_stride : 0;
-  key.operand_dtype = p->operand_dtype, key.out_dtype = p->out_dtype;
-  key.transpose_a = p->right.transposed, key.transpose_b = p->left.transposed;
-  key.epilogue = p->epilogue;
-  key.no_workspace = p->stream != nullptr;
-  key.align_a = alignment_of(p->right.data), key.align_b = alignment_of(p->left.data);
-  key.align_c = alignment_of(p->addend ? p->addend : p->out), key.align_d = alignment_of(p->out);
-  return key;
+// In bytes: a power of two, at most 256.
+static uint32_t alignment_of(const void *address) {
+  uintptr_t bits = (uintptr_t)address | 256;
+  return (uint32_t)(bits & (~bits + 1));
 }
 
-static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride,
-                                     bool transposed) {
-  cublasLtMatrixLayout_t out;
-  if (transposed) {
-    int64_t swap = rows;
-    rows = columns, columns = swap;
+// What is added, or would be.
+static const void *addend_of(const Gemm *p) {
+  return p->addend ? p->addend : p->out;
+}
+static int64_t addend_stride_of(const Gemm *p) {
+  return p->addend ? p->addend_stride : p->out_stride;
+}
+
+// Everything that the choice of an algorithm may depend on.
+static auto key_of(const Gemm *p) {
+  return std::make_tuple(p->m, p->n, p->k, p->left.stride, p->right.stride, addend_stride_of(p),
+                         p->out_stride, has_pre(p->epilogue) ? p->pre_stride : 0, p->left.transposed,
+                         p->right.transposed, p->operand_dtype, p->out_dtype, p->epilogue,
+                         p->stream != nullptr, alignment_of(p->left.data), alignment_of(p->right.data),
+                         alignment_of(addend_of(p)), alignment_of(p->out));
+}
+
+// In the library's terms: d[m, n] = a[m, k] b[k, n] + c.
+struct GemmPlan {
+  cublasLtMatmulDesc_t operation;
+  cublasLtMatrixLayout_t a, b, c, d;
+  cublasLtMatmulAlgo_t algorithm;
+  bool possible, measured;
+};
+
+struct Gemms {
+  cublasLtHandle_t handle;
+  std::map<decltype(key_of(nullptr)), GemmPlan> plans;
+  bool measure;
+};
+
+void gemms_create(Backend *backend) {
+  Gemms *gemms = cuda_state(backend)->gemms = new Gemms();
+  lt_check(cublasLtCreate(&gemms->handle), "starting");
+  const char *measure = getenv("LCE_MATMUL_TUNE");
+  gemms->measure = !measure || strcmp(measure, "0") != 0;
+}
+
+void gemms_destroy(Gemms *gemms) {
+  if (!gemms) return;
+  for (auto &[key, plan] : gemms->plans) {
+    cublasLtMatmulDescDestroy(plan.operation);
+    for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d})
+      cublasLtMatrixLayoutDestroy(layout);
   }
+  if (gemms->handle) cublasLtDestroy(gemms->handle);
+  delete gemms;
+}
+
+static cudaDataType_t lt_type(Dtype dtype) {
+  return dtype == DTYPE_BF16 ? CUDA_R_16BF : dtype == DTYPE_E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
+}
+
+template <typename T>
+static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, T value) {
+  lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
+}
+
+static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride) {
+  cublasLtMatrixLayout_t out;
   lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(dtype), (uint64_t)rows, (uint64_t)columns, stride),
            "describing a matrix");
   return out;
 }
 
-static void describe(GemmPlan *plan) {
-  const GemmKey &key = plan->key;
-  Dtype operands = (Dtype)key.operand_dtype, out = (Dtype)key.out_dtype;
-  GemmEpilogue epilogue = (GemmEpilogue)key.epilogue;
+// An operand of `rows` by `columns` in our terms: its rows are the library's columns.
+static cublasLtMatrixLayout_t operand_layout(Dtype dtype, Operand o, int64_t rows, int64_t columns) {
+  return layout(dtype, o.transposed ? rows : columns, o.transposed ? columns : rows, o.stride);
+}
+
+static void describe(GemmPlan *plan, const Gemm *p) {
+  static const cublasLtEpilogue_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
+                                                 CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+                                                 CUBLASLT_EPILOGUE_DGELU}; // in GemmEpilogue's order
+  Dtype bias = p->operand_dtype == DTYPE_E4M3 ? DTYPE_BF16 : p->operand_dtype;
   lt_check(cublasLtMatmulDescCreate(&plan->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
-  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, lt_epilogue(epilogue));
-  cudaDataType_t bias = lt_type(operands == DTYPE_E4M3 ? DTYPE_BF16 : operands);
-  if (has_bias(epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, bias);
-  if (has_pre(epilogue)) {
-    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(operands));
-    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_pre);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, p->right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, p->left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogues[p->epilogue]);
+  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(bias));
+  if (has_pre(p->epilogue)) {
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(p->operand_dtype));
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p->pre_stride);
   }
-  plan->a = layout(operands, key.m, key.k, key.lda, key.transpose_a);
-  plan->b = layout(operands, key.k, key.n, key.ldb, key.transpose_b);
-  plan->c = layout(out, key.m, key.n, key.ldc, false);
-  plan->d = layout(out, key.m, key.n, key.ldd, false);
+  plan->a = operand_layout(p->operand_dtype, p->right, p->k, p->n);
+  plan->b = operand_layout(p->operand_dtype, p->left, p->m, p->k);
+  plan->c = layout(p->out_dtype, p->n, p->m, addend_stride_of(p));
+  plan->d = layout(p->out_dtype, p->n, p->m, p->out_stride);
 }
 
 static void point_epilogue(GemmPlan *plan, const Gemm *p) {
@@ -174,8 +151,8 @@ static void point_epilogue(GemmPlan *plan, const Gemm *p) {
 }
 
 // The library's suggestions, best first by its estimate.
-static int suggestions(Gemms *gemms, const GemmPlan *plan, cublasLtMatmulHeuristicResult_t *results,
-                       int max) {
+static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
+                       cublasLtMatmulHeuristicResult_t *results, int max) {
   cublasLtMatmulPreference_t preference;
   lt_check(cublasLtMatmulPreferenceCreate(&preference), "describing a preference");
   auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
@@ -183,23 +160,20 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, cublasLtMatmulHeurist
              "describing a preference");
   };
   // There is one workspace, and concurrent GEMMs cannot share it.
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-         (uint64_t)(plan->key.no_workspace ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)(p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
   // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by atomics.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, plan->key.align_a);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, plan->key.align_b);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, plan->key.align_c);
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, plan->key.align_d);
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p->right.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p->left.data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(addend_of(p)));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p->out));
   int found = 0;
   cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemms->handle, plan->operation, plan->a, plan->b,
                                                          plan->c, plan->d, preference, max, results, &found);
   cublasLtMatmulPreferenceDestroy(preference);
   if (status != CUBLAS_STATUS_SUCCESS) return 0;
-  int usable = 0;
-  for (int i = 0; i < found; i++)
-    if (results[i].state == CUBLAS_STATUS_SUCCESS) results[usable++] = results[i];
-  return usable;
+  auto fails = [](const cublasLtMatmulHeuristicResult_t &r) { return r.state != CUBLAS_STATUS_SUCCESS; };
+  return (int)(std::remove_if(results, results + found, fails) - results);
 }
 
 static cudaStream_t stream_of(Backend *backend, const Gemm *p) {
@@ -208,67 +182,15 @@ static cudaStream_t stream_of(Backend *backend, const Gemm *p) {
 
 static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm *p,
                               const cublasLtMatmulAlgo_t *algorithm) {
-  Gemms *gemms = cuda_state(backend)->gemms;
+  CudaState *state = cuda_state(backend);
   float beta = p->addend ? 1.0f : 0.0f;
-  return cublasLtMatmul(gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a, p->left.data,
-                        plan->b, &beta, p->addend ? p->addend : p->out, plan->c, p->out, plan->d, algorithm,
-                        cuda_state(backend)->gemm_workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
+  return cublasLtMatmul(state->gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a,
+                        p->left.data, plan->b, &beta, addend_of(p), plan->c, p->out, plan->d, algorithm,
+                        state->gemm_workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
                         stream_of(backend, p));
 }
 
 // --- measuring ---------------------------------------------------------------------------------------------
-
-// Adds up a hash of each element's place and bits. Integer addition commutes, so the order of the atomics
-// does not matter.
-template <typename Bits>
-static __global__ void checksum_kernel(unsigned long long *sum, const Bits *data, int64_t stride,
-                                       int64_t columns) {
-  unsigned long long total = 0;
-  for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
-    unsigned long long z = (blockIdx.x * (unsigned long long)columns + i + 1) * 0x9E3779B97F4A7C15u;
-    z = (z ^ data[blockIdx.x * stride + i]) * 0xBF58476D1CE4E5B9u;
-    total += (z ^ (z >> 29)) * 0x94D049BB133111EBu;
-  }
-  atomicAdd(sum, total);
-}
-
-static void add_checksum(Backend *backend, const Gemm *p, const void *data, Dtype dtype, int64_t rows,
-                         int64_t columns, int64_t stride) {
-  unsigned long long *sum = cuda_state(backend)->gemms->checksum;
-  if (dtype_bytes(dtype) == 2)
-    checksum_kernel<<<(unsigned)rows, 256, 0, stream_of(backend, p)>>>(
-        sum, static_cast<const uint16_t *>(data), stride, columns);
-  else
-    checksum_kernel<<<(unsigned)rows, 256, 0, stream_of(backend, p)>>>(
-        sum, static_cast<const uint32_t *>(data), stride, columns);
-}
-
-// Of everything that the GEMM writes.
-static unsigned long long checksum(Backend *backend, const Gemm *p) {
-  unsigned long long *sum = cuda_state(backend)->gemms->checksum, value = 0;
-  cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream_of(backend, p)), "clearing a checksum");
-  add_checksum(backend, p, p->out, p->out_dtype, p->m, p->n, p->out_stride);
-  if (has_pre(p->epilogue) && p->epilogue != GEMM_GELU_DERIVATIVE)
-    add_checksum(backend, p, p->pre, p->operand_dtype, p->m, p->n, p->pre_stride);
-  cuda_check_launch("a checksum");
-  cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, stream_of(backend, p)),
-             "reading a checksum");
-  cuda_check(cudaStreamSynchronize(stream_of(backend, p)), "measuring a GEMM");
-  return value;
-}
-
-// Milliseconds of a run.
-static float stopwatch(Backend *backend, const GemmPlan *plan, const Gemm *p,
-                       const cublasLtMatmulAlgo_t *algorithm) {
-  Gemms *gemms = cuda_state(backend)->gemms;
-  float milliseconds = 0;
-  cuda_check(cudaEventRecord(gemms->begin, stream_of(backend, p)), "measuring a GEMM");
-  lt_check(execute(backend, plan, p, algorithm), "multiplying");
-  cuda_check(cudaEventRecord(gemms->end, stream_of(backend, p)), "measuring a GEMM");
-  cuda_check(cudaEventSynchronize(gemms->end), "measuring a GEMM");
-  cuda_check(cudaEventElapsedTime(&milliseconds, gemms->begin, gemms->end), "measuring a GEMM");
-  return milliseconds;
-}
 
 static bool aligned(const void *data, int64_t stride, Dtype dtype) {
   return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
@@ -281,114 +203,150 @@ static bool all_aligned(const Gemm *p) {
          aligned(p->addend, p->addend_stride, p->out_dtype);
 }
 
-// What a GEMM reads, made of our own: the caller's data when it is first met (zeros, a single row that is not) may make all
-// orders of summation equal. Freed with the object.
-struct RandomOperands {
-  void *data[6] = {};
-  int count = 0;
-
-  ~RandomOperands() {
-    for (void *d : data) cudaFree(d);
-  }
-  // In place of all that p reads; false where there is not the memory.
-  bool take(cudaStream_t stream, Gemm *p) {
-    Dtype type = p->operand_dtype, of_bias = type == DTYPE_E4M3 ? DTYPE_BF16 : type;
-    return fill(stream, DTYPE_F32, 1, &p->left_scale) && fill(stream, DTYPE_F32, 1, &p->right_scale) &&
-           fill(stream, type, p->left.stride * (p->left.transposed ? p->k : p->m), &p->left.data) &&
-           fill(stream, type, p->right.stride * (p->right.transposed ? p->n : p->k), &p->right.data) &&
-           fill(stream, p->out_dtype, p->m * p->addend_stride, &p->addend) &&
-           (p->epilogue == GEMM_GELU_DERIVATIVE ? fill(stream, type, p->m * p->pre_stride, &p->pre)
-                                                : fill(stream, of_bias, p->n, &p->bias));
-  }
-
-private:
-  template <typename P> bool fill(cudaStream_t stream, Dtype dtype, int64_t elements, P *pointer);
-};
-
-static __global__ void random_kernel(uint32_t *words, int64_t count, uint64_t key, uint32_t keep,
-                                     uint32_t set) {
+// The first words are magnitudes up to 2 in e4m3, the others from 0.5 to 2 in bf16 and in fp32; of either sign.
+static __global__ void random_kernel(uint32_t *words, int64_t e4m3_words, int64_t count, uint64_t key) {
   int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-  if (i < count) words[i] = ((uint32_t)counter_bits(key, (uint64_t)i) & keep) | set;
+  if (i >= count) return;
+  uint32_t bits = (uint32_t)counter_bits(key, (uint64_t)i);
+  words[i] = i < e4m3_words ? bits & 0xBFBFBFBF : (bits & 0x80FF80FF) | 0x3F003F00;
 }
 
-// Of either sign, with magnitudes from 0.5 to 2, in e4m3 up to 2.
-template <typename P>
-bool RandomOperands::fill(cudaStream_t stream, Dtype dtype, int64_t elements, P *pointer) {
-  uint32_t keep = 0xBFBFBFBF, set = 0; // e4m3
-  if (dtype == DTYPE_BF16) keep = 0x80FF80FF, set = 0x3F003F00;
-  if (dtype == DTYPE_F32) keep = 0x80FFFFFF, set = 0x3F000000;
-  int64_t words = ceil_div(elements * (int64_t)dtype_bytes(dtype), 4);
-  if (!*pointer) return true; // absent
-  if (cudaMalloc(&data[count], (size_t)words * 4) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
+// Memory of a checksum, then random operands in place of all that p reads: the caller's data when it is first met (zeros, a
+// single row that is not) may make all orders of summation equal. NULL, and p as it was, where there is no such memory.
+static char *random_operands(cudaStream_t stream, Gemm *p) {
+  int64_t width = (int64_t)dtype_bytes(p->operand_dtype), out_width = (int64_t)dtype_bytes(p->out_dtype);
+  const void *pre = p->epilogue == GEMM_GELU_DERIVATIVE ? p->pre : nullptr;
+  struct {
+    const void **operand;
+    int64_t bytes;
+  } parts[] = {{&p->left.data, width * p->left.stride * (p->left.transposed ? p->k : p->m)},
+               {&p->right.data, width * p->right.stride * (p->right.transposed ? p->n : p->k)},
+               {&p->addend, out_width * p->addend_stride * p->m},
+               {&pre, width * p->pre_stride * p->m},
+               {&p->bias, 4 * p->n},
+               {&p->left_scale, 4},
+               {&p->right_scale, 4}};
+  int64_t total = MEMORY_ALIGNMENT, operands_end = 0;
+  for (auto &part : parts) {
+    part.bytes = *part.operand ? (int64_t)memory_padded((size_t)part.bytes) : 0;
+    total += part.bytes;
+    if (part.operand == &p->right.data) operands_end = total;
   }
-  random_kernel<<<(unsigned)ceil_div(words, 256), 256, 0, stream>>>(
-      static_cast<uint32_t *>(data[count]), words, counter_key((uint64_t)count, 0), keep, set);
-  cuda_check_launch("random operands");
-  *pointer = data[count++];
-  return true;
+  char *memory = nullptr;
+  if (cudaMalloc(reinterpret_cast<void **>(&memory), (size_t)total) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  launch_kernel({"random operands", stream, dim3((unsigned)ceil_div(total / 4, 256)), 256}, random_kernel,
+                reinterpret_cast<uint32_t *>(memory), p->operand_dtype == DTYPE_E4M3 ? operands_end / 4 : 0,
+                total / 4, counter_key(0, 0));
+  char *at = memory + MEMORY_ALIGNMENT;
+  for (auto &part : parts) {
+    if (*part.operand) *part.operand = at;
+    at += part.bytes;
+  }
+  if (pre) p->pre = const_cast<void *>(pre);
+  return memory;
 }
 
-// An algorithm among those measured, and its time: the minimum of its runs, or the sum.
-struct Candidate {
-  cublasLtMatmulAlgo_t algorithm;
-  float milliseconds;
-};
-
-static const Candidate *fastest(const Candidate *candidates, int count) {
-  const Candidate *best = candidates;
-  for (int i = 1; i < count; i++)
-    if (candidates[i].milliseconds < best->milliseconds) best = &candidates[i];
-  return best;
+// Adds up a hash of each half word's place and bits. Integer addition commutes, so the order of the atomics does not
+// matter.
+static __global__ void checksum_kernel(unsigned long long *sum, const uint16_t *data, int64_t stride,
+                                       int64_t columns) {
+  unsigned long long total = 0;
+  for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
+    unsigned long long z = (blockIdx.x * (unsigned long long)columns + i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ data[blockIdx.x * stride + i]) * 0xBF58476D1CE4E5B9u;
+    total += (z ^ (z >> 29)) * 0x94D049BB133111EBu;
+  }
+  atomicAdd(sum, total);
 }
 
 // The fastest of the suggestions that give the first one's bits, written and, where a call may ask for that, added.
 static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
-  Gemms *gemms = cuda_state(backend)->gemms;
-  cublasLtMatmulHeuristicResult_t results[Gemms::CANDIDATES];
-  Candidate candidates[Gemms::CANDIDATES];
-  int found = suggestions(gemms, plan, results, Gemms::CANDIDATES), count = 0;
-  unsigned long long wanted = 0;
-  RandomOperands operands;
-  plan->measured = true;
+  constexpr int CANDIDATES = 12, ROUNDS = 3;
+  cublasLtMatmulHeuristicResult_t results[CANDIDATES];
+  cublasLtMatmulAlgo_t algorithms[CANDIDATES]; // that are measured
+  float times[CANDIDATES];                     // the minimum of its runs, or the sum
+  int found = suggestions(cuda_state(backend)->gemms, plan, &p, results, CANDIDATES), count = 0;
+  cudaStream_t stream = stream_of(backend, &p);
   const bool adds = !p.addend && p.epilogue == GEMM_PLAIN &&
-                    (p.out_dtype == DTYPE_F32 || all_aligned(&p));     // as cublaslt_gemm
-  if (found < 2 || !operands.take(stream_of(backend, &p), &p)) return; // the first choice serves
+                    (p.out_dtype == DTYPE_F32 || all_aligned(&p)); // as cublaslt_gemm
+  plan->measured = true;
+  char *memory = found < 2 ? nullptr : random_operands(stream, &p);
+  if (!memory) return; // the first choice serves
   point_epilogue(plan, &p);
+  auto run = [&](const Gemm &g, int i) {
+    return execute(backend, plan, &g, &algorithms[i]) == CUBLAS_STATUS_SUCCESS;
+  };
+
+  // Of everything that the GEMM writes.
+  auto checksum = [&](const Gemm &g) {
+    auto *sum = reinterpret_cast<unsigned long long *>(memory);
+    unsigned long long value = 0;
+    auto add = [&](const void *data, Dtype dtype, int64_t stride) {
+      int64_t halves = (int64_t)dtype_bytes(dtype) / 2;
+      launch_kernel({"a checksum", stream, dim3((unsigned)g.m), 256}, checksum_kernel, sum,
+                    static_cast<const uint16_t *>(data), halves * stride, halves * g.n);
+    };
+    cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream), "clearing a checksum");
+    add(g.out, g.out_dtype, g.out_stride);
+    if (has_pre(g.epilogue) && g.epilogue != GEMM_GELU_DERIVATIVE) add(g.pre, g.operand_dtype, g.pre_stride);
+    cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, stream),
+               "reading a checksum");
+    cuda_check(cudaStreamSynchronize(stream), "measuring a GEMM");
+    return value;
+  };
   // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
   // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
   Gemm added = p;
   if (adds) added.addend = p.out, added.addend_stride = p.out_stride;
   const Gemm timed = p.left.transposed && p.out_dtype == DTYPE_F32 ? added : p;
+  unsigned long long wanted = 0;
   for (int i = 0; i < found; i++) {
-    if (execute(backend, plan, &p, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
-    unsigned long long bits = checksum(backend, &p);
-    if (adds && execute(backend, plan, &added, &results[i].algo) != CUBLAS_STATUS_SUCCESS) continue;
-    if (adds) bits = 31 * bits + checksum(backend, &added);
+    algorithms[count] = results[i].algo;
+    if (!run(p, count)) continue;
+    unsigned long long bits = checksum(p);
+    if (adds && !run(added, count)) continue;
+    if (adds) bits = 31 * bits + checksum(added);
     if (count == 0) wanted = bits;
-    if (bits == wanted) candidates[count++].algorithm = results[i].algo;
+    if (bits == wanted) count++;
   }
-  if (count < 2) return;
+
+  cudaEvent_t begin, end;
+  cuda_check(cudaEventCreate(&begin), "creating an event");
+  cuda_check(cudaEventCreate(&end), "creating an event");
+  // Milliseconds of a run.
+  auto stopwatch = [&](const Gemm &g, int i) {
+    float milliseconds = 0;
+    cuda_check(cudaEventRecord(begin, stream), "measuring a GEMM");
+    lt_check(execute(backend, plan, &g, &algorithms[i]), "multiplying");
+    cuda_check(cudaEventRecord(end, stream), "measuring a GEMM");
+    cuda_check(cudaEventSynchronize(end), "measuring a GEMM");
+    cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "measuring a GEMM");
+    return milliseconds;
+  };
   // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run
   // there among others, so runs of the candidates alternate, at a clock that all of them determine. One
   // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
   // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
   bool large = 2.0 * (double)p.m * (double)p.n * (double)p.k >= SUSTAINED_FLOPS;
-  int warm_up = 0, rounds = Gemms::ROUNDS;
-  if (large) {
+  int warm_up = 0, rounds = ROUNDS;
+  if (large && count > 1) {
     constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
-    float round_time = (float)count * stopwatch(backend, plan, &p, &candidates[0].algorithm);
+    float round_time = (float)count * stopwatch(p, 0);
     warm_up = (int)ceilf(WARM_UP / round_time);
-    rounds = (int)fmaxf(Gemms::ROUNDS, ceilf(SUSTAINED / round_time));
+    rounds = (int)fmaxf(ROUNDS, ceilf(SUSTAINED / round_time));
   }
-  for (int round = -warm_up; round < rounds; round++)
+  for (int round = -warm_up; count > 1 && round < rounds; round++)
     for (int i = 0; i < count; i++) {
-      float now = stopwatch(backend, plan, &timed, &candidates[i].algorithm),
-            *time = &candidates[i].milliseconds;
-      *time = round <= 0 ? now : large ? *time + now : fminf(*time, now);
+      float now = stopwatch(timed, i);
+      times[i] = round <= 0 ? now : large ? times[i] + now : fminf(times[i], now);
     }
-  plan->algorithm = fastest(candidates, count)->algorithm;
+  if (count > 1) plan->algorithm = algorithms[std::min_element(times, times + count) - times];
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaFree(memory);
 }
 
 // Whether running the GEMM several times, here and now, leaves the same result as running it once.
@@ -408,21 +366,13 @@ static bool conclusive(const Gemm *p) {
 
 static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
   Gemms *gemms = cuda_state(backend)->gemms;
-  GemmKey key = key_of(p);
-  for (size_t i = 0; i < gemms->count; i++)
-    if (memcmp(&gemms->plans[i].key, &key, sizeof key) == 0) return &gemms->plans[i];
-  if (gemms->count == gemms->capacity) {
-    gemms->capacity = gemms->capacity ? 2 * gemms->capacity : 64;
-    gemms->plans = static_cast<GemmPlan *>(realloc(gemms->plans, gemms->capacity * sizeof *gemms->plans));
-    if (!gemms->plans) fail("out of host memory for the GEMMs' algorithms");
-  }
-  GemmPlan *plan = &gemms->plans[gemms->count++];
-  memset(plan, 0, sizeof *plan);
-  plan->key = key;
-  describe(plan);
+  auto [entry, is_new] = gemms->plans.try_emplace(key_of(p));
+  GemmPlan *plan = &entry->second;
+  if (!is_new) return plan;
+  describe(plan, p);
   point_epilogue(plan, p);
   cublasLtMatmulHeuristicResult_t first;
-  plan->possible = suggestions(gemms, plan, &first, 1) > 0;
+  plan->possible = suggestions(gemms, plan, p, &first, 1) > 0;
   if (plan->possible) plan->algorithm = first.algo;
   return plan;
 }
@@ -466,10 +416,10 @@ static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column
   if (p.addend) value += to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
   if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
   if (p.epilogue == GEMM_GELU_DERIVATIVE) {
-    value *= gelu_derivative(to_float(*pre));
+    value *= Gelu::derivative(to_float(*pre));
   } else if (p.pre) {
     *pre = from_float<T>(value);
-    value = gelu(value);
+    value = Gelu::value(value, 0);
   }
   static_cast<TO *>(p.out)[row * p.out_stride + column] = from_float<TO>(value);
 }
@@ -500,13 +450,13 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  unsigned grid = (unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE));
+  dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)));
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
-      plain_gemm_kernel<decltype(type), decltype(out_type)><<<grid, 256, 0, stream_of(backend, p)>>>(*p);
+      launch_kernel({"a plain GEMM", stream_of(backend, p), grid, 256},
+                    plain_gemm_kernel<decltype(type), decltype(out_type)>, *p);
     });
   });
-  cuda_check_launch("a plain GEMM");
 }
 
 // --- ragged ends -------------------------------------------------------------------------------------------
@@ -520,22 +470,20 @@ static bool ragged(int64_t extent) {
   return extent % WHOLE != 0 && extent >= 64 * WHOLE;
 }
 
-static void skip(Operand *o, Dtype dtype, int64_t rows, int64_t columns) {
-  int64_t elements = o->transposed ? columns * o->stride + rows : rows * o->stride + columns;
-  o->data = static_cast<const char *>(o->data) + elements * (int64_t)dtype_bytes(dtype);
-}
-
-// Rows [rows, m) and columns [columns, n) of the GEMM.
-static Gemm corner(const Gemm *p, int64_t rows, int64_t columns) {
+// The GEMM from row `rows`, column `columns` and term `terms` on.
+static Gemm corner(const Gemm *p, int64_t rows, int64_t columns, int64_t terms) {
   Gemm rest = *p;
-  int64_t bytes = (int64_t)dtype_bytes(p->out_dtype);
-  rest.m -= rows;
-  rest.n -= columns;
-  skip(&rest.left, p->operand_dtype, rows, 0);
-  skip(&rest.right, p->operand_dtype, 0, columns);
-  rest.out = static_cast<char *>(p->out) + (rows * p->out_stride + columns) * bytes;
+  int64_t width = (int64_t)dtype_bytes(p->operand_dtype), out_width = (int64_t)dtype_bytes(p->out_dtype);
+  auto skip = [&](Operand *o, int64_t down, int64_t along) {
+    int64_t elements = o->transposed ? along * o->stride + down : down * o->stride + along;
+    o->data = static_cast<const char *>(o->data) + elements * width;
+  };
+  rest.m -= rows, rest.n -= columns, rest.k -= terms;
+  skip(&rest.left, rows, terms);
+  skip(&rest.right, terms, columns);
+  rest.out = static_cast<char *>(p->out) + (rows * p->out_stride + columns) * out_width;
   if (p->addend)
-    rest.addend = static_cast<const char *>(p->addend) + (rows * p->addend_stride + columns) * bytes;
+    rest.addend = static_cast<const char *>(p->addend) + (rows * p->addend_stride + columns) * out_width;
   return rest;
 }
 
@@ -549,27 +497,23 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
   Gemm bulk = *p, rest;
   if (splits && ragged(p->k) && (!p->left.transposed || p->right.transposed)) {
     bulk.k -= p->k % WHOLE;
-    rest = *p;
-    rest.k = p->k % WHOLE;
-    skip(&rest.left, p->operand_dtype, 0, bulk.k);
-    skip(&rest.right, p->operand_dtype, bulk.k, 0);
-    rest.addend = p->out;
-    rest.addend_stride = p->out_stride;
-    cuda_gemm(backend, &bulk);
-    plain_gemm(backend, &rest);
+    rest = corner(p, 0, 0, bulk.k);
+    rest.addend = p->out, rest.addend_stride = p->out_stride;
   } else if (splits && ragged(p->m) && p->left.transposed) {
     bulk.m -= p->m % WHOLE;
-    rest = corner(p, bulk.m, 0);
-    cuda_gemm(backend, &bulk);
-    any_gemm(backend, &rest);
+    rest = corner(p, bulk.m, 0, 0);
   } else if (splits && ragged(p->n)) {
     bulk.n -= p->n % WHOLE;
-    rest = corner(p, 0, bulk.n);
-    cuda_gemm(backend, &bulk);
-    plain_gemm(backend, &rest);
+    rest = corner(p, 0, bulk.n, 0);
   } else {
     any_gemm(backend, p);
+    return;
   }
+  cuda_gemm(backend, &bulk);
+  if (bulk.m < p->m)
+    any_gemm(backend, &rest);
+  else
+    plain_gemm(backend, &rest);
 }
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------

@@ -215,20 +215,18 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
   if (rows == 0) return;
   bool layer = a->kind == NORM_LAYER;
   int64_t width = 16 / (int64_t)dtype_bytes(a->x.dtype);
-  bool aligned = rows_align(a->x, width) && rows_align(a->out, width) && rows_align(a->weight, width) &&
-                 (!layer || rows_align(a->bias, width));
+  bool aligned = rows_align({a->x, a->out, a->weight, a->bias}, width);
   with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
     using K = decltype(kernel);
     using T = typename K::T;
     auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
     int64_t blocks = ceil_div(rows, block.y);
     if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
-    entry<<<(unsigned)blocks, block, 0, cuda_stream(backend)>>>(
-        data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
-        a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows, (int)(a->x.shape[1] / hidden_size),
-        (int)hidden_size, a->epsilon);
+    launch_kernel({"norm_forward", cuda_stream(backend), dim3((unsigned)blocks), block}, entry,
+                  data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd),
+                  data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
+                  (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
   });
-  cuda_check_launch("norm_forward");
 }
 
 void cuda_norm_backward(Backend *backend, const NormBackward *a) {
@@ -238,19 +236,19 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
   int64_t vectors = layer ? tensor_exists(a->dx_sum) ? 3 : 2 : 1, stride = vectors * hidden_size,
           width = 16 / (int64_t)dtype_bytes(a->x.dtype);
   if (rows > 0) {
-    bool aligned = rows_align(a->x, width) && rows_align(a->dout, width) && rows_align(a->dx, width) &&
-                   rows_align(a->weight, width);
+    bool aligned = rows_align({a->x, a->dout, a->dx, a->weight}, width);
     with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
       using K = decltype(kernel);
       using T = typename K::T;
       auto *entry = norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
       teams = min_i64(cuda_norm_teams(rows, 32 * block.x), block.y * blocks_at_once(backend, entry, block));
-      entry<<<(unsigned)ceil_div(teams, block.y), block, 0, cuda_stream(backend)>>>(
-          data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride, data_of<T>(a->x),
-          a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean), data_of<float>(a->rstd), rows,
-          (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->accumulate_dx, teams, (int)vectors);
+      dim3 blocks((unsigned)ceil_div(teams, block.y));
+      launch_kernel({"norm_backward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->dx),
+                    a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride, data_of<T>(a->x),
+                    a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean), data_of<float>(a->rstd),
+                    rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->accumulate_dx, teams,
+                    (int)vectors);
     });
-    cuda_check_launch("norm_backward");
   }
   add_partials(backend, {a->dweight, a->dbias, a->dx_sum}, partials, teams, stride, 1.0f, a->accumulate);
 }

@@ -186,14 +186,13 @@ void cuda_reduce(Backend *backend, const Reduce *a) {
       with_bool(a->squares, [&](auto squares) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         blocks = (int)max_i64(1, min_i64(CUDA_REDUCE_BLOCKS, ceil_div(count, 256 * W)));
-        reduce_blocks<T, W, decltype(squares)::value>
-            <<<(unsigned)blocks, 256, 0, cuda_stream(backend)>>>(partial, data_of<T>(a->x), count);
+        launch_kernel({"reduce", cuda_stream(backend), dim3((unsigned)blocks), 256},
+                      reduce_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
       });
     });
   });
-  reduce_partials<<<1, 256, 0, cuda_stream(backend)>>>(data_of<float>(a->sum), partial, blocks,
-                                                       a->accumulate);
-  cuda_check_launch("reduce");
+  launch_kernel({"reduce", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
+                partial, blocks, a->accumulate);
 }
 
 static __global__ void clip_scale_kernel(float *norm, float *scale, const float *sum_of_squares,

@@ -31,7 +31,7 @@ void cuda_rope(Backend *backend, const Rope *a) {
   int half = (int)a->shape.head_dim / 2, heads = (int)(a->shape.num_heads + a->shape.num_key_value_heads);
   with_float(a->qkv.dtype, [&](auto type) {
     using T = decltype(type);
-    bool aligned = half % WIDTH<T> == 0 && rows_align(a->qkv, WIDTH<T>) && rows_align(a->cos_sin, WIDTH<T>);
+    bool aligned = half % WIDTH<T> == 0 && rows_align({a->qkv, a->cos_sin}, WIDTH<T>);
     with_bool(aligned, [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       launch_kernel(per_row(backend, "rope", rows, heads * half / W), rope_kernel<T, W>, data_of<T>(a->qkv),
