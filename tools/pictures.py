@@ -231,8 +231,8 @@ def others(ax, s, rows, known):
     """What the source and other libraries hold, in grey: at their own sizes, of chunks too; a rule for what has no size. With
     a sweep of chunks also what ours hold at the one that a run takes by itself."""
     (left, right), last, ends, chunks = ax.get_xlim(), max(map(x_of, rows)), [], rows[0]["sweep"] == "chunk"
-    for name in dict.fromkeys(name for name, *_ in known):
-        line = [point for other, *point in known if other == name]
+    for name, points in known.items():
+        line = [(x, mib * MIB) for x, mib in points]
         x, y = line[-1]
         text = MUTED, f"{name}, {size(y)}"
         if x is None:
@@ -257,7 +257,7 @@ def others(ax, s, rows, known):
 def memory(s, rows, path):
     """A step, or LM head + loss alone, over one size: in total, the loss, and where it was measured the time."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
-    known = s["marks"] + [(peer["name"], peer["chunk"], peer["bytes"]) for peer in s["peers"] if sweep == "chunk"]
+    known = s["marks"] | {peer["name"]: [[peer["chunk"], peer["mib"]]] for peer in s["peers"] if sweep == "chunk"}
     whole = ("With its inputs and gradients" if layer else "Peak memory of a training step", "in total", lambda row: best(row, "bytes"))
     alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes)
     panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]  # of chunks the labels take the space
@@ -267,8 +267,8 @@ def memory(s, rows, path):
                             nrows=1 + timed, ncols=2, width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
     for k, (title, unit, y) in enumerate(panels):
         ax = panel(figure, cells[0, 1] if k else cells[:, :] if sweep == "chunk" else cells[:, 0], title, unit)
-        theirs = known if y is layer_bytes else []
-        both = over_size(ax, rows, y, main=k == 0, more=[value for *_, value in theirs])
+        theirs = known if y is layer_bytes else {}
+        both = over_size(ax, rows, y, main=k == 0, more=[mib * MIB for points in theirs.values() for _, mib in points])
         if y is layer_bytes:
             others(ax, s, rows, theirs)
         if k == 0 and len(both) == 2 and both["fused"][0] == both["materialized"][0]:
@@ -311,7 +311,7 @@ def trade(s, rows, path):
                             foot(s, rows), (0.95, 2.2, 1.95, 0.95))
     ax = panel(figure, cells[0], "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
     top, held = max([1.5, *map(over_gemms, rows)]) + 0.05, [layer_bytes(row) for row in rows]
-    log_axis(ax, "x", *(of(held + [peer["bytes"] for peer in s["peers"]]) for of in (min, max)))
+    log_axis(ax, "x", *(of(held + [peer["mib"] * MIB for peer in s["peers"]]) for of in (min, max)))
     ax.set_ylim(min([0.95, *map(over_gemms, rows)]) - 0.05, top)
     for mode, (color, marker, name) in MODES.items():
         points = [(layer_bytes(row), over_gemms(row), row["chunk"]) for row in rows if row["mode"] == mode]
@@ -321,13 +321,12 @@ def trade(s, rows, path):
             label(ax, [(x, y, color, text)], *((-3, -13) if chunk else (9, 0)))
     sides = {9: [], -9: []}
     for peer in s["peers"]:
-        x, y = peer["bytes"], min(peer["ratio"], top - 0.03)
+        x, y = peer["mib"] * MIB, min(peer["ratio"], top - 0.03)
         ax.plot(x, y, "D", color=MUTED, ms=6)
         between = min(held) < x <= max(held) and y < top - 0.03
         sides[-9 if between else 9].append((x, y, MUTED, peer["name"] + (f", at {peer['ratio']}" if y < peer["ratio"] else "")))
     for right, places in sides.items():
-        for at in dict.fromkeys(place[:2] for place in places):
-            label(ax, [place for place in places if place[:2] == at], right)
+        label(ax, places, right)
     ax.axhline(1, color=INK, lw=1, ls=":")
     ax.set_xlabel("memory beyond inputs and gradients")
     save(figure, path)
@@ -461,10 +460,10 @@ def groups(title, subtitle, all_groups, path):
         for group, color in zip(all_groups, colors):
             xs = group.seconds if k == 1 else list(group.losses)
             beside = [statistics.fmean(first.losses.get(step, losses)) if k == 2 else 0 for step, losses in group.losses.items()]
-            losses = [[loss - mean for loss in losses] for losses, mean in zip(group.losses.values(), beside)]
-            means = list(map(statistics.fmean, losses))
+            means, lows, highs = ([of(losses) - mean for losses, mean in zip(group.losses.values(), beside)]
+                                  for of in (statistics.fmean, min, max))
             ax.plot(xs, means, color=color, lw=2)
-            ax.fill_between(xs, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, lw=0)
+            ax.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
             if means:
                 places.append((means[-1], color, group.name, f"{means[-1]:{'+' if k == 2 else ''}.4f}"))
         label(ax, [(ax.get_xlim()[1], *place) for place in places])

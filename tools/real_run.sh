@@ -1,29 +1,22 @@
 #!/bin/bash
 # From text to a picture: fetches text, trains a tokenizer and makes shards, trains a model with LM head + loss
-# materialized, fused and sampled, each from several seeds, and shows what that does to loss, time and memory.
-# `make real-run` builds what it needs. Interrupted, it goes on where it was when started again.
+# materialized, fused and sampled, each from several seeds, and draws and prints what that does to loss, time and memory.
+# `make real-run` builds what it needs. Interrupted, it goes on where it was when started again. On an NVIDIA GPU the model
+# is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
+#
+#   --lce-sample M0      M0 of the sampled runs (default 1)
+#   --model-options OPT  ./train's options for model and batch, instead of the ones above
+#   --out DIR            Where text, shards, logs and the picture go (default runs/real_run); shards there are used
+#   --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed gives the weights and the order of the
+#                        data: runs of different kinds with the same seed start alike and read the same batches
+#   --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
+#   --text PATH          Text to train on: file, directory or what else tools/prepare_data.py reads
+#                        (default the documentation and C of Debian's or Ubuntu's linux-source package)
+#   --vocab V            Entries of the tokenizer (default 128256)
+#
+# Python with tokenizers and numpy makes the shards (PYTHON names one; without them they go into a virtual environment next
+# to DIR), and with torch and transformers it checks the checkpoint that the last run saves.
 set -euo pipefail
-
-usage() {
-  cat <<END
-Usage: tools/real_run.sh [OPTION...]
-Trains a tokenizer and a model with LM head + loss materialized, fused and sampled; draws and prints the comparison.
-On an NVIDIA GPU the model is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
-
-      --lce-sample M0      M0 of the sampled runs (default 1)
-      --model-options OPT  ./train's options for model and batch, instead of the ones above
-      --out DIR            Where text, shards, logs and the picture go (default runs/real_run); shards there are used
-      --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed gives the weights and the order of the
-                           data: runs of different kinds with the same seed start alike and read the same batches
-      --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
-      --text PATH          Text to train on: file, directory or what else tools/prepare_data.py reads
-                           (default the documentation and C of Debian's or Ubuntu's linux-source package)
-      --vocab V            Entries of the tokenizer (default 128256)
-
-Python with tokenizers and numpy makes the shards (PYTHON names one; without them they go into a virtual environment next
-to DIR), and with torch and transformers it checks the checkpoint that the last run saves.
-END
-}
 
 fail() {
   echo "real_run: $*" >&2
@@ -34,34 +27,27 @@ root=$(dirname "$(realpath "$0")")/..
 train=$(realpath "${LCE_TRAIN:-$root/train}")
 python=${PYTHON:-python3}
 plot_run=("$python" "$root/tools/plot_run")
-out=$root/runs/real_run text='' vocab=128256 sample=1
+declare -A option=([lce-sample]=1 [out]=$root/runs/real_run [text]='' [vocab]=128256)
 if nvidia-smi -L >/dev/null 2>&1; then
-  device=cuda seeds=3 steps=540 text_bytes=160000000 eval_every=30
-  model="--model gpt2-124m --batch 64 --seq-len 1024 --lr 1e-3"
+  device=cuda text_bytes=160000000 eval_every=30
+  option+=([seeds]=3 [steps]=540 [model-options]="--model gpt2-124m --batch 64 --seq-len 1024 --lr 1e-3")
 else
-  device=cpu seeds=2 steps=60 text_bytes=20000000 eval_every=10
-  model="--model gpt2-tiny --batch 8 --seq-len 128 --eval-batches 4"
+  device=cpu text_bytes=20000000 eval_every=10
+  option+=([seeds]=2 [steps]=60 [model-options]="--model gpt2-tiny --batch 8 --seq-len 128 --eval-batches 4")
 fi
 
 while [ $# -gt 0 ]; do
   [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
-  [ "$1" != --help ] || { usage && exit; }
-  [ $# -gt 1 ] || fail "$1 is no option with a value; --help lists them"
-  case $1 in
-  --lce-sample) sample=$2 ;;
-  --model-options) model=$2 ;;
-  --out) out=$2 ;;
-  --seeds) seeds=$2 ;;
-  --steps) steps=$2 ;;
-  --text) text=$(realpath -e "$2" 2>/dev/null) || fail "there is no text $2" ;;
-  --vocab) vocab=$2 ;;
-  *) fail "$1 is no option; --help lists them" ;;
-  esac
+  [ "$1" != --help ] || { sed -n '2,/^set/s/^# \?//p' "$0" && exit; }
+  [[ $1 =~ ^--[a-z-]+$ && $# -gt 1 && -v "option[${1#--}]" ]] || fail "$1 is no option with a value; --help lists them"
+  option[${1#--}]=$2
   shift 2
 done
+seeds=${option[seeds]} steps=${option[steps]} text=${option[text]} out=${option[out]}
 [[ $seeds =~ ^[1-9][0-9]?$ ]] || fail "--seeds $seeds: give a whole number from 1 to 99"
 [[ $steps =~ ^[1-9][0-9]{0,8}$ ]] || fail "--steps $steps: give a whole number from 1 on"
 [ -x "$train" ] || fail "there is no $train: run make"
+[ -z "$text" ] || text=$(realpath -e "$text" 2>/dev/null) || fail "there is no text ${option[text]}"
 mkdir -p "$out"
 out=$(realpath "$out")
 
@@ -69,9 +55,9 @@ out=$(realpath "$out")
 
 # Into $out/text.jsonl, a file a line: which files does not depend on their order in the package.
 fetch_text() {
-  local package pattern='^linux-source-[0-9.]+$'
-  package=$({ apt-cache search --names-only "$pattern" 2>/dev/null || true; } | sort -V | head -n 1 | cut -d ' ' -f 1)
-  [ -n "$package" ] || fail "apt knows no package linux-source-...: run apt-get update as root, or name a text with --text"
+  local package
+  package=$(apt-cache search --names-only '^linux-source-[0-9.]+$' 2>/dev/null | sort -V | sed -n '1s/ .*//p') && [ -n "$package" ] ||
+    fail "apt knows no package linux-source-...: run apt-get update as root, or name a text with --text"
   echo "fetching $package ..."
   rm -rf "$out/package" && mkdir "$out/package"
   (cd "$out/package" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg -x "$package"_*.deb .) ||
@@ -108,7 +94,7 @@ make_shards() {
       fail "they cannot be installed (Debian's package python3-venv makes environments): PYTHON names a python that has them"
     python=$venv/bin/python
   fi
-  "$python" "$root/tools/prepare_data.py" "${text:-$out/text.jsonl}" --train-tokenizer "$vocab" --val-fraction 0.02 \
+  "$python" "$root/tools/prepare_data.py" "${text:-$out/text.jsonl}" --train-tokenizer "${option[vocab]}" --val-fraction 0.02 \
     --out "$out/shards"
 }
 
@@ -119,10 +105,11 @@ if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_
 # --- training ----------------------------------------------------------------------------------------------------
 
 modes=(materialized fused sampled)
-declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]="--lce-sample $sample")
-warmup=$(((steps + 8) / 9))
-options="--device $device $model --vocab $vocab --steps $steps --warmup $warmup --eval-every $eval_every --sample-every 0"
-settings="$options --lce-sample $sample"
+sample="--lce-sample ${option[lce-sample]}" warmup=$(((steps + 8) / 9))
+declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]=$sample)
+options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps --warmup $warmup --eval-every $eval_every \
+--sample-every 0"
+settings="$options $sample"
 [ -e "$out/settings" ] || echo "$settings" >"$out/settings"
 [ "$settings" = "$(cat "$out/settings")" ] ||
   fail "the runs in $out have other settings ($(cat "$out/settings")): name another directory with --out, or remove it"
