@@ -90,9 +90,13 @@ def panel(figure, cell, title, unit=""):
     return ax
 
 
-def bars(ax, at, values, texts, height, **how):
-    """Bars to the right, with texts at their ends."""
-    ax.bar_label(ax.barh(at, values, height, **how), texts, padding=5, fontsize=9, bbox=dict(fc="white", ec="none", pad=1))
+def bars(ax, names, *sets):
+    """A bar to the right for each name and set (values, texts, colour or colours, name in the legend)."""
+    height = 0.78 / len(sets)
+    for k, (values, texts, color, name) in enumerate(sets):
+        drawn = ax.barh([n + height * k for n in range(len(names))], values, 0.92 * height, color=color, label=name)
+        ax.bar_label(drawn, texts, padding=5, fontsize=9, bbox=dict(fc="white", ec="none", pad=1))
+    ax.set(yticks=[n + height * (len(sets) - 1) / 2 for n in range(len(names))], yticklabels=names, ylim=(len(names) - 0.4, -0.6))
     ax.xaxis.set_visible(False)
     ax.grid(False)
     ax.spines["bottom"].set_visible(False)
@@ -257,18 +261,22 @@ def others(ax, s, rows, known):
 def memory(s, rows, path):
     """A step, or LM head + loss alone, over one size: in total, the loss, and where it was measured the time."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
-    known = s["marks"] | {peer["name"]: [[peer["chunk"], peer["mib"]]] for peer in s["peers"] if sweep == "chunk"}
-    whole = ("With its inputs and gradients" if layer else "Peak memory of a training step", "in total", lambda row: best(row, "bytes"))
-    alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes)
+    known = s["marks"] | {name: [[chunk, mib]] for name, (_, mib, chunk) in s["peers"].items() if sweep == "chunk"}
+    whole = ("With its inputs and gradients" if layer else "Peak memory of a training step", "in total", lambda row: best(row, "bytes"), size)
+    alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes, size)
     panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]  # of chunks the labels take the space
+    if timed:
+        panels.append(("Time", "over that of its three GEMMs", over_gemms, "{:.2f}".format) if layer else
+                      ("Time of a step, s", "forward, backward, AdamW", lambda row: row["step_seconds"], "{:.3g} s".format))
     over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
     title = s["title"] or (f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}")
     figure, cells = picture(10.4, 5.7, title, setting(s, rows), foot(s, rows), (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95),
                             nrows=1 + timed, ncols=2, width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
-    for k, (title, unit, y) in enumerate(panels):
-        ax = panel(figure, cells[0, 1] if k else cells[:, :] if sweep == "chunk" else cells[:, 0], title, unit)
+    cells = cells[:, :] if sweep == "chunk" else cells[:, 0], cells[0, 1], cells[-1, 1]
+    for k, (title, unit, y, form) in enumerate(panels):
+        ax = panel(figure, cells[k], title, unit)
         theirs = known if y is layer_bytes else {}
-        both = over_size(ax, rows, y, main=k == 0, more=[mib * MIB for points in theirs.values() for _, mib in points])
+        both = over_size(ax, rows, y, form, k == 0, more=[mib * MIB for points in theirs.values() for _, mib in points])
         if y is layer_bytes:
             others(ax, s, rows, theirs)
         if k == 0 and len(both) == 2 and both["fused"][0] == both["materialized"][0]:
@@ -281,11 +289,6 @@ def memory(s, rows, path):
     if not layer and 0 < usable < main.get_ylim()[1]:
         main.axhline(usable, color=INK, lw=1, ls=(0, (7, 4)))
         label(main, [(main.get_xlim()[0], usable, MUTED, f"the device has {size(usable)}")], 4, 8)
-    if timed and layer:
-        over_size(panel(figure, cells[1, 1], "Time", "over that of its three GEMMs"), rows, over_gemms, "{:.2f}".format)
-    elif timed:
-        over_size(panel(figure, cells[1, 1], "Time of a step, s", "forward, backward, AdamW"), rows, lambda row: row["step_seconds"],
-                  "{:.3g} s".format)
     for ax in (main, figure.axes[-1]):
         ax.set_xlabel(AXES[sweep])
     save(figure, path)
@@ -311,7 +314,7 @@ def trade(s, rows, path):
                             foot(s, rows), (0.95, 2.2, 1.95, 0.95))
     ax = panel(figure, cells[0], "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
     top, held = max([1.5, *map(over_gemms, rows)]) + 0.05, [layer_bytes(row) for row in rows]
-    log_axis(ax, "x", *(of(held + [peer["mib"] * MIB for peer in s["peers"]]) for of in (min, max)))
+    log_axis(ax, "x", *(of(held + [mib * MIB for _, mib, _ in s["peers"].values()]) for of in (min, max)))
     ax.set_ylim(min([0.95, *map(over_gemms, rows)]) - 0.05, top)
     for mode, (color, marker, name) in MODES.items():
         points = [(layer_bytes(row), over_gemms(row), row["chunk"]) for row in rows if row["mode"] == mode]
@@ -320,11 +323,11 @@ def trade(s, rows, path):
             text = ("default " if chunk == s["default_chunk"] else "") + f"{chunk:,}" if chunk else mode
             label(ax, [(x, y, color, text)], *((-3, -13) if chunk else (9, 0)))
     sides = {9: [], -9: []}
-    for peer in s["peers"]:
-        x, y = peer["mib"] * MIB, min(peer["ratio"], top - 0.03)
+    for name, (ratio, mib, _) in s["peers"].items():
+        x, y = mib * MIB, min(ratio, top - 0.03)
         ax.plot(x, y, "D", color=MUTED, ms=6)
         between = min(held) < x <= max(held) and y < top - 0.03
-        sides[-9 if between else 9].append((x, y, MUTED, peer["name"] + (f", at {peer['ratio']}" if y < peer["ratio"] else "")))
+        sides[-9 if between else 9].append((x, y, MUTED, name + (f", at {ratio}" if y < ratio else "")))
     for right, places in sides.items():
         label(ax, places, right)
     ax.axhline(1, color=INK, lw=1, ls=":")
@@ -352,8 +355,8 @@ def total(row):
 def timeline(s, rows, path):
     """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
-    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles}
-    modes = {mode: moments for mode, moments in modes.items() if moments}
+    there = {row["mode"] for row in rows}
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if mode in there}
     peak, planned, end = max(map(total, rows)), s["planned"], {mode: moments[-1]["at"] for mode, moments in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
     # Where most memory stays from step to step, the picture leaves it out: the shape is what comes and goes.
@@ -384,8 +387,8 @@ def timeline(s, rows, path):
         label(ax, places)
         label(ax, [(spike["at"], total(top) - base, STACK[HEAD], "LM head + loss " + size(spike[HEAD]))], 2, 9)
         if planned:
-            steps = {f"step {step}": next(row["at"] for row in rows if row["step"] == step) for step in (1, 2, 3)}
-            ax.set_xticks(list(steps.values()), steps, ha="left")
+            steps = {row["step"]: row["at"] for row in rows[::-1]}  # when each begins
+            ax.set_xticks(list(steps.values()), [f"step {step}" for step in steps], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
     save(figure, path, fontsize=8.5)
 
@@ -397,13 +400,13 @@ def longest(s, rows, path):
                             "Planned, to the byte: nothing was computed. Beside a bar: tokens, and what the host holds for them.",
                             (1.75, 2.2, 1.6, 0.85))
     ax = panel(figure, cells[0], f"tokens of the longest sequence, batch {s['batch']}")
-    for k, (mode, (color, _, name)) in enumerate(MODES.items()):
+    sets = []
+    for mode, (color, _, name) in MODES.items():
         ours = [row for row in rows if row["mode"] == mode]
         texts = [count(row["seq_len"]) + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
                  for row in ours]
-        bars(ax, [n + 0.39 * k for n in range(len(names))], [row["seq_len"] for row in ours], texts, 0.36, color=color, label=name)
-    ax.set_yticks([n + 0.195 for n in range(len(names))], names)
-    ax.set_ylim(len(names) - 0.3, -0.6)
+        sets.append(([row["seq_len"] for row in ours], texts, color, name))
+    bars(ax, names, *sets)
     ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
     label(ax, [(s["positions"], -0.4, MUTED, f"{s['model']} is made for {count(s['positions'])} positions")], 5)
     save(figure, path)
@@ -472,9 +475,8 @@ def groups(title, subtitle, all_groups, path):
     for k, (name, field, form) in enumerate(kinds):
         ax = panel(figure, cells[3].subgridspec(2, 1, hspace=0.75)[k], name)
         values = [group.total(field) for group in all_groups]
-        bars(ax, range(len(values)), [value or 0 for value in values], [value and form(value) or "" for value in values], 0.62, color=colors)
-        ax.set_yticks(range(len(values)), [group.name for group in all_groups])
-        ax.set_ylim(len(values) - 0.5, -0.5)
+        texts = ["" if value is None else form(value) for value in values]
+        bars(ax, [group.name for group in all_groups], ([value or 0 for value in values], texts, colors, None))
     save(figure, path)
 
 
@@ -483,11 +485,8 @@ def ladder(rows, path):
     figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Six versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
                             "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
                             wspace=0.4)
-    rungs = [row["rung"] for row in rows]
-    for k, (title, field, form) in enumerate((("Time / three plain GEMMs", "ratio", "{:.2f}".format),
-                                              ("Memory beyond inputs and gradients", "layer_bytes", size))):
-        ax, values = panel(figure, cells[k], title), [row[field] for row in rows]
-        bars(ax, rungs, values, map(form, values), 0.68, color=["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]])
-        ax.set_yticks(*([], []) if k else (rungs, [row["name"] for row in rows]))
-        ax.set_ylim(len(rows) + 0.5, 0.5)
+    kinds = ("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)
+    for k, (title, field, form) in enumerate(kinds):
+        values, names = [row[field] for row in rows], [row["name"] if k == 0 else "" for row in rows]
+        bars(panel(figure, cells[k], title), names, (values, list(map(form, values)), ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]], None))
     save(figure, path)
