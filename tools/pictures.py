@@ -51,14 +51,18 @@ def size(value):
     return f"{value / scale:,.{2 if scale == GIB else 1 if scale > 1 else 0}f} {unit}"
 
 
+def three_digits(value):
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def rate(value):
     """459K."""
     scale, unit = unit_of(value, ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")))
-    return f"{value / scale:.{2 if value < 10 * scale else 1 if value < 100 * scale else 0}f}{unit}"
+    return three_digits(value / scale) + unit
 
 
 def times(large, small):
-    return f"{large / small:.{2 if large < 10 * small else 1 if large < 100 * small else 0}f}" if small else ""
+    return three_digits(large / small) if small else ""
 
 
 # --- parts of a picture -----------------------------------------------------------------------------------------
@@ -103,8 +107,8 @@ def bars(ax, names, *sets):
 
 
 def label(ax, places, right=9, up=0.0):
-    """Lines of text beside points, (x, y, colour, line...), to the left where `right` is negative. The first is bold, if it is not grey;
-    the others are grey. Those that would overlap are pushed apart."""
+    """Lines of text beside points, (x, y, colour, line...), to the left where `right` is negative. The first is bold unless it is
+    grey; the others are grey. Those that would overlap are pushed apart."""
     places = sorted(places, key=lambda place: place[1])
     before = [ax.transData.transform(place[:2])[1] * 72 / ax.figure.dpi for place in places]
     now, heights = list(before), [12.5 * (len(place) - 3) for place in places]
@@ -131,7 +135,8 @@ def log_axis(ax, which, low, high):
     """The x or y axis, of bytes, with a tick at some powers of two."""
     powers = [2**k for k in range(60) if low / 1.6 <= 2**k <= 1.6 * high][::-1]
     ticks = {value: "{1:g} {0[1]}".format(unit_of(value), value / unit_of(value)[0]) for value in powers[::-(-len(powers) // 5)]}
-    ax.set(**{which + "scale": "log", which + "lim": (low / 1.6, 1.6 * high), which + "ticks": list(ticks), which + "ticklabels": ticks.values()})
+    axis = {"scale": "log", "lim": (low / 1.6, 1.6 * high), "ticks": list(ticks), "ticklabels": ticks.values()}
+    ax.set(**{which + name: value for name, value in axis.items()})
     ax.minorticks_off()
 
 
@@ -163,7 +168,8 @@ def setting(s, rows=()):
     step, swept = s["what"] == "step", ["tokens"] if "positions" in s else list(s["sweeps"])
     sizes = {"tokens": f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
              "hidden": f"H {s['hidden_size']:,}" * (not step), "vocab": f"V {s['vocab_size']:,}"}
-    parts = [s["model"] if step else "LM head + loss alone", *(text for name, text in sizes.items() if text and swept != [name]), s["dtype"]]
+    shown = [text for name, text in sizes.items() if text and swept != [name]]
+    parts = [s["model"] if step else "LM head + loss alone", *shown, s["dtype"]]
     if step and s["recompute"] != "none":
         parts.append("recompute " + s["recompute"])
     if step and s["offload"]:
@@ -194,12 +200,12 @@ def draw_modes(ax, rows, y):
             continue
         xs, ys, measured = found[mode] = list(zip(*points))
         line = dict(color=color, lw=2.4 if mode == "fused" else 2, ls="-" if any(measured) else DASHES, label=name)
-        mark = dict(color=color, ms=7, mew=1.4, clip_on=False)
+        hollow = [k for k, was in enumerate(measured) if not was]
         if len(xs) == 1 and rows[0]["sweep"] == "chunk":
             ax.axhline(ys[0], **line)
         else:
-            ax.plot(xs, ys, marker, **mark | line, mfc=color if any(measured) else "white", zorder=4)
-            ax.plot(xs, ys, marker, **mark, mfc="white", zorder=5, markevery=[k for k, m in enumerate(measured) if any(measured) > m])
+            ax.plot(xs, ys, marker, **line, ms=7, mew=1.4, mfc=color if any(measured) else "white", zorder=4, clip_on=False)
+            ax.plot(xs, ys, marker, color=color, ms=7, mew=1.4, mfc="white", zorder=5, clip_on=False, markevery=hollow)
     return found
 
 
@@ -262,7 +268,8 @@ def memory(s, rows, path):
     """A step, or LM head + loss alone, over one size: in total, the loss, and where it was measured the time."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
     known = s["marks"] | {name: [[chunk, mib]] for name, (_, mib, chunk) in s["peers"].items() if sweep == "chunk"}
-    whole = ("With its inputs and gradients" if layer else "Peak memory of a training step", "in total", lambda row: best(row, "bytes"), size)
+    title = "With its inputs and gradients" if layer else "Peak memory of a training step"
+    whole = (title, "in total", lambda row: best(row, "bytes"), size)
     alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes, size)
     panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]  # of chunks the labels take the space
     if timed:
@@ -335,15 +342,18 @@ def trade(s, rows, path):
     save(figure, path)
 
 
-def of_table(s, rows):
-    """Which of these draws it."""
+def draw(s, rows, path):
+    """Draws a table of tools/memory_curve."""
     if "memory_gib" in rows[0]:
-        return longest
-    if "step" in rows[0]:
-        return timeline
-    if len({row["sweep"] for row in rows}) > 1:
-        return grid
-    return trade if rows[0]["sweep"] == "chunk" and any(row["layer_seconds"] for row in rows) else memory
+        longest(s, rows, path)
+    elif "step" in rows[0]:
+        timeline(s, rows, path)
+    elif len({row["sweep"] for row in rows}) > 1:
+        grid(s, rows, path)
+    elif rows[0]["sweep"] == "chunk" and any(map(over_gemms, rows)):
+        trade(s, rows, path)
+    else:
+        memory(s, rows, path)
 
 
 # --- memory over time -------------------------------------------------------------------------------------------
@@ -488,5 +498,6 @@ def ladder(rows, path):
     kinds = ("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)
     for k, (title, field, form) in enumerate(kinds):
         values, names = [row[field] for row in rows], [row["name"] if k == 0 else "" for row in rows]
-        bars(panel(figure, cells[k], title), names, (values, list(map(form, values)), ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]], None))
+        colors = ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
+        bars(panel(figure, cells[k], title), names, (values, list(map(form, values)), colors, None))
     save(figure, path)

@@ -56,7 +56,8 @@ out=$(realpath "$out")
 # Into $out/text.jsonl, a file a line: which files does not depend on their order in the package.
 fetch_text() {
   local package
-  package=$(apt-cache search --names-only '^linux-source-[0-9.]+$' 2>/dev/null | sort -V | sed -n '1s/ .*//p') && [ -n "$package" ] ||
+  package=$(apt-cache search --names-only '^linux-source-[0-9.]+$' 2>/dev/null | sort -V | sed -n '1s/ .*//p') || true
+  [ -n "$package" ] ||
     fail "apt knows no package linux-source-...: run apt-get update as root, or name a text with --text"
   echo "fetching $package ..."
   rm -rf "$out/package" && mkdir "$out/package"
@@ -107,8 +108,8 @@ if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_
 modes=(materialized fused sampled)
 sample="--lce-sample ${option[lce-sample]}" warmup=$(((steps + 8) / 9))
 declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]=$sample)
-options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps --warmup $warmup --eval-every $eval_every \
---sample-every 0"
+options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps"
+options+=" --warmup $warmup --eval-every $eval_every --sample-every 0"
 settings="$options $sample"
 [ -e "$out/settings" ] || echo "$settings" >"$out/settings"
 [ "$settings" = "$(cat "$out/settings")" ] ||
