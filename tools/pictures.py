@@ -188,11 +188,11 @@ def foot(s, rows):
              NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows), f"{too_large} would not fit.": too_large,
              s["grey"]: len(s["sweeps"]) == 1,
              "Others: one H200, PyTorch 2.11, at their own chunks.": s["peers"] and all(row["sweep"] == "chunk" for row in rows)}
-    return " ".join(text for text, true in words.items() if true)
+    return " ".join(text for text, true in words.items() if text and true)
 
 
 def draw_modes(ax, rows, y):
-    """A line for each mode, {mode: (xs, ys)}; dashed and hollow where it is only planned."""
+    """A line for each mode, {mode: [xs, ys, was it measured]}; dashed and hollow where it is only planned."""
     found = {}
     for mode, (color, marker, name) in MODES.items():
         points = sorted((x_of(row), y(row), row["status"] == "measured") for row in rows if row["mode"] == mode and y(row))
