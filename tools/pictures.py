@@ -110,12 +110,13 @@ def label(ax, places, right=9, up=0.0):
     """Lines of text beside points, (x, y, colour, line...), to the left where `right` is negative. The first is bold unless it is
     grey; the others are grey. Those that would overlap are pushed apart."""
     places = sorted(places, key=lambda place: place[1])
-    before = [ax.transData.transform(place[:2])[1] * 72 / ax.figure.dpi for place in places]
-    now, heights = list(before), [12.5 * (len(place) - 3) for place in places]
+    points = [ax.transData.transform(place[:2]) * 72 / ax.figure.dpi for place in places]
+    before, now, heights = [y for _, y in points], [y for _, y in points], [12.5 * (len(place) - 3) for place in places]
     for k in list(range(len(places) - 1)) * 200:
         overlap = max(0, (heights[k] + heights[k + 1]) / 2 - (now[k + 1] - now[k]))
-        now[k] -= overlap / 2
-        now[k + 1] += overlap / 2
+        if abs(points[k][0] - points[k + 1][0]) < 100:
+            now[k] -= overlap / 2
+            now[k + 1] += overlap / 2
     for (x, y, color, *lines), old, new, height in zip(places, before, now, heights):
         for k, text in enumerate(lines):
             bold = k == 0 and color != MUTED
