@@ -317,7 +317,7 @@ def test_plot_run(folder):
     rungs = [{"event": "layer", "name": f"{k} a version", "rung": k, "tokens": 1024, "hidden_size": 256, "chunk": 128, "vocab_size": 32768,
               "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20} for k in range(1, 7)]
     log = write("smooth.jsonl", [start, *steps], '{"event":"step","ste')  # killed
-    for wrong, says in {"/dev/zero": "regular file", folder / "none": "none", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
+    for wrong, says in {"/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
                         write("empty", [start]): "has no step to draw"}.items():
         tool("plot_run", wrong).fails(says)
     done = tool("plot_run", log, "--out", folder / "run.svg")
@@ -326,7 +326,7 @@ def test_plot_run(folder):
     assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
     assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB")
-    tool("plot_run", log, "--out", "/dev/full").fails("/dev/full")
+    tool("plot_run", log, "--out", "/dev/full").fails("cannot write the picture /dev/full")
 
 
 with tempfile.TemporaryDirectory(prefix="lce-recipes-") as recipes:
