@@ -9,6 +9,7 @@ import pathlib
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ def prepare(*arguments):
 
 
 def shards(out, path, *arguments, tokenizer=GPT2, val_fraction=0):
-    """What the program makes of a file: manifest, tokens, and which count."""
+    """What the program makes of a file, as read_shards gives it."""
     prepare(path, "--tokenizer", tokenizer, "--out", out, "--val-fraction", val_fraction, *arguments).ok()
     return read_shards(out)
 
@@ -59,40 +60,25 @@ def train(*arguments):
                          "--intermediate-size 16 --seq-len 16 --batch 2", *arguments, OMP_NUM_THREADS="2").ok()
 
 
-def read_ints(path, dtype, magic, tokens):
-    data = path.read_bytes()
-    assert tuple(numpy.frombuffer(data[:12], "<i4")) == (*magic, tokens) and not any(data[12:1024])
-    return numpy.frombuffer(data[1024:], dtype)
-
-
-def read_bits(path, magic, tokens):
-    data = read_ints(path, "u1", magic, tokens)
-    assert len(data) == (tokens + 7) // 8
-    return numpy.unpackbits(data, bitorder="little")[:tokens].tolist()
-
-
 def read_shards(folder, split="train"):
+    """The manifest and, of all shards of a split, the tokens, whether each counts, and the positions of the documents' last."""
     manifest = json.loads((folder / "manifest.json").read_text())
     dtype, magic = {"uint16": ("<u2", (20240520, 1)), "uint32": ("<u4", (20240801, 7))}[manifest["dtype"]]
-    tokens, counts = [], []
+    columns = {".bin": (dtype, magic, []), ".ends": ("u1", (20261121, 1), []), ".mask": ("u1", (20261120, 1), [])}
     for shard in manifest["splits"].get(split, {"shards": []})["shards"]:
-        path = folder / shard["file"]
-        values = read_ints(path, dtype, magic, shard["tokens"])
-        assert len(values) == shard["tokens"]
-        tokens += values.tolist()
-        if manifest["masked"]:
-            bits = read_bits(path.with_suffix(".mask"), (20261120, 1), len(values))
-            assert sum(bits) == shard["counted_tokens"]
-            counts += bits
-    return manifest, tokens, counts
-
-
-def read_ends(folder):
-    """The positions of the documents' last tokens."""
-    bits = []
-    for shard in read_shards(folder)[0]["splits"]["train"]["shards"]:
-        bits += read_bits((folder / shard["file"]).with_suffix(".ends"), (20261121, 1), shard["tokens"])
-    return [i for i, bit in enumerate(bits) if bit]
+        size = shard["tokens"]
+        for suffix, (dtype, magic, column) in columns.items():
+            path = (folder / shard["file"]).with_suffix(suffix)
+            assert path.exists() == (suffix != ".mask" or manifest["masked"])
+            if path.exists():
+                data = path.read_bytes()
+                assert data[:1024] == struct.pack("<256i", *magic, size, *[0] * 253), data[:1024]
+                values = numpy.frombuffer(data[1024:], dtype)
+                assert len(values) == (size if suffix == ".bin" else (size + 7) // 8)
+                column += (values if suffix == ".bin" else numpy.unpackbits(values, bitorder="little")[:size]).tolist()
+        assert not manifest["masked"] or sum(columns[".mask"][2][-size:]) == shard["counted_tokens"]
+    tokens, ends, counts = (column for *_, column in columns.values())
+    return manifest, tokens, counts, [i for i, end in enumerate(ends) if end]
 
 
 def encode(text):
@@ -114,11 +100,11 @@ def test_a_file_is_what_its_text_is(folder):
         end = tokenizer.token_to_id(END) or tokenizer.token_to_id("<|end_of_text|>")
         want = tokenizer.encode(text, add_special_tokens=False).ids + [end]
         for workers in (1, 3):
-            manifest, tokens, _ = shards(out, path, "--workers", workers, "--shard-tokens", 100000, tokenizer=name)
+            manifest, tokens, _, ends = shards(out, path, "--workers", workers, "--shard-tokens", 100000, tokenizer=name)
             assert tokens == want
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
             assert manifest["tokenizer"]["end_of_text_id"] == end
-            assert read_ends(out) == [len(want) - 1]
+            assert ends == [len(want) - 1]
     # A part held back: together as many documents' tokens as before, each stretch closed.
     both = [shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
@@ -135,7 +121,7 @@ def test_a_document_is_in_one_split(folder):
     found = []
     shards(folder / "out", folder / "files", val_fraction=0.3)
     for split in ("train", "val"):
-        manifest, tokens, _ = read_shards(folder / "out", split)
+        manifest, tokens, *_ = read_shards(folder / "out", split)
         parts = GPT2_TOKENIZER.decode(tokens, skip_special_tokens=False).split(END)
         assert parts.pop() == "" and manifest["splits"][split]["documents"] == len(parts) == tokens.count(GPT2_END) > 3
         found += parts
@@ -147,7 +133,7 @@ LINES = [text.replace("\n", " ").replace("\r", " ") for text in DOCUMENTS]
 
 
 def assert_documents(out, path, texts, *arguments):
-    manifest, tokens, _ = shards(out, path, *arguments)
+    manifest, tokens, *_ = shards(out, path, *arguments)
     assert tokens == [id for text in texts for id in encode(text)]
     assert manifest["splits"]["train"]["documents"] == len(texts)
 
@@ -185,7 +171,7 @@ def test_large_vocabularies_take_uint32(folder):
         vocab[f"unused{i}"] = i
     end["id"] = 70000
     write(folder / "large/tokenizer.json", data)
-    manifest, tokens, _ = shards(folder / "out", write(folder / "small.txt", "some text\n"), tokenizer=folder / "large")
+    manifest, tokens, *_ = shards(folder / "out", write(folder / "small.txt", "some text\n"), tokenizer=folder / "large")
     assert manifest["dtype"] == "uint32" and tokens[-1] == 70000
     assert manifest["tokenizer"]["vocab_size"] == 70001
 
@@ -198,7 +184,7 @@ def eos_of(folder):
 def test_a_trained_tokenizer(folder):
     path, own = write(folder / "train_on.txt", prose(3, 40000)), folder / "own"
     prepare(path, "--train-tokenizer", 300, "--document", "stretch", "--out", own, "--val-fraction", 0.3).ok("1 shard\n")
-    manifest, tokens, _ = read_shards(own)
+    manifest, tokens, *_ = read_shards(own)
     assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
     assert read_shards(own, "val")[1]
     train("--vocab", 300, "--data", own / "train_*.bin", "--val-data", own / "val_*.bin", "--tokenizer", own, "--prompt", "don't",
@@ -223,7 +209,7 @@ def test_only_answers_count(folder):
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
     done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--val-fraction", 0)
     done.ok("1 conversation without a message of the assistant left out")
-    _, tokens, counts = read_shards(folder / "out")
+    _, tokens, counts, _ = read_shards(folder / "out")
     decoded = "".join(("[%s]" if counts[i] else "%s") % GPT2_TOKENIZER.decode([id], skip_special_tokens=False)
                       for i, id in enumerate(tokens)).replace("][", "")
     assert decoded == (f"### System:\nBe brief.\n\n### User:\nHow much is 2 + 2?\n\n### Assistant:\n[It is 4.{END}"
@@ -242,13 +228,13 @@ def test_a_chat_template(folder):
     shutil.copy(LLAMA3 / "tokenizer.json", instruct)
     path = write(folder / "chats.jsonl", [messages(CHATS[0]), {"conversations": 1, "prompt": "Hi", "completion": " Ho "},
                                           {"messages": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]}])
-    manifest, tokens, counts = shards(out, path, "--chat", tokenizer=instruct)
+    manifest, tokens, counts, ends = shards(out, path, "--chat", tokenizer=instruct)
     tokenizer = Tokenizer.from_file(str(instruct / "tokenizer.json"))
     learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
     assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
     starts = [i for i, id in enumerate(tokens) if id == tokenizer.token_to_id("<|begin_of_text|>")]
     assert len(starts) == 3
-    assert read_ends(out) == [i - 1 for i in starts[1:]] + [len(tokens) - 1]  # not after every turn
+    assert ends == [i - 1 for i in starts[1:]] + [len(tokens) - 1]  # not after every turn
     assert eos_of(out) == (tokenizer.token_to_id("<|eot_id|>"), "<|eot_id|>")
     assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
 
