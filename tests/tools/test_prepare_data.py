@@ -316,22 +316,32 @@ def snapshot(folder):
     return {path.name: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def interrupt(sign, *arguments, **environment):
+    """Starts the program and sends it SIGINT soon after the file `sign` is there."""
+    running = subprocess.Popen([sys.executable, PROGRAM, *arguments], stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, **environment},
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
+    while not sign.exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate()[1]
+    assert running.returncode == 1 and said.count("\n") == 1 and "interrupted" in said, said
+
+
 def test_a_failed_run_keeps_what_was_there(folder):
     out = folder / "again"
     shards(out, write(folder / "good.txt", prose(9, 3000)), "--shard-tokens", 1000)
     notes = write(out / "train_notes.txt", "mine")
     before = snapshot(out)
     prepare(write(folder / "late.jsonl", [{"text": "good"}] * 100 + [{"body": "bad"}]), "--tokenizer", GPT2, "--out", out).fails()
-    running = subprocess.Popen([sys.executable, PROGRAM, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--out", out,
-                                "--tokenizer", GPT2, "--chat-template", write(folder / "slow", TEMPLATES["endless"])],
-                               stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
-    while not (out / ".prepare_data.partial/generation_config.json").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
-    running.send_signal(signal.SIGINT)
-    said = running.communicate()[1]
-    assert running.returncode == 1 and said.count("\n") == 1 and "interrupted" in said, said
+    chat = [write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", out]
+    endless = write(folder / "slow", TEMPLATES["endless"])
+    interrupt(out / ".prepare_data.partial/generation_config.json", *chat, "--chat-template", endless)
+    # While packages are loaded, too.
+    started = folder / "started"
+    write(folder / "packages/numpy.py", f"import time\nopen({str(started)!r}, 'w')\ntime.sleep(60)\n")
+    interrupt(started, *chat, PYTHONPATH=str(folder / "packages"))
     assert snapshot(out) == before
     # A run that ends well replaces all of the earlier run's and nothing else.
     shards(out, notes)
