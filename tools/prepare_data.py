@@ -225,12 +225,15 @@ class Chat:
                                                             extensions=["jinja2.ext.loopcontrols"])
         environment.globals.update(raise_exception=refuse, strftime_now=time.strftime)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        source = tokens.template or SIMPLE_TEMPLATE
+        source = tokens.template
         try:
+            if isinstance(source, list):
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            source = source or SIMPLE_TEMPLATE
             # These marks delimit what the assistant said for other programs; here that follows from the messages.
             self.template = environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
         except Exception as error:
-            fail(f"the chat template cannot be read: {error}")
+            fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
         self.special = {**tokens.special, "eos_token": tokens.special["eos_token"] or tokens.end_of_text}
 
     def segments(self, record, options):
@@ -409,15 +412,16 @@ class Tokens:
         self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
 
         settings = read_settings(os.path.join(source, "tokenizer_config.json")) or {"tokenizer_class": "PreTrainedTokenizerFast"}
-        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
-        self.special = {name: texts.get(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self.special = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = settings.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            self.special[name] = value if isinstance(value, str) else ""
         wanted = [options.end_of_text] if options.end_of_text else [self.special["eos_token"], *END_OF_TEXT_NAMES]
         self.end_of_text = next((name for name in wanted if name in vocabulary), None)
         if not self.end_of_text:
             fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
         self.template = settings.get("chat_template")
-        if isinstance(self.template, list):
-            self.template = {entry["name"]: entry["template"] for entry in self.template}.get("default")
         jinja = options.chat_template or os.path.join(source, "chat_template.jinja")
         if options.chat_template or os.path.exists(jinja):
             self.template = pathlib.Path(jinja).read_text(encoding="utf-8")
@@ -454,9 +458,10 @@ def publish(staging, out):
     """Moves what was made into place, the manifest last, and removes what only an earlier run had."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it is done, or not begun
     made = sorted(os.listdir(staging), key=lambda name: (name == "manifest.json", name))
-    for old in set(filter(OUTPUTS.fullmatch, os.listdir(out))) - {STAGING, *made}:
-        os.remove(os.path.join(out, old))
     for name in made:
+        if name == "manifest.json":
+            for old in set(filter(OUTPUTS.fullmatch, os.listdir(out))) - {STAGING, *made}:
+                os.remove(os.path.join(out, old))
         os.replace(os.path.join(staging, name), os.path.join(out, name))
 
 

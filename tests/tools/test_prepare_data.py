@@ -272,6 +272,8 @@ WRONG = [
     (b"text", ["--shard-tokens", 0], "--shard-tokens 0: give 1 to"),
     (b"text", ["--tokenizer", "FOLDER/damaged"], "damaged/tokenizer_config.json is no JSON ("),
     (b"text", ["--out", "FOLDER/text"], "text: File exists"),
+    *[(b'{"messages": []}\n', ["--chat", "--tokenizer", "FOLDER/" + name], "the chat template cannot be read")
+      for name in ("list", "number")],
     (b'{"text": "good"}\n{"text"\n', [], "input.jsonl, byte 17: this line is no JSON"),
     (b'{"text": ' + b"[" * 100000 + b"]" * 100000 + b"}\n", [], "input.jsonl, byte 0: this line is no JSON"),
     ({"body\x1b": "text"}, [], "input.jsonl, byte 0: the record has no field text; it has body\\x1b: name one with --field"),
@@ -295,6 +297,9 @@ def test_one_sentence_when_it_goes_wrong(folder):
     write(folder / "words.json", {"model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "?"}, "added_tokens": []})
     write(folder / "damaged/tokenizer_config.json", "{")
     shutil.copy(GPT2 / "tokenizer.json", folder / "damaged")
+    for name, settings in ("list", {"chat_template": [1], "eos_token": [2]}), ("number", {"chat_template": 5, "eos_token": 2}):
+        write(folder / name / "tokenizer_config.json", settings)
+        shutil.copy(GPT2 / "tokenizer.json", folder / name)
     for name, template in TEMPLATES.items():
         write(folder / name, template)
     runs = [(["--tokenizer", GPT2, *options], held, part) for held, options, part in WRONG]
