@@ -105,6 +105,9 @@ def test_a_file_is_what_its_text_is(folder):
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
             assert manifest["tokenizer"]["end_of_text_id"] == end
             assert ends == [len(want) - 1]
+    # Of a file that is read in parts only the last ends the document.
+    manifest, tokens, _, ends = shards(out, write(folder / "large.txt", "a line\n" * 620000))
+    assert tokens.count(GPT2_END) == 1 and ends == [len(tokens) - 1] and manifest["splits"]["train"]["documents"] == 1
     # A part held back: together as many documents' tokens as before, each stretch closed.
     both = [shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
@@ -237,6 +240,11 @@ def test_a_chat_template(folder):
     assert ends == [i - 1 for i in starts[1:]] + [len(tokens) - 1]  # not after every turn
     assert eos_of(out) == (tokenizer.token_to_id("<|eot_id|>"), "<|eot_id|>")
     assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
+    # The end of a text that the template does not write is not learned.
+    template = write(folder / "template", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    _, tokens, counts, _ = shards(out, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--chat-template", template)
+    asked, said = encode("[Name a colour.]")[:-1], encode("[Green]")
+    assert tokens == asked + said and counts == [0] * len(asked) + [1] * (len(said) - 1) + [0], (tokens, counts)
 
 
 def test_masked_shards_train(folder):
