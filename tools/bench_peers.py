@@ -8,24 +8,24 @@
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
 
 Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
-through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls are queued and timed together. Before that both
-run untimed until the GPU reaches its steady clock. "holds" is the peak memory beyond inputs and gradients: PyTorch's own
-count, for lce.c with what its library reports. With z-loss and log-probabilities the forward pass is timed by itself, too;
-where it computes the gradients it is timed without them, and they count as the backward pass.
-Errors are relative, against float64 at the same shape: of the mean loss as the peer returns it, and of the gradients in
-the Frobenius norm, in the dtypes of x and W. A peer that is not installed, or fails, is a row with the reason. Packages:
-liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own. lce.c is
-measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, or 2048 where
-H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128 and V of 256.
+through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls are queued and timed together, as in training,
+where it does not wait for the host; before that both run untimed until it reaches its steady clock. "holds" is the peak
+memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports. With z-loss and
+log-probabilities the forward pass is timed by itself, too; where it computes the gradients it is timed without them, and they
+count as the backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
+gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed, or fails, is a row with the reason.
+Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own.
+lce.c is measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, or 2048
+where H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128 and V of 256.
 
 z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)), a from -1 to 1.
 In a step only LM head + loss are exchanged; the layers are compiled, the optimizer is a fused AdamW, all in bf16.
 """
 import argparse
-import dataclasses
+import functools
+import importlib
 import importlib.metadata
 import json
-import math
 import os
 import statistics
 import sys
@@ -51,8 +51,7 @@ LAMBDA, BETA = 1e-4, 1e-2
 
 # --- implementations --------------------------------------------------------------------------------------------
 
-@dataclasses.dataclass
-class Peer:
+class Peer(typing.NamedTuple):
     """make() returns loss(x, w, y), or for a `direct` peer what returns the loss, dX and dW."""
     name: str
     make: typing.Callable
@@ -60,20 +59,24 @@ class Peer:
     direct: bool = False
     gradients_in_forward: bool = False
 
-    def loss(self, device):
-        if self.package and device == "cpu":
-            raise RuntimeError("measured on GPUs only")
-        try:
-            return self.make()
-        except ImportError as error:
-            raise RuntimeError(f"needs pip install {self.package}: {error}") from None
+
+def eager(name, loss):
+    return Peer(name, lambda: loss)
 
 
-def native():
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise RuntimeError(f"PyTorch {torch.__version__} has none; 2.13 and later do")
-    # Without options it is the plain composition; with them it goes in chunks, dW in fp32 (acc_policy "auto").
-    return lambda x, w, y: F.linear_cross_entropy(x, w, y, options=torch.nn.LinearCrossEntropyOptions())
+def compiled(name, loss):
+    """Every shape gets kernels of its own: by default the second would get slower ones for any shape."""
+    return Peer(name, lambda: torch.compile(loss, dynamic=False), "torch")
+
+
+def imported(name, package, module, function, call):
+    """call(function, x, w, y), with a function of a package."""
+    return Peer(name, lambda: functools.partial(call, getattr(importlib.import_module(module), function)), package)
+
+
+def ours(chunk, **options):
+    return Peer(f"lce.c, chunk {chunk}", gradients_in_forward=True, make=lambda:
+                lambda x, w, y: lce.linear_cross_entropy(x, w, y, chunk=min(chunk, len(x)), **options))
 
 
 def liger():
@@ -84,50 +87,62 @@ def liger():
     return lambda x, w, y: loss(w, x, y)
 
 
-def liger_hopper():
+def liger_hopper(operation, function, call):
     """Nothing in Liger takes it by itself."""
-    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
-    return lambda x, w, y: sm90.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y)
+    return imported("Liger (CuTe, Hopper)", "'liger-kernel[cutedsl]'", f"liger_kernel.ops.cutedsl.ops.{operation}_sm90",
+                    f"Liger{function}SM90Function", call)
 
 
-def cut(filter_eps):
-    from cut_cross_entropy import linear_cross_entropy
-    return lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=filter_eps)
+def cut_cross_entropy(kind, filter_eps):
+    return imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
+                    lambda f, x, w, y: f(x, w, y, filter_eps=filter_eps))
 
 
-def quack():
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-    return lambda x, w, y: chunked_linear_cross_entropy(x, w, y, chunk_size=2048 if x.shape[1] == 4096 else 4096)
-
-
-def c_interface(chunk):
+def c_interface(x, w, y):
     """The call that `ours` makes in its forward pass: it writes dW in fp32."""
-    def run(x, w, y):
-        x, w, (n, h) = x.detach(), w.detach(), x.shape
-        loss, dx, dw = x.new_empty(n, dtype=torch.float32), torch.empty_like(x), torch.empty_like(w, dtype=torch.float32)
-        context(x.device, x.dtype, "")(tokens=n, hidden_size=h, vocab_size=len(w), chunk=min(chunk, n), mean=True, scale=1,
-                                       targets_int64=True, x=x, weight=w, targets=y, loss=loss, dx=dx, dweight=dw)
-        return loss.mean(), dx, dw
-    return run
+    x, w, (n, h) = x.detach(), w.detach(), x.shape
+    loss, dx, dw = x.new_empty(n, dtype=torch.float32), torch.empty_like(x), torch.empty_like(w, dtype=torch.float32)
+    context(x.device, x.dtype, "")(tokens=n, hidden_size=h, vocab_size=len(w), chunk=min(4096, n), mean=True, scale=1,
+                                   targets_int64=True, x=x, weight=w, targets=y, loss=loss, dx=dx, dweight=dw)
+    return loss.mean(), dx, dw
 
 
-def ours(chunk, **options):
-    return Peer(f"lce.c, chunk {chunk}", gradients_in_forward=True, make=lambda:
-                lambda x, w, y: lce.linear_cross_entropy(x, w, y, chunk=min(chunk, len(x)), **options))
+def advantages_of(y):
+    return torch.linspace(-1, 1, len(y), device=y.device)
 
 
-def compiled(name, loss):
-    """Every shape gets kernels of its own: by default the second would get slower ones for any shape."""
-    return Peer(name, lambda: torch.compile(loss, dynamic=False), "torch")
+def chain(token_losses):
+    """A loss of separate operations on fp32 logits."""
+    return lambda x, w, y: token_losses((x @ w.T).float(), y, advantages_of(y)).mean()
+
+
+class Loss(typing.NamedTuple):
+    name: str
+    token_losses: typing.Callable  # (z, y, advantages) -> what the loss is the mean of
+    peers: list
+    forward: bool = True  # is timed by itself, too
 
 
 def cross_entropy(x, w, y):
     return F.cross_entropy(x @ w.T, y)
 
 
-def cross_entropy_fp32(x, w, y):
-    """As most trainers do: the logits are rounded, the loss is not."""
-    return F.cross_entropy((x @ w.T).float(), y)
+CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, reduction="none"), forward=False, peers=[
+    eager("PyTorch eager", cross_entropy),
+    # As most trainers do: the logits are rounded, the loss is not.
+    eager("PyTorch eager, fp32 logits", lambda x, w, y: F.cross_entropy((x @ w.T).float(), y)),
+    compiled("torch.compile", cross_entropy),
+    # Without options it is the plain composition; with them it goes in chunks, dW in fp32 (acc_policy "auto").
+    eager("torch linear_cross_entropy",
+          lambda x, w, y: F.linear_cross_entropy(x, w, y, options=torch.nn.LinearCrossEntropyOptions())),
+    Peer("Liger (Triton, fp32 dW)", liger, "liger-kernel"),
+    liger_hopper("fused_linear_cross_entropy", "FusedLinearCrossEntropy", lambda f, x, w, y: f.apply(x, w, y)),
+    imported("QuACK (CuTe)", "quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
+             lambda f, x, w, y: f(x, w, y, chunk_size=2048 if x.shape[1] == 4096 else 4096)),
+    cut_cross_entropy("filtered", "high"),
+    cut_cross_entropy("exact", None),
+    Peer("lce.c, C interface, chunk 4096", lambda: c_interface, direct=True),
+    *map(ours, (4096, 2048, 1024))])
 
 
 def z_loss_twice(x, w, y):
@@ -136,76 +151,39 @@ def z_loss_twice(x, w, y):
     return F.cross_entropy(logits, y) + LAMBDA * torch.logsumexp(logits, dim=1).square().mean()
 
 
-def token_z_losses(z, y, _=None):
+def token_z_losses(z, y, _):
+    """The shortest chain: one logsumexp serves both terms."""
     lse = torch.logsumexp(z, dim=1)
     return lse - z.gather(1, y[:, None])[:, 0] + LAMBDA * lse * lse
 
 
-def z_loss_once(x, w, y):
-    """The shortest chain: one logsumexp serves both terms."""
-    return token_z_losses((x @ w.T).float(), y).mean()
-
-
-def advantages_of(y):
-    return torch.linspace(-1, 1, len(y), device=y.device)
-
-
-class Loss(typing.NamedTuple):
-    name: str
-    tokens: typing.Callable  # (z, y, advantages) -> what the loss is the mean of
-    peers: list
-    forward: bool = True  # is timed by itself, too
-
-
-CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, reduction="none"), forward=False, peers=[
-    Peer("PyTorch eager", lambda: cross_entropy),
-    Peer("PyTorch eager, fp32 logits", lambda: cross_entropy_fp32),
-    compiled("torch.compile", cross_entropy),
-    Peer("torch linear_cross_entropy", native),
-    Peer("Liger (Triton, fp32 dW)", liger, "liger-kernel"),
-    Peer("Liger (CuTe, Hopper)", liger_hopper, "'liger-kernel[cutedsl]'"),
-    Peer("QuACK (CuTe)", quack, "quack-kernels"),
-    Peer("Cut Cross-Entropy (filtered)", lambda: cut("high"), "cut-cross-entropy"),
-    Peer("Cut Cross-Entropy (exact)", lambda: cut(None), "cut-cross-entropy"),
-    Peer("lce.c, C interface, chunk 4096", lambda: c_interface(4096), direct=True),
-    *map(ours, (4096, 2048, 1024))])
-
 Z_LOSS = Loss("z-loss", token_z_losses, [
-    Peer("separate operations", lambda: z_loss_twice),
-    Peer("separate operations, one logsumexp", lambda: z_loss_once),
+    eager("separate operations", z_loss_twice),
+    eager("separate operations, one logsumexp", chain(token_z_losses)),
     compiled("separate operations, torch.compile", z_loss_twice),
     ours(4096, z_loss=LAMBDA)])
 
 
 def log_probs(name, entropy):
     def loss_of(log_p, entropies, advantages):
-        return -advantages * log_p - (0 if entropies is None else BETA * entropies)
+        return -advantages * log_p - (BETA * entropies if entropy else 0)
 
     def tokens(z, y, advantages):
         log_p = torch.log_softmax(z, dim=1)
         return loss_of(log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(1) if entropy else None, advantages)
 
-    def chain(x, w, y):
-        return tokens((x @ w.T).float(), y, advantages_of(y)).mean()
+    def hopper(f, x, w, y):
+        found = f.apply(x, w, y, 1.0, -100, 1, entropy)
+        losses, entropies = found if entropy else (found, None)
+        return loss_of(-losses, entropies, advantages_of(y)).mean()
 
-    def hopper():
-        from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90 as sm90
+    def of_lce(x, w, y):
+        return loss_of(*lce.linear_log_probs(x, w, y, chunk=min(4096, len(x)), entropy=entropy), advantages_of(y)).mean()
 
-        def run(x, w, y):
-            found = sm90.LigerFusedScaledCrossEntropySM90Function.apply(x, w, y, 1.0, -100, 1, entropy)
-            losses, entropies = found if entropy else (found, None)
-            return loss_of(-losses, entropies, advantages_of(y)).mean()
-        return run
-
-    def of_lce():
-        def run(x, w, y):
-            found = lce.linear_log_probs(x, w, y, chunk=min(4096, len(x)), entropy=entropy)
-            return loss_of(*found, advantages_of(y)).mean()
-        return run
     return Loss(name, tokens, [
-        Peer("separate operations", lambda: chain), compiled("separate operations, torch.compile", chain),
-        Peer("Liger (CuTe, Hopper)", hopper, "'liger-kernel[cutedsl]'"),
-        Peer("lce.c, chunk 4096", of_lce)])
+        eager("separate operations", chain(tokens)), compiled("separate operations, torch.compile", chain(tokens)),
+        liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper),
+        eager("lce.c, chunk 4096", of_lce)])
 
 
 LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True)]
@@ -213,70 +191,71 @@ LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities
 
 # --- measuring --------------------------------------------------------------------------------------------------
 
-class Device:
-    def __init__(self, name):
-        self.name, self.cuda = name, name == "cuda"
-        self.calls = 3 if self.cuda else 1  # as in training, the GPU does not wait for the host between them
+def wait(cuda):
+    if cuda:
+        torch.cuda.synchronize()
 
-    def seconds(self, work, calls=1):
-        """Of a call, among so many that are queued one after the other."""
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self.wait()
-        return (time.perf_counter() - start) / calls
 
-    def wait(self):
-        if self.cuda:
-            torch.cuda.synchronize()
+def reset_peak(cuda):
+    wait(cuda)
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
-    def reset_peak(self):
-        self.wait()
-        if self.cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
-    def peak(self):
-        """Bytes of PyTorch's tensors since reset_peak; None on the CPU, where it does not count."""
-        self.wait()
-        return torch.cuda.max_memory_allocated() if self.cuda else None
+def peak(cuda, peer, tensor, without=0):
+    """Bytes of PyTorch's tensors since reset_peak; None on the CPU, where it does not count. lce.c's memory is not PyTorch's."""
+    wait(cuda)
+    held = torch.cuda.max_memory_allocated() - without if cuda else None
+    return (held or 0) + context(tensor.device, tensor.dtype, "").held_bytes() if peer.name.startswith("lce.c") else held
 
-    def peak_with(self, peer, x, peak):
-        """lce.c's memory is not PyTorch's."""
-        return (peak or 0) + context(x.device, x.dtype, "").held_bytes() if peer.name.startswith("lce.c") else peak
 
-    def compare(self, makers, base, rounds):
-        """A row for every (name, maker), and the base's median seconds. maker() returns what the row holds and a function
-        that returns seconds; where it fails, the row has the reason. Then each alternates with the base, such a function
-        or the name of the row that has it; before that both run untimed, since a GPU reaches its steady clock late."""
-        rows, timers, bases = [], {}, []
-        for name, maker in makers:
-            rows.append(dict(peer=name))
-            try:
-                found, timers[name] = maker()
-                rows[-1].update(found)
-            except Exception as error:  # whatever it is
-                text = str(error).strip() or type(error).__name__
-                rows[-1]["why"] = text.splitlines()[0][:120].replace("|", "/")
-            self.reset_peak()
-        base = timers.get(base, base)
-        for row in rows:
-            if not callable(base):
-                row.setdefault("why", f"{base}, which it is compared with, failed")
-            if "why" in row:
-                continue
-            work, times, ratios = timers[row["peer"]], [], []
-            warm = time.perf_counter() + (0.7 if self.cuda else 0)
-            while time.perf_counter() < warm:
-                base(), work()
-            for _ in range(rounds):
-                bases.append(base())
-                times.append(bases[-1] if work is base else work())
-                ratios.append(times[-1] / bases[-1])
-            row.update(ms=1e3 * statistics.median(times), ratio=statistics.median(ratios))
-        return rows, statistics.median(bases) if bases else None
+def seconds(cuda, work, calls=1):
+    """Of a call, among so many that are queued one after the other."""
+    wait(cuda)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    wait(cuda)
+    return (time.perf_counter() - start) / calls
 
+
+def measure(options, peers, first, make_base=None, calls=1):
+    """A row for every peer, and the base's median seconds. first(peer, its function) returns what the row holds and the work
+    that is timed; where it fails, the row has the reason. Then each alternates with the base, which make_base() returns or
+    the last peer's work is; before that both run untimed, since a GPU reaches its steady clock late."""
+    rows, works, bases, cuda = [], {}, [], options.cuda
+    peers = [peer for peer in peers if not peer.name.startswith(tuple(options.without))]
+    for peer in peers:
+        rows.append(dict(peer=peer.name))
+        try:
+            if peer.package and not cuda:
+                raise RuntimeError("measured on GPUs only")
+            found, works[peer.name] = first(peer, peer.make())
+            rows[-1].update(found)
+        except Exception as error:  # whatever it is
+            text = f"needs pip install {peer.package}: {error}" if isinstance(error, ImportError) else str(error).strip()
+            rows[-1]["why"] = (text or type(error).__name__).splitlines()[0][:120].replace("|", "/")
+        reset_peak(cuda)
+    base = make_base() if make_base else works.get(peers[-1].name)
+    for row in rows:
+        if not base:
+            row.setdefault("why", f"{peers[-1].name}, which it is compared with, failed")
+        if "why" in row:
+            continue
+        work, times, ratios = works[row["peer"]], [], []
+        warm = time.perf_counter() + (0.7 if cuda else 0)
+        while time.perf_counter() < warm:
+            seconds(cuda, base, calls), seconds(cuda, work, calls)
+        for _ in range(options.rounds):
+            bases.append(seconds(cuda, base, calls))
+            times.append(bases[-1] if work is base else seconds(cuda, work, calls))
+            ratios.append(times[-1] / bases[-1])
+        row.update(ms=1e3 * statistics.median(times), ratio=statistics.median(ratios))
+    return rows, statistics.median(bases) if bases else None
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------
 
 def problem(device, shape):
     """x [N, H] and w [V, H] (leaves that require gradients), y [N]."""
@@ -288,16 +267,14 @@ def problem(device, shape):
     return x, w, torch.randint(v, (n,), generator=g, device=device)
 
 
-def by_autograd(loss_of):
-    """A function of (x, w, y) that returns the loss and its gradients."""
-    def run(x, w, y):
-        x.grad = w.grad = None  # a peer that failed may have left some
-        loss = loss_of(x, w, y)
-        loss.backward()
-        result = loss.detach(), x.grad, w.grad
-        x.grad = w.grad = None
-        return result
-    return run
+def gradients(loss_of, x, w, y):
+    """The loss and its gradients."""
+    x.grad = w.grad = None  # a peer that failed may have left some
+    loss = loss_of(x, w, y)
+    loss.backward()
+    result = loss.detach(), x.grad, w.grad
+    x.grad = w.grad = None
+    return result
 
 
 def plain_gemms(x, w):
@@ -312,76 +289,52 @@ def plain_gemms(x, w):
     return run
 
 
-# --- float64 ----------------------------------------------------------------------------------------------------
-
-ERRORS = ("loss_error", "dx_error", "dw_error")
-
-
-def blocks(rows, bytes_each):
-    step = max(1, 2**30 // bytes_each)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
 def reference(x, w, y, token_losses):
-    """The mean of token_losses(z, y, advantages), dX and dW in float64, a block of rows of logits z at a time."""
-    w64, advantages = w.detach().double().requires_grad_(), advantages_of(y)
-    loss, dx = 0.0, torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    for rows in blocks(len(x), 8 * len(w)):
-        x64 = x[rows].detach().double().requires_grad_()
-        part = token_losses(x64 @ w64.T, y[rows], advantages[rows]).sum() / len(x)
+    """The mean of token_losses(z, y, advantages), dX and dW in float64, from so many rows of logits z as take 1 GiB."""
+    w64, loss, dxs, rows = w.detach().double().requires_grad_(), 0, [], max(1, 2**30 // (8 * len(w)))
+    for x_part, y_part, advantages in zip(x.detach().split(rows), y.split(rows), advantages_of(y).split(rows)):
+        x64 = x_part.double().requires_grad_()
+        part = token_losses(x64 @ w64.T, y_part, advantages).sum() / len(x)
         part.backward()
-        loss += part.item()
-        dx[rows] = x64.grad
-    return loss, dx, w64.grad
+        loss += part.detach()
+        dxs.append(x64.grad)
+    return loss, torch.cat(dxs), w64.grad
 
 
-@torch.no_grad()
 def relative_error(got, want):
-    off = size = 0.0
-    for rows in blocks(len(want), 8 * want.shape[1]):
-        off += (got[rows].double() - want[rows]).square().sum().item()
-        size += want[rows].square().sum().item()
-    return math.sqrt(off / size)
+    parts = zip(got.split(4096), want.split(4096)) if got.dim() else [(got, want)]  # in float64 dW is large
+    return (sum((g.double() - w).square().sum() for g, w in parts).sqrt() / want.norm()).item()
 
 
-def errors_of(got, want):
-    """Of a peer's (loss, dX, dW), against the reference's; nothing where there is none."""
-    return dict(zip(ERRORS, (abs((got[0].item() - want[0]) / want[0]), relative_error(got[1], want[1]),
-                             relative_error(got[2], want[2])))) if want else {}
-
-
-# --- tables -----------------------------------------------------------------------------------------------------
-
-def loss_rows(device, loss, shape, options):
+def loss_rows(options, loss, shape):
     """A row for each peer, and the plain GEMMs' seconds."""
-    tensors = x, w, y = problem(device.name, shape)
-    want, gemms = None if options.no_errors else reference(x, w, y, loss.tokens), None
+    tensors = x, w, y = problem(options.device, shape)
+    want = [] if options.no_errors else [*reference(*tensors, loss.token_losses)]
 
-    def first(peer):
-        loss_of = peer.loss(device.name)
-        run = loss_of if peer.direct else by_autograd(loss_of)
+    def first(peer, loss_of):
+        def work():
+            return loss_of(*tensors) if peer.direct else gradients(loss_of, *tensors)
+
         for _ in range(2):
-            run(*tensors)
-        device.reset_peak()
-        before = device.peak()
-        got = run(*tensors)
-        peak = device.peak()
-        if peak is not None:
-            peak -= before + sum(g.numel() * g.element_size() for g in got[1:])
-        row = dict(held_bytes=device.peak_with(peer, x, peak), **errors_of(got, want))
+            work()
+        reset_peak(options.cuda)
+        before = torch.cuda.max_memory_allocated()
+        got = work()
+        row = dict(held_bytes=peak(options.cuda, peer, x, before + sum(g.nbytes for g in got[1:])))
+        row.update((f"{name}_error", relative_error(*pair)) for name, *pair in zip(("loss", "dx", "dw"), got, want))
         if loss.forward:
             with torch.set_grad_enabled(not peer.gradients_in_forward):
-                row["forward_ms"] = 1e3 * statistics.median(device.seconds(lambda: loss_of(*tensors)) for _ in range(options.rounds))
-        return row, lambda: device.seconds(lambda: run(*tensors), device.calls)
+                times = [seconds(options.cuda, lambda: loss_of(*tensors)) for _ in range(options.rounds)]
+            row["forward_ms"] = 1e3 * statistics.median(times)
+        return row, work
 
-    def makers():
-        nonlocal want, gemms
-        for peer in loss.peers:
-            if not peer.name.startswith(tuple(options.without)):
-                yield peer.name, lambda: first(peer)
-        want, gemms = None, plain_gemms(x, w)  # freed, and there, before the timing
-    return device.compare(makers(), lambda: device.seconds(gemms, device.calls), options.rounds)
+    def make_base():
+        want.clear()  # before the timing, for which the GEMMs' tensors are there
+        return plain_gemms(x, w)
+    return measure(options, loss.peers, first, make_base, 3 if options.cuda else 1)
 
+
+# --- a step -----------------------------------------------------------------------------------------------------
 
 # transformers' names. By default they are those of Llama 3.2 1B on a GPU.
 LLAMA = {"cuda": dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -390,47 +343,46 @@ LLAMA = {"cuda": dict(vocab_size=128256, hidden_size=2048, intermediate_size=819
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=16)}
 
 
-def step_rows(device, loss, options):
+def step_rows(options, loss):
     """The step's rows, against the last peer's, and what was trained."""
     from transformers import LlamaConfig, LlamaModel
     torch.manual_seed(1)
-    config = LlamaConfig(**LLAMA[device.name], use_cache=False)
-    with torch.device(device.name):
-        model = LlamaModel(config).to(torch.bfloat16 if device.cuda else torch.float32)
-        head, batch, length = model.embed_tokens.weight, 4 if device.cuda else 2, config.max_position_embeddings
+    cuda, config = options.cuda, LlamaConfig(**LLAMA[options.device], use_cache=False)
+    with torch.device(options.device):
+        model = LlamaModel(config).to(torch.bfloat16 if cuda else torch.float32)
+        head, batch, length = model.embed_tokens.weight, 4 if cuda else 2, config.max_position_embeddings
         ids = torch.randint(config.vocab_size, (batch, length + 1))
-    if device.cuda:
+    if cuda:
         for layer in model.layers:
             layer.compile(dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0, fused=device.cuda)  # the same weights for all losses
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0, fused=cuda)  # the same weights for all losses
 
-    def step(loss_of):
-        optimizer.zero_grad(set_to_none=True)
-        x = model(input_ids=ids[:, :-1]).last_hidden_state
-        value = loss_of(x.reshape(-1, config.hidden_size), head, ids[:, 1:].reshape(-1))
-        value.backward()
-        optimizer.step()
-        return value
+    def first(peer, loss_of):
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            x = model(input_ids=ids[:, :-1]).last_hidden_state
+            value = loss_of(x.reshape(-1, config.hidden_size), head, ids[:, 1:].reshape(-1))
+            value.backward()
+            optimizer.step()
+            return value
 
-    def first(peer):
-        loss_of = peer.loss(device.name)
-        value = step(loss_of).item()
-        step(loss_of)
-        device.reset_peak()
-        step(loss_of)
-        return (dict(first_loss=value, held_bytes=device.peak_with(peer, head, device.peak())),
-                lambda: device.seconds(lambda: step(loss_of)))
+        value = step().item()
+        step()
+        reset_peak(cuda)
+        step()
+        return dict(first_loss=value, held_bytes=peak(cuda, peer, head)), step
 
-    peers = [peer for peer in loss.peers if not peer.direct and not peer.name.startswith(tuple(options.without))]
-    rows, _ = device.compare([(peer.name, lambda peer=peer: first(peer)) for peer in peers], peers[-1].name, options.rounds)
+    rows, _ = measure(options, [peer for peer in loss.peers if not peer.direct], first)
     return rows, f"a step of Llama ({model.num_parameters() / 1e9:.2f}B) by transformers, batch {batch} x {length}"
 
+
+# --- tables -----------------------------------------------------------------------------------------------------
 
 # A row's field, its column's title, and how it is shown.
 COLUMNS = [("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}"),
            ("forward_ms", "forward, ms", lambda v: f"{v:.2f}"), ("first_loss", "first loss", lambda v: f"{v:.5f}"),
            ("held_bytes", "holds", lambda v: f"{v / 2**20:.0f} MiB"),
-           *((error, error.replace("_", " "), lambda v: f"{v:.1e}") for error in ERRORS)]
+           *((error, error.replace("_", " "), lambda v: f"{v:.1e}") for error in ("loss_error", "dx_error", "dw_error"))]
 
 
 def show(options, title, ratio, rows, **fields):
@@ -440,7 +392,8 @@ def show(options, title, ratio, rows, **fields):
             print(json.dumps(dict(event="peer", title=title, **fields, **row)), flush=True)
         return
     columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
-    print(f"\n{title}\n\n| peer | " + " | ".join(text or ratio for _, text, _ in columns) + " |\n|" + " --- |" * (len(columns) + 1))
+    titles = " | ".join(text or ratio for _, text, _ in columns)
+    print(f"\n{title}\n\n| peer | {titles} |\n|" + " --- |" * (len(columns) + 1))
     for row in rows:
         cells = [text(row[field]) if row.get(field) is not None else "" for field, _, text in columns]
         print(f"| {row['peer']} | " + (f"not measured: {row['why']}" if "why" in row else " | ".join(cells)) + " |", flush=True)
@@ -459,9 +412,10 @@ def parse_options():
     parser.add_argument("--step", action="store_true", help="a training step instead of the loss alone; needs transformers")
     parser.add_argument("--json", action="store_true", help="a JSON object a row instead of tables")
     options = parser.parse_args()
+    options.cuda = options.device == "cuda"
     try:
-        options.shapes = [tuple(int(part) for part in text.split("x")) for text in options.shapes.split(",")]
-        assert all(len(shape) == 3 and min(shape) > 0 for shape in options.shapes)
+        options.shapes = [(int(n), int(h), int(v)) for n, h, v in (text.split("x") for text in options.shapes.split(","))]
+        assert all(min(shape) > 0 for shape in options.shapes)
     except (ValueError, AssertionError):
         sys.exit(f"--shapes {options.shapes}: give NxHxV, for instance 4096x4096x128256")
     if not os.path.exists(os.environ["LCE_LIBRARY"]):
@@ -469,30 +423,23 @@ def parse_options():
     return options
 
 
-def versions():
-    for package in PACKAGES:
-        try:
-            yield f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            pass
-
-
 def main():
     options = parse_options()
-    device = Device(options.device)
-    gpu = torch.cuda.get_device_name() if device.cuda else "CPU"
+    gpu = torch.cuda.get_device_name() if options.cuda else "CPU"
     if not options.json:
-        print(f"{gpu}, median of {options.rounds}; " + ", ".join(versions()))
+        installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
+        versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
+        print(f"{gpu}, median of {options.rounds}; {', '.join(versions)}")
     for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:
         if options.step:
-            rows, title = step_rows(device, loss, options)
+            rows, title = step_rows(options, loss)
             show(options, f"{loss.name}: {title}", "over lce.c", rows, loss=loss.name, gpu=gpu, step=True)
             continue
-        for shape in options.shapes:
-            rows, gemms = loss_rows(device, loss, shape, options)
+        for n, h, v in options.shapes:
+            rows, gemms = loss_rows(options, loss, (n, h, v))
             took = f": the plain GEMMs take {1e3 * gemms:.2f} ms" if gemms else ""
-            show(options, "{}, N {}, H {}, V {}{}".format(loss.name, *shape, took), "over the GEMMs", rows, loss=loss.name,
-                 gpu=gpu, **dict(zip(("tokens", "hidden_size", "vocab_size"), shape)))
+            show(options, f"{loss.name}, N {n}, H {h}, V {v}{took}", "over the GEMMs", rows, loss=loss.name, gpu=gpu,
+                 tokens=n, hidden_size=h, vocab_size=v)
 
 
 if __name__ == "__main__":

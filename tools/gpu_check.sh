@@ -9,6 +9,7 @@
 #
 # DEPS_ROOT=folder (unpacked packages) in the environment is make's, for machines without apt. DEVICE=cpu tries the script
 # itself where there is no GPU: tiny shapes, and rows that fail where the CPU has not what they ask for.
+# shellcheck disable=SC2046 # names of programs are split into words: none has a space
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 OUT=${OUT:-runs/gpu_check} DEVICE=${DEVICE:-cuda}
@@ -21,19 +22,18 @@ if [ "${1:-}" = --ranks ]; then
 fi
 parts=" ${*:-all} "
 rm -f "$OUT/table.txt"
-failed=0 tiny=()
+tiny=()
 [ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
 
-# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table.
+# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table, and makes this script fail.
 run() {
-  local name=$1 seconds=$2
+  local name=$1 seconds=$2 status
   shift 2
   timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1 && return
-  local status=$?
-  failed=1
+  status=$?
   row "$name" "FAILED with status $status, see $OUT/$name.log"
   tail -n 15 "$OUT/$name.log"
   return $status
@@ -69,7 +69,7 @@ END
 show() {
   local text
   figures "$OUT/$2" "$3" "$4" | while read -r text; do row "$1" "$text"; done
-  [ "${PIPESTATUS[0]}" = 0 ] || { failed=1 && row "$1" "FAILED: no such figures in $OUT/$2"; }
+  [ "${PIPESTATUS[0]}" = 0 ] || row "$1" "FAILED: no such figures in $OUT/$2"
 }
 
 if [ "$DEVICE" = cuda ]; then
@@ -88,28 +88,18 @@ test_programs() {
     for source in tests/$pattern.c; do [ ! -f "$source" ] || echo "build/release/${source%.c}"; done
   done
 }
-# check TITLE NAME SECONDS COMMAND...: the last line of its output is a row, too.
+# check AT_ONCE SECONDS SUFFIX PROGRAM...: so many at a time, each with its share of the cores; the last line of the output of
+# each is a row, whose name ends with the suffix.
 check() {
-  local title=$1
-  shift
-  run "$@" && row "$title" "$(tail -n 1 "$OUT/$1.log")"
-}
-# check_all SUFFIX PROGRAM...: four at a time, each with its share of the cores.
-check_all() {
-  local suffix=$1 program name
-  shift
+  local at_once=$1 seconds=$2 suffix=$3 program name
+  shift 3
+  [ "$at_once" = 1 ] || local -x OMP_NUM_THREADS=$((($(nproc) + at_once - 1) / at_once))
   for program in "$@"; do
-    while [ "$(jobs -rp | wc -l)" -ge 4 ]; do wait -n; done
+    while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
     name=$(basename "$program")$suffix
-    rm -f "$OUT/$name.ok"
-    { OMP_NUM_THREADS=$((($(nproc) + 3) / 4)) timeout --kill-after=10 400 tests/run "$program" >"$OUT/$name.log" 2>&1 && touch "$OUT/$name.ok"; } &
+    { run "$name" "$seconds" tests/run "$program" && row "$name" "$(tail -n 1 "$OUT/$name.log")"; } &
   done
   wait
-  for program in "$@"; do
-    name=$(basename "$program")$suffix
-    row "$name" "$(tail -n 1 "$OUT/$name.log")"
-    [ -e "$OUT/$name.ok" ] || { failed=1 && row "$name" "FAILED, see $OUT/$name.log" && tail -n 15 "$OUT/$name.log"; }
-  done
 }
 
 if wants tests; then
@@ -117,45 +107,46 @@ if wants tests; then
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
   mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,offload,profile} model/test_{golden,generate} tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel')
-  mapfile -t single < <(printf '%s\n' "${programs[@]}" | grep -E "$alone")
-  mapfile -t shared < <(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
-  check_all "" "${shared[@]}"
-  for program in "${single[@]}"; do check "$(basename "$program")" "$(basename "$program")" 240 tests/run "$program"; done
+  check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
+  check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   # Attention and LM head + loss as a GPU before Hopper computes them.
-  mapfile -t programs < <(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
-  LCE_HOPPER=0 check_all -portable "${programs[@]}"
+  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
   # Builds liblce.so with CUDA before it runs.
-  for program in kernels/test_liblce.py pytorch/test_{functions,training}.py; do
-    [ ! -f "tests/$program" ] || check "$program" "$(basename "$program")" 570 tests/run "tests/$program"
-  done
+  check 1 570 "" $(ls tests/kernels/test_liblce.py tests/pytorch/test_{functions,training}.py 2>/dev/null)
 fi
+
+# sanitize TOOL PROGRAM...: all at once. memcheck finds nothing and the tests pass. racecheck does not support mbarriers and bulk
+# copies: it reports kernels that are ordered by them, or stops. So ours are left out there, and to the comparisons with the
+# CPU; cuBLASLt's (nvjet) are reported and counted apart.
+sanitize() {
+  local tool=$1 program log verdict all ours good
+  shift
+  for program in "$@"; do
+    log=$OUT/$(basename "$program")-$tool.log
+    timeout --kill-after=10 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" >"$log" 2>&1 &
+    [[ $program != *kernels_update ]] || wait # it compares what the whole device holds
+  done
+  wait
+  for program in "$@"; do
+    log=$OUT/$(basename "$program")-$tool.log good="FAILED, see $OUT: "
+    if [ "$tool" = memcheck ]; then
+      verdict=$(grep 'ERROR SUMMARY' "$log" | tail -n 1 | sed 's/=* *//')
+      [ "$verdict" != "ERROR SUMMARY: 0 errors" ] || ! grep -q '^\[  PASSED' "$log" || grep -q '^\[  FAILED' "$log" || good=
+    else
+      all=$(grep -c 'Race reported' "$log") ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
+      verdict="$(grep -c '^\[  PASSED' "$log") of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+      [[ $verdict != "4 of 4 "*"kernels: 0, "* ]] || good=
+    fi
+    row "$(basename "$program") under $tool" "$good${verdict:-did not end}"
+  done
+}
 
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
   export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
-  for program in $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling}); do
-    timeout --kill-after=10 300 compute-sanitizer --tool memcheck --error-exitcode 9 "$program" >"$OUT/$(basename "$program")-memcheck.log" 2>&1 &
-    [[ $program != *kernels_update ]] || wait # it compares what the whole device holds
-  done
-  # racecheck does not support mbarriers and bulk copies: it reports kernels that are ordered by them, or stops. So ours
-  # are left out here, and to the comparisons with the CPU; cuBLASLt's (nvjet) are reported and counted apart.
-  for program in $(test_programs kernels/test_{kernels_layers,attention,loss_terms}); do
-    LCE_HOPPER=0 timeout --kill-after=10 300 compute-sanitizer --tool racecheck "$program" >"$OUT/$(basename "$program")-racecheck.log" 2>&1 &
-  done
-  wait
+  sanitize memcheck $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling})
+  LCE_HOPPER=0 sanitize racecheck $(test_programs kernels/test_{kernels_layers,attention,loss_terms})
   unset LCE_SMALL_SHAPES LCE_MATMUL_TUNE
-  for log in "$OUT"/*-memcheck.log; do
-    summary=$(grep 'ERROR SUMMARY' "$log" | tail -n 1 | sed 's/=* *//')
-    [ "$summary" = "ERROR SUMMARY: 0 errors" ] && grep -q '^\[  PASSED' "$log" && ! grep -q '^\[  FAILED' "$log" || failed=1
-    row "$(basename "$log" -memcheck.log) under memcheck" "${summary:-did not end}"
-  done
-  for log in "$OUT"/*-racecheck.log; do
-    passed=$(grep -c '^\[  PASSED' "$log")
-    all=$(grep -c 'Race reported' "$log")
-    ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
-    [ "$passed" = 4 ] && [ "$ours" = 0 ] || failed=1
-    row "$(basename "$log" -racecheck.log) under racecheck" "$passed of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
-  done
 fi
 
 # --- benchmarks ---------------------------------------------------------------------------------------------
@@ -238,9 +229,7 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
   [ "$DEVICE" != cuda ] || export LCE_GPU_RANKS=$ranks
-  for program in $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel) tests/trainer/test_ranks*.py; do
-    [ ! -f "$program" ] || TEST_TIMEOUT=560 check "$(basename "$program") on $ranks GPUs" "$(basename "$program")" 570 tests/run "$program"
-  done
+  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel) $(ls tests/trainer/test_ranks*.py)
   unset LCE_GPU_RANKS
   on "$ranks"
   layer split 16384 4096 128256 --chunk 4096,2048,1024
@@ -265,4 +254,4 @@ fi
 
 echo
 cat "$OUT/table.txt"
-exit $failed
+! grep -q ' FAILED' "$OUT/table.txt"
