@@ -352,61 +352,6 @@ TEST(ids_outside_the_vocabulary_are_found) {
   assert_int_equal(mappings(), before);
 }
 
-// --- the byte tokenizer ---------------------------------------------------------------------------------
-
-// What tokens show as.
-#define ASSERT_SHOWN(expected, ...)                                                                          \
-  do {                                                                                                       \
-    const int32_t tokens_[] = {__VA_ARGS__};                                                                 \
-    char *text_ = tokenizer_show(NULL, tokens_, sizeof tokens_ / sizeof *tokens_);                           \
-    assert_string_equal(text_, expected);                                                                    \
-    free(text_);                                                                                             \
-  } while (0)
-
-TEST(decoded_text_is_safe_to_print) {
-  static const char *const shown[][2] = {
-      {"", ""},
-      {"plain\tand\nsimple ~", "plain\tand\nsimple ~"},
-      {"gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80",
-       "gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80"},
-      {"\x1B[2J\r\x07\x7F", "\\x1B[2J\\x0D\\x07\\x7F"},
-      {"\xC2\x9B|\xC2\xA0", "\\xC2\\x9B|\xC2\xA0"}, // C1's CSI; no-break space
-      {"\xC3(\xFF\x80", "\\xC3(\\xFF\\x80"},        // broken sequences
-      {"\xC0\xAF \xE0\x80\x80 \xF0\x80\x80\x80",
-       "\\xC0\\xAF \\xE0\\x80\\x80 \\xF0\\x80\\x80\\x80"},                       // overlong
-      {"\xED\xA0\x80 \xF4\x90\x80\x80", "\\xED\\xA0\\x80 \\xF4\\x90\\x80\\x80"}, // surrogate; too high
-      {"\xE2\x82", "\\xE2\\x82"},                                                // cut off
-  };
-  for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
-    int32_t tokens[64];
-    int64_t count = (int64_t)strlen(shown[i][0]);
-    byte_encode(shown[i][0], count, tokens);
-    for (int64_t k = 0; k < count; k++) assert_int_equal(tokens[k], (unsigned char)shown[i][0][k]);
-    char *text = tokenizer_show(NULL, tokens, count);
-    assert_string_equal(text, shown[i][1]);
-    free(text);
-  }
-  ASSERT_SHOWN("a\n<|endoftext|>\nb\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD\\x00", 'a', 256, 'b', 257, 128255, -1,
-               0);
-  ASSERT_SHOWN("\\xE2\n<|endoftext|>\n\\x82\\xAC", 0xE2, 256, 0x82, 0xAC); // no character spans another token
-
-  char line[12];
-  text_escape(line, sizeof line, "a\n\xE2\x82\xAC\xE2\x82\xAC", 8); // cut to whole characters
-  assert_string_equal(line, "a\\x0A\xE2\x82\xAC\xE2\x82\xAC");
-  text_escape(line, 8, "\xE2\x82\xAC\x1B[", 5);
-  assert_string_equal(line, "\xE2\x82\xAC\\x1B");
-
-  for (uint64_t trial = 0; trial < 2000; trial++) {
-    int32_t tokens[24];
-    for (uint64_t i = 0; i < 24; i++) tokens[i] = (int32_t)(random_bits(1, trial, i) % 260);
-    char *text = tokenizer_show(NULL, tokens, 24);
-    for (const char *c = text; *c; c++)
-      assert_true((unsigned char)*c >= 0x20 ? *c != 0x7F : *c == '\n' || *c == '\t');
-    assert_null(strstr(text, "\xC2\x9B"));
-    free(text);
-  }
-}
-
 // --- the corpus -----------------------------------------------------------------------------------------
 
 static void assert_entropy(Source *source, double expected) {
@@ -489,9 +434,11 @@ static void print_corpus(void) {
   int32_t tokens[64];
   int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);
-  char *text = tokenizer_show(NULL, tokens, count);
+  Tokenizer *t = tokenizer_of_bytes();
+  char *text = tokenizer_show(t, tokens, count);
   printf("%s: %d files: %s", source->name, (int)source->files, text);
   free(text);
+  tokenizer_close(t);
   source_close(source);
 }
 
