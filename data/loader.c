@@ -20,19 +20,6 @@ typedef struct {
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
 
-static void push(FreeSpace *s, int64_t window, int64_t space) {
-  s->next[window] = s->top[space];
-  s->top[space] = window;
-  s->some[space / 64] |= (uint64_t)1 << space % 64;
-}
-
-static int64_t pop(FreeSpace *s, int64_t space) {
-  int64_t window = s->top[space];
-  s->top[space] = s->next[window];
-  if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
-  return window;
-}
-
 // The least space of any window that is `length` or more; more than seq_len: there is none.
 static int64_t best_space(const FreeSpace *s, int64_t length) {
   int64_t word = length / 64;
@@ -41,15 +28,21 @@ static int64_t best_space(const FreeSpace *s, int64_t length) {
   return bits ? word * 64 + __builtin_ctzll(bits) : s->seq_len + 1;
 }
 
+// The window that a piece goes into: the one with the least space that suffices, else a new one.
 static int64_t best_fit(FreeSpace *s, int64_t length) {
   int64_t space = best_space(s, length), window = s->windows;
   if (space <= s->seq_len) {
-    window = pop(s, space);
+    window = s->top[space];
+    s->top[space] = s->next[window];
+    if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
   } else {
     s->next = host_grow(s->next, s->windows++, &s->capacity, sizeof *s->next, "windows of documents");
     space = s->seq_len;
   }
-  push(s, window, space - length);
+  space -= length;
+  s->next[window] = s->top[space];
+  s->top[space] = window;
+  s->some[space / 64] |= (uint64_t)1 << space % 64;
   return window;
 }
 
@@ -107,8 +100,7 @@ static int64_t stride(const LoaderOptions *o) {
 
 static int64_t source_windows(const LoaderOptions *o) {
   if (o->packing) return o->packing->windows;
-  int64_t overlap = o->seq_len + 1 - stride(o);
-  return (o->source->tokens - overlap) / stride(o);
+  return (o->source->tokens - (o->order == ORDER_SEQUENTIAL)) / stride(o);
 }
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
@@ -130,23 +122,22 @@ Loader loader_create(LoaderOptions o) {
   assert(o.batch > 0 && o.seq_len > 0 && o.validation_fraction >= 0 && o.validation_fraction < 1);
   Loader loader = {.options = o};
   int64_t windows = source_windows(&o);
-  bool split = !o.validation_source && o.validation_fraction > 0;
-  if (split) {
-    require_windows(&o, 2, "one training and one validation window",
-                    ", shorten --seq-len or name --val-data");
-    int64_t held_back = llround(o.validation_fraction * (double)windows);
-    loader.validation_windows = held_back < 1 ? 1 : held_back > windows - 1 ? windows - 1 : held_back;
-  } else {
-    require_windows(&o, 1, "one window", " or shorten --seq-len");
-  }
-  loader.train_windows = windows - loader.validation_windows;
+  const Packing *packing = o.validation_packing;
   if (o.validation_source) {
-    int64_t targets = o.validation_packing ? o.validation_packing->pairs : o.validation_source->tokens - 1;
+    require_windows(&o, 1, "one window", " or shorten --seq-len");
+    int64_t targets = packing ? packing->pairs : o.validation_source->tokens - 1;
     if (targets < 1)
       fail("%s holds %s and validation needs at least 2: name more --val-data", o.validation_source->name,
-           o.validation_packing ? "documents of 1 token" : "1 token");
-    loader.validation_windows =
-        o.validation_packing ? o.validation_packing->windows : ceil_div(targets, o.seq_len);
+           packing ? "documents of 1 token" : "1 token");
+    loader.validation_windows = packing ? packing->windows : ceil_div(targets, o.seq_len);
+    loader.train_windows = windows;
+  } else {
+    bool split = o.validation_fraction > 0;
+    require_windows(&o, 1 + split, split ? "one training and one validation window" : "one window",
+                    split ? ", shorten --seq-len or name --val-data" : " or shorten --seq-len");
+    int64_t held_back = llround(o.validation_fraction * (double)windows);
+    loader.validation_windows = split ? max_i64(1, min_i64(held_back, windows - 1)) : 0;
+    loader.train_windows = windows - loader.validation_windows;
   }
   loader.validation_batches = ceil_div(loader.validation_windows, o.batch);
   return loader;
@@ -168,16 +159,6 @@ typedef struct {
   int64_t count; // B * T
 } Batch;
 
-// To place `at` of the batch, as a document. Returns the counted targets.
-static int64_t fill_document(const Batch *b, int64_t at, const Source *source, const PackedPiece *piece) {
-  source_read(source, piece->first, piece->length, b->tokens + at);
-  for (int64_t i = 0; i < piece->length && b->documents; i++) {
-    b->documents[at + i] = (int32_t)i;
-    b->documents[b->count + at + i] = (int32_t)(piece->length - 1 - i);
-  }
-  return source_read_targets(source, piece->first + 1, piece->length, b->targets + at);
-}
-
 // A row of a window, or -1 of none, of the source or of the separate validation source; what is left of it, past the
 // source's end too, is padded. Returns the counted targets.
 static int64_t fill_row(const LoaderOptions *o, bool separate, int64_t row, int64_t window, const Batch *b) {
@@ -189,7 +170,14 @@ static int64_t fill_row(const LoaderOptions *o, bool separate, int64_t row, int6
   const PackedPiece *piece = &whole, *last = piece + (window >= 0);
   if (packing && window >= 0)
     piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
-  for (; piece < last; at += piece++->length) counted += fill_document(b, at, source, piece);
+  for (; piece < last; at += piece++->length) {
+    source_read(source, piece->first, piece->length, b->tokens + at);
+    counted += source_read_targets(source, piece->first + 1, piece->length, b->targets + at);
+    for (int64_t i = 0; i < piece->length && b->documents; i++) {
+      b->documents[at + i] = (int32_t)i;
+      b->documents[b->count + at + i] = (int32_t)(piece->length - 1 - i);
+    }
+  }
   for (; at < end; at++) {
     b->tokens[at] = 0, b->targets[at] = IGNORED_TARGET;
     if (b->documents) b->documents[at] = b->documents[b->count + at] = 0;
@@ -224,12 +212,11 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
-    bool none = window >= loader->validation_windows;
-    counted += fill_row(o, separate, row,
-                        none       ? -1
-                        : separate ? window
-                                   : split_window(loader, window),
-                        &batch);
+    if (window >= loader->validation_windows)
+      window = -1;
+    else if (!separate)
+      window = split_window(loader, window);
+    counted += fill_row(o, separate, row, window, &batch);
   }
   return counted;
 }

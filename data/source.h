@@ -53,15 +53,15 @@ typedef struct {
   int64_t capacity; // of pieces
 } Source;
 
-// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary, which reads all
-// data unless the type cannot exceed it. Fails, naming file and offset, on a path that is missing, unreadable or
-// empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`. The caller closes it.
+// Opens what `paths[0..count)` name, in this order. Where there are none, the corpus that every checkout has, as text: the
+// program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden
+// names), so that a log or a data set in the tree is never trained on. The tree is looked for upward from the executable,
+// then in the current directory.
+//
+// Checks every token id against the vocabulary, which reads all data unless the type cannot exceed it. Fails, naming file
+// and offset, on a path that is missing, unreadable or empty, a mix of kinds, a damaged shard, and an id at or above
+// `vocab_size`. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
-
-// The corpus that every checkout has, as text: the program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md,
-// Makefile, LICENSE; not build/, runs/, hidden names), so that a log or a data set in the tree is never trained on.
-// The tree is looked for upward from the executable, then in the current directory. Fails when neither is one.
-Source *source_open_tree(int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
 
@@ -95,15 +95,13 @@ double source_entropy(const Source *source);
 
 // --- shards in memory, as the fuzzer has them -----------------------------------------------------------------
 
+typedef enum { SHARD_TOKENS, SHARD_MASK, SHARD_ENDS } ShardPart;
+
 typedef struct {
-  int token_bytes;    // 2 or 4
-  const void *tokens; // within the file
-  int64_t count;
+  int bits;         // of a token: 16 or 32; 1 of a mask or of ends
+  const void *data; // within the file
+  int64_t count;    // of tokens
 } Shard;
 
 // Checks a file against its header; false with a reason, which reads on from the file's name.
-bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
-// The same for a file of a bit for each token of a shard of `count`; NULL with a reason, or the bits.
-typedef enum { SHARD_MASK = 20261120, SHARD_ENDS = 20261121 } ShardBits; // its magic
-const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, int64_t count,
-                                Reason *reason);
+bool shard_parse(const void *bytes, size_t size, ShardPart part, Shard *shard, Reason *reason);

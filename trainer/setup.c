@@ -18,8 +18,7 @@ void setup_device(Options *o, DeviceKind device) {
 // What the options train on: --data, or the source tree; with --eval-only alone --val-data.
 static Source *open_source(const Options *o) {
   const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
-  return paths->count ? source_open(paths->items, paths->count, o->model.vocab_size)
-                      : source_open_tree(o->model.vocab_size);
+  return source_open(paths->items, paths->count, o->model.vocab_size);
 }
 
 RunData setup_data(const Options *o) {
