@@ -42,13 +42,10 @@ typedef struct SourcePiece {
 
 // Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
 static bool is_left_out(const char *name, bool is_directory, bool tree) {
-  static const char *const corpus[] = {"*.c",  "*.h",  "*.cu",     "*.cuh",  "*.py",
-                                       "*.sh", "*.md", "Makefile", "LICENSE"};
+  static const char corpus[] = "@(*.@(c|h|cu|cuh|py|sh|md)|Makefile|LICENSE)";
   if (name[0] == '.') return true;
   if (is_directory) return !strcmp(name, "build") || (tree && !strcmp(name, "runs"));
-  bool found = !tree;
-  for (size_t i = 0; i < sizeof corpus / sizeof *corpus; i++) found |= fnmatch(corpus[i], name, 0) == 0;
-  return !found;
+  return tree && fnmatch(corpus, name, FNM_EXTMATCH);
 }
 
 static bool is_bin(const char *path) {
@@ -87,29 +84,25 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   fts_close(walk);
 }
 
-static void add_existing(Source *source, const char *path, int origin) {
-  struct stat status;
-  if (stat(path, &status) != 0) fail("cannot read %s: %s", path, strerror(errno));
-  if (S_ISDIR(status.st_mode))
-    add_directory(source, path, false);
-  else if (S_ISREG(status.st_mode))
-    append(source, path, origin);
-  else
-    fail("%s is neither a file nor a directory: name a file, a directory or a glob", path);
-}
-
 // Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7) matches.
 static void add_path(Source *source, const char *path) {
-  if (path_exists(path) || !strpbrk(path, "*?[")) {
-    add_existing(source, path, FILE_NAMED);
-    return;
-  }
-  glob_t found;
-  int result = glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &found);
+  bool named = path_exists(path) || !strpbrk(path, "*?[");
+  glob_t found = {.gl_pathc = 1, .gl_pathv = (char *[]){(char *)path}};
+  int result = named ? 0 : glob(path, GLOB_ERR | GLOB_NOSORT, NULL, &found);
   if (result == GLOB_NOMATCH) fail("no file matches %s", path);
   if (result != 0) fail("cannot read the directories that %s names: %s", path, strerror(errno));
-  for (size_t i = 0; i < found.gl_pathc; i++) add_existing(source, found.gl_pathv[i], FILE_MATCHED);
-  globfree(&found);
+  for (size_t i = 0; i < found.gl_pathc; i++) {
+    struct stat status;
+    const char *one = found.gl_pathv[i];
+    if (stat(one, &status) != 0) fail("cannot read %s: %s", one, strerror(errno));
+    if (S_ISDIR(status.st_mode))
+      add_directory(source, one, false);
+    else if (S_ISREG(status.st_mode))
+      append(source, one, named ? FILE_NAMED : FILE_MATCHED);
+    else
+      fail("%s is neither a file nor a directory: name a file, a directory or a glob", one);
+  }
+  if (!named) globfree(&found);
 }
 
 static void close_piece(Piece *piece) {
@@ -379,18 +372,13 @@ const char *source_kind_name(const Source *source) {
 }
 
 void source_describe_left(const Source *source, char *out, size_t size) {
-  *out = 0;
-  if (!source->left) return;
-  const char *s = source->left == 1 ? "" : "s", *are = source->left == 1 ? "is" : "are";
-  char *why =
-      source->kind == SOURCE_TEXT
-          ? text_format("empty or binary")
-          : text_format("a directory with token shards (%s) is read for them alone", source->pieces[0].path);
-  char *text = text_format("%s file%s %s left out, such as %s: %s", text_grouped(source->left).text, s, are,
-                           source->first_left, why);
-  text_escape(out, size, text, strlen(text)); // found names may hold anything
-  free(text);
-  free(why);
+  bool one = source->left == 1, text = source->kind == SOURCE_TEXT;
+  char *said = text_format("%s file%s left out, such as %s: %s%s%s", text_grouped(source->left).text,
+                           one ? " is" : "s are", source->first_left ? source->first_left : "",
+                           text ? "empty or binary" : "a directory with token shards (",
+                           text ? "" : source->pieces[0].path, text ? "" : ") is read for them alone");
+  text_escape(out, size, said, source->left ? strlen(said) : 0); // found names may hold anything
+  free(said);
 }
 
 // The last piece that begins at or before `position`.
@@ -435,39 +423,33 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
   return read_tokens(source, first, count, out, true);
 }
 
-typedef struct {
-  int64_t *items, count, capacity;
-} Ends;
-
-static void append_end(Ends *ends, int64_t end) {
-  if (ends->count && ends->items[ends->count - 1] == end) return;
-  ends->items = host_grow(ends->items, ends->count, &ends->capacity, sizeof *ends->items, "documents");
-  ends->items[ends->count++] = end;
-}
-
 int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count) {
-  Ends ends = {0};
+  int64_t *ends = NULL, capacity = 0;
   bool text = source->kind == SOURCE_TEXT;
+  *count = 0;
   for (int64_t i = 0; i < source->files; i++) {
     const Piece *piece = &source->pieces[i];
+    int64_t next = i + 1 < source->files ? piece[1].first : source->tokens;
     Mapping file = {0};
     const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(piece, SHARD_ENDS, &file);
     if (!text && end_of_text < 0 && !bits)
       fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
            "with tools/prepare_data.py, which writes that next to it",
            piece->path);
-    for (int64_t k = 0; k < piece->stored && (bits || end_of_text >= 0); k++) {
-      int32_t id = 0;
-      if (!bits) widen(piece, k, 1, &id);
-      if (bits ? is_set(bits, k) : id == end_of_text) append_end(&ends, piece->first + k + 1);
+    for (int64_t k = bits || end_of_text >= 0 ? 0 : piece->stored; k <= piece->stored; k++) {
+      int32_t id = -1;
+      bool past = k == piece->stored, is_end = past && (text || next == source->tokens);
+      if (!past && !bits) widen(piece, k, 1, &id);
+      if (!past) is_end = bits ? is_set(bits, k) : id == end_of_text;
+      int64_t end = past ? next : piece->first + k + 1;
+      if (!is_end || (*count && ends[*count - 1] == end)) continue;
+      ends = host_grow(ends, *count, &capacity, sizeof *ends, "documents");
+      ends[(*count)++] = end;
     }
-    bool last = i + 1 == source->files;
-    if (text || last) append_end(&ends, last ? source->tokens : source->pieces[i + 1].first);
     file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
     file_unmap(&file);
   }
-  *count = ends.count;
-  return ends.items;
+  return ends;
 }
 
 bool source_paths_masked(const char *const *paths, int64_t count) {
