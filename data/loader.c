@@ -53,9 +53,9 @@ static int by_window(const void *a, const void *b) {
   return (x->first > y->first) - (x->first < y->first);
 }
 
-Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_text) {
+void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   static const char what[] = "packed documents";
-  Packing *p = host_alloc(1, sizeof *p, what);
+  Packing *p = &source->packing;
   int64_t *ends = source_document_ends(source, end_of_text, &p->documents), count = 0, capacity = 0;
   for (int64_t i = 0, first = 0; i < p->documents; first = ends[i++])
     for (int64_t length; first < ends[i] - 1; first += length) {
@@ -78,14 +78,6 @@ Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_te
   free(space.next);
   free(space.top);
   free(space.some);
-  return p;
-}
-
-void packing_free(Packing *p) {
-  if (!p) return;
-  free(p->pieces);
-  free(p->starts);
-  free(p);
 }
 
 // --- windows ---------------------------------------------------------------------------------------------------
@@ -94,36 +86,38 @@ void packing_free(Packing *p) {
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
 
 // Tokens from a window's beginning to the next one's.
-static int64_t stride(const LoaderOptions *o) {
-  return o->seq_len + (o->order == ORDER_SHUFFLED);
+static int64_t stride(const LoaderOptions *o, const Source *source) {
+  return o->seq_len + (o->order == ORDER_SHUFFLED && source == o->source);
 }
 
 static int64_t source_windows(const LoaderOptions *o) {
-  if (o->packing) return o->packing->windows;
-  return (o->source->tokens - (o->order == ORDER_SEQUENTIAL)) / stride(o);
+  const Packing *packing = &o->source->packing;
+  return packing->starts ? packing->windows
+                         : (o->source->tokens - (o->order == ORDER_SEQUENTIAL)) / stride(o, o->source);
 }
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
   if (source_windows(o) >= windows) return;
-  if (o->packing)
+  if (o->source->packing.starts)
     fail("%s holds %lld documents, which --pack documents fits into %lld window%s of --seq-len %lld, and %s "
          "are needed: name more data%s",
-         o->source->name, (long long)o->packing->documents, (long long)source_windows(o),
+         o->source->name, (long long)o->source->packing.documents, (long long)source_windows(o),
          source_windows(o) == 1 ? "" : "s", (long long)o->seq_len, kinds, advice);
   char left[256];
   source_describe_left(o->source, left, sizeof left);
   fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
        o->source->name, (long long)have, kinds, (long long)o->seq_len,
-       (long long)((windows - 1) * stride(o) + window), advice, *left ? " (" : "", left, *left ? ")" : "");
+       (long long)((windows - 1) * stride(o, o->source) + window), advice, *left ? " (" : "", left,
+       *left ? ")" : "");
 }
 
 Loader loader_create(LoaderOptions o) {
   assert(o.batch > 0 && o.seq_len > 0 && o.validation_fraction >= 0 && o.validation_fraction < 1);
   Loader loader = {.options = o};
   int64_t windows = source_windows(&o);
-  const Packing *packing = o.validation_packing;
   if (o.validation_source) {
+    const Packing *packing = o.validation_source->packing.starts ? &o.validation_source->packing : NULL;
     require_windows(&o, 1, "one window", " or shorten --seq-len");
     int64_t targets = packing ? packing->pairs : o.validation_source->tokens - 1;
     if (targets < 1)
@@ -159,16 +153,15 @@ typedef struct {
   int64_t count; // B * T
 } Batch;
 
-// A row of a window, or -1 of none, of the source or of the separate validation source; what is left of it, past the
-// source's end too, is padded. Returns the counted targets.
-static int64_t fill_row(const LoaderOptions *o, bool separate, int64_t row, int64_t window, const Batch *b) {
-  const Source *source = separate ? o->validation_source : o->source;
-  const Packing *packing = separate ? o->validation_packing : o->packing;
-  int64_t at = row * o->seq_len, end = at + o->seq_len, counted = 0;
-  int64_t first = window * (separate ? o->seq_len : stride(o));
+// A row of the source's window, or -1 of none; what is left of it, past the source's end too, is padded. Returns the counted
+// targets.
+static int64_t fill_row(const LoaderOptions *o, const Source *source, int64_t row, int64_t window,
+                        const Batch *b) {
+  const Packing *packing = &source->packing;
+  int64_t at = row * o->seq_len, end = at + o->seq_len, counted = 0, first = window * stride(o, source);
   PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
   const PackedPiece *piece = &whole, *last = piece + (window >= 0);
-  if (packing && window >= 0)
+  if (packing->starts && window >= 0)
     piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
   for (; piece < last; at += piece++->length) {
     source_read(source, piece->first, piece->length, b->tokens + at);
@@ -198,7 +191,7 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
     uint64_t visit = (uint64_t)(number % loader->train_windows), place = visit;
     if (o->order == ORDER_SHUFFLED)
       place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
-    counted += fill_row(o, false, row, split_window(loader, held_back + (int64_t)place), &batch);
+    counted += fill_row(o, o->source, row, split_window(loader, held_back + (int64_t)place), &batch);
   }
   return counted;
 }
@@ -208,15 +201,15 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *to
   assert(index >= 0);
   const LoaderOptions *o = &loader->options;
   Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
-  bool separate = o->validation_source;
+  const Source *source = o->validation_source ? o->validation_source : o->source;
   int64_t counted = 0;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = index * o->batch + row;
     if (window >= loader->validation_windows)
       window = -1;
-    else if (!separate)
+    else if (source == o->source)
       window = split_window(loader, window);
-    counted += fill_row(o, separate, row, window, &batch);
+    counted += fill_row(o, source, row, window, &batch);
   }
   return counted;
 }
@@ -273,8 +266,8 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
   uint32_t crc = add_checksum(o->source, UINT32_MAX);
   if (o->validation_source) crc = add_checksum(o->validation_source, crc);
   char packed[96] = "";
-  const Packing *p = o->packing;
-  if (p)
+  const Packing *p = &o->source->packing;
+  if (p->starts)
     snprintf(packed, sizeof packed, ", packed from %s documents with %.2f%% padding",
              text_grouped(p->documents).text,
              100 - 100 * (double)p->pairs / ((double)p->windows * (double)o->seq_len));

@@ -362,6 +362,8 @@ void source_close(Source *source) {
   if (!source) return;
   for (int64_t i = 0; i < source->files; i++) close_piece(&source->pieces[i]);
   free(source->pieces);
+  free(source->packing.pieces);
+  free(source->packing.starts);
   free(source->first_left);
   free(source->name);
   free(source);

@@ -41,6 +41,16 @@ enum { IGNORED_TARGET = -100 };
 typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 = 4 } SourceKind;
 
 typedef struct {
+  int64_t first, length, window; // pairs of an input and its target, from a position of the source on
+} PackedPiece;
+
+typedef struct {
+  int64_t windows, documents, pairs;
+  PackedPiece *pieces; // by window, and within one in the order of the stream
+  int64_t *starts;     // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
+} Packing;
+
+typedef struct {
   char *name; // "corpus.txt", "shards/a.bin and 2 more"
   SourceKind kind;
   int64_t tokens; // separators included
@@ -51,6 +61,7 @@ typedef struct {
   char *first_left; // the path of one; NULL: there is none
   struct SourcePiece *pieces;
   int64_t capacity; // of pieces
+  Packing packing;  // source_pack's
 } Source;
 
 // Opens what `paths[0..count)` name, in this order. Where there are none, the corpus that every checkout has, as text: the

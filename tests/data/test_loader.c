@@ -329,22 +329,16 @@ static int64_t check_packed_row(const int64_t *ends, const int32_t *tokens, cons
 TEST(packed_windows_hold_every_pair_once) {
   enum { B = 3, MAX_T = 70 };
   static const int64_t lengths[] = {1, 2, 16, 63, 64, MAX_T}, longest[] = {10, 40, 150};
-  for (int k = 0; k < 3; k++) {
-    int64_t count = 100, sizes, found;
-    Source *source = open_documents(count, longest[k], &sizes);
-    int64_t *ends = source_document_ends(source, -1, &found);
-    assert_int_equal(found, count);
-    assert_int_equal(ends[count - 1], sizes);
+  for (int k = 0; k < 3; k++)
     for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++) {
-      int64_t T = lengths[l];
-      Packing *packing = packing_create(source, T, -1);
-      LoaderOptions options = {.source = source,
-                               .packing = packing,
-                               .validation_fraction = 0.2,
-                               .batch = B,
-                               .seq_len = T,
-                               .seed = 5};
-      Loader loader = loader_create(options), again = loader_create(options);
+      int64_t count = 100, T = lengths[l], sizes, found;
+      Source *source = open_documents(count, longest[k], &sizes);
+      int64_t *ends = source_document_ends(source, -1, &found);
+      assert_int_equal(found, count);
+      assert_int_equal(ends[count - 1], sizes);
+      source_pack(source, T, -1);
+      const Packing *packing = &source->packing;
+      Loader loader = open_loader(source, 0.2, B, T, 5), again = open_loader(source, 0.2, 1, T, 5);
       int32_t tokens[B * MAX_T], targets[B * MAX_T], documents[2 * B * MAX_T], same[B * MAX_T];
       char *seen = calloc((size_t)sizes, 1);
       int64_t pairs = 0, counted = 0;
@@ -355,13 +349,11 @@ TEST(packed_windows_hold_every_pair_once) {
                                     documents + (B + n) * T, T, seen);
       }
       assert_true(pairs > 0);
-      again.options.batch = 1; // an epoch, window by window
-      for (int64_t i = 0; i < loader.train_windows; i++) {
+      for (int64_t i = 0; i < loader.train_windows; i++) { // an epoch, window by window
         LoaderPlace at = {.step = i, .micro_steps = 1, .ranks = 1};
         counted += loader_train_batch(&again, at, tokens, targets, documents);
         pairs += check_packed_row(ends, tokens, targets, documents, documents + T, T, seen);
-        LoaderPlace row = {.step = i / B, .micro_steps = 1, .ranks = 1};
-        loader_train_batch(&loader, row, same, targets, NULL); // as a row of any batch, from any step on
+        train_batch(&loader, i / B, same, targets); // as a row of any batch, from any step on
         assert_memory_equal(same + i % B * T, tokens, (size_t)T * sizeof *same);
       }
       assert_int_equal(pairs, sizes - count); // no document's last token is an input
@@ -376,11 +368,9 @@ TEST(packed_windows_hold_every_pair_once) {
       }
       assert_in_range(half_empty, 0, 1);
       free(seen);
-      packing_free(packing);
+      free(ends);
+      source_close(source);
     }
-    free(ends);
-    source_close(source);
-  }
 }
 
 // The longest first, each where the least space is left: 6+4, 5+5 and 3+3+2+2 fill windows of 10.
@@ -393,7 +383,9 @@ TEST(documents_fit_best) {
     for (int k = 0; k <= pairs[i]; k++) tokens[n++] = k == pairs[i] ? 99 : (uint32_t)i;
   write_shard32("fits.bin", tokens, n);
   Source *source = open_one("fits.bin", 100);
-  Packing *packing = packing_create(source, T, 99);
+  ASSERT_FAILS(source_pack(source, T, -1), "fits.bin does not say where documents end", "--end-of-text");
+  source_pack(source, T, 99);
+  const Packing *packing = &source->packing;
   assert_int_equal(packing->windows, 3);
   assert_int_equal(packing->documents, COUNT);
   assert_int_equal(packing->pairs, 3 * T);
@@ -405,27 +397,22 @@ TEST(documents_fit_best) {
     assert_int_equal(packing->starts[w + 1], i);
   }
   char line[256];
-  loader_describe(
-      &(Loader){.options = {.source = source, .packing = packing, .seq_len = T}, .train_windows = 3}, line,
-      sizeof line);
+  loader_describe(&(Loader){.options = {.source = source, .seq_len = T}, .train_windows = 3}, line,
+                  sizeof line);
   assert_non_null(
       strstr(line, "3 training and 0 validation windows of 10, packed from 8 documents with 0.00% padding"));
-  packing_free(packing);
-  packing = packing_create(source, 64, 99);
-  LoaderOptions options = {
-      .source = source, .packing = packing, .batch = 1, .seq_len = 64, .validation_fraction = 0.1};
-  ASSERT_FAILS(loader_create(options), "fits.bin holds 8 documents", "fits into 1 window of --seq-len 64",
-               "one training and one validation window", "name more data");
-  packing_free(packing);
-  ASSERT_FAILS(packing_create(source, T, -1), "fits.bin does not say where documents end", "--end-of-text");
+  source_close(source);
+  source = open_one("fits.bin", 100);
+  source_pack(source, 64, 99);
+  ASSERT_FAILS(open_loader(source, 0.1, 1, 64, 0), "fits.bin holds 8 documents",
+               "fits into 1 window of --seq-len 64", "one training and one validation window",
+               "name more data");
   source_close(source);
   write_shard32("ones.bin", (const uint32_t[]){9, 9, 9}, 3);
   source = open_one("ones.bin", 10);
-  packing = packing_create(source, T, 9);
-  assert_int_equal(packing->windows, 0);
-  options = (LoaderOptions){.source = source, .packing = packing, .batch = 1, .seq_len = T};
-  ASSERT_FAILS(loader_create(options), "ones.bin holds 3 documents", "0 windows");
-  packing_free(packing);
+  source_pack(source, T, 9);
+  assert_int_equal(source->packing.windows, 0);
+  ASSERT_FAILS(open_loader(source, 0, 1, T, 0), "ones.bin holds 3 documents", "0 windows");
   source_close(source);
 }
 
