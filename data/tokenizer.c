@@ -64,7 +64,8 @@ struct Tokenizer {
   bool whole_words;     // a piece that is a token is taken whole, whatever merges made it
   bool space_first;     // a space is put before a text that begins without one
   Reason cannot_encode; // empty: it can
-  int32_t *ids;         // of the text that is being encoded, so far
+  int32_t *ids;         // of the text that is being encoded
+  int64_t count;        // so far
 };
 
 // --- bytes as characters -----------------------------------------------------------------------------------
@@ -328,7 +329,6 @@ void tokenizer_close(Tokenizer *t) {
   for (int i = 0; i < t->split_count; i++) pcre2_code_free(t->splits[i]);
   arrfree(t->tokens);
   arrfree(t->template);
-  arrfree(t->ids);
   hmfree(t->merges);
   shfree(t->vocab);
   shfree(t->added);
@@ -361,12 +361,10 @@ static int64_t merge_pairs(Tokenizer *t, int32_t *ids, int64_t count) {
 }
 
 static void encode_piece(Tokenizer *t, const char *piece, int64_t length) {
-  int32_t whole = t->whole_words ? find_bytes(t, piece, length) : -1;
-  int32_t *ids = arraddnptr(t->ids, (size_t)length);
+  int32_t *ids = t->ids + t->count, whole = t->whole_words ? find_bytes(t, piece, length) : -1;
   for (int64_t i = 0; i < length; i++) ids[i] = t->byte_ids[(unsigned char)piece[i]];
   if (whole >= 0) *ids = whole;
-  int64_t kept = whole >= 0 ? 1 : merge_pairs(t, ids, length);
-  arrsetlen(t->ids, arrlen(t->ids) - length + kept);
+  t->count += whole >= 0 ? 1 : merge_pairs(t, ids, length);
 }
 
 // Pieces by the expressions from `level` on: matches, and what lies between them.
@@ -423,7 +421,7 @@ static bool encode_text(Tokenizer *t, const char *text, int64_t length, Reason *
     }
     if (!longest) continue;
     if (!encode_part(t, text + done, at - done, reason)) return false;
-    arrput(t->ids, id);
+    t->ids[t->count++] = id;
     done = at + longest;
     at = done - 1;
   }
@@ -437,16 +435,17 @@ int32_t *tokenizer_encode(Tokenizer *t, const char *text, int64_t length, bool s
     return NULL;
   }
   bool good = true;
-  arrsetlen(t->ids, 0);
-  for (int64_t i = 0; i < arrlen(t->template); i++)
+  t->count = 0; // a byte makes at most one token, and a space before it another
+  t->ids = host_alloc((2 * length + 1) * arrlen(t->template), sizeof *t->ids, "tokens");
+  for (int64_t i = 0; i < arrlen(t->template) && good; i++)
     if (t->template[i] == TEXT)
-      good = good && encode_text(t, text, length, reason);
+      good = encode_text(t, text, length, reason);
     else if (special)
-      arrput(t->ids, t->template[i]);
-  *count = arrlen(t->ids);
-  int32_t *ids = good ? host_alloc(*count, sizeof *ids, "tokens") : NULL;
-  if (good && *count) memcpy(ids, t->ids, (size_t)*count * sizeof *ids);
-  return ids;
+      t->ids[t->count++] = t->template[i];
+  *count = t->count;
+  if (good) return t->ids;
+  free(t->ids);
+  return NULL;
 }
 
 // --- decoding ----------------------------------------------------------------------------------------------
