@@ -190,19 +190,6 @@ static void write_mask(const char *name, int32_t count, const void *bits, size_t
   write_shard(name, 20261120, 1, count, bits, bytes);
 }
 
-static void assert_targets(const Source *source, const int32_t *expected, int64_t total) {
-  int32_t got[32];
-  for (int64_t first = 0; first <= total; first++)
-    for (int64_t length = 0; length <= total - first; length++) {
-      int64_t counted = 0;
-      for (int64_t i = 0; i < length; i++) counted += expected[first + i] != IGNORED_TARGET;
-      got[length] = -7;
-      assert_int_equal(source_read_targets(source, first, length, got), counted);
-      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
-      assert_int_equal(got[length], -7);
-    }
-}
-
 TEST(masks_say_what_counts) {
   enum { NO = IGNORED_TARGET };
   write_shard16("a_masked.bin", (const uint16_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}, 11);
@@ -210,10 +197,10 @@ TEST(masks_say_what_counts) {
   write_shard16("b_plain.bin", (const uint16_t[]){20, 21}, 2);
   Source *plain = open_one("b_plain.bin", 50), *both = open_two("a_masked.bin", "b_plain.bin", 50);
   assert_false(plain->masked);
-  assert_targets(plain, (const int32_t[]){20, 21}, 2);
+  assert_stream(plain, (const int32_t[]){20, 21}, 2);
   assert_true(both->masked);
-  assert_stream(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21}, 13);
-  assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
+  assert_stream_and_targets(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21},
+                            (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
   source_close(both);
   source_close(plain);
   const char *paths[] = {temp_path("b_plain.bin"), temp_path("a_*.bin")};
@@ -384,15 +371,15 @@ TEST(the_corpus_is_this_source_tree) {
   assert_non_null(strstr(source->name, "the source tree /"));
   double entropy = source_entropy(source);
   assert_true(entropy > 2 && entropy < log(128)); // text, neither constant nor noise
-  int64_t total = source->tokens;
-  int32_t *tokens = malloc((size_t)total * sizeof *tokens);
-  char *text = malloc((size_t)total + 1);
-  source_read(source, 0, total, tokens);
-  for (int64_t i = 0; i < total; i++) text[i] = (char)(tokens[i] == END_OF_TEXT ? '\n' : tokens[i]);
-  text[total] = 0;
+  Tokenizer *bytes = tokenizer_of_bytes();
+  int32_t *tokens = malloc((size_t)source->tokens * sizeof *tokens);
+  int64_t length;
+  source_read(source, 0, source->tokens, tokens);
+  char *text = tokenizer_decode(bytes, tokens, source->tokens, &length);
   assert_non_null(strstr(text, "static void the_corpus_is_this_source_tree(void **state) {"));
   free(text);
   free(tokens);
+  tokenizer_close(bytes);
   source_close(source);
 }
 
