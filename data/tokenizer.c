@@ -132,12 +132,7 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, Reason *reason) {
   return t->tokens || refuse(reason, "its vocabulary is empty");
 }
 
-// The place of a pair in the order of merges, or -1. Ids are below 2^24, which keeps stb_ds.h's hash within its ints.
-static ptrdiff_t find_merge(Tokenizer *t, int64_t left, int64_t right) {
-  return hmgeti(t->merges, left << 32 | right);
-}
-
-// "a b" or, in newer files, ["a", "b"]. Of equal pairs the first learned counts.
+// "a b" or, in newer files, ["a", "b"]. A pair that comes again keeps its first place.
 static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
   const cJSON *item;
   int count = 0;
@@ -155,7 +150,7 @@ static bool read_merges(Tokenizer *t, const cJSON *merges, Reason *reason) {
     free(text);
     if (ids[0] < 0 || ids[1] < 0 || both < 0)
       return refuse(reason, "merge %d names a token that the vocabulary lacks", count);
-    if (find_merge(t, ids[0], ids[1]) < 0) hmput(t->merges, ids[0] << 32 | ids[1], both);
+    hmput(t->merges, ids[0] << 32 | ids[1], both);
     count++;
   }
   return true;
@@ -340,6 +335,11 @@ int64_t tokenizer_size(const Tokenizer *t) {
 }
 
 // --- encoding ----------------------------------------------------------------------------------------------
+
+// The place of a pair in the order of merges, or -1. Ids are below 2^24, which keeps stb_ds.h's hash within its ints.
+static ptrdiff_t find_merge(Tokenizer *t, int64_t left, int64_t right) {
+  return hmgeti(t->merges, left << 32 | right);
+}
 
 // Merges the pair that was learned first wherever it stands, left to right, again and again. Returns how many ids remain.
 static int64_t merge_pairs(Tokenizer *t, int32_t *ids, int64_t count) {

@@ -182,6 +182,12 @@ TEST(kinds_do_not_mix) {
   ASSERT_FAILS(open_two("mix32.bin", "mix.txt", 300), "mix32.bin (llm.c shards, uint32)", "mix.txt",
                "cannot be mixed");
   ASSERT_FAILS(open_two("mix16.bin", "mix32.bin", 300), "uint16", "uint32", "cannot be mixed");
+  // Only within a directory do shards hide text.
+  WRITE_TEXTS({"mixed/a.txt", "text"}, {"blend/folder/a.txt", "text"});
+  write_shard16("mixed/folder/b.bin", (const uint16_t[]){1}, 1);
+  write_shard16("blend/b.bin", (const uint16_t[]){1}, 1);
+  ASSERT_FAILS(open_one("mixed/*", 300), "mixed/a.txt", "mixed/folder/b.bin", "cannot be mixed");
+  ASSERT_FAILS(open_one("blend/*", 300), "blend/folder/a.txt", "blend/b.bin", "cannot be mixed");
 }
 
 // --- masks -------------------------------------------------------------------------------------------------

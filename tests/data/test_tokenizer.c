@@ -200,6 +200,16 @@ TEST(test_digits) {
   }
 }
 
+// Of added tokens that begin alike the longest is taken, wherever it stands in the list.
+TEST(test_added_tokens) {
+  static const char *const members[][2] = {
+      {"added_tokens",
+       "[{\"id\":5,\"content\":\"<a>\"},{\"id\":6,\"content\":\"<a><b>\"},{\"id\":7,\"content\":\"<a\"}]"}};
+  Tokenizer *t = open_changed(false, members, 1);
+  assert_ids(t, "<a><b><a><a", 11, (const int32_t[]){6, 5, 7}, 3);
+  tokenizer_close(t);
+}
+
 // The pair learned first is merged first, of equal ones the leftmost; a pair's second merge is none.
 TEST(test_merges) {
   static const char *const merges[][2] = {{"merges", "[\"b c\",\"a b\",\"a a\",\"aa aa\",\"b c\"]"}};
