@@ -1,25 +1,20 @@
 // A source: one long stream of token ids, read from files that are memory-mapped and never copied whole.
 //
 // Two kinds of files, which one source does not mix:
-//   - text: every byte is a token, its id the byte (0..255). One END_OF_TEXT (256) separates two files
-//     when the vocabulary has more than 256 ids; a vocabulary of 256 or fewer has no separator.
-//   - llm.c token shards (*.bin): 256 little-endian int32 of header, then the tokens. header[0] is the magic,
-//     header[1] the version, header[2] the number of tokens. Magic 20240520 version 1 holds uint16, magic
-//     20240801 version 7 holds uint32. Shards join without a separator: they contain theirs.
+//   - text: every byte is a token, its id the byte (0..255). With a vocabulary of more than 256 ids one END_OF_TEXT (256)
+//     separates two files.
+//   - llm.c token shards (*.bin): a header of 256 little-endian int32 (magic, version, number of tokens), then the tokens:
+//     uint16 with magic 20240520, version 1, or uint32 with 20240801, 7. Shards join without a separator: they contain theirs.
 //
-// A shard may have a mask in the same directory, which says what tokens count as targets: x.mask for x.bin, made by
-// tools/prepare_data.py for fine-tuning data, where the prompt's tokens are read but not learned. It is 256
-// int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
-// lowest bit of a byte first: 1 counts, 0 does not.
-//
-// Likewise x.ends marks with 1 the last token of each document, for --pack documents (magic 20261121, otherwise the same).
+// Next to x.bin there may be x.mask, which says what tokens count as targets (tools/prepare_data.py makes it for fine-tuning
+// data, where the prompt's tokens are read but not learned), and x.ends, which marks the last token of each document. They
+// have the same header (magic 20261120 or 20261121, version 1) and a bit for each token, the lowest bit of a byte first.
 //
 // A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
 // directories named "build"; or, when nothing has that very name, a glob(7). The files of one path are in byte order.
-// How strictly a file is read depends on who named it. A path written out must be text or a shard and not
-// empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
-// byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is
-// named or matched must be a shard; one found in a directory is a shard when it begins with a shard's magic.
+// A path written out must be text or a shard and not empty. Files matched by a glob or found in a directory are skipped when
+// they are empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone. A
+// *.bin file that is named or matched must be a shard; one found in a directory is one when it begins with the magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
 // million small files would exceed the system's limit on mappings. Larger files and shards are mapped; they
@@ -32,10 +27,10 @@
 
 #include "kernels/fail.h"
 
-enum { END_OF_TEXT = 256 };
-
-// Stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
-enum { IGNORED_TARGET = -100 };
+enum {
+  END_OF_TEXT = 256,
+  IGNORED_TARGET = -100 // stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX
+};
 
 // The bytes of a token.
 typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 = 4 } SourceKind;
