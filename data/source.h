@@ -27,10 +27,8 @@
 
 #include "kernels/fail.h"
 
-enum {
-  END_OF_TEXT = 256,
-  IGNORED_TARGET = -100 // stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX
-};
+// IGNORED_TARGET stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
+enum { END_OF_TEXT = 256, IGNORED_TARGET = -100 };
 
 // The bytes of a token.
 typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 = 4 } SourceKind;
