@@ -11,16 +11,25 @@
 
 // --- text sources ---------------------------------------------------------------------------------------
 
+// The source is of this kind, and so many files, and holds these tokens; closes it.
+#define ASSERT_SOURCE(source, kind, files, ...)                                                              \
+  assert_source(source, kind, files, (const int32_t[]){__VA_ARGS__},                                         \
+                sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t))
+
+static void assert_source(Source *source, const char *kind, int64_t files, const int32_t *tokens,
+                          int64_t count) {
+  assert_string_equal(source_kind_name(source), kind);
+  assert_int_equal(source->files, files);
+  assert_stream(source, tokens, count);
+  source_close(source);
+}
+
 TEST(one_text_file_is_its_bytes) {
   write_bytes("bytes.txt", "a\xFF\x80z\n", 5);
   Source *source = open_one("bytes.txt", 50257);
-  assert_stream(source, (const int32_t[]){'a', 255, 128, 'z', '\n'}, 5);
-  assert_int_equal(source->files, 1);
-  assert_int_equal(source->kind, SOURCE_TEXT);
-  assert_string_equal(source_kind_name(source), "byte-level text");
   assert_string_equal(source->name, temp_path("bytes.txt"));
   assert_int_equal(source->vocab_size, 50257);
-  source_close(source);
+  ASSERT_SOURCE(source, "byte-level text", 1, 'a', 255, 128, 'z', '\n');
   source_close(NULL);
 }
 
@@ -150,27 +159,16 @@ TEST(unreadable_paths_are_named) {
 TEST(shards_of_both_widths_join) {
   write_shard16("s16_a.bin", (const uint16_t[]){0, 50256, 65535}, 3);
   write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
-  Source *source = open_one("s16_*.bin", 65536);
-  assert_stream(source, (const int32_t[]){0, 50256, 65535, 7}, 4);
-  assert_int_equal(source->kind, SOURCE_SHARDS_UINT16);
-  assert_string_equal(source_kind_name(source), "llm.c shards, uint16");
-  assert_int_equal(source->files, 2);
-  source_close(source);
-
+  ASSERT_SOURCE(open_one("s16_*.bin", 65536), "llm.c shards, uint16", 2, 0, 50256, 65535, 7);
   write_shard32("s32.bin", (const uint32_t[]){128255, 0, 65536}, 3);
-  source = open_two("s32.bin", "s32.bin", 128256);
-  assert_stream(source, (const int32_t[]){128255, 0, 65536, 128255, 0, 65536}, 6);
-  assert_string_equal(source_kind_name(source), "llm.c shards, uint32");
-  source_close(source);
-
+  ASSERT_SOURCE(open_two("s32.bin", "s32.bin", 128256), "llm.c shards, uint32", 2, 128255, 0, 65536, 128255,
+                0, 65536);
   // A directory of shards: what lies next to them (a manifest, a tokenizer) is not taken for data.
   write_shard16("shards/1.bin", (const uint16_t[]){1, 2}, 2);
   write_shard16("shards/0.bin", (const uint16_t[]){3}, 1);
   write_bytes("shards/cache.bin", "\0\0\0\0\0", 5);
   WRITE_TEXTS({"shards/manifest.json", "{}"}, {"shards/zebra.txt", "text"});
-  source = open_one("shards", 10);
-  assert_stream(source, (const int32_t[]){3, 1, 2}, 3);
-  source_close(source);
+  ASSERT_SOURCE(open_one("shards", 10), "llm.c shards, uint16", 2, 3, 1, 2);
 }
 
 TEST(kinds_do_not_mix) {
