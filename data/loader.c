@@ -147,33 +147,42 @@ static int64_t split_window(const Loader *loader, int64_t place) {
   return window;
 }
 
-// Where a batch goes; `documents` may be NULL.
-typedef struct {
-  int32_t *tokens, *targets, *documents;
-  int64_t count; // B * T
-} Batch;
+// The window of row `number`, counted from the first one of training or of validation; -1: there is none.
+static int64_t window_of(const Loader *loader, bool validation, int64_t number) {
+  const LoaderOptions *o = &loader->options;
+  if (validation && number >= loader->validation_windows) return -1;
+  if (validation) return o->validation_source ? number : split_window(loader, number);
+  uint64_t windows = (uint64_t)loader->train_windows, epoch = (uint64_t)number / windows,
+           place = (uint64_t)number % windows;
+  if (o->order == ORDER_SHUFFLED) place = random_permute(o->seed, order_stream + epoch, place, windows);
+  return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
+}
 
-// A row of the source's window, or -1 of none; what is left of it, past the source's end too, is padded. Returns the counted
-// targets.
-static int64_t fill_row(const LoaderOptions *o, const Source *source, int64_t row, int64_t window,
-                        const Batch *b) {
+// Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted targets.
+static int64_t fill_batch(const Loader *loader, bool validation, int64_t number, int32_t *tokens,
+                          int32_t *targets, int32_t *documents) {
+  const LoaderOptions *o = &loader->options;
+  const Source *source = validation && o->validation_source ? o->validation_source : o->source;
   const Packing *packing = &source->packing;
-  int64_t at = row * o->seq_len, end = at + o->seq_len, counted = 0, first = window * stride(o, source);
-  PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
-  const PackedPiece *piece = &whole, *last = piece + (window >= 0);
-  if (packing->starts && window >= 0)
-    piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
-  for (; piece < last; at += piece++->length) {
-    source_read(source, piece->first, piece->length, b->tokens + at);
-    counted += source_read_targets(source, piece->first + 1, piece->length, b->targets + at);
-    for (int64_t i = 0; i < piece->length && b->documents; i++) {
-      b->documents[at + i] = (int32_t)i;
-      b->documents[b->count + at + i] = (int32_t)(piece->length - 1 - i);
+  int64_t counted = 0, at = 0, all = o->batch * o->seq_len;
+  for (int64_t row = 0; row < o->batch; row++) {
+    int64_t window = window_of(loader, validation, number + row), first = window * stride(o, source);
+    PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
+    const PackedPiece *piece = &whole, *last = piece + (window >= 0);
+    if (packing->starts && window >= 0)
+      piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
+    for (; piece < last; at += piece++->length) {
+      source_read(source, piece->first, piece->length, tokens + at);
+      counted += source_read_targets(source, piece->first + 1, piece->length, targets + at);
+      for (int64_t i = 0; i < piece->length && documents; i++) {
+        documents[at + i] = (int32_t)i;
+        documents[all + at + i] = (int32_t)(piece->length - 1 - i);
+      }
     }
-  }
-  for (; at < end; at++) {
-    b->tokens[at] = 0, b->targets[at] = IGNORED_TARGET;
-    if (b->documents) b->documents[at] = b->documents[b->count + at] = 0;
+    for (; at < (row + 1) * o->seq_len; at++) {
+      tokens[at] = 0, targets[at] = IGNORED_TARGET;
+      if (documents) documents[at] = documents[all + at] = 0;
+    }
   }
   return counted;
 }
@@ -182,36 +191,14 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
                            int32_t *documents) {
   assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
-  const LoaderOptions *o = &loader->options;
-  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
-  int64_t counted = 0, held_back = source_windows(o) - loader->train_windows;
-  for (int64_t row = 0; row < o->batch; row++) {
-    int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
-    uint64_t epoch = (uint64_t)(number / loader->train_windows);
-    uint64_t visit = (uint64_t)(number % loader->train_windows), place = visit;
-    if (o->order == ORDER_SHUFFLED)
-      place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
-    counted += fill_row(o, o->source, row, split_window(loader, held_back + (int64_t)place), &batch);
-  }
-  return counted;
+  int64_t batches = (at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
+  return fill_batch(loader, false, batches * loader->options.batch, tokens, targets, documents);
 }
 
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
                                 int32_t *documents) {
   assert(index >= 0);
-  const LoaderOptions *o = &loader->options;
-  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
-  const Source *source = o->validation_source ? o->validation_source : o->source;
-  int64_t counted = 0;
-  for (int64_t row = 0; row < o->batch; row++) {
-    int64_t window = index * o->batch + row;
-    if (window >= loader->validation_windows)
-      window = -1;
-    else if (source == o->source)
-      window = split_window(loader, window);
-    counted += fill_row(o, source, row, window, &batch);
-  }
-  return counted;
+  return fill_batch(loader, true, index * loader->options.batch, tokens, targets, documents);
 }
 
 // Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
@@ -248,9 +235,8 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
   int32_t *tokens = host_alloc(2 * o->seq_len, sizeof *tokens, "a sequence"), *targets = tokens + o->seq_len;
   for (int validation = 0; validation < 2; validation++) {
     int64_t counted = rows[validation] == 0;
-    for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted && at.step < rows[validation]; at.step++)
-      counted = validation ? loader_validation_batch(&by_row, at.step, tokens, targets, NULL)
-                           : loader_train_batch(&by_row, at, tokens, targets, NULL);
+    for (int64_t row = 0; !counted && row < rows[validation]; row++)
+      counted = fill_batch(&by_row, validation, row, tokens, targets, NULL);
     if (!counted)
       fail("%s: no target of the %s counts, for the masks leave all out: name other %s",
            sources[validation]->name, validation ? "validation batches" : "training windows",
