@@ -22,10 +22,6 @@ Path path_in(const char *folder, const char *name) {
   return path;
 }
 
-char *path_join(const char *folder, const char *name) {
-  return text_format("%s/%s", folder, name);
-}
-
 bool path_exists(const char *path) {
   struct stat status;
   return lstat(path, &status) == 0;
@@ -69,13 +65,6 @@ static int open_regular(const char *path, size_t *size, Reason *reason) {
   }
   if (file >= 0) close(file);
   return -1;
-}
-
-int file_open(const char *path, size_t *size) {
-  Reason reason;
-  int file = open_regular(path, size, &reason);
-  if (*reason.text) fail("%s", reason.text);
-  return file;
 }
 
 // False: it is a pipe or a device.

@@ -11,22 +11,18 @@ typedef struct {
   char text[4096]; // PATH_MAX
 } Path;
 
-Path path_in(const char *folder, const char *name);    // "folder/name"; too long: "", which is no file's
-char *path_join(const char *folder, const char *name); // "folder/name"; the caller frees it
-bool path_exists(const char *path);                    // something is there, be it a link that leads nowhere
+Path path_in(const char *folder, const char *name); // "folder/name"; too long: "", which is no file's
+bool path_exists(const char *path);                 // something is there, be it a link that leads nowhere
 bool path_is_folder(const char *path);
 bool path_make_folders(const char *path, Reason *reason); // the folder and those above it
-
-// Opens a regular file for reading; -1 where there is none. Fails naming it when it is anything else (a pipe or a device
-// might never end), a link that leads nowhere, or cannot be opened.
-int file_open(const char *path, size_t *size);
 
 // Opens an output `what` ("the log"). Fails unless it may be written: nothing is there, or a pipe or character device, or
 // an empty file, or one that begins with `mark`, as earlier outputs of this kind do; and nothing else writes there.
 FILE *file_create(const char *what, const char *path, const char *mark, bool append);
 
 // The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees it. Fails
-// naming the file when it cannot be read or is larger than 256 MiB; file_try_read has a reason then, and "" otherwise.
+// naming the file when it is no regular file (a pipe or a device might never end), a link that leads nowhere, cannot be
+// read or is larger than 256 MiB; file_try_read has a reason then, and "" otherwise.
 char *file_read(const char *path, size_t *length);
 char *file_try_read(const char *path, size_t *length, Reason *reason);
 

@@ -20,19 +20,6 @@ typedef struct {
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
 
-static void push(FreeSpace *s, int64_t window, int64_t space) {
-  s->next[window] = s->top[space];
-  s->top[space] = window;
-  s->some[space / 64] |= (uint64_t)1 << space % 64;
-}
-
-static int64_t pop(FreeSpace *s, int64_t space) {
-  int64_t window = s->top[space];
-  s->top[space] = s->next[window];
-  if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
-  return window;
-}
-
 // The least space of any window that is `length` or more; more than seq_len: there is none.
 static int64_t best_space(const FreeSpace *s, int64_t length) {
   int64_t word = length / 64;
@@ -41,15 +28,21 @@ static int64_t best_space(const FreeSpace *s, int64_t length) {
   return bits ? word * 64 + __builtin_ctzll(bits) : s->seq_len + 1;
 }
 
+// The window that a piece goes into: the one with the least space that suffices, else a new one.
 static int64_t best_fit(FreeSpace *s, int64_t length) {
   int64_t space = best_space(s, length), window = s->windows;
   if (space <= s->seq_len) {
-    window = pop(s, space);
+    window = s->top[space];
+    s->top[space] = s->next[window];
+    if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
   } else {
     s->next = host_grow(s->next, s->windows++, &s->capacity, sizeof *s->next, "windows of documents");
     space = s->seq_len;
   }
-  push(s, window, space - length);
+  space -= length;
+  s->next[window] = s->top[space];
+  s->top[space] = window;
+  s->some[space / 64] |= (uint64_t)1 << space % 64;
   return window;
 }
 
@@ -60,9 +53,9 @@ static int by_window(const void *a, const void *b) {
   return (x->first > y->first) - (x->first < y->first);
 }
 
-Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_text) {
+void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   static const char what[] = "packed documents";
-  Packing *p = host_alloc(1, sizeof *p, what);
+  Packing *p = &source->packing;
   int64_t *ends = source_document_ends(source, end_of_text, &p->documents), count = 0, capacity = 0;
   for (int64_t i = 0, first = 0; i < p->documents; first = ends[i++])
     for (int64_t length; first < ends[i] - 1; first += length) {
@@ -85,14 +78,6 @@ Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_te
   free(space.next);
   free(space.top);
   free(space.some);
-  return p;
-}
-
-void packing_free(Packing *p) {
-  if (!p) return;
-  free(p->pieces);
-  free(p->starts);
-  free(p);
 }
 
 // --- windows ---------------------------------------------------------------------------------------------------
@@ -101,52 +86,52 @@ void packing_free(Packing *p) {
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
 
 // Tokens from a window's beginning to the next one's.
-static int64_t stride(const LoaderOptions *o) {
-  return o->seq_len + (o->order == ORDER_SHUFFLED);
+static int64_t stride(const LoaderOptions *o, const Source *source) {
+  return o->seq_len + (o->order == ORDER_SHUFFLED && source == o->source);
 }
 
 static int64_t source_windows(const LoaderOptions *o) {
-  if (o->packing) return o->packing->windows;
-  int64_t overlap = o->seq_len + 1 - stride(o);
-  return (o->source->tokens - overlap) / stride(o);
+  const Packing *packing = &o->source->packing;
+  return packing->starts ? packing->windows
+                         : (o->source->tokens - (o->order == ORDER_SEQUENTIAL)) / stride(o, o->source);
 }
 
 static void require_windows(const LoaderOptions *o, int64_t windows, const char *kinds, const char *advice) {
   int64_t have = o->source->tokens, window = o->seq_len + 1;
   if (source_windows(o) >= windows) return;
-  if (o->packing)
+  if (o->source->packing.starts)
     fail("%s holds %lld documents, which --pack documents fits into %lld window%s of --seq-len %lld, and %s "
          "are needed: name more data%s",
-         o->source->name, (long long)o->packing->documents, (long long)source_windows(o),
+         o->source->name, (long long)o->source->packing.documents, (long long)source_windows(o),
          source_windows(o) == 1 ? "" : "s", (long long)o->seq_len, kinds, advice);
   char left[256];
   source_describe_left(o->source, left, sizeof left);
   fail("%s holds %lld tokens and %s of --seq-len %lld + 1 tokens needs %lld: name more data%s%s%s%s",
        o->source->name, (long long)have, kinds, (long long)o->seq_len,
-       (long long)((windows - 1) * stride(o) + window), advice, *left ? " (" : "", left, *left ? ")" : "");
+       (long long)((windows - 1) * stride(o, o->source) + window), advice, *left ? " (" : "", left,
+       *left ? ")" : "");
 }
 
 Loader loader_create(LoaderOptions o) {
   assert(o.batch > 0 && o.seq_len > 0 && o.validation_fraction >= 0 && o.validation_fraction < 1);
   Loader loader = {.options = o};
   int64_t windows = source_windows(&o);
-  bool split = !o.validation_source && o.validation_fraction > 0;
-  if (split) {
-    require_windows(&o, 2, "one training and one validation window",
-                    ", shorten --seq-len or name --val-data");
-    int64_t held_back = llround(o.validation_fraction * (double)windows);
-    loader.validation_windows = held_back < 1 ? 1 : held_back > windows - 1 ? windows - 1 : held_back;
-  } else {
-    require_windows(&o, 1, "one window", " or shorten --seq-len");
-  }
-  loader.train_windows = windows - loader.validation_windows;
   if (o.validation_source) {
-    int64_t targets = o.validation_packing ? o.validation_packing->pairs : o.validation_source->tokens - 1;
+    const Packing *packing = o.validation_source->packing.starts ? &o.validation_source->packing : NULL;
+    require_windows(&o, 1, "one window", " or shorten --seq-len");
+    int64_t targets = packing ? packing->pairs : o.validation_source->tokens - 1;
     if (targets < 1)
       fail("%s holds %s and validation needs at least 2: name more --val-data", o.validation_source->name,
-           o.validation_packing ? "documents of 1 token" : "1 token");
-    loader.validation_windows =
-        o.validation_packing ? o.validation_packing->windows : ceil_div(targets, o.seq_len);
+           packing ? "documents of 1 token" : "1 token");
+    loader.validation_windows = packing ? packing->windows : ceil_div(targets, o.seq_len);
+    loader.train_windows = windows;
+  } else {
+    bool split = o.validation_fraction > 0;
+    require_windows(&o, 1 + split, split ? "one training and one validation window" : "one window",
+                    split ? ", shorten --seq-len or name --val-data" : " or shorten --seq-len");
+    int64_t held_back = llround(o.validation_fraction * (double)windows);
+    loader.validation_windows = split ? max_i64(1, min_i64(held_back, windows - 1)) : 0;
+    loader.train_windows = windows - loader.validation_windows;
   }
   loader.validation_batches = ceil_div(loader.validation_windows, o.batch);
   return loader;
@@ -162,37 +147,42 @@ static int64_t split_window(const Loader *loader, int64_t place) {
   return window;
 }
 
-// Where a batch goes; `documents` may be NULL.
-typedef struct {
-  int32_t *tokens, *targets, *documents;
-  int64_t count; // B * T
-} Batch;
-
-// To place `at` of the batch, as a document. Returns the counted targets.
-static int64_t fill_document(const Batch *b, int64_t at, const Source *source, const PackedPiece *piece) {
-  source_read(source, piece->first, piece->length, b->tokens + at);
-  for (int64_t i = 0; i < piece->length && b->documents; i++) {
-    b->documents[at + i] = (int32_t)i;
-    b->documents[b->count + at + i] = (int32_t)(piece->length - 1 - i);
-  }
-  return source_read_targets(source, piece->first + 1, piece->length, b->targets + at);
+// The window of row `number`, counted from the first one of training or of validation; -1: there is none.
+static int64_t window_of(const Loader *loader, bool validation, int64_t number) {
+  const LoaderOptions *o = &loader->options;
+  if (validation && number >= loader->validation_windows) return -1;
+  if (validation) return o->validation_source ? number : split_window(loader, number);
+  uint64_t windows = (uint64_t)loader->train_windows, epoch = (uint64_t)number / windows,
+           place = (uint64_t)number % windows;
+  if (o->order == ORDER_SHUFFLED) place = random_permute(o->seed, order_stream + epoch, place, windows);
+  return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
 }
 
-// A row of a window, or -1 of none, of the source or of the separate validation source; what is left of it, past the
-// source's end too, is padded. Returns the counted targets.
-static int64_t fill_row(const LoaderOptions *o, bool separate, int64_t row, int64_t window, const Batch *b) {
-  const Source *source = separate ? o->validation_source : o->source;
-  const Packing *packing = separate ? o->validation_packing : o->packing;
-  int64_t at = row * o->seq_len, end = at + o->seq_len, counted = 0;
-  int64_t first = window * (separate ? o->seq_len : stride(o));
-  PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
-  const PackedPiece *piece = &whole, *last = piece + (window >= 0);
-  if (packing && window >= 0)
-    piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
-  for (; piece < last; at += piece++->length) counted += fill_document(b, at, source, piece);
-  for (; at < end; at++) {
-    b->tokens[at] = 0, b->targets[at] = IGNORED_TARGET;
-    if (b->documents) b->documents[at] = b->documents[b->count + at] = 0;
+// Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted targets.
+static int64_t fill_batch(const Loader *loader, bool validation, int64_t number, int32_t *tokens,
+                          int32_t *targets, int32_t *documents) {
+  const LoaderOptions *o = &loader->options;
+  const Source *source = validation && o->validation_source ? o->validation_source : o->source;
+  const Packing *packing = &source->packing;
+  int64_t counted = 0, at = 0, all = o->batch * o->seq_len;
+  for (int64_t row = 0; row < o->batch; row++) {
+    int64_t window = window_of(loader, validation, number + row), first = window * stride(o, source);
+    PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
+    const PackedPiece *piece = &whole, *last = piece + (window >= 0);
+    if (packing->starts && window >= 0)
+      piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
+    for (; piece < last; at += piece++->length) {
+      source_read(source, piece->first, piece->length, tokens + at);
+      counted += source_read_targets(source, piece->first + 1, piece->length, targets + at);
+      for (int64_t i = 0; i < piece->length && documents; i++) {
+        documents[at + i] = (int32_t)i;
+        documents[all + at + i] = (int32_t)(piece->length - 1 - i);
+      }
+    }
+    for (; at < (row + 1) * o->seq_len; at++) {
+      tokens[at] = 0, targets[at] = IGNORED_TARGET;
+      if (documents) documents[at] = documents[all + at] = 0;
+    }
   }
   return counted;
 }
@@ -201,37 +191,14 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
                            int32_t *documents) {
   assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
-  const LoaderOptions *o = &loader->options;
-  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
-  int64_t counted = 0, held_back = source_windows(o) - loader->train_windows;
-  for (int64_t row = 0; row < o->batch; row++) {
-    int64_t number = ((at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank) * o->batch + row;
-    uint64_t epoch = (uint64_t)(number / loader->train_windows);
-    uint64_t visit = (uint64_t)(number % loader->train_windows), place = visit;
-    if (o->order == ORDER_SHUFFLED)
-      place = random_permute(o->seed, order_stream + epoch, visit, (uint64_t)loader->train_windows);
-    counted += fill_row(o, false, row, split_window(loader, held_back + (int64_t)place), &batch);
-  }
-  return counted;
+  int64_t batches = (at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
+  return fill_batch(loader, false, batches * loader->options.batch, tokens, targets, documents);
 }
 
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
                                 int32_t *documents) {
   assert(index >= 0);
-  const LoaderOptions *o = &loader->options;
-  Batch batch = {tokens, targets, documents, o->batch * o->seq_len};
-  bool separate = o->validation_source;
-  int64_t counted = 0;
-  for (int64_t row = 0; row < o->batch; row++) {
-    int64_t window = index * o->batch + row;
-    bool none = window >= loader->validation_windows;
-    counted += fill_row(o, separate, row,
-                        none       ? -1
-                        : separate ? window
-                                   : split_window(loader, window),
-                        &batch);
-  }
-  return counted;
+  return fill_batch(loader, true, index * loader->options.batch, tokens, targets, documents);
 }
 
 // Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
@@ -268,9 +235,8 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
   int32_t *tokens = host_alloc(2 * o->seq_len, sizeof *tokens, "a sequence"), *targets = tokens + o->seq_len;
   for (int validation = 0; validation < 2; validation++) {
     int64_t counted = rows[validation] == 0;
-    for (LoaderPlace at = {.micro_steps = 1, .ranks = 1}; !counted && at.step < rows[validation]; at.step++)
-      counted = validation ? loader_validation_batch(&by_row, at.step, tokens, targets, NULL)
-                           : loader_train_batch(&by_row, at, tokens, targets, NULL);
+    for (int64_t row = 0; !counted && row < rows[validation]; row++)
+      counted = fill_batch(&by_row, validation, row, tokens, targets, NULL);
     if (!counted)
       fail("%s: no target of the %s counts, for the masks leave all out: name other %s",
            sources[validation]->name, validation ? "validation batches" : "training windows",
@@ -286,8 +252,8 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
   uint32_t crc = add_checksum(o->source, UINT32_MAX);
   if (o->validation_source) crc = add_checksum(o->validation_source, crc);
   char packed[96] = "";
-  const Packing *p = o->packing;
-  if (p)
+  const Packing *p = &o->source->packing;
+  if (p->starts)
     snprintf(packed, sizeof packed, ", packed from %s documents with %.2f%% padding",
              text_grouped(p->documents).text,
              100 - 100 * (double)p->pairs / ((double)p->windows * (double)o->seq_len));

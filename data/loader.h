@@ -8,9 +8,8 @@
 // on), picked by a permutation that is the same for every seed. Epoch e visits the remaining ones in the order
 // random_permute(seed, e, .): each once an epoch.
 //
-// In sequential order windows overlap by one token instead, whose first is the last target of the one before, and follow
-// each other as in the file, epoch after epoch; the last ones are held back. So do llm.c's, within a shard and unshuffled:
-// the steps of both have the same tokens.
+// In sequential order windows overlap by one token, the last target of the one before, and follow each other as in the file,
+// epoch after epoch; the last ones are held back. So do llm.c's, within a shard and unshuffled.
 //
 // A step takes ranks * micro_steps * batch windows that follow each other in that order:
 //
@@ -18,10 +17,8 @@
 //
 // so R ranks with M micro-steps see in a step exactly what one rank with R * M micro-steps sees.
 //
-// A separate validation source is read from end to end instead: windows of T + 1 tokens at stride T, so
-// that every token but the first is predicted exactly once, the last window padded.
-//
-// With packings the windows are theirs, of training and of validation, and a row may hold several documents.
+// A separate validation source is read from end to end: windows of T + 1 tokens at stride T, the last one padded, so that
+// every token but the first is predicted exactly once. The windows of a packed source (source_pack) are its own.
 #pragma once
 
 #include "data/source.h"
@@ -29,39 +26,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Documents packed into windows by best fit, so that few are cut and little of a window is padding.
-//
-// A document of n tokens gives n - 1 pairs of an input and its target, the next token; its last one, the token that ends
-// it, is predicted and not read. A document with more than T pairs is cut into pieces of T and a rest, all others stay
-// whole. The longest pieces come first, each into the fullest window that has space for it (best-fit decreasing; Ding et
-// al. 2024, "Fewer Truncations Improve Language Modeling"). Every pair is in exactly one window, and what is left of a
-// window is padding. The windows depend on the data and T alone; the seed orders them, as it does others (loader.h).
-typedef struct {
-  int64_t first, length, window; // pairs from a position of the source on
-} PackedPiece;
-
-typedef struct {
-  int64_t windows, documents, pairs;
-  PackedPiece *pieces; // by window, and within one in the order of the stream
-  int64_t *starts;     // [windows + 1]: where the pieces of a window begin
-} Packing;
-
-// end_of_text as in source_document_ends. Takes 24 bytes of memory for each piece. The caller frees it.
-Packing *packing_create(const Source *source, int64_t seq_len, int64_t end_of_text);
-void packing_free(Packing *packing); // NULL is fine
-
 typedef enum { ORDER_SHUFFLED, ORDER_SEQUENTIAL } DataOrder;
 
 typedef struct {
-  const Source *source;              // borrowed, as is the next: close them after the last batch
-  const Source *validation_source;   // or NULL: hold back a fraction of `source`
-  const Packing *packing;            // of `source`, with this seq_len, or NULL
-  const Packing *validation_packing; // of `validation_source`; likewise
-  double validation_fraction;        // in [0, 1), used without a validation source; 0 holds back nothing
-  int64_t batch;                     // B, rows of a batch on one rank
-  int64_t seq_len;                   // T
-  uint64_t seed;                     // of the training order
-  DataOrder order;                   // of the training windows
+  const Source *source;            // borrowed, as is the next: close them after the last batch
+  const Source *validation_source; // or NULL: hold back a fraction of `source`
+  double validation_fraction;      // in [0, 1), used without a validation source; 0 holds back nothing
+  int64_t batch;                   // B, rows of a batch on one rank
+  int64_t seq_len;                 // T
+  uint64_t seed;                   // of the training order
+  DataOrder order;                 // of the training windows
 } LoaderOptions;
 
 // A plain value: copy it, drop it.
@@ -71,6 +45,15 @@ typedef struct {
   int64_t validation_windows; // 0 when there is no validation
   int64_t validation_batches; // ceil(validation_windows / batch)
 } Loader;
+
+// Packs a source's documents into windows by best fit, so that few are cut and little of a window is padding. Takes 24
+// bytes of memory for each piece. end_of_text as in source_document_ends.
+//
+// A document of n tokens gives n - 1 pairs of an input and its target, the next token. One with more than T pairs is cut into
+// pieces of T and a rest, all others stay whole. The longest pieces come first, each into the fullest window that has space
+// for it (best-fit decreasing; Ding et al. 2024, "Fewer Truncations Improve Language Modeling"). Every pair is in exactly one
+// window, and what is left of a window is padding. The windows depend on the data and T alone; the seed orders them.
+void source_pack(Source *source, int64_t seq_len, int64_t end_of_text);
 
 // Fails when the data are too few for one window of each requested kind.
 Loader loader_create(LoaderOptions options);

@@ -1,25 +1,20 @@
 // A source: one long stream of token ids, read from files that are memory-mapped and never copied whole.
 //
 // Two kinds of files, which one source does not mix:
-//   - text: every byte is a token, its id the byte (0..255). One END_OF_TEXT (256) separates two files
-//     when the vocabulary has more than 256 ids; a vocabulary of 256 or fewer has no separator.
-//   - llm.c token shards (*.bin): 256 little-endian int32 of header, then the tokens. header[0] is the magic,
-//     header[1] the version, header[2] the number of tokens. Magic 20240520 version 1 holds uint16, magic
-//     20240801 version 7 holds uint32. Shards join without a separator: they contain theirs.
+//   - text: every byte is a token, its id the byte (0..255). With a vocabulary of more than 256 ids one END_OF_TEXT (256)
+//     separates two files.
+//   - llm.c token shards (*.bin): a header of 256 little-endian int32 (magic, version, number of tokens), then the tokens:
+//     uint16 with magic 20240520, version 1, or uint32 with 20240801, 7. Shards join without a separator: they contain theirs.
 //
-// A shard may have a mask in the same directory, which says what tokens count as targets: x.mask for x.bin, made by
-// tools/prepare_data.py for fine-tuning data, where the prompt's tokens are read but not learned. It is 256
-// int32 of header (magic 20261120, version 1, the shard's number of tokens), then a bit for each token, the
-// lowest bit of a byte first: 1 counts, 0 does not.
-//
-// Likewise x.ends marks with 1 the last token of each document, for --pack documents (magic 20261121, otherwise the same).
+// Next to x.bin there may be x.mask, which says what tokens count as targets (tools/prepare_data.py makes it for fine-tuning
+// data, where the prompt's tokens are read but not learned), and x.ends, which marks the last token of each document. They
+// have the same header (magic 20261120 or 20261121, version 1) and a bit for each token, the lowest bit of a byte first.
 //
 // A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
 // directories named "build"; or, when nothing has that very name, a glob(7). The files of one path are in byte order.
-// How strictly a file is read depends on who named it. A path written out must be text or a shard and not
-// empty. Files matched by a glob or found in a directory are skipped when they are empty or binary (a NUL
-// byte in the first 8 KiB), and a directory that holds shards is read for them alone. A *.bin file that is
-// named or matched must be a shard; one found in a directory is a shard when it begins with a shard's magic.
+// A path written out must be text or a shard and not empty. Files matched by a glob or found in a directory are skipped when
+// they are empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone. A
+// *.bin file that is named or matched must be a shard; one found in a directory is one when it begins with the magic.
 //
 // Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
 // million small files would exceed the system's limit on mappings. Larger files and shards are mapped; they
@@ -32,13 +27,21 @@
 
 #include "kernels/fail.h"
 
-enum { END_OF_TEXT = 256 };
-
-// Stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
-enum { IGNORED_TARGET = -100 };
+// IGNORED_TARGET stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
+enum { END_OF_TEXT = 256, IGNORED_TARGET = -100 };
 
 // The bytes of a token.
 typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 = 4 } SourceKind;
+
+typedef struct {
+  int64_t first, length, window; // pairs of an input and its target, from a position of the source on
+} PackedPiece;
+
+typedef struct {
+  int64_t windows, documents, pairs;
+  PackedPiece *pieces; // by window, and within one in the order of the stream
+  int64_t *starts;     // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
+} Packing;
 
 typedef struct {
   char *name; // "corpus.txt", "shards/a.bin and 2 more"
@@ -51,17 +54,18 @@ typedef struct {
   char *first_left; // the path of one; NULL: there is none
   struct SourcePiece *pieces;
   int64_t capacity; // of pieces
+  Packing packing;  // source_pack's
 } Source;
 
-// Opens what `paths[0..count)` name, in this order, and checks every token id against the vocabulary, which reads all
-// data unless the type cannot exceed it. Fails, naming file and offset, on a path that is missing, unreadable or
-// empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`. The caller closes it.
+// Opens what `paths[0..count)` name, in this order. Where there are none, the corpus that every checkout has, as text: the
+// program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden
+// names), so that a log or a data set in the tree is never trained on. The tree is looked for upward from the executable,
+// then in the current directory.
+//
+// Checks every token id against the vocabulary, which reads all data unless the type cannot exceed it. Fails, naming file
+// and offset, on a path that is missing, unreadable or empty, a mix of kinds, a damaged shard, and an id at or above
+// `vocab_size`. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
-
-// The corpus that every checkout has, as text: the program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md,
-// Makefile, LICENSE; not build/, runs/, hidden names), so that a log or a data set in the tree is never trained on.
-// The tree is looked for upward from the executable, then in the current directory. Fails when neither is one.
-Source *source_open_tree(int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
 
@@ -95,15 +99,13 @@ double source_entropy(const Source *source);
 
 // --- shards in memory, as the fuzzer has them -----------------------------------------------------------------
 
+typedef enum { SHARD_TOKENS, SHARD_MASK, SHARD_ENDS } ShardPart;
+
 typedef struct {
-  int token_bytes;    // 2 or 4
-  const void *tokens; // within the file
-  int64_t count;
+  int bits;         // of a token: 16 or 32; 1 of a mask or of ends
+  const void *data; // within the file
+  int64_t count;    // of tokens
 } Shard;
 
 // Checks a file against its header; false with a reason, which reads on from the file's name.
-bool shard_parse(const void *bytes, size_t size, Shard *shard, Reason *reason);
-// The same for a file of a bit for each token of a shard of `count`; NULL with a reason, or the bits.
-typedef enum { SHARD_MASK = 20261120, SHARD_ENDS = 20261121 } ShardBits; // its magic
-const uint8_t *shard_parse_bits(const void *bytes, size_t size, ShardBits kind, int64_t count,
-                                Reason *reason);
+bool shard_parse(const void *bytes, size_t size, ShardPart part, Shard *shard, Reason *reason);

@@ -113,17 +113,25 @@ int mappings(void) {
   return count;
 }
 
-void assert_stream(const Source *source, const int32_t *expected, int64_t count) {
+void assert_stream_and_targets(const Source *source, const int32_t *tokens, const int32_t *targets,
+                               int64_t count) {
   assert_int_equal(source->tokens, count);
   int32_t *got = malloc((size_t)(count + 1) * sizeof *got);
   for (int64_t first = 0; first <= count; first++)
-    for (int64_t length = 0; length <= count - first; length++) {
+    for (int64_t length = 0, counted = 0; length <= count - first; length++) {
       got[length] = -7;
       source_read(source, first, length, got);
-      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
+      assert_memory_equal(got, tokens + first, (size_t)length * sizeof *got);
+      assert_int_equal(source_read_targets(source, first, length, got), counted);
+      assert_memory_equal(got, targets + first, (size_t)length * sizeof *got);
       assert_int_equal(got[length], -7);
+      if (length < count - first) counted += targets[first + length] != IGNORED_TARGET;
     }
   free(got);
+}
+
+void assert_stream(const Source *source, const int32_t *expected, int64_t count) {
+  assert_stream_and_targets(source, expected, expected, count);
 }
 
 void assert_text(const Source *source, const char *expected) {

@@ -290,12 +290,11 @@ static State read_state(Settings *o) {
   model_check_seq_len(&config, o->seq_len);
   Source *source = source_open(o->data.items, o->data.count, o->vocab_size);
   Loader loader = open_loader(o, source);
-  char *tokenizer = path_join(o->checkpoint, "tokenizer.json");
-  if (source->kind == SOURCE_TEXT && path_exists(tokenizer))
+  Path tokenizer = path_in(o->checkpoint, "tokenizer.json");
+  if (source->kind == SOURCE_TEXT && path_exists(tokenizer.text))
     warn("%s is read byte by byte, though %s has a tokenizer; tools/prepare_data.py makes its text into "
          "tokens",
          source->name, o->checkpoint);
-  free(tokenizer);
 
   Backend *backend = open_backend(o);
   Backend *plan = plan_backend_create(backend->device, backend->dtype);

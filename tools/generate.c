@@ -4,7 +4,7 @@
 //   tools/generate --init runs/llama --prompt "Once upon a time"
 //   tools/generate --init gpt2 --prompt - --tokens 400 --temperature 0.7 --top-p 0.9 <prompt.txt
 //
-// model/generate.c draws the tokens, data/tokenizer.c makes them text.
+// trainer/prompt.c makes the prompt tokens, model/generate.c draws more, data/tokenizer.c makes them text.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,12 +12,10 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "data/tokenizer.h"
-#include "kernels/alloc.h"
 #include "kernels/fail.h"
+#include "kernels/integers.h"
 #include "kernels/ranks/launch.h"
 #include "kernels/system.h"
-#include "kernels/text.h"
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/generate.h"
@@ -30,8 +28,6 @@ typedef struct {
   int64_t tokens, samples;
   bool go_on; // past the token that ends a text
 } Wanted;
-
-// --- the command line --------------------------------------------------------------------------------------
 
 #define OPTION_VALUES Wanted
 enum { MANY = 1000000000 };
@@ -52,87 +48,73 @@ static Wanted parse(int argc, char **argv) {
                              "the model is named with --init DIR"};
   Wanted w = {.train = {.prompt = "\n", .dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
   option_table_parse(&table, &w, NULL, argc, argv);
-  if (!w.train.init)
-    fail("name the model with --init DIR: a directory with config.json and model.safetensors");
+  Options *o = &w.train;
+  if (!o->init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
+  o->origin = (char *)o->init;
+  o->model = hf_config_read(o->init);
+  size_t capacity = 0;
+  static char *text;
+  if (!strcmp(o->prompt, "-")) o->prompt = getdelim(&text, &capacity, 0, stdin) < 0 ? "" : text;
   return w;
 }
 
-// --- the text ----------------------------------------------------------------------------------------------
-
-// A token may end within a character: its bytes wait until the rest has come. On a terminal the text is shown
-// as bytes_show makes it safe; elsewhere the bytes go out as they are.
+// A token may end within a character: it waits for the rest. On a terminal the text is shown as bytes_show makes it
+// safe; elsewhere the bytes go out as they are.
 typedef struct {
   const Tokenizer *tokenizer;
-  char waiting[4];
-  int64_t waits;
+  int32_t waiting[64];
+  int64_t count;
 } Printer;
 
-// Bytes at the end that begin a character and do not finish it.
-static int64_t unfinished(const char *bytes, int64_t length) {
-  for (int64_t back = 1; back <= 3 && back <= length; back++) {
-    unsigned char c = (unsigned char)bytes[length - back];
-    if ((c & 0xC0) == 0x80) continue;
-    int64_t whole = c >= 0xF0 ? 4 : c >= 0xE0 ? 3 : c >= 0xC0 ? 2 : 1;
-    return whole > back ? back : 0;
+static void print_waiting(Printer *p, bool all) {
+  int64_t length, back = 1;
+  char *bytes = tokenizer_decode(p->tokenizer, p->waiting, p->count, &length),
+       *shown = bytes_show(bytes, length);
+  while (back < 4 && back < length && (bytes[length - back] & 0xC0) == 0x80) back++;
+  unsigned char lead = length ? (unsigned char)bytes[length - back] : 0;
+  if (all || back >= (lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1)) {
+    bool terminal = isatty(STDOUT_FILENO);
+    fwrite(terminal ? shown : bytes, 1, terminal ? strlen(shown) : (size_t)length, stdout);
+    fflush(stdout);
+    p->count = 0;
   }
-  return 0;
-}
-
-static void put(const char *bytes, int64_t length) {
-  if (isatty(STDOUT_FILENO)) {
-    char *shown = bytes_show(bytes, length);
-    fputs(shown, stdout);
-    free(shown);
-  } else {
-    fwrite(bytes, 1, (size_t)length, stdout);
-  }
-  fflush(stdout);
+  free(shown);
+  free(bytes);
 }
 
 static void print_token(void *context, int32_t token) {
   Printer *p = context;
-  int64_t length = token < 256; // without a tokenizer a byte is a token, and there are others
-  char byte = (char)token,
-       *decoded = p->tokenizer ? tokenizer_decode(p->tokenizer, &token, 1, &length) : NULL,
-       *all = host_alloc(length + p->waits + 1, 1, "a token");
-  memcpy(all, p->waiting, (size_t)p->waits);
-  memcpy(all + p->waits, decoded ? decoded : &byte, (size_t)length);
-  length += p->waits;
-  p->waits = unfinished(all, length);
-  memcpy(p->waiting, all + length - p->waits, (size_t)p->waits);
-  put(all, length - p->waits);
-  free(all);
-  free(decoded);
+  p->waiting[p->count++] = token;
+  print_waiting(p, p->count == 64);
 }
-
-// --- the model ---------------------------------------------------------------------------------------------
 
 enum { MAX_STOPS = 16 };
 
 // The ids that end a text: eos_token_id of generation_config.json or config.json, a number or a list.
-static int64_t find_stops(const char *directory, int32_t stops[MAX_STOPS]) {
+static int64_t find_stops(const char *folder, int32_t stops[MAX_STOPS]) {
   static const char *const files[] = {"generation_config.json", "config.json"};
   int64_t count = 0;
   for (int i = 0; i < 2 && count == 0; i++) {
-    char *path = path_join(directory, files[i]);
-    cJSON *json = json_read(path);
+    cJSON *json = json_read(path_in(folder, files[i]).text);
     const cJSON *ids = json_member(json, "eos_token_id"), *id = cJSON_IsArray(ids) ? ids->child : ids;
-    for (; id && count < MAX_STOPS; id = cJSON_IsArray(ids) ? id->next : NULL)
-      if (json_is_whole(id) && id->valuedouble < INT32_MAX) stops[count++] = (int32_t)id->valuedouble;
+    for (; id && count < MAX_STOPS; id = id == ids ? NULL : id->next)
+      if (json_is_whole(id) && id->valuedouble < INT32_MAX) stops[count++] = id->valueint;
     cJSON_Delete(json);
-    free(path);
   }
   return count;
 }
 
+static void create_model(Model *model, const Options *o, Backend *backend, int64_t window) {
+  ParameterDtypes dtypes = {.weight = o->dtype, .frozen = true};
+  model_create(model, &o->model, backend, dtypes, window);
+}
+
 // The stack that a text takes, found out by a plan; fails when weights and stack do not fit.
-static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelConfig *config,
-                         const Generation *g) {
-  Backend *plan = plan_backend_create(backend->device, w->train.dtype);
+static size_t plan_stack(const Options *o, const Backend *backend, const Generation *g) {
+  Backend *plan = plan_backend_create(backend->device, o->dtype);
   Model model;
   int64_t count;
-  ParameterDtypes dtypes = {.weight = w->train.dtype, .frozen = true};
-  model_create(&model, config, plan, dtypes, g->window);
+  create_model(&model, o, plan, g->window);
   generate(plan, &model, g, &count);
   size_t stack = plan->memory.ledger.stack_peak, needed = plan->memory.ledger.peak,
          usable = machine_usable_bytes(backend);
@@ -145,70 +127,45 @@ static size_t plan_stack(const Wanted *w, const Backend *backend, const ModelCon
   return stack;
 }
 
-static void write_samples(const Wanted *w, Backend *backend, Model *model, const Generation *wanted,
-                          const Tokenizer *tokenizer) {
+int main(int argc, char **argv) {
+  if (launch_read().rank) return 0; // several processes are no faster than one
+  Wanted w = parse(argc, argv);
+  Options *o = &w.train;
+  Prompt prompt = prompt_open(o, NULL);
+  Backend *backend = machine_open(o);
+  Printer printer = {.tokenizer = prompt.tokenizer};
+  int32_t stops[MAX_STOPS];
+  Generation g = {.prompt = prompt.tokens,
+                  .prompt_count = prompt.count,
+                  .max_new_tokens = w.tokens,
+                  .window = min_i64(prompt.count + w.tokens, model_max_seq_len(&o->model)),
+                  .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
+                  .seed = o->seed,
+                  .stop = stops,
+                  .stop_count = w.go_on ? 0 : find_stops(o->init, stops),
+                  .on_token = print_token,
+                  .context = &printer};
+  size_t stack = plan_stack(o, backend, &g);
+  Model model;
+  create_model(&model, o, backend, g.window);
+  checkpoint_load(o->init, &model, backend, false);
+  memory_set_stack(&backend->memory, stack);
+
   int64_t written = 0, count;
   double start = now_seconds();
-  for (int64_t i = 0; i < w->samples; i++) {
-    Printer printer = {.tokenizer = tokenizer};
-    Generation g = *wanted;
-    g.on_token = print_token;
-    g.context = &printer;
-    g.seed = w->train.seed + (uint64_t)i;
+  for (int64_t i = 0; i < w.samples; i++, g.seed++) {
     if (i > 0) fputs("\n---\n", stdout);
     for (int64_t k = 0; k < g.prompt_count; k++) print_token(&printer, g.prompt[k]);
-    free(generate(backend, model, &g, &count));
-    put(printer.waiting, printer.waits);
+    free(generate(backend, &model, &g, &count));
+    print_waiting(&printer, true);
     written += count - g.prompt_count;
   }
   putchar('\n');
   fflush(stdout);
-  double seconds = now_seconds() - start;
-  fprintf(stderr, "%s tokens, %.1f a second, on %s\n", text_grouped(written).text, (double)written / seconds,
-          backend->description);
-}
-
-int main(int argc, char **argv) {
-  if (launch_read().rank) return 0; // several processes are no faster than one
-  Wanted w = parse(argc, argv);
-  ModelConfig config = hf_config_read(w.train.init);
-  Tokenizer *tokenizer = prompt_tokenizer(w.train.tokenizer, w.train.init, true);
-  char *text = NULL;
-  size_t capacity = 0;
-  bool given = strcmp(w.train.prompt, "-") || getdelim(&text, &capacity, 0, stdin) < 0; // or nothing is there
-  if (given) free(text), text = text_format("%s", strcmp(w.train.prompt, "-") ? w.train.prompt : "");
-  int64_t length = (int64_t)strlen(text), count = length;
-  int32_t stops[MAX_STOPS], *prompt = tokenizer ? tokenizer_encode(tokenizer, text, length, true, &count)
-                                                : host_alloc(length + 1, sizeof *prompt, "the prompt");
-  if (!tokenizer) byte_encode(text, length, prompt);
-  if (count < 1) fail("--prompt: give at least one character to continue");
-  for (int64_t i = 0; i < count; i++)
-    if (prompt[i] < 0 || prompt[i] >= config.vocab_size)
-      fail("--prompt: its token %lld is %d and the model has %lld; name the model's own --tokenizer",
-           (long long)i, prompt[i], (long long)config.vocab_size);
-
-  Backend *backend = machine_open(&w.train);
-  int64_t whole = count + w.tokens, longest = model_max_seq_len(&config);
-  Generation generation = {
-      .prompt = prompt,
-      .prompt_count = count,
-      .max_new_tokens = w.tokens,
-      .window = whole < longest ? whole : longest,
-      .sampling = {.temperature = w.train.temperature, .top_k = w.train.top_k, .top_p = w.train.top_p},
-      .stop = stops,
-      .stop_count = w.go_on ? 0 : find_stops(w.train.init, stops)};
-  size_t stack = plan_stack(&w, backend, &config, &generation);
-  Model model;
-  ParameterDtypes dtypes = {.weight = w.train.dtype, .frozen = true};
-  model_create(&model, &config, backend, dtypes, generation.window);
-  checkpoint_load(w.train.init, &model, backend, false);
-  memory_set_stack(&backend->memory, stack);
-  write_samples(&w, backend, &model, &generation, tokenizer);
-
+  fprintf(stderr, "%s tokens, %.1f a second, on %s\n", text_grouped(written).text,
+          (double)written / (now_seconds() - start), backend->description);
   model_destroy(&model);
   backend_destroy(backend);
-  tokenizer_close(tokenizer);
-  free(prompt);
-  free(text);
+  prompt_close(&prompt);
   return 0;
 }

@@ -260,7 +260,7 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
 
 // As text where something says what the tokens mean.
 void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count) {
-  char *text = prompt_show(prompt, tokens, count);
+  char *text = prompt->tokenizer ? tokenizer_show(prompt->tokenizer, tokens, count) : NULL;
   report_break(r);
   printf("step %lld  sample:", (long long)step);
   if (text) printf(" %s", text);

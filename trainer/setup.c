@@ -18,20 +18,17 @@ void setup_device(Options *o, DeviceKind device) {
 // What the options train on: --data, or the source tree; with --eval-only alone --val-data.
 static Source *open_source(const Options *o) {
   const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
-  return paths->count ? source_open(paths->items, paths->count, o->model.vocab_size)
-                      : source_open_tree(o->model.vocab_size);
+  return source_open(paths->items, paths->count, o->model.vocab_size);
 }
 
 RunData setup_data(const Options *o) {
   RunData d = {.source = open_source(o)};
   if (o->val_data.count)
     d.val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
-  if (o->pack) d.packing = packing_create(d.source, o->seq_len, o->end_of_text);
-  if (o->pack && d.val_source) d.val_packing = packing_create(d.val_source, o->seq_len, o->end_of_text);
+  if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);
+  if (o->pack && d.val_source) source_pack(d.val_source, o->seq_len, o->end_of_text);
   d.loader = loader_create((LoaderOptions){.source = d.source,
                                            .validation_source = d.val_source,
-                                           .packing = d.packing,
-                                           .validation_packing = d.val_packing,
                                            .validation_fraction = o->val_fraction,
                                            .batch = o->batch,
                                            .seq_len = o->seq_len,
@@ -42,8 +39,6 @@ RunData setup_data(const Options *o) {
 }
 
 void setup_data_close(RunData *d) {
-  packing_free(d->packing);
-  packing_free(d->val_packing);
   source_close(d->val_source);
   source_close(d->source);
   *d = (RunData){0};

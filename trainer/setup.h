@@ -9,8 +9,7 @@ void setup_options(Options *options, int argc, char **argv);
 void setup_device(Options *options, DeviceKind device);
 
 typedef struct {
-  Source *source, *val_source;    // val_source: of --val-data, or NULL
-  Packing *packing, *val_packing; // with --pack
+  Source *source, *val_source; // val_source: of --val-data, or NULL
   Loader loader;
   char text[256]; // loader_describe's
 } RunData;

@@ -11,16 +11,25 @@
 
 // --- text sources ---------------------------------------------------------------------------------------
 
+// The source is of this kind, and so many files, and holds these tokens; closes it.
+#define ASSERT_SOURCE(source, kind, files, ...)                                                              \
+  assert_source(source, kind, files, (const int32_t[]){__VA_ARGS__},                                         \
+                sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t))
+
+static void assert_source(Source *source, const char *kind, int64_t files, const int32_t *tokens,
+                          int64_t count) {
+  assert_string_equal(source_kind_name(source), kind);
+  assert_int_equal(source->files, files);
+  assert_stream(source, tokens, count);
+  source_close(source);
+}
+
 TEST(one_text_file_is_its_bytes) {
   write_bytes("bytes.txt", "a\xFF\x80z\n", 5);
   Source *source = open_one("bytes.txt", 50257);
-  assert_stream(source, (const int32_t[]){'a', 255, 128, 'z', '\n'}, 5);
-  assert_int_equal(source->files, 1);
-  assert_int_equal(source->kind, SOURCE_TEXT);
-  assert_string_equal(source_kind_name(source), "byte-level text");
   assert_string_equal(source->name, temp_path("bytes.txt"));
   assert_int_equal(source->vocab_size, 50257);
-  source_close(source);
+  ASSERT_SOURCE(source, "byte-level text", 1, 'a', 255, 128, 'z', '\n');
   source_close(NULL);
 }
 
@@ -150,27 +159,16 @@ TEST(unreadable_paths_are_named) {
 TEST(shards_of_both_widths_join) {
   write_shard16("s16_a.bin", (const uint16_t[]){0, 50256, 65535}, 3);
   write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
-  Source *source = open_one("s16_*.bin", 65536);
-  assert_stream(source, (const int32_t[]){0, 50256, 65535, 7}, 4);
-  assert_int_equal(source->kind, SOURCE_SHARDS_UINT16);
-  assert_string_equal(source_kind_name(source), "llm.c shards, uint16");
-  assert_int_equal(source->files, 2);
-  source_close(source);
-
+  ASSERT_SOURCE(open_one("s16_*.bin", 65536), "llm.c shards, uint16", 2, 0, 50256, 65535, 7);
   write_shard32("s32.bin", (const uint32_t[]){128255, 0, 65536}, 3);
-  source = open_two("s32.bin", "s32.bin", 128256);
-  assert_stream(source, (const int32_t[]){128255, 0, 65536, 128255, 0, 65536}, 6);
-  assert_string_equal(source_kind_name(source), "llm.c shards, uint32");
-  source_close(source);
-
+  ASSERT_SOURCE(open_two("s32.bin", "s32.bin", 128256), "llm.c shards, uint32", 2, 128255, 0, 65536, 128255,
+                0, 65536);
   // A directory of shards: what lies next to them (a manifest, a tokenizer) is not taken for data.
   write_shard16("shards/1.bin", (const uint16_t[]){1, 2}, 2);
   write_shard16("shards/0.bin", (const uint16_t[]){3}, 1);
   write_bytes("shards/cache.bin", "\0\0\0\0\0", 5);
   WRITE_TEXTS({"shards/manifest.json", "{}"}, {"shards/zebra.txt", "text"});
-  source = open_one("shards", 10);
-  assert_stream(source, (const int32_t[]){3, 1, 2}, 3);
-  source_close(source);
+  ASSERT_SOURCE(open_one("shards", 10), "llm.c shards, uint16", 2, 3, 1, 2);
 }
 
 TEST(kinds_do_not_mix) {
@@ -182,25 +180,18 @@ TEST(kinds_do_not_mix) {
   ASSERT_FAILS(open_two("mix32.bin", "mix.txt", 300), "mix32.bin (llm.c shards, uint32)", "mix.txt",
                "cannot be mixed");
   ASSERT_FAILS(open_two("mix16.bin", "mix32.bin", 300), "uint16", "uint32", "cannot be mixed");
+  // Only within a directory do shards hide text.
+  WRITE_TEXTS({"mixed/a.txt", "text"}, {"blend/folder/a.txt", "text"});
+  write_shard16("mixed/folder/b.bin", (const uint16_t[]){1}, 1);
+  write_shard16("blend/b.bin", (const uint16_t[]){1}, 1);
+  ASSERT_FAILS(open_one("mixed/*", 300), "mixed/a.txt", "mixed/folder/b.bin", "cannot be mixed");
+  ASSERT_FAILS(open_one("blend/*", 300), "blend/folder/a.txt", "blend/b.bin", "cannot be mixed");
 }
 
 // --- masks -------------------------------------------------------------------------------------------------
 
 static void write_mask(const char *name, int32_t count, const void *bits, size_t bytes) {
   write_shard(name, 20261120, 1, count, bits, bytes);
-}
-
-static void assert_targets(const Source *source, const int32_t *expected, int64_t total) {
-  int32_t got[32];
-  for (int64_t first = 0; first <= total; first++)
-    for (int64_t length = 0; length <= total - first; length++) {
-      int64_t counted = 0;
-      for (int64_t i = 0; i < length; i++) counted += expected[first + i] != IGNORED_TARGET;
-      got[length] = -7;
-      assert_int_equal(source_read_targets(source, first, length, got), counted);
-      assert_memory_equal(got, expected + first, (size_t)length * sizeof *got);
-      assert_int_equal(got[length], -7);
-    }
 }
 
 TEST(masks_say_what_counts) {
@@ -210,10 +201,10 @@ TEST(masks_say_what_counts) {
   write_shard16("b_plain.bin", (const uint16_t[]){20, 21}, 2);
   Source *plain = open_one("b_plain.bin", 50), *both = open_two("a_masked.bin", "b_plain.bin", 50);
   assert_false(plain->masked);
-  assert_targets(plain, (const int32_t[]){20, 21}, 2);
+  assert_stream(plain, (const int32_t[]){20, 21}, 2);
   assert_true(both->masked);
-  assert_stream(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21}, 13);
-  assert_targets(both, (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
+  assert_stream_and_targets(both, (const int32_t[]){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 21},
+                            (const int32_t[]){0, NO, NO, NO, NO, 5, NO, 7, NO, 9, 10, 20, 21}, 13);
   source_close(both);
   source_close(plain);
   const char *paths[] = {temp_path("b_plain.bin"), temp_path("a_*.bin")};
@@ -244,8 +235,7 @@ TEST(documents_end_where_the_data_say) {
   ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}), "b_ends.ends is no list of documents' ends",
                "20261121", "--end-of-text");
   write_shard("b_ends.ends", 20261121, 1, 4, "\x04", 1);
-  ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}),
-               "b_ends.ends is not the list of documents' ends of");
+  ASSERT_FAILS(source_document_ends(both, -1, &(int64_t){0}), "b_ends.ends is not that of its shard");
   source_close(both);
   // Text: a file with its separator, or up to a byte as well.
   write_text("a_ends.txt", "one\ntwo");
@@ -262,13 +252,14 @@ TEST(documents_end_where_the_data_say) {
 TEST(masks_of_other_shards_are_refused) {
   write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
   write_text("wrong.mask", "not a mask");
-  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "its shard", "prepare_data.py");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "its shard", "prepare_data.py",
+               "count every token");
   write_shard("wrong.mask", 20240520, 1, 9, "ab", 2);
   ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is no mask", "20261120");
   write_mask("wrong.mask", 10, "ab", 2);
-  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "10 tokens", "9 tokens");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not that of its shard", "10 tokens", "has 9");
   write_mask("wrong.mask", 9, "a", 1);
-  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is not the mask of", "1025 bytes", "1026 bytes");
+  ASSERT_FAILS(open_one("wrong.bin", 50), "wrong.mask is truncated", "byte 1026", "ends at byte 1025");
   write_mask("wrong.mask", 9, "ab", 2);
   source_close(open_one("wrong.bin", 50));
   // A mask that cannot be read is not "no mask", which would train on all tokens.
@@ -305,8 +296,8 @@ TEST(damaged_shards_are_refused) {
       {20240520, 1, 3, 8, {"disagrees", "3 tokens", "byte 1030", "and the file ends at byte 1032"}},
       {20240520, 1, 4, 9, {"disagrees", "byte 1032", "and the file ends at byte 1033"}},
       {20240521, 1, 4, 8, {"is no llm.c token shard", "20240521", "20240520", "20240801"}},
-      {20240520, 7, 4, 8, {"has shard version 7", "20240520", "version 1"}},
-      {20240801, 1, 2, 8, {"has shard version 1", "20240801", "version 7"}},
+      {20240520, 7, 4, 8, {"has version 7", "20240520", "version 1"}},
+      {20240801, 1, 2, 8, {"has version 1", "20240801", "version 7"}},
       {20240520, 1, 0, 0, {"holds no tokens", "byte 8", "is 0"}},
       {20240520, 1, -1, 8, {"holds no tokens", "is -1"}},
       {20240801, 7, INT32_MIN, 8, {"holds no tokens", "is -2147483648"}},
@@ -352,61 +343,6 @@ TEST(ids_outside_the_vocabulary_are_found) {
   assert_int_equal(mappings(), before);
 }
 
-// --- the byte tokenizer ---------------------------------------------------------------------------------
-
-// What tokens show as.
-#define ASSERT_SHOWN(expected, ...)                                                                          \
-  do {                                                                                                       \
-    const int32_t tokens_[] = {__VA_ARGS__};                                                                 \
-    char *text_ = tokenizer_show(NULL, tokens_, sizeof tokens_ / sizeof *tokens_);                           \
-    assert_string_equal(text_, expected);                                                                    \
-    free(text_);                                                                                             \
-  } while (0)
-
-TEST(decoded_text_is_safe_to_print) {
-  static const char *const shown[][2] = {
-      {"", ""},
-      {"plain\tand\nsimple ~", "plain\tand\nsimple ~"},
-      {"gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80",
-       "gr\xC3\xBC\xC3\x9F \xE2\x82\xAC \xF0\x9F\x98\x80"},
-      {"\x1B[2J\r\x07\x7F", "\\x1B[2J\\x0D\\x07\\x7F"},
-      {"\xC2\x9B|\xC2\xA0", "\\xC2\\x9B|\xC2\xA0"}, // C1's CSI; no-break space
-      {"\xC3(\xFF\x80", "\\xC3(\\xFF\\x80"},        // broken sequences
-      {"\xC0\xAF \xE0\x80\x80 \xF0\x80\x80\x80",
-       "\\xC0\\xAF \\xE0\\x80\\x80 \\xF0\\x80\\x80\\x80"},                       // overlong
-      {"\xED\xA0\x80 \xF4\x90\x80\x80", "\\xED\\xA0\\x80 \\xF4\\x90\\x80\\x80"}, // surrogate; too high
-      {"\xE2\x82", "\\xE2\\x82"},                                                // cut off
-  };
-  for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
-    int32_t tokens[64];
-    int64_t count = (int64_t)strlen(shown[i][0]);
-    byte_encode(shown[i][0], count, tokens);
-    for (int64_t k = 0; k < count; k++) assert_int_equal(tokens[k], (unsigned char)shown[i][0][k]);
-    char *text = tokenizer_show(NULL, tokens, count);
-    assert_string_equal(text, shown[i][1]);
-    free(text);
-  }
-  ASSERT_SHOWN("a\n<|endoftext|>\nb\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD\\x00", 'a', 256, 'b', 257, 128255, -1,
-               0);
-  ASSERT_SHOWN("\\xE2\n<|endoftext|>\n\\x82\\xAC", 0xE2, 256, 0x82, 0xAC); // no character spans another token
-
-  char line[12];
-  text_escape(line, sizeof line, "a\n\xE2\x82\xAC\xE2\x82\xAC", 8); // cut to whole characters
-  assert_string_equal(line, "a\\x0A\xE2\x82\xAC\xE2\x82\xAC");
-  text_escape(line, 8, "\xE2\x82\xAC\x1B[", 5);
-  assert_string_equal(line, "\xE2\x82\xAC\\x1B");
-
-  for (uint64_t trial = 0; trial < 2000; trial++) {
-    int32_t tokens[24];
-    for (uint64_t i = 0; i < 24; i++) tokens[i] = (int32_t)(random_bits(1, trial, i) % 260);
-    char *text = tokenizer_show(NULL, tokens, 24);
-    for (const char *c = text; *c; c++)
-      assert_true((unsigned char)*c >= 0x20 ? *c != 0x7F : *c == '\n' || *c == '\t');
-    assert_null(strstr(text, "\xC2\x9B"));
-    free(text);
-  }
-}
-
 // --- the corpus -----------------------------------------------------------------------------------------
 
 static void assert_entropy(Source *source, double expected) {
@@ -433,21 +369,21 @@ TEST(entropy_counts_a_bounded_sample) {
 }
 
 TEST(the_corpus_is_this_source_tree) {
-  Source *source = source_open_tree(128256);
+  Source *source = source_open(NULL, 0, 128256);
   assert_int_equal(source->kind, SOURCE_TEXT);
   assert_true(source->files > 10);
   assert_non_null(strstr(source->name, "the source tree /"));
   double entropy = source_entropy(source);
   assert_true(entropy > 2 && entropy < log(128)); // text, neither constant nor noise
-  int64_t total = source->tokens;
-  int32_t *tokens = malloc((size_t)total * sizeof *tokens);
-  char *text = malloc((size_t)total + 1);
-  source_read(source, 0, total, tokens);
-  for (int64_t i = 0; i < total; i++) text[i] = (char)(tokens[i] == END_OF_TEXT ? '\n' : tokens[i]);
-  text[total] = 0;
+  Tokenizer *bytes = tokenizer_of_bytes();
+  int32_t *tokens = malloc((size_t)source->tokens * sizeof *tokens);
+  int64_t length;
+  source_read(source, 0, source->tokens, tokens);
+  char *text = tokenizer_decode(bytes, tokens, source->tokens, &length);
   assert_non_null(strstr(text, "static void the_corpus_is_this_source_tree(void **state) {"));
   free(text);
   free(tokens);
+  tokenizer_close(bytes);
   source_close(source);
 }
 
@@ -485,13 +421,15 @@ TEST(the_corpus_leaves_out_what_runs_leave_behind) {
 }
 
 static void print_corpus(void) {
-  Source *source = source_open_tree(257);
+  Source *source = source_open(NULL, 0, 257);
   int32_t tokens[64];
   int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);
-  char *text = tokenizer_show(NULL, tokens, count);
+  Tokenizer *t = tokenizer_of_bytes();
+  char *text = tokenizer_show(t, tokens, count);
   printf("%s: %d files: %s", source->name, (int)source->files, text);
   free(text);
+  tokenizer_close(t);
   source_close(source);
 }
 

@@ -3,11 +3,19 @@
 #include "kernels/random.h"
 #include "tests/data_files.h"
 
-static int64_t train_batch(const Loader *loader, int64_t step, int64_t micro_step, int64_t micro_steps,
-                           int64_t rank, int64_t ranks, int32_t *tokens, int32_t *targets) {
-  LoaderPlace place = {
-      .step = step, .micro_step = micro_step, .micro_steps = micro_steps, .rank = rank, .ranks = ranks};
-  return loader_train_batch(loader, place, tokens, targets, NULL);
+// A training batch of rank 0 of 1 without micro-steps.
+static int64_t train_batch(const Loader *loader, int64_t step, int32_t *tokens, int32_t *targets) {
+  return loader_train_batch(loader, (LoaderPlace){.step = step, .micro_steps = 1, .ranks = 1}, tokens,
+                            targets, NULL);
+}
+
+static Loader open_loader(const Source *source, double validation_fraction, int64_t batch, int64_t seq_len,
+                          uint64_t seed) {
+  return loader_create((LoaderOptions){.source = source,
+                                       .validation_fraction = validation_fraction,
+                                       .batch = batch,
+                                       .seq_len = seq_len,
+                                       .seed = seed});
 }
 
 // A whole row of a counting source: consecutive tokens, targets one further. Returns its first position.
@@ -19,42 +27,52 @@ static int64_t assert_row(const int32_t *tokens, const int32_t *targets, int64_t
   return tokens[0];
 }
 
+// Rows that begin at first, first + step, ...
+static void assert_rows(const int32_t *tokens, const int32_t *targets, int64_t rows, int64_t seq_len,
+                        int64_t first, int64_t step) {
+  for (int64_t row = 0; row < rows; row++)
+    assert_int_equal(assert_row(tokens + row * seq_len, targets + row * seq_len, seq_len),
+                     first + row * step);
+}
+
+static void assert_padding(const int32_t *tokens, const int32_t *targets, int64_t from, int64_t to) {
+  for (int64_t i = from; i < to; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
+}
+
+// Marks the positions of a row's window, which none before it had.
+static void mark_row(char *seen, const int32_t *tokens, const int32_t *targets, int64_t seq_len) {
+  int64_t first = assert_row(tokens, targets, seq_len);
+  for (int64_t p = first; p <= first + seq_len; p++) assert_int_equal(seen[p]++, 0);
+}
+
 TEST(no_position_is_trained_on_twice_or_validated) {
+  enum { B = 4 };
   const int64_t lengths[] = {1, 3, 7, 16}, sizes[] = {34, 35, 100, 257, 1000};
   const double fractions[] = {0, 0.01, 0.05, 0.3, 0.99};
-  for (int s = 0; s < 5; s++) {
-    Source *source = open_counting("counting.bin", sizes[s]);
-    for (int l = 0; l < 4; l++)
-      for (int f = 0; f < 5; f++) {
-        int64_t T = lengths[l], n = sizes[s] / (T + 1);
-        Loader loader = loader_create((LoaderOptions){
-            .source = source, .validation_fraction = fractions[f], .batch = 1, .seq_len = T, .seed = 7});
-        assert_int_equal(loader.train_windows + loader.validation_windows, n);
-        assert_true(loader.train_windows >= 1);
-        if (fractions[f] == 0)
-          assert_int_equal(loader.validation_windows, 0);
-        else
-          assert_true(loader.validation_windows >= 1 &&
-                      fabs((double)loader.validation_windows - fractions[f] * (double)n) <= 1);
-        char *seen = calloc((size_t)sizes[s], 1);
-        int32_t tokens[16], targets[16];
-        for (int64_t i = 0; i < n; i++) {
-          bool train = i < loader.train_windows;
-          int64_t counted =
-              train ? train_batch(&loader, i, 0, 1, 0, 1, tokens, targets)
-                    : loader_validation_batch(&loader, i - loader.train_windows, tokens, targets, NULL);
-          assert_int_equal(counted, T);
-          int64_t first = assert_row(tokens, targets, T);
-          for (int64_t p = first; p <= first + T; p++) {
-            assert_int_equal(seen[p], 0);
-            seen[p] = 1;
-          }
-        }
-        int64_t unseen = 0;
-        for (int64_t p = 0; p < sizes[s]; p++) unseen += !seen[p];
-        assert_int_equal(unseen, sizes[s] % (T + 1));
-        free(seen);
-      }
+  for (int i = 0; i < 5 * 4 * 5; i++) {
+    int64_t size = sizes[i / 20], T = lengths[i / 5 % 4], n = size / (T + 1), unseen = 0;
+    Source *source = open_counting("counting.bin", size);
+    Loader loader = open_loader(source, fractions[i % 5], 1, T, 7),
+           wide = open_loader(source, fractions[i % 5], B, T, 7);
+    int64_t held_back = llround(fractions[i % 5] * (double)n);
+    if (fractions[i % 5] > 0) held_back = held_back < 1 ? 1 : held_back < n ? held_back : n - 1;
+    assert_int_equal(loader.validation_windows, held_back);
+    assert_int_equal(loader.train_windows, n - held_back);
+    assert_int_equal(wide.validation_batches, (held_back + B - 1) / B);
+    char *seen = calloc((size_t)size, 1);
+    int32_t tokens[B * 16], targets[B * 16];
+    for (int64_t w = 0; w < loader.train_windows; w++) {
+      assert_int_equal(train_batch(&loader, w, tokens, targets), T);
+      mark_row(seen, tokens, targets, T);
+    }
+    for (int64_t b = 0; b <= wide.validation_batches; b++) { // the last one is padded, the next one padding
+      int64_t counted = loader_validation_batch(&wide, b, tokens, targets, NULL);
+      for (int64_t at = 0; at < counted; at += T) mark_row(seen, tokens + at, targets + at, T);
+      assert_padding(tokens, targets, counted, B * T);
+    }
+    for (int64_t p = 0; p < size; p++) unseen += !seen[p];
+    assert_int_equal(unseen, size % (T + 1));
+    free(seen);
     source_close(source);
   }
 }
@@ -65,7 +83,7 @@ static void collect(const Loader *loader, int64_t count, int64_t *firsts) {
   int32_t *tokens = malloc((size_t)(B * T) * sizeof *tokens),
           *targets = malloc((size_t)(B * T) * sizeof *targets);
   for (int64_t i = 0; i < count; i++) {
-    if (i % B == 0) assert_int_equal(train_batch(loader, i / B, 0, 1, 0, 1, tokens, targets), B * T);
+    if (i % B == 0) assert_int_equal(train_batch(loader, i / B, tokens, targets), B * T);
     firsts[i] = assert_row(tokens + i % B * T, targets + i % B * T, T);
   }
   free(tokens);
@@ -82,8 +100,7 @@ TEST(every_epoch_is_another_permutation) {
   Source *source = open_counting("counting.bin", 253);
   int64_t firsts[2][EPOCHS * WINDOWS], sorted[EPOCHS][WINDOWS];
   for (uint64_t seed = 0; seed < 2; seed++) {
-    Loader loader = loader_create((LoaderOptions){
-        .source = source, .validation_fraction = 0.16, .batch = 5, .seq_len = 4, .seed = seed});
+    Loader loader = open_loader(source, 0.16, 5, 4, seed);
     assert_int_equal(loader.train_windows, WINDOWS);
     assert_int_equal(loader.validation_windows, 8);
     assert_int_equal(loader.validation_batches, 2);
@@ -106,12 +123,10 @@ TEST(every_epoch_is_another_permutation) {
 
 TEST(the_order_has_no_history_and_does_not_change) {
   Source *source = open_counting("counting.bin", 1000);
-  LoaderOptions options = {
-      .source = source, .validation_fraction = 0.05, .batch = 3, .seq_len = 9, .seed = 1337};
-  Loader loader = loader_create(options), again = loader_create(options);
+  Loader loader = open_loader(source, 0.05, 3, 9, 1337), again = open_loader(source, 0.05, 3, 9, 1337);
   int32_t tokens[3 * 9], targets[3 * 9], later[3 * 9], later_targets[3 * 9];
-  train_batch(&loader, 17, 0, 1, 0, 1, tokens, targets);
-  for (int64_t step = 0; step <= 17; step++) train_batch(&again, step, 0, 1, 0, 1, later, later_targets);
+  train_batch(&loader, 17, tokens, targets);
+  for (int64_t step = 0; step <= 17; step++) train_batch(&again, step, later, later_targets);
   assert_memory_equal(tokens, later, sizeof tokens);
   assert_memory_equal(targets, later_targets, sizeof targets);
   // These very windows: a checkpoint resumed under a newer program must meet the data it would have met.
@@ -119,7 +134,7 @@ TEST(the_order_has_no_history_and_does_not_change) {
   int64_t firsts[8];
   collect(&loader, 8, firsts);
   for (int i = 0; i < 8; i++) assert_int_equal(firsts[i], known[i]);
-  train_batch(&loader, INT64_C(1) << 50, 0, 1, 0, 1, tokens, targets);
+  train_batch(&loader, INT64_C(1) << 50, tokens, targets);
   for (int row = 0; row < 3; row++) assert_row(tokens + row * 9, targets + row * 9, 9);
   source_close(source);
 }
@@ -127,38 +142,20 @@ TEST(the_order_has_no_history_and_does_not_change) {
 TEST(ranks_and_micro_steps_share_one_order) {
   enum { B = 2, M = 3, R = 4, T = 5, STEPS = 7, ROW = B * T };
   Source *source = open_counting("counting.bin", 611);
-  LoaderOptions options = {.source = source, .validation_fraction = 0.1, .batch = B, .seq_len = T, .seed = 3};
-  Loader loader = loader_create(options);
-  options.batch = B * M * R;
-  Loader wide = loader_create(options);
+  Loader loader = open_loader(source, 0.1, B, T, 3), wide = open_loader(source, 0.1, B * M * R, T, 3);
   for (int64_t step = 0; step < STEPS; step++) {
     int32_t all[M * R * ROW], all_targets[M * R * ROW];
-    assert_int_equal(train_batch(&wide, step, 0, 1, 0, 1, all, all_targets), M * R * ROW);
-    for (int64_t m = 0; m < M; m++)
-      for (int64_t r = 0; r < R; r++) {
+    assert_int_equal(train_batch(&wide, step, all, all_targets), M * R * ROW);
+    for (int64_t i = 0; i < M * R; i++)
+      for (int alone = 0; alone < 2; alone++) { // R ranks of M micro-steps, or one of R * M
         int32_t tokens[ROW], targets[ROW];
-        assert_int_equal(train_batch(&loader, step, m, M, r, R, tokens, targets), ROW);
-        assert_memory_equal(tokens, all + (m * R + r) * ROW, sizeof tokens);
-        assert_memory_equal(targets, all_targets + (m * R + r) * ROW, sizeof targets);
-        train_batch(&loader, step, m * R + r, M * R, 0, 1, tokens, targets);
-        assert_memory_equal(tokens, all + (m * R + r) * ROW, sizeof tokens);
+        LoaderPlace place = {step, i / R, M, i % R, R};
+        if (alone) place = (LoaderPlace){step, i, M * R, 0, 1};
+        assert_int_equal(loader_train_batch(&loader, place, tokens, targets, NULL), ROW);
+        assert_memory_equal(tokens, all + i * ROW, sizeof tokens);
+        assert_memory_equal(targets, all_targets + i * ROW, sizeof targets);
       }
   }
-  source_close(source);
-}
-
-TEST(held_back_batches_are_padded) {
-  Source *source = open_counting("counting.bin", 100);
-  Loader loader = loader_create(
-      (LoaderOptions){.source = source, .validation_fraction = 0.25, .batch = 4, .seq_len = 9, .seed = 3});
-  assert_int_equal(loader.validation_windows, 3); // of 10, rounded
-  assert_int_equal(loader.validation_batches, 1);
-  int32_t tokens[36], targets[36];
-  assert_int_equal(loader_validation_batch(&loader, 0, tokens, targets, NULL), 27);
-  for (int row = 0; row < 3; row++) assert_row(tokens + row * 9, targets + row * 9, 9);
-  for (int i = 27; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
-  assert_int_equal(loader_validation_batch(&loader, 1, tokens, targets, NULL), 0);
-  for (int i = 0; i < 36; i++) assert_true(tokens[i] == 0 && targets[i] == IGNORED_TARGET);
   source_close(source);
 }
 
@@ -167,32 +164,22 @@ TEST(a_validation_source_is_predicted_once_throughout) {
   Source *source = open_counting("counting.bin", 50);
   for (int64_t count = 2; count <= 40; count++) {
     Source *own = open_counting("own.bin", count);
-    Loader loader = loader_create((LoaderOptions){.source = source,
-                                                  .validation_source = own,
-                                                  .validation_fraction = 0.5,
-                                                  .batch = B,
-                                                  .seq_len = T,
-                                                  .seed = 1});
+    Loader loader = loader_create((LoaderOptions){
+        .source = source, .validation_source = own, .validation_fraction = 0.5, .batch = B, .seq_len = T});
     assert_int_equal(loader.train_windows, 10);
     assert_int_equal(loader.validation_windows, (count - 1 + T - 1) / T);
-    int64_t next = 1, total = 0;
+    int64_t next = 1;
     for (int64_t index = 0; index < loader.validation_batches + 2; index++) {
       int32_t tokens[B * T], targets[B * T];
-      int64_t counted = loader_validation_batch(&loader, index, tokens, targets, NULL), found = 0;
-      for (int i = 0; i < B * T; i++) {
-        if (targets[i] == IGNORED_TARGET) {
-          assert_int_equal(tokens[i], 0);
-          continue;
-        }
+      int64_t counted = loader_validation_batch(&loader, index, tokens, targets, NULL);
+      assert_int_equal(counted > 0, index < loader.validation_batches);
+      for (int64_t i = 0; i < counted; i++) {
         assert_int_equal(targets[i], next++);
         assert_int_equal(tokens[i], targets[i] - 1);
-        found++;
       }
-      assert_int_equal(found, counted);
-      assert_int_equal(counted > 0, index < loader.validation_batches);
-      total += counted;
+      assert_padding(tokens, targets, counted, B * T);
     }
-    assert_int_equal(total, count - 1);
+    assert_int_equal(next, count);
     source_close(own);
   }
   source_close(source);
@@ -206,9 +193,8 @@ TEST(the_smallest_sources_suffice_and_smaller_ones_do_not) {
   assert_int_equal(loader.validation_batches, 0);
   int32_t tokens[16], targets[16];
   for (int64_t step = 0; step < 3; step++) {
-    assert_int_equal(train_batch(&loader, step, 0, 1, 0, 1, tokens, targets), 16);
-    assert_int_equal(assert_row(tokens, targets, 8), 0);
-    assert_int_equal(assert_row(tokens + 8, targets + 8, 8), 0);
+    assert_int_equal(train_batch(&loader, step, tokens, targets), 16);
+    assert_rows(tokens, targets, 2, 8, 0, 0);
   }
   options.validation_fraction = 0.05;
   ASSERT_FAILS(loader_create(options), "one.bin holds 9 tokens", "one training and one validation window",
@@ -234,8 +220,7 @@ TEST(the_smallest_sources_suffice_and_smaller_ones_do_not) {
 
 TEST(the_description_names_the_data) {
   Source *source = open_counting("counting.bin", 20000);
-  Loader loader =
-      loader_create((LoaderOptions){.source = source, .validation_fraction = 0.05, .batch = 1, .seq_len = 9});
+  Loader loader = open_loader(source, 0.05, 1, 9, 0);
   char line[256];
   loader_describe(&loader, line, sizeof line);
   assert_string_equal(
@@ -273,38 +258,32 @@ TEST(the_checksum_shows_changed_data) {
 TEST(sequential_windows_overlap_by_a_token) {
   enum { T = 7, B = 2, RANKS = 3, STEPS = 2 };
   Source *source = open_counting("counting.bin", 141); // 20 windows and the last one's target
-  Loader loader = loader_create((LoaderOptions){.source = source,
-                                                .validation_fraction = 0.2,
-                                                .batch = B,
-                                                .seq_len = T,
-                                                .seed = 7,
-                                                .order = ORDER_SEQUENTIAL});
+  LoaderOptions options = {.source = source,
+                           .validation_fraction = 0.2,
+                           .batch = B,
+                           .seq_len = T,
+                           .seed = 7,
+                           .order = ORDER_SEQUENTIAL};
+  Loader loader = loader_create(options);
   assert_int_equal(loader.train_windows, 16);
   assert_int_equal(loader.validation_windows, 4);
   int32_t tokens[B * T], targets[B * T];
-  for (int64_t step = 0; step < STEPS; step++)
-    for (int64_t rank = 0; rank < RANKS; rank++) {
-      assert_int_equal(train_batch(&loader, step, 0, 1, rank, RANKS, tokens, targets), B * T);
-      for (int row = 0; row < B; row++)
-        assert_int_equal(assert_row(tokens + row * T, targets + row * T, T),
-                         ((step * RANKS + rank) * B + row) * T);
-    }
-  assert_int_equal(train_batch(&loader, 8, 0, 1, 0, 1, tokens, targets), B * T);
-  assert_int_equal(assert_row(tokens, targets, T), 0); // the second epoch is as the first
+  for (int64_t i = 0; i < STEPS * RANKS; i++) {
+    LoaderPlace place = {.step = i / RANKS, .micro_steps = 1, .rank = i % RANKS, .ranks = RANKS};
+    assert_int_equal(loader_train_batch(&loader, place, tokens, targets, NULL), B * T);
+    assert_rows(tokens, targets, B, T, i * B * T, T);
+  }
+  assert_int_equal(train_batch(&loader, 8, tokens, targets), B * T);
+  assert_rows(tokens, targets, B, T, 0, T); // the second epoch is as the first
   for (int64_t i = 0; i < 2; i++) {
     assert_int_equal(loader_validation_batch(&loader, i, tokens, targets, NULL), B * T);
-    for (int row = 0; row < B; row++)
-      assert_int_equal(assert_row(tokens + row * T, targets + row * T, T), (16 + i * B + row) * T);
+    assert_rows(tokens, targets, B, T, (16 + i * B) * T, T);
   }
   source_close(source);
-  source = open_counting("counting.bin", 7);
-  ASSERT_FAILS(
-      loader_create((LoaderOptions){.source = source, .batch = B, .seq_len = T, .order = ORDER_SEQUENTIAL}),
-      "holds 7 tokens and one window of --seq-len 7 + 1 tokens needs 8");
-  ASSERT_FAILS(
-      loader_create((LoaderOptions){
-          .source = source, .validation_fraction = 0.5, .batch = B, .seq_len = T, .order = ORDER_SEQUENTIAL}),
-      "needs 15");
+  options.source = source = open_counting("counting.bin", 7);
+  ASSERT_FAILS(loader_create(options), "needs 15");
+  options.validation_fraction = 0;
+  ASSERT_FAILS(loader_create(options), "holds 7 tokens and one window of --seq-len 7 + 1 tokens needs 8");
   source_close(source);
 }
 
@@ -350,22 +329,16 @@ static int64_t check_packed_row(const int64_t *ends, const int32_t *tokens, cons
 TEST(packed_windows_hold_every_pair_once) {
   enum { B = 3, MAX_T = 70 };
   static const int64_t lengths[] = {1, 2, 16, 63, 64, MAX_T}, longest[] = {10, 40, 150};
-  for (int k = 0; k < 3; k++) {
-    int64_t count = 100, sizes, found;
-    Source *source = open_documents(count, longest[k], &sizes);
-    int64_t *ends = source_document_ends(source, -1, &found);
-    assert_int_equal(found, count);
-    assert_int_equal(ends[count - 1], sizes);
+  for (int k = 0; k < 3; k++)
     for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++) {
-      int64_t T = lengths[l];
-      Packing *packing = packing_create(source, T, -1);
-      LoaderOptions options = {.source = source,
-                               .packing = packing,
-                               .validation_fraction = 0.2,
-                               .batch = B,
-                               .seq_len = T,
-                               .seed = 5};
-      Loader loader = loader_create(options), again = loader_create(options);
+      int64_t count = 100, T = lengths[l], sizes, found;
+      Source *source = open_documents(count, longest[k], &sizes);
+      int64_t *ends = source_document_ends(source, -1, &found);
+      assert_int_equal(found, count);
+      assert_int_equal(ends[count - 1], sizes);
+      source_pack(source, T, -1);
+      const Packing *packing = &source->packing;
+      Loader loader = open_loader(source, 0.2, B, T, 5), again = open_loader(source, 0.2, 1, T, 5);
       int32_t tokens[B * MAX_T], targets[B * MAX_T], documents[2 * B * MAX_T], same[B * MAX_T];
       char *seen = calloc((size_t)sizes, 1);
       int64_t pairs = 0, counted = 0;
@@ -376,13 +349,11 @@ TEST(packed_windows_hold_every_pair_once) {
                                     documents + (B + n) * T, T, seen);
       }
       assert_true(pairs > 0);
-      again.options.batch = 1; // an epoch, window by window
-      for (int64_t i = 0; i < loader.train_windows; i++) {
+      for (int64_t i = 0; i < loader.train_windows; i++) { // an epoch, window by window
         LoaderPlace at = {.step = i, .micro_steps = 1, .ranks = 1};
         counted += loader_train_batch(&again, at, tokens, targets, documents);
         pairs += check_packed_row(ends, tokens, targets, documents, documents + T, T, seen);
-        LoaderPlace row = {.step = i / B, .micro_steps = 1, .ranks = 1};
-        loader_train_batch(&loader, row, same, targets, NULL); // as a row of any batch, from any step on
+        train_batch(&loader, i / B, same, targets); // as a row of any batch, from any step on
         assert_memory_equal(same + i % B * T, tokens, (size_t)T * sizeof *same);
       }
       assert_int_equal(pairs, sizes - count); // no document's last token is an input
@@ -397,11 +368,9 @@ TEST(packed_windows_hold_every_pair_once) {
       }
       assert_in_range(half_empty, 0, 1);
       free(seen);
-      packing_free(packing);
+      free(ends);
+      source_close(source);
     }
-    free(ends);
-    source_close(source);
-  }
 }
 
 // The longest first, each where the least space is left: 6+4, 5+5 and 3+3+2+2 fill windows of 10.
@@ -414,7 +383,9 @@ TEST(documents_fit_best) {
     for (int k = 0; k <= pairs[i]; k++) tokens[n++] = k == pairs[i] ? 99 : (uint32_t)i;
   write_shard32("fits.bin", tokens, n);
   Source *source = open_one("fits.bin", 100);
-  Packing *packing = packing_create(source, T, 99);
+  ASSERT_FAILS(source_pack(source, T, -1), "fits.bin does not say where documents end", "--end-of-text");
+  source_pack(source, T, 99);
+  const Packing *packing = &source->packing;
   assert_int_equal(packing->windows, 3);
   assert_int_equal(packing->documents, COUNT);
   assert_int_equal(packing->pairs, 3 * T);
@@ -426,27 +397,22 @@ TEST(documents_fit_best) {
     assert_int_equal(packing->starts[w + 1], i);
   }
   char line[256];
-  loader_describe(
-      &(Loader){.options = {.source = source, .packing = packing, .seq_len = T}, .train_windows = 3}, line,
-      sizeof line);
+  loader_describe(&(Loader){.options = {.source = source, .seq_len = T}, .train_windows = 3}, line,
+                  sizeof line);
   assert_non_null(
       strstr(line, "3 training and 0 validation windows of 10, packed from 8 documents with 0.00% padding"));
-  packing_free(packing);
-  packing = packing_create(source, 64, 99);
-  LoaderOptions options = {
-      .source = source, .packing = packing, .batch = 1, .seq_len = 64, .validation_fraction = 0.1};
-  ASSERT_FAILS(loader_create(options), "fits.bin holds 8 documents", "fits into 1 window of --seq-len 64",
-               "one training and one validation window", "name more data");
-  packing_free(packing);
-  ASSERT_FAILS(packing_create(source, T, -1), "fits.bin does not say where documents end", "--end-of-text");
+  source_close(source);
+  source = open_one("fits.bin", 100);
+  source_pack(source, 64, 99);
+  ASSERT_FAILS(open_loader(source, 0.1, 1, 64, 0), "fits.bin holds 8 documents",
+               "fits into 1 window of --seq-len 64", "one training and one validation window",
+               "name more data");
   source_close(source);
   write_shard32("ones.bin", (const uint32_t[]){9, 9, 9}, 3);
   source = open_one("ones.bin", 10);
-  packing = packing_create(source, T, 9);
-  assert_int_equal(packing->windows, 0);
-  options = (LoaderOptions){.source = source, .packing = packing, .batch = 1, .seq_len = T};
-  ASSERT_FAILS(loader_create(options), "ones.bin holds 3 documents", "0 windows");
-  packing_free(packing);
+  source_pack(source, T, 9);
+  assert_int_equal(source->packing.windows, 0);
+  ASSERT_FAILS(open_loader(source, 0, 1, T, 0), "ones.bin holds 3 documents", "0 windows");
   source_close(source);
 }
 

@@ -15,14 +15,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   memcpy(file, data + 2, cut);
   memcpy(mask_file, data + 2 + cut, rest);
   Reason reason;
-  Shard shard;
-  const uint8_t *mask;
+  Shard shard, mask;
   unsigned sum = 0;
-  if (shard_parse(file, cut, &shard, &reason)) {
-    for (int64_t i = 0; i < shard.count * shard.token_bytes; i++) sum += ((const uint8_t *)shard.tokens)[i];
-    mask = shard_parse_bits(mask_file, rest, SHARD_MASK, shard.count, &reason);
-    for (int64_t i = 0; mask && i < shard.count; i++) sum += mask[i / 8] >> (i % 8) & 1;
-  }
+  if (shard_parse(file, cut, SHARD_TOKENS, &shard, &reason))
+    for (int64_t i = 0; i < shard.count * shard.bits / 8; i++) sum += ((const uint8_t *)shard.data)[i];
+  if (shard_parse(mask_file, rest, SHARD_MASK, &mask, &reason))
+    for (int64_t i = 0; i < mask.count; i++) sum += ((const uint8_t *)mask.data)[i / 8] >> (i % 8) & 1;
   if (sum == 1u << 31) abort(); // never; keeps the reads
   free(file);
   free(mask_file);

@@ -219,7 +219,7 @@ def test_wrong_data(folder):
     write_shard(folder / "truncated.bin", b"ab", count=100)
     for line, part in (("empty.txt", "is empty"), ("short.txt", "holds 10 tokens"),
                        ("letters.txt --vocab 97", "has id 97 and the vocabulary has 97: raise --vocab to at least 98"),
-                       ("letters.txt --vocab 98 --prompt aab", "--prompt: byte 2 is 98 and the vocabulary has 98"),
+                       ("letters.txt --vocab 98 --prompt aab", "--prompt: token 2 is 98 and the vocabulary has 98"),
                        ("large_id.bin", "token 3 (byte 1030) has id 300 and the vocabulary has 300: raise --vocab to at least 3"),
                        ("truncated.bin", "is truncated")):
         train(TINY + f"--data {folder}/{line}").refused(part)
