@@ -115,7 +115,7 @@ check_all() {
 if wants tests; then
   # These compare what the whole device holds: nothing else may run.
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
-  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,offload,profile} model/test_{golden,generate} tools/test_lce_ladder |
+  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate} tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel')
   mapfile -t single < <(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   mapfile -t shared < <(printf '%s\n' "${programs[@]}" | grep -vE "$alone")

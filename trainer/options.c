@@ -121,7 +121,7 @@ const Option options_rows[] = {
     {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"), .flags = SETTING,
      HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
-     EXCLUDES("dump, data-order", "it fits documents into windows, which a sequence of windows is not"),
+     EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
      HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
           "the rest of a window is padding, and only documents longer than --seq-len are cut")},
     {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
