@@ -381,10 +381,13 @@ def test_no_gpu(folder):
 
 def test_device_memory(folder):
     # A GPU that is not there: --fit and --plan agree about what fits into its memory.
+    # The default chunk and --lce-memory follow the batch, a chunk that is given stays; the job's own total batch does not matter.
     absent = "--device cuda --device-memory 80 --model llama-1b "
-    batch, _ = fit(train(absent + "--fit").ok(" in 80.00 GiB\n").out, "nothing")
-    train(absent + f"--plan --batch {batch}").ok(" on cuda: ")
-    train(absent + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
+    for chunk in ("", "--lce-chunk 100 ", "--lce-memory 1000 "):
+        batches = fit(train(absent + chunk + "--total-batch 81920 --batch 4 --fit").ok(" in 80.00 GiB\n").out, "nothing")
+        for batch, mode in zip(batches, (chunk, "--materialized-logits ") if not chunk else (chunk,)):
+            train(absent + mode + f"--plan --batch {batch}").ok(" on cuda: ")
+            train(absent + mode + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
     # A run as on a smaller device: what is said to fit does, and nothing larger.
     small = TINY + "--device-memory 0.02 --steps 1 --sample-every 0 --seq-len 64 "
     output = train(small + "--batch 1000").refused("the device has 20.5 MiB to give")

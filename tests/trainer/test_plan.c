@@ -138,15 +138,7 @@ TEST(test_large_plan) {
 
 // --- what follows from plans -------------------------------------------------------------------------------
 
-TEST(test_default_chunk) {
-  assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
-  assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
-  assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
-  assert_int_equal(lce_default_chunk(ON_CPU, 1 << 20), 4096);
-  assert_int_equal(lce_default_chunk(ON_CUDA, 1025), 1024);
-}
-
-// An eighth of the tokens; on a GPU never less than 1024, unless it is named.
+// An eighth of the tokens within 128 and 4096; on a GPU never less than 1024, unless it is named.
 TEST(test_chunk_option) {
   static const struct {
     DeviceKind device;
@@ -154,8 +146,11 @@ TEST(test_chunk_option) {
     int64_t min, max;
   } cases[] = {{ON_CPU, "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3", 2, 1023},
                {ON_CPU, "--lce-chunk 77", 77, 77},
+               {ON_CPU, "--batch 1 --seq-len 1", 128, 128},
+               {ON_CPU, "--batch 1 --seq-len 1025", 129, 129},
                {ON_CPU, "--batch 16 --seq-len 128", 256, 256},
-               {ON_CUDA, "--batch 16 --seq-len 128", 1024, 1024},
+               {ON_CPU, "--batch 1024 --seq-len 1024", 4096, 4096},
+               {ON_CUDA, "--batch 1 --seq-len 1025", 1024, 1024},
                {ON_CUDA, "--batch 128 --seq-len 128", 2048, 2048},
                {ON_CUDA, "--batch 16 --seq-len 128 --lce-chunk 77", 77, 77}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -208,34 +203,6 @@ TEST(test_budget) {
           for (int kind = 0; kind < 4; kind++)
             check_budget(kind & 1 ? ON_CUDA : ON_CPU, job, kind & 2, mebibytes);
       }
-}
-
-static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
-  Options o = options_on(ON_CPU, "%s --batch %lld", line, (long long)batch);
-  size_t bytes = plan_run(&o, ON_CPU, mode).peak;
-  options_free(&o);
-  return bytes;
-}
-
-// The batch that is named fits when it is asked for, and one more does not: the default chunk and
-// --lce-memory follow the batch, a chunk that was given stays.
-TEST(test_largest_batch) {
-  static const char *const lines[] = {LLAMA "--seq-len 128", LLAMA "--seq-len 128 --lce-chunk 100",
-                                      LLAMA "--seq-len 128 --lce-memory 1"};
-  for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
-    for (int mode = 0; mode < 2; mode++) {
-      Options o = options_on(ON_CPU, "%s --total-batch 2048", lines[i]); // this job's; must not matter
-      size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
-      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one - 1), 0);
-      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one), 1);
-      for (size_t bytes = (size_t)3 << 20; bytes < (size_t)200 << 20; bytes = bytes * 5 / 2) {
-        int64_t batch = plan_largest_batch(&o, ON_CPU, (LceMode)mode, bytes);
-        assert_true(batch >= 1);
-        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch) <= bytes);
-        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch + 1) > bytes);
-      }
-      options_free(&o);
-    }
 }
 
 // --- what offloading costs ---------------------------------------------------------------------------------
