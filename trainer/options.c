@@ -55,8 +55,7 @@ const Option options_rows[] = {
     {WHOLE("seq-len", "T", seq_len, 1, MAX), .flags = SETTING,
      HELP("Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, else 2048)")},
     {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING | TRAINING,
-     HELP("Tokens in an optimizer step over all ranks, a multiple of ranks x B x T; the rest is gradient "
-          "accumulation (default ranks x B x T)")},
+     HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
     {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("200"), .flags = SETTING | TRAINING,
      HELP("Optimizer steps")},
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
@@ -106,14 +105,13 @@ const Option options_rows[] = {
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-     HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none); a chunk "
-          "then holds fp32 logits")},
+     HELP("Logits become C tanh(logit / C), in fp32, as in Gemma 2 (default what --init says, else 0: none)")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
      HELP("Log each step's accuracy, entropy and largest logit; a chunk then holds fp32 logits")},
 
     {GROUP("Data")},
     {LIST("data", "PATH", data),
-     HELP("Text file, directory or glob (a byte is a token), or llm.c shards (*.bin); may be given again "
+     HELP("Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; may be given again "
           "(default: this source tree)")},
     {LIST("val-data", "PATH", val_data),
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
@@ -122,12 +120,11 @@ const Option options_rows[] = {
      HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
      EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
-     HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
-          "the rest of a window is padding, and only documents longer than --seq-len are cut")},
+     HELP("documents: fill windows with whole documents, each with attention and positions of its own, and "
+          "padding; only those longer than --seq-len are cut")},
     {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
      NEEDS("pack documents", "says where documents end, which only --pack documents asks for"),
-     HELP("--pack: the token that ends a document; -1: what tools/prepare_data.py wrote next to the shards, and "
-          "every text file is one")},
+     HELP("--pack: the token that ends a document; -1: as tools/prepare_data.py wrote, or at files' ends")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
@@ -145,8 +142,7 @@ const Option options_rows[] = {
     {NUMBER("top-p", "P", top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
      HELP("Samples take one of the fewest tokens that together have probability P")},
     {TEXT("tokenizer", "PATH", tokenizer),
-     HELP("tokenizer.json, or a directory with one: samples are prompted and shown as text (default the one "
-          "in --init)")},
+     HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
     {FLAG("eval-only", eval_only, true),
      HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
     {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
@@ -166,9 +162,8 @@ const Option options_rows[] = {
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any; training "
-          "options that are not given are the checkpoint's; the number of ranks, --zero and --vocab-parallel "
-          "may differ")},
+     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
+          "options where none are given; the number of ranks, --zero and --vocab-parallel may differ")},
 
     {GROUP("Machine and memory")},
     {CHOICE("device", "DEVICE", device, "auto, cpu or cuda"), DEFAULT("auto"),
@@ -176,9 +171,8 @@ const Option options_rows[] = {
     {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING | SAME,
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
     {FLAG("fp8", dtypes.fp8, true), .flags = SETTING | TRAINING,
-     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, with --dtype bf16; the CPU "
-          "emulates it): less exact, and 2 bytes more for each of their weights, with any --offload for one layer's; "
-          "sizes and --seq-len are multiples of 16")},
+     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, in bf16; the CPU "
+          "emulates it): less exact, 2 bytes more for each of their weights; sizes are multiples of 16")},
     {FLAG("no-fp8", dtypes.fp8, false), .flags = TRAINING, HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING | TRAINING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
@@ -193,16 +187,13 @@ const Option options_rows[] = {
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
     {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute", "says in how many layers to recompute, and not what"),
-     HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
-          "where memory is left; 0: to all layers")},
+     HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute layer", "drops a chunk's activations before the next one"),
-     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
-          "less memory for; its weights' gradients are then added up chunk by chunk")},
+     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), for long sequences")},
     {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory of the device "
-          "and more time")},
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in more time")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING | SAME,
@@ -210,8 +201,7 @@ const Option options_rows[] = {
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING | SAME,
      NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
-     HELP("Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 "
-          "or 2)")},
+     HELP("Split the head's rows over the ranks: each computes its part of every loss (with --zero 1 or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
@@ -221,21 +211,17 @@ const Option options_rows[] = {
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
-     HELP("Only print the largest --batch that fits the device's memory, in both modes; on a GPU with several "
-          "choices of --offload and what those cost, or with the one that is given")},
+     HELP("Only print the largest --batch that fits, in both modes, and what choices of --offload cost")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump), .flags = REFUSED,
-     HELP("Write the first step's tokens, the loss of each and all gradients to DIR/first-step, to compare with others; "
-          "a step of one micro-batch, on one rank")},
+     HELP("Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {FLAG("profile", profile, true), .flags = REFUSED,
-     HELP("At the end print where the time of a step goes, from the third on, by groups of operations, and log it; with "
-          "NVTX ranges for Nsight Systems. The events that this takes cost a little time")},
+     HELP("Print and log where a step's time goes, by groups of operations; with NVTX ranges for Nsight Systems")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
-     HELP("Write the bytes in use over three steps, from the second on or as planned, by category, as CSV. It waits for the "
-          "device at each block that comes or goes")},
+     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device at each change")},
     {.type = OPTION_END}};
 // clang-format on
 
