@@ -203,7 +203,7 @@ enum {
   SINGLE_CHANGES = CHANGES - 1
 }; // which batches fit is said apart
 
-// The options with a change; as they are where the device excludes it, or they hold less already.
+// The options with a change; as they are where the device excludes it, or they recompute more already.
 static Options with_change(const Options *given, DeviceKind device, const Change *c) {
   Options o = *given;
   char name[32];
@@ -211,9 +211,7 @@ static Options with_change(const Options *given, DeviceKind device, const Change
   snprintf(name, sizeof name, "%.*s", (int)length - 2, c->flag + 2);
   const Option *row = &options_rows[option_row(options_rows, name)];
   option_set(row, &o, c->flag + length + (c->flag[length] != 0));
-  if ((c->on_cuda && device != ON_CUDA) || o.recompute < given->recompute ||
-      given->dtypes.offload & ~o.dtypes.offload)
-    return *given;
+  if ((c->on_cuda && device != ON_CUDA) || o.recompute < given->recompute) return *given;
   return o.batch == given->batch ? o : with_shape(&o, device, o.batch, o.seq_len);
 }
 
