@@ -230,7 +230,8 @@ def test_wrong_data(folder):
     for name, marks in (("bare", bytes(50)), ("one", bytes(25) + b"\1" + bytes(24))):
         write_shard(folder / f"{name}.mask", marks, magic=20261120, count=400)
     for data, val_data, part in (("bare", "full", "training windows"), ("full", "bare", "validation batches")):
-        train(TINY + f"--data {folder}/{data}.bin --val-data {folder}/{val_data}.bin").refused("bare.bin", f"no target of the {part} counts")
+        train(TINY + f"--data {folder}/{data}.bin --val-data {folder}/{val_data}.bin").refused(
+            "bare.bin", f"no target of the {part} counts")
     train(TINY + f"--steps 5 --data {folder}/one.bin --val-data {folder}/full.bin").ok()
     # A pipe or a device might never end: it is no input, under whatever option.
     os.mkfifo(folder / "config.json")
@@ -410,8 +411,10 @@ def test_advice(folder):
     def changed(job, flags):
         return (job.replace("--materialized-logits", "") if "--fused-lce" in flags else job) + f" {flags}"
     offers = 0
-    for job, mode in ((llama + "cuda --batch 64 --seq-len 128", 0), (llama + "cpu --batch 64 --seq-len 128 --materialized-logits", 1),
-                      (llama + "cpu --batch 60 --seq-len 128 --total-batch 92160", 0), (llama + "cpu --batch 1 --seq-len 1 --recompute layer", 0),
+    for job, mode in ((llama + "cuda --batch 64 --seq-len 128", 0),
+                      (llama + "cpu --batch 64 --seq-len 128 --materialized-logits", 1),
+                      (llama + "cpu --batch 60 --seq-len 128 --total-batch 92160", 0),
+                      (llama + "cpu --batch 1 --seq-len 1 --recompute layer", 0),
                       (llama + "cuda --batch 8 --seq-len 128 --recompute layer --materialized-logits --offload gradients", 1),
                       ("--plan --device cuda --model gpt2-tiny --batch 32 --seq-len 50 --lce-chunk 1000", 0)):
         train(f"{job} --log {folder}/log").ok()
@@ -419,7 +422,7 @@ def test_advice(folder):
         while usable > 1100:
             memory = f" --device-memory {usable / 2**30!r}"
             advice = train(job + memory).refused("this run needs ", " and the device has ").err.split("); ", 1)[1]
-            least = re.fullmatch("no smaller batch fits, and (even |)(.*) needs (.*): take a smaller model, or a device .*\n", advice)
+            least = re.fullmatch("no smaller batch fits, and (even |)(.*) needs (.*): take a smaller model, .*\n", advice)
             if least:
                 train(changed(job, least[2] if least[1] else "") + memory).fails(f"this run needs {least[3]} ")
             for offer in [] if least else re.split(", (?=--)", advice):
