@@ -15,9 +15,10 @@
   OPTION_NUMBER, name, argument, OPTION_FIELD(field), .min = from, .max = to
 #define CHOICE(name, argument, field, words)                                                                 \
   OPTION_CHOICE, name, argument, OPTION_FIELD(field), .choices = words
-#define TEXT(name, argument, field) OPTION_TEXT, name, argument, OPTION_FIELD(field)
-#define LIST(name, argument, field) OPTION_LIST, name, argument, OPTION_FIELD(field)
-#define DEFAULT(text)               .initial = text
-#define HELP(text)                  .help = text
-#define EXCLUDES(names, reason)     .excludes = names, .why = reason
-#define NEEDS(option, reason)       .needs = option, .because = reason
+#define SET(name, argument, field, words) OPTION_SET, name, argument, OPTION_FIELD(field), .choices = words
+#define TEXT(name, argument, field)       OPTION_TEXT, name, argument, OPTION_FIELD(field)
+#define LIST(name, argument, field)       OPTION_LIST, name, argument, OPTION_FIELD(field)
+#define DEFAULT(text)                     .initial = text
+#define HELP(text)                        .help = text
+#define EXCLUDES(names, reason)           .excludes = names, .why = reason
+#define NEEDS(option, reason)             .needs = option, .because = reason

@@ -39,19 +39,29 @@ static size_t word_length(const char *list, const char **next) {
 }
 
 // The place of a word in a list; -1: it is not there.
-static int place_in(const char *list, const char *text) {
+static int place_in(const char *list, const char *text, size_t length) {
   int place = 0;
-  for (const char *word = list, *next; *word; word = next, place++) {
-    size_t length = word_length(word, &next);
-    if (length == strlen(text) && !strncmp(word, text, length)) return place;
-  }
+  for (const char *word = list, *next; *word; word = next, place++)
+    if (word_length(word, &next) == length && !strncmp(word, text, length)) return place;
   return -1;
 }
 
 static int choice(const Option *o, const char *text) {
-  int place = place_in(o->choices, text);
+  int place = place_in(o->choices, text, strlen(text));
   if (place < 0) fail("--%s %s: give %s", o->name, text, o->choices);
   return place;
+}
+
+static int set(const Option *o, const char *text) {
+  int bits = 0;
+  for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
+    end = word + strcspn(word, ",");
+    int place = place_in(o->choices, word, (size_t)(end - word));
+    if (place < 0)
+      fail("--%s %s: give one or more of %s, with commas between them", o->name, text, o->choices);
+    bits |= 1 << place;
+  }
+  return bits;
 }
 
 static void store(const Option *o, void *field, int64_t value) {
@@ -90,6 +100,9 @@ void option_set(const Option *o, void *values, const char *text) {
   case OPTION_CHOICE:
     store(o, field, choice(o, text));
     break;
+  case OPTION_SET:
+    store(o, field, set(o, text));
+    break;
   case OPTION_TEXT:
     *(const char **)field = text;
     break;
@@ -101,18 +114,26 @@ void option_set(const Option *o, void *values, const char *text) {
   }
 }
 
+double option_number(const Option *o, const void *values) {
+  const void *field = (const char *)values + o->offset;
+  return o->type == OPTION_NUMBER ? *(const double *)field : (double)stored(o, field);
+}
+
 bool option_text(const Option *o, const void *values, char text[64]) {
   enum { SIZE = 64 };
   const void *field = (const char *)values + o->offset;
+  int64_t value = o->type == OPTION_NUMBER ? 0 : stored(o, field);
+  size_t length = 0, at = 0;
   *text = 0;
-  if (o->type == OPTION_FLAG) return stored(o, field) == (int64_t)o->min;
-  if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)stored(o, field));
+  if (o->type == OPTION_FLAG) return value == (int64_t)o->min;
+  if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)value);
   if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%s", text_number(*(const double *)field).text);
-  if (o->type == OPTION_CHOICE) {
-    const char *word = o->choices, *next;
-    size_t length = word_length(word, &next);
-    for (int64_t left = stored(o, field); left > 0; left--) length = word_length(word = next, &next);
-    snprintf(text, SIZE, "%.*s", (int)length, word);
+  if (o->type != OPTION_CHOICE && o->type != OPTION_SET) return true;
+  int place = 0;
+  for (const char *word = o->choices, *next; *word; word = next, place++) {
+    length = word_length(word, &next);
+    if (o->type == OPTION_SET ? value >> place & 1 : value == place)
+      at += (size_t)snprintf(text + at, SIZE - at, "%s%.*s", at ? "," : "", (int)length, word);
   }
   return true;
 }
@@ -126,14 +147,13 @@ int option_row(const Option *rows, const char *name) {
 // --- options that exclude each other -----------------------------------------------------------------------
 
 static bool excludes(const Option *a, const Option *b) {
-  return a->excludes && place_in(a->excludes, b->name) >= 0;
+  return a->excludes && place_in(a->excludes, b->name, strlen(b->name)) >= 0;
 }
 
-// 0 is a number's "none".
+// 0 is "none" of a number and of a choice.
 static bool in_force(const Option *o, const void *values) {
-  const void *field = (const char *)values + o->offset;
-  if (o->type == OPTION_NUMBER) return *(const double *)field != 0;
-  return o->type != OPTION_WHOLE || stored(o, field);
+  bool counts = o->type == OPTION_NUMBER || o->type == OPTION_WHOLE || o->type == OPTION_CHOICE;
+  return !counts || option_number(o, values) != 0;
 }
 
 int option_excluded_by(const Option *rows, const void *values, const bool *given, int row) {
@@ -154,9 +174,8 @@ bool option_needs_met(const Option *rows, const void *values, int row) {
   size_t length = strcspn(needs, " ");
   snprintf(name, sizeof name, "%.*s", (int)length, needs);
   const Option *needed = &rows[option_row(rows, name)];
-  const void *field = (const char *)values + needed->offset;
-  if (needed->type == OPTION_TEXT) return *(const char *const *)field;
-  if (needed->type == OPTION_WHOLE || !needs[length]) return stored(needed, field);
+  if (needed->type == OPTION_TEXT) return *(const char *const *)((const char *)values + needed->offset);
+  if (needed->type == OPTION_WHOLE || !needs[length]) return option_number(needed, values) != 0;
   option_text(needed, values, now);
   return !strcmp(now, needs + length + 1);
 }

@@ -13,6 +13,7 @@ typedef enum {
   OPTION_WHOLE,  // a whole number: int or int64_t
   OPTION_NUMBER, // a double
   OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
+  OPTION_SET,    // some of them, with commas between: writes a bit of each place into an unsigned
   OPTION_TEXT,   // const char *, the argument itself
   OPTION_LIST    // TextList: may be given several times
 } OptionType;
@@ -48,15 +49,17 @@ typedef struct {
 // Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
 // every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
 // which values are right, and so do two options that exclude each other: flags that write the same field, and what
-// a row `excludes`, unless a number of the two is 0. An unknown option ends it as argp does, with status 64.
+// a row `excludes`, unless a number of the two is 0 or a choice its first. An unknown option ends it as argp does, with
+// status 64.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line.
 void option_set(const Option *option, void *values, const char *text);
 
 // The value as the command line would have it ("" for a flag): what option_set reads back, bit for bit. False
-// for a flag whose value is not set. Numbers, flags and choices only.
+// for a flag whose value is not set. Not of texts and lists. option_number: of a choice its place.
 bool option_text(const Option *option, const void *values, char text[64]);
+double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
 

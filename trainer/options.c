@@ -21,9 +21,9 @@ const char *argp_program_version = "lce.c 0.1";
 
 // Flags of a row; those of settings are in options.h.
 enum {
-  TRAINING = 1 << 3, // says only how to train: without effect with --eval-only
-  REFUSED = 1 << 4,  // by --eval-only, which would not do it
-  ROTARY = 1 << 5    // GPT-2 has no such thing
+  TRAINING = 1 << 4, // says only how to train: without effect with --eval-only
+  REFUSED = 1 << 5,  // by --eval-only, which would not do it
+  ROTARY = 1 << 6    // GPT-2 has no such thing
 };
 
 // clang-format off
@@ -55,8 +55,7 @@ const Option options_rows[] = {
     {WHOLE("seq-len", "T", seq_len, 1, MAX), .flags = SETTING,
      HELP("Tokens in a sequence (default 128 for tiny models, 1024 for GPT-2, else 2048)")},
     {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING | TRAINING,
-     HELP("Tokens in an optimizer step over all ranks, a multiple of ranks x B x T; the rest is gradient "
-          "accumulation (default ranks x B x T)")},
+     HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
     {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("200"), .flags = SETTING | TRAINING,
      HELP("Optimizer steps")},
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
@@ -106,14 +105,13 @@ const Option options_rows[] = {
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-     HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none); a chunk "
-          "then holds fp32 logits")},
+     HELP("Logits become C tanh(logit / C), in fp32, as in Gemma 2 (default what --init says, else 0: none)")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
      HELP("Log each step's accuracy, entropy and largest logit; a chunk then holds fp32 logits")},
 
     {GROUP("Data")},
     {LIST("data", "PATH", data),
-     HELP("Text file, directory or glob (a byte is a token), or llm.c shards (*.bin); may be given again "
+     HELP("Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; may be given again "
           "(default: this source tree)")},
     {LIST("val-data", "PATH", val_data),
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
@@ -121,13 +119,12 @@ const Option options_rows[] = {
     {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"), .flags = SETTING,
      HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
-     EXCLUDES("dump", "what a dump is compared with reads sequences, not documents"),
-     HELP("documents: fill windows with whole documents by best fit, each with attention and positions of its own; "
-          "the rest of a window is padding, and only documents longer than --seq-len are cut")},
+     EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
+     HELP("documents: fill windows with whole documents, each with attention and positions of its own, and "
+          "padding; only those longer than --seq-len are cut")},
     {WHOLE("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
      NEEDS("pack documents", "says where documents end, which only --pack documents asks for"),
-     HELP("--pack: the token that ends a document; -1: what tools/prepare_data.py wrote next to the shards, and "
-          "every text file is one")},
+     HELP("--pack: the token that ends a document; -1: as tools/prepare_data.py wrote, or at files' ends")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
@@ -145,8 +142,7 @@ const Option options_rows[] = {
     {NUMBER("top-p", "P", top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
      HELP("Samples take one of the fewest tokens that together have probability P")},
     {TEXT("tokenizer", "PATH", tokenizer),
-     HELP("tokenizer.json, or a directory with one: samples are prompted and shown as text (default the one "
-          "in --init)")},
+     HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
     {FLAG("eval-only", eval_only, true),
      HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
     {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
@@ -166,19 +162,17 @@ const Option options_rows[] = {
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any; training "
-          "options that are not given are the checkpoint's; the number of ranks, --zero and --vocab-parallel "
-          "may differ")},
+     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
+          "options where none are given; the number of ranks, --zero and --vocab-parallel may differ")},
 
     {GROUP("Machine and memory")},
     {CHOICE("device", "DEVICE", device, "auto, cpu or cuda"), DEFAULT("auto"),
      HELP("cpu, cuda or auto: the GPU if there is one")},
-    {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING,
+    {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING | SAME,
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
     {FLAG("fp8", dtypes.fp8, true), .flags = SETTING | TRAINING,
-     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, with --dtype bf16; the CPU "
-          "emulates it): less exact, and 2 bytes more for each of their weights, with any --offload for one layer's; "
-          "sizes and --seq-len are multiples of 16")},
+     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, in bf16; the CPU "
+          "emulates it): less exact, 2 bytes more for each of their weights; sizes are multiples of 16")},
     {FLAG("no-fp8", dtypes.fp8, false), .flags = TRAINING, HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING | TRAINING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
@@ -193,25 +187,21 @@ const Option options_rows[] = {
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
     {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute", "says in how many layers to recompute, and not what"),
-     HELP("Apply --recompute to the first N layers, and one level less (mlp, elementwise, none) to the others: faster, "
-          "where memory is left; 0: to all layers")},
+     HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
     {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute layer", "drops a chunk's activations before the next one"),
-     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), which long sequences need "
-          "less memory for; its weights' gradients are then added up chunk by chunk")},
-    {TEXT("offload", "LIST", offload), .flags = TRAINING,
+     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), for long sequences")},
+    {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"), .flags = TRAINING,
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in less memory of the device "
-          "and more time")},
+          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in more time")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-    {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING,
+    {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING | SAME,
      HELP("Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
-    {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING,
+    {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING | SAME,
      NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
-     HELP("Split the head's rows over the ranks: each computes its part of every token's loss (with --zero 1 "
-          "or 2)")},
+     HELP("Split the head's rows over the ranks: each computes its part of every loss (with --zero 1 or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
@@ -221,21 +211,17 @@ const Option options_rows[] = {
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
-     HELP("Only print the largest --batch that fits the device's memory, in both modes; on a GPU with several "
-          "choices of --offload and what those cost, or with the one that is given")},
+     HELP("Only print the largest --batch that fits, in both modes, and what choices of --offload cost")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump), .flags = REFUSED,
-     HELP("Write the first step's tokens, the loss of each and all gradients to DIR/first-step, to compare with others; "
-          "a step of one micro-batch, on one rank")},
+     HELP("Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step")},
     {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {FLAG("profile", profile, true), .flags = REFUSED,
-     HELP("At the end print where the time of a step goes, from the third on, by groups of operations, and log it; with "
-          "NVTX ranges for Nsight Systems. The events that this takes cost a little time")},
+     HELP("Print and log where a step's time goes, by groups of operations; with NVTX ranges for Nsight Systems")},
     {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
-     HELP("Write the bytes in use over three steps, from the second on or as planned, by category, as CSV. It waits for the "
-          "device at each block that comes or goes")},
+     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device at each change")},
     {.type = OPTION_END}};
 // clang-format on
 
@@ -262,15 +248,10 @@ static int list_given(const Options *o, unsigned flag, char *list, size_t size) 
 
 // --- the model ---------------------------------------------------------------------------------------------
 
-// After parsing, o->model holds the sizes given, else 0: the whole numbers among the rows whose fields lie in it.
-static int64_t *size_of(ModelConfig *m, const Option *row) {
-  const size_t start = offsetof(Options, model);
-  bool inside = row->offset >= start && row->offset < start + sizeof *m;
-  return inside && row->type == OPTION_WHOLE ? (int64_t *)((char *)m + row->offset - start) : NULL;
-}
-
-static bool tying_given(const Options *o) {
-  return options_given(o, "tie-word-embeddings") || options_given(o, "untie-word-embeddings");
+// Whether a row says what the model is; after parsing, o->model holds what was given.
+static bool of_model(const Option *row) {
+  return row->offset >= offsetof(Options, model) &&
+         row->offset < offsetof(Options, model) + sizeof(ModelConfig);
 }
 
 static const char *preset_name(const Options *o) {
@@ -278,59 +259,54 @@ static const char *preset_name(const Options *o) {
 }
 
 // The preset, overridden.
-static ModelConfig requested_model(const Options *o, ModelConfig *given) {
-  ModelConfig preset = model_preset(preset_name(o)), m = preset;
-  for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (size_of(given, row) && *size_of(given, row)) *size_of(&m, row) = *size_of(given, row);
-  if (m.num_attention_heads != preset.num_attention_heads || m.hidden_size != preset.hidden_size) {
-    bool gpt2 = m.family == FAMILY_GPT2;
-    if (gpt2 && !given->num_key_value_heads) m.num_key_value_heads = m.num_attention_heads;
-    if (!given->head_dim &&
-        !model_families[m.family].config.head_dim) { // Qwen3's does not follow from the others
-      if (m.hidden_size % m.num_attention_heads)
-        fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
-             "--num-attention-heads, or give --head-dim",
-             (long long)m.hidden_size, (long long)m.num_attention_heads);
-      m.head_dim = m.hidden_size / m.num_attention_heads;
-    }
-    // GPT-2's MLP is four times as wide as the stream.
-    if (gpt2 && !given->intermediate_size) m.intermediate_size = 4 * m.hidden_size;
+static ModelConfig requested_model(const Options *o) {
+  Options with = {.model = model_preset(preset_name(o))};
+  ModelConfig *m = &with.model, preset = *m;
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (o->given[i] && of_model(&options_rows[i]))
+      memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
+             options_rows[i].size);
+  if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
+  bool gpt2 = m->family == FAMILY_GPT2;
+  if (gpt2 && !o->model.num_key_value_heads) m->num_key_value_heads = m->num_attention_heads;
+  // Qwen3's does not follow from the others.
+  if (!o->model.head_dim && !model_families[m->family].config.head_dim) {
+    if (m->hidden_size % m->num_attention_heads)
+      fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
+           "--num-attention-heads, or give --head-dim",
+           (long long)m->hidden_size, (long long)m->num_attention_heads);
+    m->head_dim = m->hidden_size / m->num_attention_heads;
   }
-  if (tying_given(o)) m.tie_word_embeddings = given->tie_word_embeddings;
-  if (given->rope_theta > 0) m.rope_theta = given->rope_theta;
-  return m;
-}
-
-static void require_same(const Options *o, const char *name, double requested, double have) {
-  if (requested != have)
-    fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another "
-         "model",
-         name, requested, o->origin, have);
+  // GPT-2's MLP is four times as wide as the stream.
+  if (gpt2 && !o->model.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
+  return *m;
 }
 
 // A model that comes from a directory is as it is; what the command line says about it must be so.
-static void require_agreement(Options *o, ModelConfig *given) {
-  ModelConfig *m = &o->model, requested = o->preset ? requested_model(o, given) : *given;
-  if (o->preset && requested.family != m->family)
+static void require_agreement(const Options *o, const Options *requested) {
+  if (o->preset && requested->model.family != o->model.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
-  for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (size_of(&requested, row) && *size_of(&requested, row))
-      require_same(o, row->name, (double)*size_of(&requested, row), (double)*size_of(m, row));
-  if (tying_given(o))
-    require_same(o, given->tie_word_embeddings ? "tie-word-embeddings" : "untie-word-embeddings", 1,
-                 given->tie_word_embeddings == m->tie_word_embeddings);
-  if (given->rope_theta > 0) require_same(o, "rope-theta", given->rope_theta, m->rope_theta);
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    const Option *row = &options_rows[i];
+    if (!of_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
+    double wanted = option_number(row, requested), have = option_number(row, o);
+    if (wanted != have)
+      fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
+           row->name, wanted, o->origin, have);
+  }
 }
 
 static void resolve_model(Options *o) {
   char list[128];
-  ModelConfig given = o->model;
-  o->model = o->origin ? hf_config_read(o->origin) : requested_model(o, &given);
-  if (options_given(o, "logit-softcap")) o->model.final_logit_softcapping = given.final_logit_softcapping;
+  Options requested = *o;
+  if (o->preset || !o->origin) requested.model = requested_model(o);
+  o->model = o->origin ? hf_config_read(o->origin) : requested.model;
+  if (options_given(o, "logit-softcap"))
+    o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
   model_config_check(&o->model);
   if (o->model.family == FAMILY_GPT2 && list_given(o, ROTARY, list, sizeof list))
     fail("%s: %s is a GPT-2, which has no rotary embedding; leave it out", list, o->model.name);
-  if (o->origin) require_agreement(o, &given);
+  if (o->origin) require_agreement(o, &requested);
 }
 
 // --- the job -----------------------------------------------------------------------------------------------
@@ -362,18 +338,12 @@ static void resolve_batch(Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
-// What the loss cannot do with this model and these ranks.
+// What the loss cannot do with this model.
 static void check_loss(const Options *o) {
-  bool sampling = o->lce_sample > 0, split = o->dtypes.vocab_parallel;
   double softcap = o->model.final_logit_softcapping;
-  if (split && softcap > 0)
-    fail("--vocab-parallel has no logit soft-cap, and %s has one; leave out --vocab-parallel, or give "
-         "--logit-softcap 0",
-         o->model.name);
-  if (sampling && softcap > 0)
-    fail("--lce-sample acts on exponentials, and a soft-cap of %g on logits; leave out --lce-sample, or give "
-         "--logit-softcap 0",
-         softcap);
+  if (softcap > 0 && (o->dtypes.vocab_parallel || o->lce_sample > 0))
+    fail("--%s has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
+         o->lce_sample > 0 ? "lce-sample" : "vocab-parallel", o->model.name, softcap);
 }
 
 static void check_fp8(const Options *o) {
@@ -390,29 +360,6 @@ static void check_fp8(const Options *o) {
   for (size_t i = 0; o->dtypes.fp8 && i < sizeof sizes / sizeof *sizes; i++)
     if (sizes[i].size % 16)
       fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
-}
-
-static const char *const offload_names[] = {"weights", "gradients", "optimizer", "activations"};
-enum { OFFLOADS = sizeof offload_names / sizeof *offload_names };
-
-static void resolve_offload(Options *o) {
-  o->dtypes.offload = 0;
-  for (const char *at = o->offload; at && !o->eval_only;) {
-    size_t length = strcspn(at, ",");
-    int which = 0;
-    while (which < OFFLOADS &&
-           (strlen(offload_names[which]) != length || strncmp(at, offload_names[which], length)))
-      which++;
-    if (which == OFFLOADS)
-      fail("--offload %s: give one or more of weights, gradients, optimizer and activations, with commas "
-           "between them",
-           o->offload);
-    o->dtypes.offload |= 1u << which;
-    at = at[length] ? at + length + 1 : NULL;
-  }
-  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->recompute != RECOMPUTE_LAYER)
-    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
-         "--recompute layer");
 }
 
 static void resolve_job(Options *o) {
@@ -435,13 +382,11 @@ static void resolve_job(Options *o) {
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
-  if (o->pack && o->data_order == ORDER_SEQUENTIAL)
-    fail("--data-order sequential reads windows as they follow each other in the files, and --pack documents "
-         "fits documents into windows: leave out one of them");
   o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
     o->dtypes.frozen = true;
     o->dtypes.zero = 0;
+    o->dtypes.offload = 0;
     o->dtypes.vocab_parallel = o->dtypes.fp8 = false;
     o->eval_batches = o->sample_every = 0;
   }
@@ -452,7 +397,9 @@ static void resolve_job(Options *o) {
          (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
   check_loss(o);
   check_fp8(o);
-  resolve_offload(o);
+  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->recompute != RECOMPUTE_LAYER)
+    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
+         "--recompute layer");
 }
 
 // --- parsing -----------------------------------------------------------------------------------------------
@@ -517,6 +464,11 @@ void options_resolve_dtypes(Options *o, bool cuda) {
 
 int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
+}
+
+const char *options_words(const Options *o, const char *name, char words[64]) {
+  option_text(&options_rows[option_row(options_rows, name)], o, words);
+  return words;
 }
 
 Text options_recompute(const Options *o) {

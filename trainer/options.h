@@ -82,7 +82,6 @@ typedef struct {
   Recompute recompute;
   int64_t recompute_layers; // 0: all
   int64_t mlp_chunk;        // 0: all tokens at once
-  const char *offload;      // as given; NULL: nothing
   // output
   const char *log, *timeline, *dump;
   bool plan, compare_modes, fit, profile;
@@ -91,8 +90,8 @@ typedef struct {
 
 // The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a
 // GPU_SETTING is taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when
-// to validate, sample and save, may change without a warning.
-enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2 };
+// to validate, sample and save, may change without a warning. Settings and what is SAME have one value on all ranks.
+enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
 // Reads the command line. Wrong values end the program with one sentence. setup_options does this and what follows.
@@ -108,6 +107,8 @@ void options_resolve_dtypes(Options *options, bool cuda);
 
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
+// The value of a choice or a set as the command line has it, which is written to `words`.
+const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...
 
 void options_free(Options *options);

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -184,65 +183,65 @@ static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
   return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
 }
 
-// A change that may help.
+// Changes of the command line that may help. A weaker one holds more than the next.
 typedef struct {
   const char *flag;
-  Recompute recompute; // at least this
-  unsigned offload;    // OFFLOAD_...
-  bool fused, bf16_moments, no_master, one_sequence;
-  bool weaker; // than the next one, which holds less
+  bool on_cuda, weaker;
 } Change;
 
-static const Change changes[] = {
-    {"--fused-lce", .fused = true},
-    {"--recompute elementwise", .recompute = RECOMPUTE_ELEMENTWISE, .weaker = true},
-    {"--recompute mlp", .recompute = RECOMPUTE_MLP, .weaker = true},
-    {"--recompute layer", .recompute = RECOMPUTE_LAYER},
-    {"--moment-dtype bf16", .bf16_moments = true},
-    {"--no-master-weights", .no_master = true},
-    {"--offload optimizer", .offload = OFFLOAD_OPTIMIZER, .weaker = true},
-    {"--offload weights,gradients,optimizer", .offload = OFFLOAD_PARAMETERS},
-    {"--batch 1", .one_sequence = true},
-};
-enum { CHANGES = sizeof changes / sizeof *changes };
+static const Change changes[] = {{.flag = "--fused-lce"},
+                                 {"--recompute elementwise", .weaker = true},
+                                 {"--recompute mlp", .weaker = true},
+                                 {.flag = "--recompute layer"},
+                                 {"--moment-dtype bf16", .on_cuda = true},
+                                 {"--no-master-weights", .on_cuda = true},
+                                 {"--offload optimizer", .on_cuda = true, .weaker = true},
+                                 {"--offload weights,gradients,optimizer", .on_cuda = true},
+                                 {.flag = "--batch 1"}};
+enum {
+  CHANGES = sizeof changes / sizeof *changes,
+  SINGLE_CHANGES = CHANGES - 1
+}; // which batches fit is said apart
 
-// The options with a change; as they are where the device or another option excludes it.
-static Options with_change(const Options *options, DeviceKind device, const Change *c) {
-  Options o = *options;
-  bool cuda = device == ON_CUDA;
-  if (c->fused) o.mode = LCE_FUSED;
-  if (c->recompute > o.recompute) o.recompute = c->recompute;
-  if (c->bf16_moments && cuda) o.dtypes.moment = DTYPE_BF16;
-  if (c->no_master && o.dtype == DTYPE_BF16) o.dtypes.master = false;
-  if (c->offload && cuda && !(o.dtypes.offload & ~c->offload)) o.dtypes.offload = c->offload;
-  return c->one_sequence ? with_shape(options, device, 1, o.seq_len) : o;
+// The options with a change; as they are where the device excludes it, or they recompute more already.
+static Options with_change(const Options *given, DeviceKind device, const Change *c) {
+  Options o = *given;
+  char name[32];
+  size_t length = strcspn(c->flag, " ");
+  snprintf(name, sizeof name, "%.*s", (int)length - 2, c->flag + 2);
+  const Option *row = &options_rows[option_row(options_rows, name)];
+  option_set(row, &o, c->flag + length + (c->flag[length] != 0));
+  if ((c->on_cuda && device != ON_CUDA) || o.recompute < given->recompute) return *given;
+  return o.batch == given->batch ? o : with_shape(&o, device, o.batch, o.seq_len);
 }
 
-// Appends to a list.
-__attribute__((format(printf, 4, 5))) static void append(char *text, size_t size, const char *separator,
+typedef struct {
+  char text[512];
+} List;
+
+__attribute__((format(printf, 3, 4))) static void append(List *list, const char *separator,
                                                          const char *format, ...) {
-  snprintf(text + strlen(text), size - strlen(text), "%s", *text ? separator : "");
+  size_t length = strlen(list->text);
+  length += (size_t)snprintf(list->text + length, sizeof list->text - length, "%s", length ? separator : "");
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(text + strlen(text), size - strlen(text), format, arguments);
+  vsnprintf(list->text + length, sizeof list->text - length, format, arguments);
   va_end(arguments);
 }
 
 // For a run that needs more than `usable` bytes although single changes were made: all changes that help, then also a
 // shorter sequence. If that does not suffice either, what is left to need.
-static void suggest_together(const Options *options, DeviceKind device, size_t usable, char *text,
-                             size_t size) {
+static List suggest_together(const Options *options, DeviceKind device, size_t usable) {
   Options o = *options;
-  char flags[256] = "";
+  List flags = {""}, text = {""};
   size_t peak = plan_run(&o, device, o.mode).peak;
   for (const Change *c = changes; c < changes + CHANGES && peak > usable; c++) {
-    if (c->weaker) continue;
     Options changed = with_change(&o, device, c);
-    size_t bytes = plan_run(&changed, device, changed.mode).peak;
+    size_t bytes = c->weaker ? peak : plan_run(&changed, device, changed.mode).peak;
     if (bytes >= peak) continue;
     o = changed;
     peak = bytes;
-    append(flags, sizeof flags, " ", "%s", c->flag);
+    append(&flags, " ", "%s", c->flag);
   }
   int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
@@ -251,38 +250,40 @@ static void suggest_together(const Options *options, DeviceKind device, size_t u
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
     o = with_shape(&o, device, o.batch, seq_len);
     peak = plan_run(&o, device, o.mode).peak;
-    append(flags, sizeof flags, " ", "--seq-len %lld", (long long)seq_len);
+    append(&flags, " ", "--seq-len %lld", (long long)seq_len);
   }
   bool fits = peak <= usable;
-  snprintf(text, size, "%s%s%s needs %s", fits ? "" : "no smaller batch fits, and ",
-           !fits && *flags ? "even " : "", *flags ? flags : "this model", text_bytes(peak).text);
-  if (!fits) append(text, size, "", ": take a smaller model, or a device with more memory");
+  append(&text, "", "%s%s%s needs %s%s", fits ? "" : "no smaller batch fits, and ",
+         !fits && *flags.text ? "even " : "", *flags.text ? flags.text : "this model", text_bytes(peak).text,
+         fits ? "" : ": take a smaller model, or a device with more memory");
+  return text;
 }
 
 // Changes with which the run needs at most `usable` bytes, each checked by a plan.
-static void suggest(const Options *options, DeviceKind device, size_t usable, char *text, size_t size) {
-  *text = 0;
+static List suggest(const Options *options, DeviceKind device, size_t usable) {
+  List text = {""};
   bool recompute_fits = false;
-  for (const Change *c = changes; !c->one_sequence; c++) { // the last one; which batches fit is said below
-    if (c->recompute && recompute_fits) continue;
+  for (const Change *c = changes; c < changes + SINGLE_CHANGES; c++) {
     Options o = with_change(options, device, c);
+    bool recomputes = o.recompute > options->recompute;
     size_t bytes = plan_run(&o, device, o.mode).peak;
-    if (bytes > usable) continue;
-    recompute_fits |= c->recompute > RECOMPUTE_NONE;
-    append(text, size, ", ", "%s needs %s", c->flag, text_bytes(bytes).text);
+    if (bytes > usable || (recomputes && recompute_fits)) continue;
+    recompute_fits |= recomputes;
+    append(&text, ", ", "%s needs %s", c->flag, text_bytes(bytes).text);
   }
   int64_t batch = plan_largest_batch(options, device, options->mode, usable);
   while (batch && !divides_total(options, batch, options->seq_len)) batch--;
-  if (batch) append(text, size, ", ", "--batch %lld fits", (long long)batch);
-  if (!*text) suggest_together(options, device, usable, text, size);
+  if (batch) append(&text, ", ", "--batch %lld fits", (long long)batch);
+  return *text.text ? text : suggest_together(options, device, usable);
 }
 
 // "weights 1.20 GiB, gradients 1.20 GiB": the categories that hold `min` bytes or more.
-static void list_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min, char *text, size_t size) {
-  *text = 0;
+static List holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min) {
+  List text = {""};
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     if (bytes[c] >= min)
-      append(text, size, ", ", "%s %s", memory_category_name((MemoryCategory)c), text_bytes(bytes[c]).text);
+      append(&text, ", ", "%s %s", memory_category_name((MemoryCategory)c), text_bytes(bytes[c]).text);
+  return text;
 }
 
 // All ranks of the machine offload as much.
@@ -291,72 +292,66 @@ static void require_host(const Ledger *plan) {
   size_t needed = ledger_host_bytes(plan) * (size_t)ranks,
          left = system_bytes("/proc/meminfo", "MemAvailable");
   if (!needed || !left || needed <= left) return;
-  char holders[512];
-  list_holders(plan->host, 1, holders, sizeof holders);
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
        "--moment-dtype bf16 or --no-master-weights",
-       text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "", holders);
+       text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "",
+       holders(plan->host, 1).text);
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
   Ledger plan = plan_run(options, device, options->mode);
   require_host(&plan);
   if (!usable || plan.peak <= usable) return;
-
-  char holders[512], ways[512];
-  list_holders(plan.at_peak, plan.peak / 100, holders, sizeof holders);
-  suggest(options, device, usable, ways, sizeof ways);
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
-       text_bytes(usable).text, holders, ways);
+       text_bytes(usable).text, holders(plan.at_peak, plan.peak / 100).text,
+       suggest(options, device, usable).text);
 }
 
 // --- the table ---------------------------------------------------------------------------------------------
 
 enum { MAX_COLUMNS = 3 };
 
-// A row: the bytes at `place` of every column; none where all are 0, unless it is wanted all the same.
-static void print_row(const char *name, const MemoryColumn *columns, int count, size_t place, bool wanted) {
-  char cells[MAX_COLUMNS * 32] = "";
+// A row of bytes; none where all are 0, unless it is wanted all the same.
+__attribute__((format(printf, 4, 5))) static void print_row(const size_t *bytes, int count, bool wanted,
+                                                            const char *name, ...) {
+  char cells[MAX_COLUMNS * 32] = "", text[64];
+  va_list arguments;
+  va_start(arguments, name);
+  vsnprintf(text, sizeof text, name, arguments);
+  va_end(arguments);
   for (int i = 0; i < count; i++) {
-    size_t bytes = *(const size_t *)((const char *)&columns[i] + place), at = strlen(cells);
-    snprintf(cells + at, sizeof cells - at, " %24s", bytes ? text_bytes(bytes).text : "-");
-    wanted |= bytes > 0;
+    size_t at = strlen(cells);
+    snprintf(cells + at, sizeof cells - at, " %24s", bytes[i] ? text_bytes(bytes[i]).text : "-");
+    wanted |= bytes[i] > 0;
   }
-  if (wanted) printf("  %-34s%s\n", name, cells);
+  if (wanted) printf("  %-34s%s\n", text, cells);
 }
 
-void plan_print_table(const MemoryColumn *given, int count, DeviceKind device) {
-  MemoryColumn columns[MAX_COLUMNS];
+void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device) {
   bool measured = false, timed = false;
   printf("%-36s", "memory at the step's peak");
   for (int i = 0; i < count; i++) {
-    MemoryColumn *c = &columns[i];
-    *c = given[i];
-    if (c->device_bytes > c->memory.peak) c->outside_bytes = c->device_bytes - c->memory.peak;
-    measured |= c->device_bytes > 0;
-    timed |= c->pass_seconds > 0;
-    printf(" %24s", c->title);
+    measured |= columns[i].device_bytes > 0;
+    timed |= columns[i].pass_seconds > 0;
+    printf(" %24s", columns[i].title.text);
   }
   putchar('\n');
-#define AT(field) offsetof(MemoryColumn, field)
-  const struct {
-    const char *name; // with %s: a row for each category, from `place` on
-    size_t place;
-    bool wanted;
-  } rows[] = {
-      {"%s", AT(memory.at_peak), false},
-      {"all together (ledger)", AT(memory.peak), true},
-      {"on the host: %s", AT(memory.host), false},
-      {"outside of it (libraries, context)", AT(outside_bytes), measured},
-      {device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)", AT(device_bytes), false},
-      {"LM head + loss alone, at its peak", AT(memory.highest[MEMORY_HEAD]), true}};
-#undef AT
-  for (size_t r = 0; r < sizeof rows / sizeof *rows; r++)
-    for (size_t c = 0; c < (strchr(rows[r].name, '%') ? MEMORY_CATEGORY_COUNT : 1); c++) {
-      char name[64];
-      snprintf(name, sizeof name, rows[r].name, memory_category_name((MemoryCategory)c));
-      print_row(name, columns, count, rows[r].place + c * sizeof(size_t), rows[r].wanted);
-    }
+  size_t cells[MAX_COLUMNS];
+#define ROW(wanted, bytes, ...)                                                                              \
+  for (const MemoryColumn *c = columns; c < columns + count; c++) cells[c - columns] = bytes;                \
+  print_row(cells, count, wanted, __VA_ARGS__)
+  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
+    ROW(false, c->memory.at_peak[k], "%s", memory_category_name((MemoryCategory)k));
+  }
+  ROW(true, c->memory.peak, "all together (ledger)");
+  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
+    ROW(false, c->memory.host[k], "on the host: %s", memory_category_name((MemoryCategory)k));
+  }
+  ROW(measured, c->device_bytes > c->memory.peak ? c->device_bytes - c->memory.peak : 0,
+      "outside of it (libraries, context)");
+  ROW(false, c->device_bytes, device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)");
+  ROW(true, c->memory.highest[MEMORY_HEAD], "LM head + loss alone, at its peak");
+#undef ROW
   if (!timed) return;
   printf("  %-34s", "time of one forward and backward");
   for (int i = 0; i < count; i++) {
@@ -435,9 +430,9 @@ void plan_print(Options *o) {
   Options whole = *o;
   whole.dtypes.vocab_parallel = false;
   MemoryColumn columns[MAX_COLUMNS] = {
-      {.title = "fused, planned", .memory = plan_run(&whole, device, LCE_FUSED)},
-      {.title = "materialized, planned", .memory = plan_run(o, device, LCE_MATERIALIZED)},
-      {.title = "head split, planned", .memory = plan_run(o, device, LCE_FUSED)}};
+      {.title = {"fused, planned"}, .memory = plan_run(&whole, device, LCE_FUSED)},
+      {.title = {"materialized, planned"}, .memory = plan_run(o, device, LCE_MATERIALIZED)},
+      {.title = {"head split, planned"}, .memory = plan_run(o, device, LCE_FUSED)}};
   if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(&o->dtypes));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s%s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
@@ -458,13 +453,6 @@ void plan_print(Options *o) {
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
-// A row of --fit.
-typedef struct {
-  const char *name;
-  unsigned offload;
-  int64_t batch[2]; // the largest, by LceMode
-} FitChoice;
-
 // Bytes a second in each direction, of the 63e9 that PCIe 5 x16 carries at most.
 static const double HOST_LINK_RATE = 50e9;
 
@@ -474,17 +462,15 @@ static void print_link(HostBytes b) {
          (double)more / HOST_LINK_RATE);
 }
 
-static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
-  printf("%-40s", c->name);
-  for (int m = 0; m < 2; m++) {
-    char batch[24] = "none";
-    if (c->batch[m]) snprintf(batch, sizeof batch, "%lld", (long long)c->batch[m]);
-    printf(" %*s", m ? 13 : 7, batch);
-  }
-  if (c->offload && c->batch[LCE_FUSED]) {
-    Options with = *o;
-    with.dtypes.offload = c->offload;
-    with = with_shape(&with, device, c->batch[LCE_FUSED], o->seq_len);
+// A row: the largest batches in both modes, and what offloading costs at the fused one.
+static void print_fit(const Options *o, DeviceKind device, const int64_t batch[2]) {
+  char words[64], cells[2][24];
+  for (int m = 0; m < 2; m++)
+    snprintf(cells[m], sizeof cells[m], batch[m] ? "%lld" : "none", (long long)batch[m]);
+  printf("%-40s %7s %13s", o->dtypes.offload ? options_words(o, "offload", words) : "nothing", cells[0],
+         cells[1]);
+  if (o->dtypes.offload && batch[LCE_FUSED]) {
+    Options with = with_shape(o, device, batch[LCE_FUSED], o->seq_len);
     Ledger plan = plan_run(&with, device, LCE_FUSED);
     HostTraffic traffic = plan_host_traffic(&with, device);
     printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
@@ -495,41 +481,38 @@ static void print_fit(const Options *o, DeviceKind device, const FitChoice *c) {
 }
 
 void plan_print_fit(Options *o) {
+  enum { CHOICES = 4 };
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
   if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  FitChoice choices[] = {
-      {"nothing", 0, {0}},
-      {"optimizer", OFFLOAD_OPTIMIZER, {0}},
-      {"weights,gradients,optimizer", OFFLOAD_PARAMETERS, {0}},
-      {"weights,gradients,optimizer,activations", OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS, {0}}};
   // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
-  int count = o->recompute == RECOMPUTE_LAYER ? 4 : 3;
-  if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
-  if (o->dtypes.offload) choices[0] = (FitChoice){o->offload, o->dtypes.offload, {0}};
-  bool any = false;
+  const unsigned offloads[CHOICES] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
+                                      OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
+  int count = o->dtypes.offload || device == ON_CPU || o->eval_only ? 1
+              : o->recompute == RECOMPUTE_LAYER                     ? CHOICES
+                                                                    : CHOICES - 1;
+  int64_t batches[CHOICES][2], largest = 0;
+  Options with[CHOICES];
   for (int i = 0; i < count; i++) {
-    Options with = *o;
-    with.dtypes.offload = choices[i].offload;
-    for (int m = 0; m < 2; m++) choices[i].batch[m] = plan_largest_batch(&with, device, (LceMode)m, capacity);
-    any |= choices[i].batch[LCE_FUSED] > 0;
+    with[i] = *o;
+    with[i].dtypes.offload = offloads[i];
+    for (int m = 0; m < 2; m++) batches[i][m] = plan_largest_batch(&with[i], device, (LceMode)m, capacity);
+    largest = max_i64(largest, batches[i][LCE_FUSED]);
   }
-  if (!any) {
+  if (!largest) {
     Options one = with_shape(o, device, 1, o->seq_len);
-    char ways[512];
     one.mode = LCE_FUSED;
-    suggest(&one, device, capacity, ways, sizeof ways);
     fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
-         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, ways);
+         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, suggest(&one, device, capacity).text);
   }
   printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
          text_bytes(capacity).text);
-  bool offloads = choices[count - 1].offload != 0;
+  bool costs = offloads[count - 1] != 0;
   printf("%-40s %7s %13s", "--offload", "fused", "materialized");
-  printf(offloads ? " %11s  %-32s  %s\n" : "\n", "on the host", "  a micro-batch: in / out",
+  printf(costs ? " %11s  %-32s  %s\n" : "\n", "on the host", "  a micro-batch: in / out",
          "  an update: in / out");
-  for (int i = 0; i < count; i++) print_fit(o, device, &choices[i]);
-  if (offloads)
+  for (int i = 0; i < count; i++) print_fit(&with[i], device, batches[i]);
+  if (costs)
     printf(
         "in / out: bytes over the host link at the fused --batch, and their time at %g GB/s a direction "
         "(PCIe 5 x16), part of which\ncomputation hides; a micro-batch after a step's first also reads the "
@@ -564,14 +547,13 @@ void plan_compare_modes(Trainer *trainer) {
   DeviceKind device = trainer->backend->device;
   size_t usable = machine_usable_bytes(trainer->backend);
   MemoryColumn columns[2];
-  char titles[2][32];
   for (int i = 0; i < 2; i++) {
     LceMode mode = (LceMode)i;
     Ledger plan = plan_run(o, device, mode);
     bool fits = !usable || plan.peak <= usable;
     columns[i] = fits ? measure_mode(trainer, mode) : (MemoryColumn){.memory = plan};
-    snprintf(titles[i], sizeof titles[i], "%s, %s", lce_mode_name(mode), fits ? "measured" : "planned");
-    columns[i].title = titles[i];
+    snprintf(columns[i].title.text, sizeof columns[i].title.text, "%s, %s", lce_mode_name(mode),
+             fits ? "measured" : "planned");
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
   }
   putchar('\n');

@@ -1,6 +1,7 @@
 // How much memory a run needs, found by running it on the plan backend, which allocates nothing.
 #pragma once
 
+#include "kernels/text.h"
 #include "trainer/trainer.h"
 
 // The ledger of a training step, and where the options have them a validation batch and a sampled token, of `options`
@@ -39,11 +40,10 @@ void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // One column of the table.
 typedef struct {
-  const char *title; // "fused, measured"
+  Text title; // "fused, measured"
   Ledger memory;
-  size_t device_bytes;  // what the system counts, the ledger's included; 0 when not measured
-  size_t outside_bytes; // of these not in the ledger; computed for the table
-  double pass_seconds;  // one forward and backward; 0 when not measured
+  size_t device_bytes; // what the system counts, the ledger's included; 0 when not measured
+  double pass_seconds; // one forward and backward; 0 when not measured
 } MemoryColumn;
 
 // At most 3 columns, of the device that they are for.

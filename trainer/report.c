@@ -113,12 +113,11 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
-  char schedule[64];
-  option_text(&options_rows[option_row(options_rows, "schedule")], o, schedule);
+  char words[64];
   if (!o->eval_only)
     printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
-           (long long)o->seq_len, schedule, o->schedule.peak);
+           (long long)o->seq_len, options_words(o, "schedule", words), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);
@@ -127,7 +126,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
   if (o->dtypes.fp8)
     printf("fp8      the layers' GEMMs%s\n", backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
-    printf("offload  %s%s\n", o->offload,
+    printf("offload  %s%s\n", options_words(o, "offload", words),
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
   printf("data     %s\n", data);
   for (int i = 0; i < 1 + (val_source != NULL); i++) {
@@ -284,6 +283,7 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   Backend *backend = trainer->backend;
   MemoryColumn peak = {.memory = backend->memory.ledger,
                        .device_bytes = backend->ops->device_bytes_peak(backend)};
+  snprintf(peak.title.text, sizeof peak.title.text, "%s", lce_mode_name(trainer->transformer.mode));
   if (backend->ranks == 1) return peak;
   MemoryColumn *all = host_alloc(backend->ranks, sizeof *all, "the peaks of all ranks");
   trainer_gather(trainer, &peak, all, sizeof peak);
@@ -339,7 +339,6 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   const Options *o = r->options;
   const Backend *backend = trainer->backend;
   MemoryColumn peak = largest_peak(trainer);
-  peak.title = lce_mode_name(trainer->transformer.mode);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
   double rate = (double)o->total_batch / per_step, efficiency = gemm_efficiency(r, per_step);
   double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
@@ -365,7 +364,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   cJSON *groups = report_profile(o, profile_collect(trainer->backend));
   putchar('\n');
   plan_print_table(&peak, 1, backend->device);
-  LOG("summary", TEXT("loss_mode", peak.title), NUMBER("steps", r->steps_done),
+  LOG("summary", TEXT("loss_mode", peak.title.text), NUMBER("steps", r->steps_done),
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),

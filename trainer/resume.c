@@ -50,14 +50,8 @@ static bool has_effect(const Options *o, const char *name) {
   return true;
 }
 
-static cJSON *settings_of(const Options *o, unsigned flags) {
-  cJSON *settings = cJSON_CreateObject();
-  for (const Option *row = options_rows; row->type != OPTION_END; row++) {
-    char text[64];
-    if (row->flags & flags && has_effect(o, row->name) && option_text(row, o, text))
-      cJSON_AddStringToObject(settings, row->name, text);
-  }
-  return settings;
+static bool setting_text(const Options *o, const Option *row, unsigned flags, char text[64]) {
+  return row->flags & flags && has_effect(o, row->name) && option_text(row, o, text);
 }
 
 static void take_paths(Options *o, const char *name, const char *member) {
@@ -93,40 +87,27 @@ void resume_take_settings(Options *o) {
 
 // --- the same everywhere -----------------------------------------------------------------------------------
 
-// Where two lists of settings begin to differ: the start of that setting.
-static size_t first_difference(const char *a, const char *b) {
-  size_t at = 0, setting = 0;
-  for (; a[at] && a[at] == b[at]; at++)
-    if (!strncmp(a + at, ",\"", 2)) setting = at + 1;
-  return setting;
-}
-
-static int setting_length(const char *setting) {
-  const char *next = strstr(setting, ",\"");
-  return (int)(next ? next - setting : (ptrdiff_t)strlen(setting));
-}
-
 void resume_require_same(const Options *o, Backend *backend, const char *data) {
-  cJSON *json = settings_of(o, SETTING);
-  cJSON_AddStringToObject(json, "model", o->model.name);
-  cJSON_AddNumberToObject(json, "vocab_size", (double)o->model.vocab_size);
-  cJSON_AddNumberToObject(json, "parameters", (double)model_parameter_count(&o->model));
-  cJSON_AddNumberToObject(json, "first step", (double)o->first_step);
-  cJSON_AddStringToObject(json, "dtype", dtype_name(o->dtype));
-  cJSON_AddNumberToObject(json, "zero", o->dtypes.zero);
-  cJSON_AddBoolToObject(json, "vocab_parallel", o->dtypes.vocab_parallel);
-  cJSON_AddStringToObject(json, "data", data);
-  char *mine = json_print(json, false), theirs[4096] = "";
-  snprintf(theirs, sizeof theirs, "%s", mine);
-  machine_broadcast(backend, theirs, sizeof theirs);
-  if (strncmp(mine, theirs, sizeof theirs - 1)) {
-    size_t at = first_difference(mine, theirs);
+  enum { SIZE = 4096 };
+  char mine[SIZE], theirs[SIZE], text[64];
+  size_t length =
+      (size_t)snprintf(mine, SIZE,
+                       "\"model\":\"%s\"\n\"vocab_size\":%lld\n\"parameters\":%lld\n"
+                       "\"first step\":%lld\n\"data\":\"%s\"\n",
+                       o->model.name, (long long)o->model.vocab_size,
+                       (long long)model_parameter_count(&o->model), (long long)o->first_step, data);
+  for (const Option *row = options_rows; row->type != OPTION_END && length < SIZE; row++)
+    if (setting_text(o, row, SETTING | SAME, text))
+      length += (size_t)snprintf(mine + length, SIZE - length, "\"%s\":\"%s\"\n", row->name, text);
+  memcpy(theirs, mine, SIZE);
+  machine_broadcast(backend, theirs, SIZE);
+  size_t at = 0, line = 0;
+  for (; mine[at] && mine[at] == theirs[at]; at++)
+    if (mine[at] == '\n') line = at + 1;
+  if (mine[at] != theirs[at])
     fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
          "%.*s",
-         setting_length(mine + at), mine + at, setting_length(theirs + at), theirs + at);
-  }
-  free(mine);
-  cJSON_Delete(json);
+         (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
 }
 
 // --- the state ---------------------------------------------------------------------------------------------
@@ -138,14 +119,18 @@ static cJSON *paths(const TextList *list) {
 }
 
 cJSON *resume_write(const Options *o, const RunState *state, int64_t step, const char *data) {
-  cJSON *json = cJSON_CreateObject();
+  cJSON *json = cJSON_CreateObject(), *settings = cJSON_CreateObject();
+  char text[64];
   cJSON_AddNumberToObject(json, "step", (double)step);
   cJSON_AddStringToObject(json, "device", o->on_cuda ? "cuda" : "cpu");
   cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
   cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
   cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
   cJSON_AddNumberToObject(json, "val_step", (double)state->val_step);
-  cJSON_AddItemToObject(json, "settings", settings_of(o, SETTING | GPU_SETTING | OUTPUT_SETTING));
+  for (const Option *row = options_rows; row->type != OPTION_END; row++)
+    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, text))
+      cJSON_AddStringToObject(settings, row->name, text);
+  cJSON_AddItemToObject(json, "settings", settings);
   cJSON_AddStringToObject(json, "data", data);
   cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
   cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
@@ -155,13 +140,6 @@ cJSON *resume_write(const Options *o, const RunState *state, int64_t step, const
 static double loss_of(const cJSON *json, const char *name) {
   const cJSON *item = json_member(json, name);
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
-}
-
-// Whether two texts of a setting are the same; numbers may be written in different ways.
-static bool same_value(const char *a, const char *b) {
-  char *end_a, *end_b;
-  double x = strtod(a, &end_a), y = strtod(b, &end_b);
-  return !strcmp(a, b) || (end_a != a && !*end_a && end_b != b && !*end_b && x == y);
 }
 
 // A setting's value as a warning has it; NULL: a checkpoint from before there was the option, or a flag that is not set.
@@ -177,7 +155,7 @@ static void compare(const Options *o, const cJSON *then) {
     char text[64];
     const char *before = value_words(row, json_text(then, row->name));
     const char *now = value_words(row, option_text(row, o, text) ? text : NULL);
-    if (!same_value(before, now))
+    if (strcmp(before, now))
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
            row->name, before, o->origin, now);
   }

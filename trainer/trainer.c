@@ -110,17 +110,9 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
     const float *of_step = values + RESULTS * i;
     StepResult *r = &results[i];
     *r = t->pending[i];
-    double *const means[RESULT_STATISTICS] = {[RESULT_LOSS] = &r->loss,
-                                              [RESULT_Z_LOSS] = &r->z_loss,
-                                              [RESULT_CORRECT] = &r->accuracy,
-                                              [RESULT_ENTROPY] = &r->entropy,
-                                              [RESULT_MAX_LOGIT] = &r->max_logit,
-                                              [RESULT_TILES_DROPPED] = &r->dropped_tiles,
-                                              [RESULT_MASS_DROPPED] = &r->dropped_mass};
     for (int k = 0; k < RESULT_STATISTICS; k++) {
-      double sum = (double)of_step[k];
       double over = k == RESULT_TILES_DROPPED ? (double)of_step[RESULT_TILES] : (double)r->counted;
-      if (means[k]) *means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? sum / over : 0;
+      r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)of_step[k] / over : 0;
     }
     r->grad_norm = (double)of_step[RESULT_NORM];
     r->stop = of_step[RESULT_STOP] > 0;

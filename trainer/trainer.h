@@ -9,20 +9,6 @@
 // Steps whose results may wait on the device before trainer_collect must fetch them.
 enum { TRAINER_PENDING = 64 };
 
-typedef struct {
-  int64_t step; // from 0
-  double loss;  // mean over the step's counted targets, nats; 0 when none counted
-  double grad_norm, learning_rate;
-  int64_t counted;
-  // Means over the same targets, NaN where they are not requested.
-  double z_loss;                       // --z-loss
-  double accuracy, entropy, max_logit; // --metrics
-  double dropped_tiles, dropped_mass;  // --lce-sample: the share of tiles dropped, and of probability
-  // Over all ranks, and so the same on each; with one rank false and 0.
-  bool stop;             // some rank got a signal to stop
-  double agreed_seconds; // of a step, the mean over the ranks
-} StepResult;
-
 // The results of a step; all but the norm are summed over the ranks in one all-reduce.
 enum {
   RESULT_LOSS,
@@ -39,6 +25,24 @@ enum {
   RESULT_NORM,
   RESULTS
 };
+
+typedef struct {
+  int64_t step, counted; // from 0; counted targets
+  double grad_norm, learning_rate;
+  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted, NaN where they are not requested.
+  union {
+    struct {
+      double loss, z_loss;                 // --z-loss
+      double accuracy, entropy, max_logit; // --metrics
+      double dropped_tiles, unused,
+          dropped_mass; // --lce-sample: the share of tiles dropped, and of probability
+    };
+    double means[RESULT_STATISTICS];
+  };
+  // Over all ranks, and so the same on each; with one rank false and 0.
+  bool stop;             // some rank got a signal to stop
+  double agreed_seconds; // of a step, the mean over the ranks
+} StepResult;
 
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer

@@ -115,7 +115,8 @@ EXCLUSIONS = [
     ("vocab-parallel", "compare-modes", "a split head computes only sums over its rows"),
     ("vocab-parallel", "metrics", "a split head computes only sums over its rows"),
     ("val-data a", "val-fraction 0.1", "nothing is held out where there is separate validation data"),
-    ("pack documents", "dump x", "what a dump is compared with reads sequences"),
+    ("pack documents", "dump x", "packed windows do not follow the files' order"),
+    ("pack documents", "data-order sequential", "packed windows do not follow the files' order"),
     ("init a", "model gpt2-tiny", "both say what the model is"),
 ]
 
@@ -132,7 +133,8 @@ def test_options_exclude_each_other(folder):
 # What would exclude each other does not where one of the two is 0, "none".
 def test_possible_combinations(folder):
     for line in ("--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
-                 "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4"):
+                 "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4",
+                 "--pack documents --data-order shuffled", "--pack none --data-order sequential"):
         train(f"--device cpu --plan {line}").ok()
 
 
@@ -155,7 +157,6 @@ REFUSED = [
     ("--fp8 --plan --model llama-8b --total-batch 8192 --device cuda --device-memory 5", "--seq-len 16 needs "),
     ("--offload activations", "from which all else is computed again: add --recompute layer"),
     ("--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "),
-    ("--pack documents --data-order sequential", "fits documents into windows: leave out one of them"),
     ("--pack documents --end-of-text 60000 --vocab 60000", "--end-of-text 60000: the vocabulary has 60000"),
     ("--end-of-text 5", "--end-of-text says where documents end, which only --pack documents asks for"),
     ("--init a --resume b", "--init begins with the model in a and --resume with the checkpoint in b"),
@@ -167,7 +168,7 @@ REFUSED = [
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
-    ("--logit-softcap 30 --lce-sample 1", "and a soft-cap of 30 on logits; leave out --lce-sample, or"),
+    ("--logit-softcap 30 --lce-sample 1", "--lce-sample has no logit soft-cap, and llama-tiny has one, of 30; leave it out, or"),
     (TINY + "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"),
     ("--batch 3 --seq-len 64 --total-batch 500",
      "--total-batch 500 is not a multiple of the 192 tokens of a micro-batch (--batch x --seq-len); change "),
@@ -223,6 +224,15 @@ def test_wrong_data(folder):
                        ("large_id.bin", "token 3 (byte 1030) has id 300 and the vocabulary has 300: raise --vocab to at least 3"),
                        ("truncated.bin", "is truncated")):
         train(TINY + f"--data {folder}/{line}").refused(part)
+    # Data of which nothing counts; one target that counts is enough.
+    for name in ("bare", "full", "one"):
+        write_shard(folder / f"{name}.bin", 400 * [1])
+    for name, marks in (("bare", bytes(50)), ("one", bytes(25) + b"\1" + bytes(24))):
+        write_shard(folder / f"{name}.mask", marks, magic=20261120, count=400)
+    for data, val_data, part in (("bare", "full", "training windows"), ("full", "bare", "validation batches")):
+        train(TINY + f"--data {folder}/{data}.bin --val-data {folder}/{val_data}.bin").refused(
+            "bare.bin", f"no target of the {part} counts")
+    train(TINY + f"--steps 5 --data {folder}/one.bin --val-data {folder}/full.bin").ok()
     # A pipe or a device might never end: it is no input, under whatever option.
     os.mkfifo(folder / "config.json")
     for path in (folder / "config.json", "/dev/zero"):
@@ -354,7 +364,7 @@ def test_fit(folder):
     output = train(job.replace("--device-memory 24", "--device-memory 80")).ok("\nnothing ", "\noptimizer ")
     assert "activations" not in output.out, output
     output = train(job + "--recompute layer --offload optimizer,gradients,weights").ok()
-    assert fit(output.out, "optimizer,gradients,weights") == batches[2] and "nothing" not in output.out, output
+    assert fit(output.out, "weights,gradients,optimizer") == batches[2] and "nothing" not in output.out, output
     # What is said to fit does, and no more. (Of a model that a small host can hold.)
     job = ("--device cuda --device-memory 2 --model llama-8b --hidden-size 256 --intermediate-size 512 --num-layers 4 "
            "--num-attention-heads 4 --num-key-value-heads 4 --head-dim 64 --vocab 8192 --seq-len 512 --recompute layer ")
@@ -372,10 +382,13 @@ def test_no_gpu(folder):
 
 def test_device_memory(folder):
     # A GPU that is not there: --fit and --plan agree about what fits into its memory.
+    # The default chunk and --lce-memory follow the batch, a chunk that is given stays; the job's own total batch does not matter.
     absent = "--device cuda --device-memory 80 --model llama-1b "
-    batch, _ = fit(train(absent + "--fit").ok(" in 80.00 GiB\n").out, "nothing")
-    train(absent + f"--plan --batch {batch}").ok(" on cuda: ")
-    train(absent + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
+    for chunk in ("", "--lce-chunk 100 ", "--lce-memory 1000 "):
+        batches = fit(train(absent + chunk + "--total-batch 81920 --batch 4 --fit").ok(" in 80.00 GiB\n").out, "nothing")
+        for batch, mode in zip(batches, (chunk, "--materialized-logits ") if not chunk else (chunk,)):
+            train(absent + mode + f"--plan --batch {batch}").ok(" on cuda: ")
+            train(absent + mode + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
     # A run as on a smaller device: what is said to fit does, and nothing larger.
     small = TINY + "--device-memory 0.02 --steps 1 --sample-every 0 --seq-len 64 "
     output = train(small + "--batch 1000").refused("the device has 20.5 MiB to give")
@@ -388,6 +401,35 @@ def test_device_memory(folder):
     # More than any machine has: said before anything is allocated, with a batch that would do.
     output = train(TINY + "--seq-len 2000 --batch 1000000 --recompute none").refused("this run needs ", "activations ")
     assert 0 < int(re.search(r"--batch (\d+) fits\n", output.err)[1]) < 1000000, output
+
+
+# Everything that a refusal offers is accepted, and fits; where it offers nothing, it says what the least is.
+def test_advice(folder):
+    llama = ("--model llama-tiny --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 --num-attention-heads 3 "
+             "--num-key-value-heads 1 --head-dim 8 --plan --device ")
+
+    def changed(job, flags):
+        return (job.replace("--materialized-logits", "") if "--fused-lce" in flags else job) + f" {flags}"
+    offers = 0
+    for job, mode in ((llama + "cuda --batch 64 --seq-len 128", 0),
+                      (llama + "cpu --batch 64 --seq-len 128 --materialized-logits", 1),
+                      (llama + "cpu --batch 60 --seq-len 128 --total-batch 92160", 0),
+                      (llama + "cpu --batch 1 --seq-len 1 --recompute layer", 0),
+                      (llama + "cuda --batch 8 --seq-len 128 --recompute layer --materialized-logits --offload gradients", 1),
+                      ("--plan --device cuda --model gpt2-tiny --batch 32 --seq-len 50 --lce-chunk 1000", 0)):
+        train(f"{job} --log {folder}/log").ok()
+        usable = read_log(folder / "log")[mode]["peak_bytes"] - 1
+        while usable > 1100:
+            memory = f" --device-memory {usable / 2**30!r}"
+            advice = train(job + memory).refused("this run needs ", " and the device has ").err.split("); ", 1)[1]
+            least = re.fullmatch("no smaller batch fits, and (even |)(.*) needs (.*): take a smaller model, .*\n", advice)
+            if least:
+                train(changed(job, least[2] if least[1] else "") + memory).fails(f"this run needs {least[3]} ")
+            for offer in [] if least else re.split(", (?=--)", advice):
+                train(changed(job, re.match("(.*?) (needs|fits)", offer)[1]) + memory).ok()
+                offers += 1
+            usable = usable // 2
+    assert offers > 30, offers
 
 
 # Both modes beside each other, and the same memory whichever of them the run itself had.

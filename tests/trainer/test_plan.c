@@ -1,10 +1,6 @@
-// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what
-// is derived from it: the chunk within a budget, the largest batch, the sentence when memory does not
-// suffice.
-#include "kernels/fail.h"
-#include "kernels/text.h"
+// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what is derived from
+// it: the chunk within a budget, the largest batch. test_cli.py has the sentence when memory does not suffice.
 #include "tests/runs.h"
-#include "trainer/machine.h"
 
 #include <time.h>
 
@@ -21,24 +17,30 @@
 
 // --- the plan and the run ----------------------------------------------------------------------------------
 
-// A measured step, sample and validation, in the plan's order; then the ledger against the plan. Chunks
-// that do not divide, that exceed the batch, gradient accumulation, padded validation batches.
-static void check_plan(const char *model, const char *job, LceMode mode, Recompute recompute) {
-  Run *run = run_open("%s %s %s --recompute %s --sample-tokens 3", model, job,
-                      mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits", recompute_name(recompute));
+// Measured steps, a sample and a validation, in the plan's order; then the ledger against the plan. Chunks that do not divide,
+// that exceed the batch, gradient accumulation, padded validation batches.
+static void check_plan(const char *model, const char *job, const char *more) {
+  Run *run = run_open("%s --data %s %s %s --sample-tokens 3", model,
+                      strstr(more, "masked") ? temp_path("masked.bin") : "Makefile", job,
+                      strstr(more, "masked") ? "" : more);
   static const int32_t prompt[] = {10};
   int64_t count;
-  run_step(run, 0);
+  for (int step = 0; step < (run->options.masked ? 10 : 1); step++) run_step(run, step);
   free(trainer_sample(&run->trainer, prompt, 1, 1, &count));
-  trainer_validate(&run->trainer, &run->data.loader, 2);
+  trainer_validate(&run->trainer, &run->data.loader, run->options.masked ? 0 : 2);
+  trainer_gradient_pass(&run->trainer); // what --compare-modes measures, after a padded batch
   assert_planned(run);
   const Ledger *ledger = &run->h->backend->memory.ledger;
-  size_t sum = 0;
+  size_t sum = 0, head = ledger->highest[MEMORY_HEAD];
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) sum += ledger->at_peak[c];
   assert_int_equal(sum, ledger->peak);
+  // A run of the same shape that counts every target does not need more.
+  run->options.masked = false;
+  assert_in_range(plan_run(&run->options, ON_CPU, run->options.mode).highest[MEMORY_HEAD], 1, head);
   run_close(run);
 }
 
+// Every model and job, in both modes and with every way to recompute.
 TEST(test_plan_equals_run) {
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
   static const char *const jobs[] = {"--batch 3 --seq-len 17",
@@ -49,33 +51,41 @@ TEST(test_plan_equals_run) {
                                      "--batch 3 --seq-len 17 --logit-softcap 5 --metrics"};
   for (size_t m = 0; m < sizeof models / sizeof *models; m++)
     for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++)
-      for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++)
-        for (int mode = 0; mode < 2; mode++)
-          check_plan(models[m], jobs[j], (LceMode)mode, (Recompute)recompute);
-  check_plan(LLAMA, "--batch 5 --seq-len 49 --mlp-chunk 60", LCE_FUSED, RECOMPUTE_LAYER);
-  check_plan(GPT2, "--batch 5 --seq-len 49 --mlp-chunk 7 --total-batch 490", LCE_MATERIALIZED,
-             RECOMPUTE_LAYER);
+      for (int way = 0; way < 2 * RECOMPUTE_COUNT; way++) {
+        char more[64];
+        snprintf(more, sizeof more, "--recompute %s %s", recompute_name((Recompute)(way / 2)),
+                 way % 2 ? "--fused-lce" : "--materialized-logits");
+        check_plan(models[m], jobs[j], more);
+      }
 }
 
-TEST(test_ragged_chunks) {
-  static const int chunks[] = {1, 7, 50, 51, 52, 128, 1000};
-  for (size_t k = 0; k < sizeof chunks / sizeof *chunks; k++) {
-    char job[96];
-    snprintf(job, sizeof job, "--batch 3 --seq-len 17 --lce-chunk %d", chunks[k]);
-    check_plan(LLAMA, job, LCE_FUSED, RECOMPUTE_MLP);
-    check_plan(GPT2, job, LCE_FUSED, RECOMPUTE_NONE);
-  }
-}
-
-// Sampling pushes the tiles and their sums, and on a GPU lists of steps.
-TEST(test_sampling) {
-  static const char *const jobs[] = {"--batch 3 --seq-len 17 --lce-sample 40",
-                                     "--batch 6 --seq-len 49 --lce-chunk 140 --lce-sample 100 --z-loss 0.1",
-                                     "--batch 6 --seq-len 49 --total-batch 588 --lce-chunk 7 --lce-sample 8",
-                                     "--batch 6 --seq-len 49 --lce-memory 1 --lce-sample 1e-30"};
-  for (size_t j = 0; j < sizeof jobs / sizeof *jobs; j++) {
-    check_plan(LLAMA, jobs[j], LCE_FUSED, RECOMPUTE_LAYER);
-    check_plan(GPT2, jobs[j], LCE_FUSED, RECOMPUTE_NONE);
+// Chunks of every size; sampling, which pushes the tiles and their sums, and on a GPU lists of steps; targets that do not count.
+TEST(test_plan_equals_other_runs) {
+  static const struct {
+    const char *job, *more;
+  } cases[] = {
+      {"--batch 5 --seq-len 49 --mlp-chunk 60", "--recompute layer"},
+      {"--batch 5 --seq-len 49 --mlp-chunk 7 --total-batch 490", "--recompute layer --materialized-logits"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 1 --recompute mlp"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 7 --recompute mlp"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 50"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 51"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 52"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 128"},
+      {"--batch 3 --seq-len 17", "--lce-chunk 1000"},
+      {"--batch 3 --seq-len 17 --lce-sample 40", "--recompute layer"},
+      {"--batch 6 --seq-len 49 --lce-chunk 140 --lce-sample 100 --z-loss 0.1", "--recompute layer"},
+      {"--batch 6 --seq-len 49 --total-batch 588 --lce-chunk 7 --lce-sample 8", ""},
+      {"--batch 6 --seq-len 49 --lce-memory 1 --lce-sample 1e-30", ""},
+      {"--batch 3 --seq-len 17 --lce-chunk 7", "masked"},
+      {"--batch 3 --seq-len 17 --recompute layer", "masked"},
+      {"--batch 3 --seq-len 17 --lce-chunk 51", "masked"},
+      {"--batch 3 --seq-len 17 --materialized-logits", "masked"},
+      {"--batch 3 --seq-len 17 --lce-sample 10", "masked"},
+      {"--batch 3 --seq-len 17 --lce-sample 4 --lce-chunk 7", "masked"}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    check_plan(LLAMA, cases[i].job, cases[i].more);
+    check_plan(GPT2, cases[i].job, cases[i].more);
   }
 }
 
@@ -128,15 +138,7 @@ TEST(test_large_plan) {
 
 // --- what follows from plans -------------------------------------------------------------------------------
 
-TEST(test_default_chunk) {
-  assert_int_equal(lce_default_chunk(ON_CPU, 1), 128);
-  assert_int_equal(lce_default_chunk(ON_CPU, 1025), 129);
-  assert_int_equal(lce_default_chunk(ON_CPU, 32768), 4096);
-  assert_int_equal(lce_default_chunk(ON_CPU, 1 << 20), 4096);
-  assert_int_equal(lce_default_chunk(ON_CUDA, 1025), 1024);
-}
-
-// An eighth of the tokens; on a GPU never less than 1024, unless it is named.
+// An eighth of the tokens within 128 and 4096; on a GPU never less than 1024, unless it is named.
 TEST(test_chunk_option) {
   static const struct {
     DeviceKind device;
@@ -144,8 +146,11 @@ TEST(test_chunk_option) {
     int64_t min, max;
   } cases[] = {{ON_CPU, "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3", 2, 1023},
                {ON_CPU, "--lce-chunk 77", 77, 77},
+               {ON_CPU, "--batch 1 --seq-len 1", 128, 128},
+               {ON_CPU, "--batch 1 --seq-len 1025", 129, 129},
                {ON_CPU, "--batch 16 --seq-len 128", 256, 256},
-               {ON_CUDA, "--batch 16 --seq-len 128", 1024, 1024},
+               {ON_CPU, "--batch 1024 --seq-len 1024", 4096, 4096},
+               {ON_CUDA, "--batch 1 --seq-len 1025", 1024, 1024},
                {ON_CUDA, "--batch 128 --seq-len 128", 2048, 2048},
                {ON_CUDA, "--batch 16 --seq-len 128 --lce-chunk 77", 77, 77}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -200,34 +205,6 @@ TEST(test_budget) {
       }
 }
 
-static size_t peak_with_batch(const char *line, LceMode mode, int64_t batch) {
-  Options o = options_on(ON_CPU, "%s --batch %lld", line, (long long)batch);
-  size_t bytes = plan_run(&o, ON_CPU, mode).peak;
-  options_free(&o);
-  return bytes;
-}
-
-// The batch that is named fits when it is asked for, and one more does not: the default chunk and
-// --lce-memory follow the batch, a chunk that was given stays.
-TEST(test_largest_batch) {
-  static const char *const lines[] = {LLAMA "--seq-len 128", LLAMA "--seq-len 128 --lce-chunk 100",
-                                      LLAMA "--seq-len 128 --lce-memory 1"};
-  for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
-    for (int mode = 0; mode < 2; mode++) {
-      Options o = options_on(ON_CPU, "%s --total-batch 2048", lines[i]); // this job's; must not matter
-      size_t one = peak_with_batch(lines[i], (LceMode)mode, 1);
-      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one - 1), 0);
-      assert_int_equal(plan_largest_batch(&o, ON_CPU, (LceMode)mode, one), 1);
-      for (size_t bytes = (size_t)3 << 20; bytes < (size_t)200 << 20; bytes = bytes * 5 / 2) {
-        int64_t batch = plan_largest_batch(&o, ON_CPU, (LceMode)mode, bytes);
-        assert_true(batch >= 1);
-        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch) <= bytes);
-        assert_true(peak_with_batch(lines[i], (LceMode)mode, batch + 1) > bytes);
-      }
-      options_free(&o);
-    }
-}
-
 // --- what offloading costs ---------------------------------------------------------------------------------
 
 // Worked out by hand: L 4, H 64, I 128, V 512, N 64 on a GPU in bf16 with fp32 master weights and moments.
@@ -267,136 +244,21 @@ TEST(test_host_traffic) {
 #undef JOB
 }
 
-// --- when memory does not suffice --------------------------------------------------------------------------
-
-// What plan_require says about `usable` bytes; "" when it allows the run.
-static const char *requirement_on(DeviceKind device, const Options *o, size_t usable) {
-  caught_sentence[0] = 0;
-  expect_failures(true);
-  if (setjmp(caught_jump) == 0) plan_require(o, device, usable);
-  expect_failures(false);
-  return caught_sentence;
-}
-
-static const char *requirement(const Options *o, size_t usable) {
-  return requirement_on(ON_CPU, o, usable);
-}
-
-static void assert_says(const char *text, const char *part) {
-  if (!strstr(text, part)) fail_msg("\"%s\" should say \"%s\"", text, part);
-}
-
-// "FLAG needs 12.3 MiB", as a planned run with that flag needs.
-static void assert_offers(const char *text, const Options *o, const char *flag, LceMode mode,
-                          Recompute recompute) {
-  Options other = *o;
-  other.recompute = recompute;
-  char offer[128];
-  snprintf(offer, sizeof offer, "%s needs %s", flag, text_bytes(plan_run(&other, ON_CPU, mode).peak).text);
-  assert_says(text, offer);
-}
-
-TEST(test_requirement) {
-  Options o = options_on(ON_CPU, LLAMA "--seq-len 128 --batch 64 --materialized-logits");
-  size_t need = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak;
-  assert_string_equal(requirement(&o, need), "");
-  assert_string_equal(requirement(&o, 0), ""); // unknown
-  const char *text = requirement(&o, need - 1);
-  char start[128], batch[64];
-  snprintf(start, sizeof start, "this run needs %s and the device has %s to give (", text_bytes(need).text,
-           text_bytes(need - 1).text);
-  assert_int_equal(strncmp(text, start, strlen(start)), 0);
-  assert_says(text, "activations ");
-  assert_says(text, "lm_head, loss ");
-  assert_offers(text, &o, "--fused-lce", LCE_FUSED, RECOMPUTE_NONE);
-  assert_offers(text, &o, "--recompute elementwise", LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE);
-  assert_says(text, "--batch 63 fits");
-  assert_null(strstr(text, "\n"));
-
-  // So little that only the strongest recomputation, or a few sequences, would do.
-  o.recompute = RECOMPUTE_LAYER;
-  size_t least = plan_run(&o, ON_CPU, LCE_MATERIALIZED).peak;
-  o.recompute = RECOMPUTE_NONE;
-  text = requirement(&o, least);
-  assert_offers(text, &o, "--recompute layer", LCE_MATERIALIZED, RECOMPUTE_LAYER);
-  assert_null(strstr(text, "--recompute mlp"));
-  snprintf(batch, sizeof batch, "--batch %lld fits",
-           (long long)plan_largest_batch(&o, ON_CPU, LCE_MATERIALIZED, least));
-  assert_says(text, batch);
-
-  assert_says(requirement(&o, 1 << 16), "no smaller batch fits");
-  options_free(&o);
-}
-
-// The peak of a job with `change` added to its command line, which must be accepted.
-static size_t peak_with(const char *job, const char *change, DeviceKind device) {
-  char kept[1024];
-  snprintf(kept, sizeof kept, "%s", job);
-  char *materialized = strstr(kept, "--materialized-logits");
-  if (strstr(change, "--fused-lce") && materialized)
-    memset(materialized, ' ', strlen("--materialized-logits"));
-  Options o = options_on(device, "%s %s", kept, change);
-  size_t peak = plan_run(&o, device, o.mode).peak;
-  options_free(&o);
-  return peak;
-}
-
-// Everything that the sentence offers is a command line that is accepted and fits. Returns how many changes it offers.
-static int follow_advice(const char *job, DeviceKind device, size_t usable) {
-  char advice[1024];
-  Options o = options_on(device, "%s", job);
-  const char *text = requirement_on(device, &o, usable);
-  options_free(&o);
-  snprintf(advice, sizeof advice, "%s", strstr(text, "); ") + 3);
-  char *last = strstr(advice, "no smaller batch fits, and ");
-  if (last) { // then it offers nothing, and says what the least is
-    assert_says(text, ": take a smaller model, or a device with more memory");
-    char *needs = strstr(advice, " needs "), *flags = strstr(advice, "--");
-    *needs = 0;
-    size_t peak = peak_with(job, flags && flags < needs ? flags : "", device);
-    Text bytes = text_bytes(peak);
-    assert_true(peak > usable);
-    assert_int_equal(strncmp(needs + strlen(" needs "), bytes.text, strlen(bytes.text)), 0);
-    return 0;
+// Tokens of which every third counts, now and then none for a while.
+static int make_masked(void **state) {
+  enum { TOKENS = 3000 };
+  if (make_temp_dir(state)) return -1;
+  uint16_t tokens[TOKENS];
+  uint8_t mask[TOKENS / 8] = {0};
+  for (int i = 0; i < TOKENS; i++) {
+    tokens[i] = (uint16_t)(3 * i % 61);
+    mask[i / 8] |= (uint8_t)((i % 3 == 0 && i / 40 % 4) << i % 8);
   }
-  int count = 0;
-  for (char *change = advice, *next; change; change = next, count++) {
-    next = strstr(change, ", "); // a list of --offload has commas of its own
-    if (next) *next = 0, next += 2;
-    char *end = strstr(change, " needs "), *fits = strstr(change, " fits");
-    assert_true(end || fits);
-    *(end ? end : fits) = 0;
-    size_t peak = peak_with(job, change, device);
-    if (peak > usable) fail_msg("%s: \"%s\" needs %zu bytes of %zu", job, change, peak, usable);
-  }
-  return count;
-}
-
-TEST(test_advice) {
-  static const char *const jobs[] = {LLAMA "--batch 64 --seq-len 128",
-                                     LLAMA "--batch 64 --seq-len 128 --materialized-logits",
-                                     LLAMA "--batch 60 --seq-len 128 --total-batch 92160",
-                                     LLAMA "--batch 1 --seq-len 1 --recompute layer",
-                                     LLAMA "--batch 8 --seq-len 128 --recompute layer --materialized-logits",
-                                     GPT2 "--batch 32 --seq-len 50 --lce-chunk 1000"};
-  int offers = 0;
-  for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++)
-    for (int device = 0; device < 2; device++) {
-      DeviceKind on = device ? ON_CUDA : ON_CPU;
-      size_t need = peak_with(jobs[i], "", on);
-      for (size_t usable = need - 1; usable > 1000; usable = usable * 3 / 4) {
-        offers += follow_advice(jobs[i], on, usable);
-        assert_int_equal(strstr(caught_sentence, "--moment-dtype") && on == ON_CPU, 0);
-      }
-    }
-  assert_true(offers > 100);
-  Options o = options_on(ON_CPU, LLAMA "--batch 1 --seq-len 1 --recompute layer");
-  const char *text = requirement(&o, 1000); // nothing is left to change
-  assert_null(strstr(text, "--seq-len"));
-  assert_null(strstr(text, "--recompute"));
-  options_free(&o);
+  write_shard16("masked.bin", tokens, TOKENS);
+  write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
+  return 0;
 }
 
 int main(void) {
-  return tests_run("plan", NULL, NULL);
+  return tests_run("plan", make_masked, remove_temp_dir);
 }

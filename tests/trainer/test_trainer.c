@@ -1,5 +1,5 @@
-// Training: the learning rate's schedule, steps, validation and samples. tests/trainer/test_plan.c has the memory of
-// the same runs.
+// Training: the learning rate's schedule, steps, masked and packed data, validation and samples. test_plan.c has the memory of
+// the same runs, test_same_bits.c what changes no bit of them.
 #include "kernels/fail.h"
 #include "kernels/random.h"
 #include "tests/harness.h"
@@ -61,13 +61,46 @@ TEST(test_schedule_edges) {
   }
 }
 
-// --- steps -------------------------------------------------------------------------------------------------
+// --- data --------------------------------------------------------------------------------------------------
 
-enum { SMALL_LLAMA, SMALL_GPT2, SMALL_MODELS };
-static char small_models[SMALL_MODELS][512]; // their options
+#define LLAMA                                                                                                \
+  "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --num-layers 2 "                   \
+  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 --data %s "
+#define GPT2                                                                                                 \
+  "--model gpt2-tiny --vocab 300 --hidden-size 20 --num-layers 2 --num-attention-heads 2 --seq-len 17 "      \
+  "--batch 3 --max-position-embeddings 19 --data %s "
+static const char *const models[] = {LLAMA, GPT2};
+enum { MODELS = 2 };
 
-// 40 KB of words: unlike the source tree, never changed, so that what is compared closely does not change.
-static int make_words(void **state) {
+// A run on one of the files of the temporary directory.
+static Run *open_on(const char *model, const char *file, const char *options) {
+  char line[512];
+  snprintf(line, sizeof line, model, temp_path(file));
+  return run_open("%s %s", line, options);
+}
+
+static Run *open(const char *model, const char *options) {
+  return open_on(model, "words.txt", options);
+}
+
+enum { TOKENS = 3000 };
+
+static void write_marks(const char *name, int32_t magic, int32_t count, const uint8_t *marks) {
+  write_shard(name, magic, 1, count, marks, (size_t)(count + 7) / 8);
+}
+
+static void write_letters(const char *name, int count, int first, int distinct) {
+  char text[512];
+  assert_in_range(count, 1, (int)sizeof text - 1);
+  for (int i = 0; i < count; i++) text[i] = (char)(first + i * i * i % distinct);
+  text[count] = 0;
+  write_text(name, text);
+}
+
+// words.txt: 40 KB of words, which unlike the source tree never change. masked.bin: a language with something to learn, of
+// which runs of tokens count and runs do not, as prompts and answers; packed.bin: the same in documents of up to 40 tokens;
+// nothing.bin: nothing counts.
+static int make_data(void **state) {
   static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
                                       "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
   if (make_temp_dir(state)) return -1;
@@ -79,112 +112,140 @@ static int make_words(void **state) {
     length += strlen(word);
   }
   write_bytes("words.txt", text, length);
-  snprintf(small_models[SMALL_LLAMA], sizeof small_models[0],
-           "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --num-layers 2 "
-           "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 --data %s",
-           temp_path("words.txt"));
-  snprintf(
-      small_models[SMALL_GPT2], sizeof small_models[0],
-      "--model gpt2-tiny --vocab 300 --hidden-size 20 --num-layers 2 --num-attention-heads 2 --seq-len 17 "
-      "--batch 3 --max-position-embeddings 19 --data %s",
-      temp_path("words.txt"));
+  uint16_t tokens[TOKENS];
+  uint8_t mask[(TOKENS + 7) / 8] = {0}, ends[sizeof mask] = {0}, none[sizeof mask] = {0};
+  bool counts = false;
+  for (int i = 0, left = 0; i < TOKENS; i++, left--) {
+    if (left <= 0) {
+      counts = !counts;
+      left = 1 + (int)(random_bits(5, 1, (uint64_t)i) % (counts ? 20 : 60));
+    }
+    tokens[i] = (uint16_t)(i % 7 == 0 ? random_bits(5, 2, (uint64_t)i) % 61 : (uint64_t)(3 * i % 61));
+    mask[i / 8] |= (uint8_t)(counts << i % 8);
+  }
+  for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
+    ends[i / 8] |= (uint8_t)(1 << i % 8);
+  static const char *const shards[] = {"masked", "packed", "nothing"};
+  for (int i = 0; i < 3; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "%s.bin", shards[i]);
+    write_shard16(name, tokens, TOKENS);
+    snprintf(name, sizeof name, "%s.mask", shards[i]);
+    write_marks(name, 20261120, TOKENS, i == 2 ? none : mask);
+  }
+  write_marks("packed.ends", 20261121, TOKENS, ends);
+  write_shard16("short.bin", tokens, 60);
+  write_letters("held_back.txt", 150, 'a', 23);
+  write_letters("few.txt", 69, 'a', 23);
+  write_letters("ten_letters.txt", 400, 1, 10);
   return 0;
 }
 
-static double *all_weights(Harness *h, Trainer *t, int64_t *count) {
-  *count = 0;
-  for (int g = 0; g < GROUP_COUNT; g++) *count += trainer_model(t)->parameters.group_elements[g];
-  double *weights = host_values(h, *count), *at = weights;
-  for (int g = 0; g < GROUP_COUNT; g++) {
-    int64_t elements = trainer_model(t)->parameters.group_elements[g];
-    memcpy(at, values_of(h, trainer_model(t)->parameters.value[g]), (size_t)elements * sizeof *at);
-    at += elements;
+// The mean in float64 over what counts in the micro-batches of a step, or in the first validation batches (step -1), each
+// document by itself.
+static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *counted) {
+  const Options *o = &run->options;
+  const Loader *loader = &run->data.loader;
+  int64_t rows = o->batch * o->seq_len;
+  int32_t *tokens = calloc((size_t)rows, 4), *targets = calloc((size_t)rows, 4),
+          *documents = o->pack ? calloc((size_t)rows, 8) : NULL;
+  double *loss = host_values(run->h, rows), sum = 0;
+  *counted = 0;
+  ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
+  for (int64_t b = 0; b < batches; b++) {
+    LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = batches, .ranks = 1};
+    *counted += step < 0 ? loader_validation_batch(loader, b, tokens, targets, documents)
+                         : loader_train_batch(loader, place, tokens, targets, documents);
+    for (int64_t n = 0, length; n < rows; n += length) {
+      length = documents ? documents[rows + n] + 1 : o->seq_len;
+      if (documents) assert_int_equal(documents[n], 0);
+      reference_model_losses(&reference, tokens + n, targets + n, 1, length, loss);
+      for (int64_t i = 0; i < length; i++) sum += loss[i];
+    }
   }
-  return weights;
+  reference_model_free(&reference);
+  free(tokens);
+  free(targets);
+  free(documents);
+  return sum / (double)*counted;
 }
 
-// The losses of `steps` steps, and the gradients' norms.
-static void train_steps(Run *run, int steps, double *losses, double *norms) {
-  for (int step = 0; step < steps; step++) {
-    StepResult result = run_step(run, step);
-    losses[step] = result.loss;
-    norms[step] = result.grad_norm;
-  }
-}
+// --- steps -------------------------------------------------------------------------------------------------
 
-// What a run's first steps leave behind; the caller frees the weights.
-typedef struct {
-  double losses[6], norms[6], *weights;
-  int64_t count;
-} Bits;
-
-static Bits bits_of(Run *run) {
-  Bits b = {.count = 0};
-  train_steps(run, 6, b.losses, b.norms);
-  double *weights = all_weights(run->h, &run->trainer, &b.count);
-  b.weights = malloc((size_t)b.count * sizeof *weights);
-  assert_non_null(b.weights);
-  memcpy(b.weights, weights, (size_t)b.count * sizeof *weights);
-  run_close(run);
-  return b;
-}
-
-static void check_bits(Bits a, Bits b, bool same) {
-  assert_int_equal(a.count, b.count);
-  assert_int_equal(!memcmp(a.losses, b.losses, sizeof a.losses), same);
-  assert_int_equal(!memcmp(a.norms, b.norms, sizeof a.norms), same);
-  assert_int_equal(!memcmp(a.weights, b.weights, (size_t)a.count * sizeof *a.weights), same);
-  free(b.weights);
-}
-
-TEST(test_one_seed_one_result) {
-  for (int m = 0; m < SMALL_MODELS; m++) {
-    Bits first = bits_of(run_open("%s --lce-chunk 7 --seed 1", small_models[m]));
-    check_bits(first, bits_of(run_open("%s --lce-chunk 7 --seed 1", small_models[m])), true);
-    check_bits(first, bits_of(run_open("%s --lce-chunk 7 --seed 2", small_models[m])), false);
-    free(first.weights);
-  }
-}
-
-// Two variants of a model, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of
-// fp32, the norms by a thousandth. (At high learning rates training is chaotic and any rounding grows without
-// bound.)
-static void check_same_curve(const char *model, const char *left, const char *right) {
-  enum { STEPS = 20 };
-  double losses[2][STEPS], norms[2][STEPS];
-  for (int k = 0; k < 2; k++) {
-    Run *run = run_open("%s --lr 0.003 --warmup 0 %s", model, k == 0 ? left : right);
-    train_steps(run, STEPS, losses[k], norms[k]);
+// Steps of gradient accumulation against float64: everything counts, some of the targets, or documents that are packed.
+TEST(test_loss_is_the_mean_of_what_counts) {
+  static const struct {
+    const char *file, *options;
+  } cases[] = {{"masked.bin", "--fused-lce --lce-chunk 5"},
+               {"masked.bin", "--fused-lce"},
+               {"masked.bin", "--materialized-logits"},
+               {"packed.bin", "--pack documents"},
+               {"words.txt", "--lce-chunk 20"},
+               {"nothing.bin", "--lce-chunk 20"}};
+  for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+    char options[160];
+    snprintf(options, sizeof options, "--batch 2 --total-batch 102 --lr 0.01 --warmup 5 %s",
+             cases[i / 2].options);
+    Run *run = open_on(models[i % 2], cases[i / 2].file, options);
+    bool all = !strcmp(cases[i / 2].file, "words.txt"), none = !strcmp(cases[i / 2].file, "nothing.bin");
+    assert_int_equal(run->options.masked, !all);
+    for (int64_t step = 0; step < 4; step++) {
+      int64_t counted;
+      double want = reference_mean(run, step, 3, &counted);
+      StepResult got = run_step(run, step);
+      assert_in_range(counted, none ? 0 : 1, all ? 102 : none ? 0 : 101);
+      assert_int_equal(got.counted, counted);
+      if (none) want = 0;
+      if (none) assert_true(got.grad_norm == 0);
+      if (fabs(got.loss - want) > 1e-5)
+        fail_msg("step %d: loss %.9g, should be %.9g", (int)step, got.loss, want);
+    }
     run_close(run);
   }
-  assert_true(losses[0][STEPS - 1] < losses[0][0] - 0.5); // something was learned on the way
-  for (int step = 0; step < STEPS; step++) {
-    if (fabs(losses[0][step] - losses[1][step]) > 1e-5)
-      fail_msg("step %d: loss %.9g and %.9g", step, losses[0][step], losses[1][step]);
-    if (fabs(norms[0][step] / norms[1][step] - 1) > 1e-3)
-      fail_msg("step %d: norm %.9g and %.9g", step, norms[0][step], norms[1][step]);
-  }
 }
 
-TEST(test_modes_give_one_curve) {
-  for (int m = 0; m < SMALL_MODELS; m++)
-    check_same_curve(small_models[m], "--lce-chunk 7 --recompute layer", "--materialized-logits");
-}
-
-TEST(test_terms_give_one_curve) {
-  static const char *const terms[] = {"--label-smoothing 0.1 --z-loss 0.001", "--logit-softcap 4 --metrics",
-                                      "--label-smoothing 0.1 --z-loss 0.001 --logit-softcap 4"};
-  for (size_t i = 0; i < sizeof terms / sizeof *terms; i++) {
-    char left[160], right[160];
-    snprintf(left, sizeof left, "--lce-chunk 7 %s", terms[i]);
-    snprintf(right, sizeof right, "--materialized-logits %s", terms[i]);
-    check_same_curve(small_models[SMALL_LLAMA], left, right);
-  }
+// Variants of a run, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of fp32, the norms by a
+// thousandth. (At high learning rates training is chaotic and any rounding grows without bound.)
+TEST(test_one_curve) {
+  enum { STEPS = 20 };
+  static const struct {
+    const char *file, *variants[5];
+  } jobs[] = {
+      {"words.txt", {"--materialized-logits", "--lce-chunk 7 --recompute layer"}},
+      {"words.txt", {"--batch 4", "--batch 1 --total-batch 68"}},
+#define TERMS "--label-smoothing 0.1 --z-loss 0.001 "
+      {"words.txt", {"--materialized-logits " TERMS, "--lce-chunk 7 " TERMS}},
+      {"words.txt",
+       {"--materialized-logits --logit-softcap 4 --metrics", "--lce-chunk 7 --logit-softcap 4 --metrics"}},
+      {"words.txt",
+       {"--materialized-logits --logit-softcap 4 " TERMS, "--lce-chunk 7 --logit-softcap 4 " TERMS}},
+#undef TERMS
+      {"masked.bin",
+       {"--batch 4 --materialized-logits", "--batch 4 --lce-chunk 3",
+        "--batch 1 --total-batch 68 --lce-chunk 6",
+        "--batch 2 --total-batch 68 --lce-chunk 6 --lce-sample 1e-30",
+        "--batch 2 --total-batch 68 --materialized-logits --recompute layer"}}};
+  double losses[STEPS] = {0}, norms[STEPS] = {0};
+  for (size_t j = 0; j < 2 * sizeof jobs / sizeof *jobs; j++)
+    for (int v = 0; v < 5 && jobs[j / 2].variants[v]; v++) {
+      char options[160];
+      snprintf(options, sizeof options, "--lr 0.003 --warmup 0 %s", jobs[j / 2].variants[v]);
+      Run *run = open_on(models[j % 2], jobs[j / 2].file, options);
+      for (int64_t step = 0; step < STEPS; step++) {
+        StepResult r = run_step(run, step);
+        if (v == 0) losses[step] = r.loss, norms[step] = r.grad_norm;
+        if (fabs(r.loss - losses[step]) > 1e-5 || fabs(r.grad_norm / norms[step] - 1) > 1e-3)
+          fail_msg("%s: step %d: loss %.9g and %.9g, norm %.9g and %.9g", options, (int)step, losses[step],
+                   r.loss, norms[step], r.grad_norm);
+      }
+      assert_true(losses[STEPS - 1] < losses[0] - 0.3); // something was learned on the way
+      run_close(run);
+    }
 }
 
 // At the start a token's probabilities are about 1 / 300. Two micro-batches of three chunks of 17 tokens have 12 tiles:
 // six of 192 vocabulary entries and six of 108.
-#define SAMPLING_JOB "%s --total-batch 102 --lce-chunk 20 "
+#define SAMPLING "--total-batch 102 --lce-chunk 20 "
 
 // Whether some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
 static bool adds_up(int dropped, double mass) {
@@ -197,14 +258,16 @@ static bool adds_up(int dropped, double mass) {
 
 // A step's statistics cover all its micro-batches, and its loss is what it is without sampling.
 TEST(test_sampling_statistics) {
-  static const char *const samplings[] = {"", "--lce-sample 1e-30", "--lce-sample 40", "--lce-sample 1e6"};
+  static const char *const samplings[] = {SAMPLING, SAMPLING "--lce-sample 1e-30", SAMPLING "--lce-sample 40",
+                                          SAMPLING "--lce-sample 1e6", SAMPLING "--lce-sample 1e-60"};
   double loss = 0, norm = 0;
-  for (int i = 0; i < 4; i++) {
-    Run *run = run_open(SAMPLING_JOB "%s", small_models[SMALL_LLAMA], samplings[i]);
+  for (int i = 0; i < 5; i++) {
+    Run *run = open(LLAMA, samplings[i]);
     StepResult r = run_step(run, 0);
     if (i == 0) loss = r.loss, norm = r.grad_norm;
     assert_true(r.loss == loss);
-    if (i == 0) assert_true(isnan(r.dropped_tiles) && isnan(r.dropped_mass));
+    if (i == 0 || i == 4) // what fp32 rounds to 0 samples nothing
+      assert_true(isnan(r.dropped_tiles) && isnan(r.dropped_mass));
     if (i == 1) assert_true(r.dropped_tiles == 0 && r.dropped_mass == 0 && r.grad_norm == norm);
     if (i == 2) {
       double dropped = 12 * r.dropped_tiles;
@@ -216,51 +279,29 @@ TEST(test_sampling_statistics) {
       assert_true(r.dropped_tiles == 1);
       assert_float_equal(r.dropped_mass, 299.0 / 300, 1e-3);
     }
-    if (i > 1) assert_true(fabs(r.grad_norm - norm) > 1e-3 * norm);
+    if (i == 2 || i == 3) assert_true(fabs(r.grad_norm - norm) > 1e-3 * norm);
     run_close(run);
   }
 }
 
-// With every tile kept a run has the bits that it has without sampling.
-TEST(test_sampling_that_keeps_all) {
-  for (int m = 0; m < SMALL_MODELS; m++) {
-    Bits exact = bits_of(run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0", small_models[m]));
-    check_bits(exact,
-               bits_of(run_open(SAMPLING_JOB "--z-loss 0.01 --lr 0.01 --warmup 0 --lce-sample 1e-30",
-                                small_models[m])),
-               true);
-    free(exact.weights);
-  }
-}
-
-// The draws follow from the seed, and change with it alone: same weights and data, same loss, another gradient.
-// Recomputation changes nothing.
+// The draws follow from the seed: same weights and data, same loss, another gradient.
 TEST(test_sampling_seeds) {
-  enum { STEPS = 6, RUNS = 4 };
-  static const struct {
-    uint64_t seed;
-    const char *recompute;
-  } runs[RUNS] = {{1, "none"}, {1, "none"}, {1, "layer"}, {2, "none"}};
-  double losses[RUNS][STEPS], norms[RUNS][STEPS];
-  for (int k = 0; k < RUNS; k++) {
-    Run *run =
-        run_open(SAMPLING_JOB "--lce-sample 40 --recompute %s", small_models[SMALL_LLAMA], runs[k].recompute);
-    run->options.seed = runs[k].seed; // the first weights and the data are those of seed 1 already
-    train_steps(run, STEPS, losses[k], norms[k]);
+  StepResult first[2], last[2];
+  for (uint64_t k = 0; k < 2; k++) {
+    Run *run = open(LLAMA, SAMPLING "--lce-sample 40");
+    run->options.seed = 1 + k; // the first weights and the data are those of seed 1 already
+    first[k] = run_step(run, 0);
+    for (int step = 1; step < 6; step++) last[k] = run_step(run, step);
     run_close(run);
   }
-  for (int k = 1; k < 3; k++) {
-    assert_memory_equal(losses[0], losses[k], sizeof losses[0]);
-    assert_memory_equal(norms[0], norms[k], sizeof norms[0]);
-  }
-  assert_true(losses[0][0] == losses[3][0] && norms[0][0] != norms[3][0]);
-  assert_true(losses[0][STEPS - 1] != losses[3][STEPS - 1]);
+  assert_true(first[0].loss == first[1].loss && first[0].grad_norm != first[1].grad_norm);
+  assert_true(last[0].loss != last[1].loss);
 }
 
 // Every step draws anew, and every micro-batch: a learning rate of 0 leaves weights and masses as they are, and two
 // micro-batches that draw alike would always drop an even number of tiles.
 TEST(test_draws_differ) {
-  Run *run = run_open(SAMPLING_JOB "--lce-sample 40 --lr 0", small_models[SMALL_LLAMA]);
+  Run *run = open(LLAMA, SAMPLING "--lce-sample 40 --lr 0");
   int least = 12, most = 0, odd = 0;
   for (int step = 0; step < 8; step++) {
     int dropped = (int)lround(12 * run_step(run, step).dropped_tiles);
@@ -271,18 +312,11 @@ TEST(test_draws_differ) {
   run_close(run);
 }
 
-// What fp32 rounds to 0 samples nothing.
-TEST(test_no_mass) {
-  Run *run = run_open(SAMPLING_JOB "--lce-sample 1e-60", small_models[SMALL_LLAMA]);
-  assert_true(isnan(run_step(run, 0).dropped_tiles));
-  run_close(run);
-}
-
 // At the start every token is as likely as any other; statistics that were not requested are absent.
 TEST(test_step_statistics) {
   for (int requested = 0; requested < 2; requested++) {
-    Run *run = run_open("%s --lr 0.003 --warmup 0 %s", small_models[SMALL_LLAMA],
-                        requested ? "--z-loss 0.01 --metrics --total-batch 102" : "");
+    Run *run =
+        open(LLAMA, requested ? "--lr 0.003 --warmup 0 --z-loss 0.01 --metrics --total-batch 102" : "");
     StepResult first = run_step(run, 0), later = first;
     if (requested) {
       assert_float_equal(first.entropy, log(300), 0.02);
@@ -300,35 +334,27 @@ TEST(test_step_statistics) {
   }
 }
 
-// 4 micro-batches of 1 sequence are 1 micro-batch of 4: the same windows, the same normaliser.
-TEST(test_accumulation) {
-  for (int m = 0; m < SMALL_MODELS; m++)
-    check_same_curve(small_models[m], "--batch 1 --total-batch 68", "--batch 4");
-}
-
 // Results wait on the device: collected together, they are those collected one by one.
 TEST(test_pending) {
   enum { STEPS = 5 };
-  double one_by_one[STEPS], norms[STEPS];
-  Run *run = run_open("%s", small_models[SMALL_LLAMA]);
-  train_steps(run, STEPS, one_by_one, norms);
-  run_close(run);
-  run = run_open("%s", small_models[SMALL_LLAMA]);
+  Run *run = open(LLAMA, ""), *other = open(LLAMA, "");
   StepResult results[TRAINER_PENDING];
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
   for (int step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
   for (int step = 0; step < STEPS; step++) {
+    StepResult one = run_step(other, step);
     assert_int_equal(results[step].step, step);
     assert_int_equal(results[step].counted, 3 * 17);
-    assert_true(results[step].loss == one_by_one[step] && results[step].grad_norm == norms[step]);
+    assert_true(results[step].loss == one.loss && results[step].grad_norm == one.grad_norm);
     assert_true(results[step].learning_rate == schedule_rate(&run->options.schedule, step));
   }
   // One step too many.
   run->trainer.pending_count = TRAINER_PENDING;
   assert_fails(run->h, "the results of 64 steps were not collected",
                trainer_step(&run->trainer, &run->data.loader, STEPS));
+  run_close(other);
   run_close(run);
 }
 
@@ -382,14 +408,10 @@ static void check_update(Run *run, bool clips) {
 }
 
 TEST(test_update) {
-  check_update(
-      run_open("%s --lr 0.01 --weight-decay 3 --warmup 2 --grad-clip 0.1", small_models[SMALL_LLAMA]), true);
-  check_update(run_open("%s --lr 0.01 --weight-decay 3 --warmup 0 --grad-clip 0 --beta1 0.8 --beta2 0.7",
-                        small_models[SMALL_GPT2]),
+  check_update(open(LLAMA, "--lr 0.01 --weight-decay 3 --warmup 2 --grad-clip 0.1"), true);
+  check_update(open(GPT2, "--lr 0.01 --weight-decay 3 --warmup 0 --grad-clip 0 --beta1 0.8 --beta2 0.7"),
                false);
-  check_update(run_open("%s --lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings",
-                        small_models[SMALL_LLAMA]),
-               false);
+  check_update(open(LLAMA, "--lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings"), false);
 }
 
 // --- learning ----------------------------------------------------------------------------------------------
@@ -420,78 +442,80 @@ TEST(test_learns) {
 
 // --- validation --------------------------------------------------------------------------------------------
 
-// The mean over the first `batches` validation batches, in float64.
-static double reference_validation(Run *run, int64_t batches) {
-  const Options *o = &run->options;
-  int64_t rows = o->batch * o->seq_len, counted = 0;
-  int32_t *tokens = calloc((size_t)rows, sizeof *tokens), *targets = calloc((size_t)rows, sizeof *targets);
-  double *loss = host_values(run->h, rows), sum = 0;
-  ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
-  for (int64_t b = 0; b < batches; b++) {
-    counted += loader_validation_batch(&run->data.loader, b, tokens, targets, NULL);
-    reference_model_losses(&reference, tokens, targets, o->batch, o->seq_len, loss);
-    for (int64_t n = 0; n < rows; n++) sum += loss[n];
+// The sum of all weights' bits.
+static uint64_t weights_of(Run *run) {
+  uint64_t sum = 0;
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    Tensor t = trainer_model(&run->trainer)->parameters.value[g];
+    const double *values = values_of(run->h, t);
+    for (int64_t i = 0; i < tensor_count(t); i++) {
+      uint64_t bits;
+      memcpy(&bits, &values[i], sizeof bits);
+      sum = sum * 31 + bits;
+    }
   }
-  reference_model_free(&reference);
-  free(tokens);
-  free(targets);
-  return sum / (double)counted;
+  return sum;
 }
 
-static void check_validation(Run *run) {
-  Trainer *t = &run->trainer;
-  int64_t count, batches = run->data.loader.validation_batches;
-  assert_true(batches >= 3);
-  run_step(run, 0); // the weights are not the first ones
-  double *before = all_weights(run->h, t, &count);
-  double all = trainer_validate(t, &run->data.loader, 0), two = trainer_validate(t, &run->data.loader, 2);
-  assert_true(trainer_validate(t, &run->data.loader, 0) == all);
-  assert_true(trainer_validate(t, &run->data.loader, batches) == all);
-  assert_true(trainer_validate(t, &run->data.loader, batches + 5) == all);
-  assert_true(isnan(t->bits_per_byte));
-  int64_t vocab_size = trainer_model(t)->config.vocab_size;
-  t->token_bytes = calloc((size_t)vocab_size, sizeof *t->token_bytes); // the trainer's from here on
-  for (int64_t id = 0; id < vocab_size; id++) t->token_bytes[id] = 3;
-  assert_true(trainer_validate(t, &run->data.loader, 0) == all);
-  assert_true(fabs(t->bits_per_byte * 3 * log(2) / all - 1) < 1e-12);
-  assert_true(fabs(all - reference_validation(run, batches)) < 1e-5);
-  assert_true(fabs(two - reference_validation(run, 2)) < 1e-5);
-  assert_memory_equal(before, all_weights(run->h, t, &count), (size_t)count * sizeof *before);
-  run_close(run);
-}
-
-static void write_letters(const char *name, int count, int first, int distinct) {
-  char text[512];
-  assert_in_range(count, 1, (int)sizeof text - 1);
-  for (int i = 0; i < count; i++) text[i] = (char)(first + i * i * i % distinct);
-  text[count] = 0;
-  write_text(name, text);
-}
-
+// 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13. 68 targets: one full batch, then a row
+// of 17 and two rows of nothing but padding. Or 11 windows that are held out, or documents.
 TEST(test_validation) {
-  // 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13.
-  write_letters("held_back.txt", 150, 'a', 23);
-  for (int m = 0; m < SMALL_MODELS; m++) {
-    check_validation(run_open("%s --lce-chunk 7 --val-data %s", small_models[m], temp_path("held_back.txt")));
-    check_validation(
-        run_open("%s --materialized-logits --val-data %s", small_models[m], temp_path("held_back.txt")));
-    check_validation(run_open("%s --lce-chunk 20 --val-fraction 0.005", small_models[m])); // 11 windows
-  }
-}
-
-// 68 targets: one full batch, then a row of 17 and two rows of nothing but padding. None at all: 0.
-TEST(test_validation_padding) {
-  write_letters("held_back.txt", 69, 'a', 23);
-  for (int mode = 0; mode < 2; mode++) {
-    Run *run = run_open("%s --val-data %s %s", small_models[SMALL_LLAMA], temp_path("held_back.txt"),
-                        mode == LCE_FUSED ? "--fused-lce" : "--materialized-logits");
-    assert_int_equal(run->data.loader.validation_batches, 2);
-    assert_true(fabs(trainer_validate(&run->trainer, &run->data.loader, 0) - reference_validation(run, 2)) <
-                1e-5);
+  static const struct {
+    const char *file, *options, *held_back; // NULL: a part of the file
+    int64_t batches;
+  } cases[] = {{"words.txt", "--lce-chunk 7 --val-data", "held_back.txt", 3},
+               {"words.txt", "--materialized-logits --val-data", "held_back.txt", 3},
+               {"words.txt", "--fused-lce --val-data", "few.txt", 2},
+               {"words.txt", "--materialized-logits --val-data", "few.txt", 2},
+               {"words.txt", "--lce-chunk 20 --val-fraction 0.005", NULL, 4},
+               {"packed.bin", "--batch 2 --pack documents", NULL, 0}};
+  for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+    char options[256];
+    snprintf(options, sizeof options, "%s %s", cases[i / 2].options,
+             cases[i / 2].held_back ? temp_path(cases[i / 2].held_back) : "");
+    Run *run = open_on(models[i % 2], cases[i / 2].file, options);
+    Trainer *t = &run->trainer;
+    int64_t counted, batches = run->data.loader.validation_batches,
+                     vocab_size = run->options.model.vocab_size;
+    if (cases[i / 2].batches) assert_int_equal(batches, cases[i / 2].batches);
+    run_step(run, 0); // the weights are not the first ones
+    uint64_t before = weights_of(run);
+    double all = trainer_validate(t, &run->data.loader, 0);
+    assert_true(trainer_validate(t, &run->data.loader, batches) == all);
+    assert_true(trainer_validate(t, &run->data.loader, batches + 5) == all);
+    assert_true(isnan(t->bits_per_byte));
+    t->token_bytes = calloc((size_t)vocab_size, sizeof *t->token_bytes); // the trainer's from here on
+    for (int64_t id = 0; id < vocab_size; id++) t->token_bytes[id] = 3;
+    assert_true(trainer_validate(t, &run->data.loader, 0) == all);
+    assert_true(fabs(t->bits_per_byte * 3 * log(2) / all - 1) < 1e-12);
+    assert_true(fabs(all - reference_mean(run, -1, batches, &counted)) < 1e-5);
+    double two = trainer_validate(t, &run->data.loader, 2);
+    assert_true(fabs(two - reference_mean(run, -1, 2, &counted)) < 1e-5);
+    assert_true(weights_of(run) == before);
     run_close(run);
   }
-  Run *run = run_open("%s --val-fraction 0", small_models[SMALL_LLAMA]);
-  assert_true(trainer_validate(&run->trainer, &run->data.loader, 0) == 0);
+}
+
+TEST(test_validation_of_nothing) {
+  for (int masked = 0; masked < 2; masked++) {
+    Run *run = open_on(LLAMA, masked ? "nothing.bin" : "words.txt", masked ? "" : "--val-fraction 0");
+    assert_true(trainer_validate(&run->trainer, &run->data.loader, 0) == 0);
+    run_close(run);
+  }
+}
+
+// The pass that --compare-modes measures counts every target, whatever batch was there before it.
+TEST(test_gradient_pass_after_a_padded_batch) {
+  char options[256];
+  snprintf(options, sizeof options, "--val-data %s", temp_path("short.bin"));
+  Run *run = open_on(LLAMA, "short.bin", options);
+  assert_false(run->options.masked);
+  run_step(run, 0);
+  trainer_validate(&run->trainer, &run->data.loader, 0);
+  trainer_gradient_pass(&run->trainer);
+  Tensor loss = run->trainer.loss;
+  const double *values = values_of(run->h, loss);
+  for (int64_t n = 0; n < tensor_count(loss); n++) assert_true(isfinite(values[n]) && values[n] > 0);
   run_close(run);
 }
 
@@ -507,8 +531,8 @@ static int32_t *sample(Run *run, uint64_t seed, int64_t *count) {
 }
 
 TEST(test_samples_are_repeatable) {
-  for (int m = 0; m < SMALL_MODELS; m++) {
-    Run *run = run_open("%s --sample-tokens 30 --temperature 1", small_models[m]);
+  for (int m = 0; m < MODELS; m++) {
+    Run *run = open(models[m], "--sample-tokens 30 --temperature 1");
     int64_t count;
     int32_t *a = sample(run, 5, &count), *b = sample(run, 5, &count), *c = sample(run, 6, &count);
     assert_memory_equal(a, b, (size_t)count * sizeof *a);
@@ -523,8 +547,8 @@ TEST(test_samples_are_repeatable) {
 // At temperature 0 each token is the likeliest one after the last seq_len tokens, also when the text has grown
 // beyond them.
 TEST(test_likeliest_samples) {
-  for (int m = 0; m < SMALL_MODELS; m++) {
-    Run *run = run_open("%s --sample-tokens 30 --temperature 0 --lr 0.02 --warmup 0", small_models[m]);
+  for (int m = 0; m < MODELS; m++) {
+    Run *run = open(models[m], "--sample-tokens 30 --temperature 0 --lr 0.02 --warmup 0");
     for (int step = 0; step < 10; step++) run_step(run, step);
     int64_t count, window = run->options.seq_len, vocab = run->options.model.vocab_size;
     int32_t *tokens = sample(run, 5, &count), *again = sample(run, 6, &count);
@@ -548,7 +572,6 @@ TEST(test_likeliest_samples) {
 TEST(test_sample_frequencies) {
   enum { DRAWS = 3000, VOCAB = 11 };
   const double temperature = 0.7;
-  write_letters("ten_letters.txt", 400, 1, 10);
   Run *run = run_open("--model llama-tiny --vocab 11 --hidden-size 8 --intermediate-size 8 --num-layers 1 "
                       "--num-attention-heads 1 --num-key-value-heads 1 --seq-len 5 --sample-tokens 1 "
                       "--temperature 0.7 --lr 0.1 --prompt \1 --data %s",
@@ -575,5 +598,5 @@ TEST(test_sample_frequencies) {
 }
 
 int main(void) {
-  return tests_run("trainer", make_words, remove_temp_dir);
+  return tests_run("trainer", make_data, remove_temp_dir);
 }

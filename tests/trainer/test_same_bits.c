@@ -1,0 +1,142 @@
+// What changes no bit of a run, on every backend: a second run, updates at once or during the forward pass, what is offloaded or
+// recomputed, and sampling that keeps every tile; with the plan's bytes each time. Ranks and checkpoints are in test_ranks.py.
+#include "tests/runs.h"
+
+static const char *backend;
+
+// What three steps, a validation and a sample leave behind.
+typedef struct {
+  double numbers[7]; // losses, norms, the validation's loss
+  char *bytes;       // tokens, weights, master weights and moments
+  size_t size;
+} Outcome;
+
+static void *grow(Outcome *out, size_t bytes) {
+  out->bytes = realloc(out->bytes, out->size + bytes);
+  assert_non_null(out->bytes);
+  out->size += bytes;
+  return out->bytes + out->size - bytes;
+}
+
+static Outcome outcome_of(Run *run, bool update_at_once) {
+  Outcome out = {.size = 0};
+  Backend *b = run->h->backend;
+  const Options *o = &run->options;
+  for (int step = 0; step < 3; step++) {
+    StepResult r = run_step(run, step);
+    assert_true(isfinite(r.loss) && isfinite(r.grad_norm));
+    out.numbers[2 * step] = r.loss, out.numbers[2 * step + 1] = r.grad_norm;
+    if (update_at_once) trainer_model(&run->trainer);
+  }
+  out.numbers[6] = trainer_validate(&run->trainer, &run->data.loader, 2);
+  int64_t count;
+  int32_t *tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count);
+  memcpy(grow(&out, (size_t)count * sizeof *tokens), tokens, (size_t)count * sizeof *tokens);
+  free(tokens);
+  const Parameters *p = &trainer_model(&run->trainer)->parameters;
+  const Tensor *const roles[] = {p->value, p->master, p->state[0], p->state[1]};
+  for (int g = 0; g < 4 * GROUP_COUNT; g++) {
+    Tensor t = roles[g / GROUP_COUNT][g % GROUP_COUNT];
+    if (tensor_exists(t) && tensor_count(t)) backend_to_host(b, grow(&out, tensor_bytes(t)), t);
+  }
+  assert_planned(run);
+  // Of one layer the input stays on the device.
+  int64_t recomputed = o->recompute_layers ? o->recompute_layers : o->model.num_hidden_layers;
+  bool offloads = o->dtypes.offload & OFFLOAD_PARAMETERS || (o->dtypes.offload && recomputed > 1);
+  assert_true((ledger_host_bytes(&b->memory.ledger) > 0) == offloads);
+  run_close(run);
+  return out;
+}
+
+#define JOB   "--batch 2 --lr 0.01 --warmup 1 --steps 3 --seed 4 --sample-tokens 20 --data Makefile "
+#define TINY  "--vocab 300 --hidden-size 24 --num-attention-heads 3 --seq-len 17 "
+#define LLAMA JOB "--model llama-tiny " TINY "--intermediate-size 40 --head-dim 8 --num-key-value-heads 1 "
+#define GPT2  JOB "--model gpt2-tiny " TINY
+#define PARAMETERS                                                                                           \
+  "", "--offload weights", "--offload gradients", "--offload optimizer", "--offload weights,gradients",      \
+      "--offload weights,gradients,optimizer"
+#define ALL PARAMETERS, "--offload activations", "--offload activations,weights,gradients,optimizer"
+#define FP8                                                                                                  \
+  JOB "--fp8 --vocab 300 --head-dim 16 --batch 3 --seq-len 48 --total-batch 288 --num-layers 3 "             \
+      "--num-attention-heads "
+#define RECOMPUTED                                                                                           \
+  "--recompute elementwise", "--recompute mlp", "--recompute layer",                                         \
+      "--recompute layer --recompute-layers 1", "--offload optimizer",                                       \
+      "--recompute layer --offload weights,gradients,optimizer,activations"
+
+static const struct Case {
+  const char *run, *variants[8];
+} cases[] = {
+    {LLAMA "--num-layers 5 --lce-chunk 16 --total-batch 102 --recompute layer", {ALL}},
+    {LLAMA "--num-layers 4 --tie-word-embeddings --materialized-logits", {PARAMETERS}},
+    {GPT2 "--num-layers 3 --total-batch 68 --recompute layer --mlp-chunk 15", {ALL}},
+    {GPT2 "--num-layers 2 --recompute mlp --total-batch 102 --lce-sample 0.5",
+     {PARAMETERS, "--recompute layer"}},
+    {LLAMA "--num-layers 5 --total-batch 68 --recompute layer --recompute-layers 3", {ALL}},
+    {GPT2 "--num-layers 3 --recompute layer --recompute-layers 1", {ALL}},
+    {LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10", {ALL}},
+    {LLAMA "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
+    {GPT2 "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
+    {FP8 "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1",
+     {RECOMPUTED}},
+    {FP8
+     "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1 --recompute layer "
+     "--mlp-chunk 64",
+     {""}}, // chunks of the MLP have factors of their own
+    {FP8 "3 --model gpt2-tiny --hidden-size 48", {RECOMPUTED}},
+    {FP8 "4 --model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2",
+     {RECOMPUTED}}};
+
+// The sizes of a GPU's defaults, where the optimizer's state has two dtypes; and layers that take as long as their copies
+// and updates, so that one that is not waited for changes bits.
+static const struct Case gpu_cases[] = {
+    {JOB "--model llama-tiny --vocab 4099 --seq-len 200 --num-layers 4 --total-batch 1200 --recompute layer "
+         "--moment-dtype bf16 --no-master-weights",
+     {ALL}},
+    {JOB "--model llama-tiny --vocab 512 --hidden-size 1024 --intermediate-size 4096 --head-dim 64 "
+         "--num-attention-heads 16 --num-key-value-heads 4 --num-layers 4 --seq-len 1024",
+     {PARAMETERS}}};
+
+static void check(const struct Case *c) {
+  if (strstr(c->run, "--fp8") && !strcmp(backend, "cuda-fp32")) return;
+  Run *run = run_open_on(backend, "%s", c->run);
+  if (!run) skip();
+  if (run->options.dtypes.fp8 && run->h->backend->no_fp8) return run_close(run);
+  Outcome want = outcome_of(run, true);
+  for (int v = 0; v < 8 && c->variants[v]; v++) {
+    Outcome got = outcome_of(run_open_on(backend, "%s %s", c->run, c->variants[v]), false);
+    if (memcmp(got.numbers, want.numbers, sizeof want.numbers))
+      fail_msg("%s: other losses or norms with \"%s\"", c->run, c->variants[v]);
+    assert_int_equal(got.size, want.size);
+    if (memcmp(got.bytes, want.bytes, want.size))
+      fail_msg("%s: other bits with \"%s\"", c->run, c->variants[v]);
+    free(got.bytes);
+  }
+  free(want.bytes);
+}
+
+TEST(test_same_bits) {
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check(&cases[i]);
+}
+
+TEST(test_same_bits_at_sizes_of_a_gpu) {
+  if (strcmp(backend, "cuda")) skip();
+  for (size_t i = 0; i < sizeof gpu_cases / sizeof *gpu_cases; i++) check(&gpu_cases[i]);
+}
+
+TEST(test_another_seed_is_another_run) {
+  Run *runs[] = {run_open_on(backend, LLAMA), run_open_on(backend, LLAMA "--seed 5")};
+  if (!runs[0]) skip();
+  Outcome one = outcome_of(runs[0], false), other = outcome_of(runs[1], false);
+  for (int i = 0; i < 7; i++) assert_true(one.numbers[i] != other.numbers[i]);
+  assert_memory_not_equal(one.bytes, other.bytes, one.size);
+  free(one.bytes);
+  free(other.bytes);
+}
+
+int main(void) {
+  static const char *const backends[] = {"cpu", "cuda-fp32", "cuda"};
+  int failed = 0;
+  for (int i = 0; i < 3; i++) failed += tests_run(backend = backends[i], NULL, NULL);
+  return failed;
+}
