@@ -723,8 +723,8 @@ struct Backend {
   void *state;             // of the backend
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time unless plain_loops is set.
-Backend *cpu_backend_create(bool plain_loops);
+// The reference: fp32, OpenMP, CBLAS where it was found at build time unless no_blas is set.
+Backend *cpu_backend_create(bool no_blas);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);

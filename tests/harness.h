@@ -22,7 +22,7 @@ typedef struct Harness {
   size_t record_count;
 } Harness;
 
-// "cpu", "cpu-plain" (loops in place of CBLAS), "cuda" (bf16), "cuda-fp32". NULL when this build or machine
+// "cpu", "cpu-plain" (without CBLAS), "cuda" (bf16), "cuda-fp32". NULL when this build or machine
 // has none. Every push is filled with NaN first.
 Harness *harness_open(const char *backend);
 void harness_close(Harness *h);

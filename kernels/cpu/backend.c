@@ -98,18 +98,18 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #elif defined(HAVE_CBLAS)
 #define GEMM_LIBRARY "CBLAS"
 #else
-#define GEMM_LIBRARY "plain loops"
+#define GEMM_LIBRARY "no BLAS"
 #endif
 
-Backend *cpu_backend_create(bool plain_loops) {
+Backend *cpu_backend_create(bool no_blas) {
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
-  ((CpuState *)backend->state)->plain_loops = plain_loops;
+  ((CpuState *)backend->state)->no_blas = no_blas;
   backend->name = "cpu";
   backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
-           threads == 1 ? "" : "s", plain_loops ? "plain loops" : GEMM_LIBRARY);
+           threads == 1 ? "" : "s", no_blas ? "no BLAS" : GEMM_LIBRARY);
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
   return backend_finish(backend);
