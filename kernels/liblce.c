@@ -300,7 +300,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
 
 // Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
 static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
-  enum { PART = 16384 };
+  enum { PART = 4096 };
   union {
     int64_t wide[PART];
     int32_t narrow[PART];

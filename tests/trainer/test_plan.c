@@ -271,10 +271,7 @@ TEST(test_host_traffic) {
 
 // What plan_require says about `usable` bytes; "" when it allows the run.
 static const char *requirement_on(DeviceKind device, const Options *o, size_t usable) {
-  caught_sentence[0] = 0;
-  expect_failures(true);
-  if (setjmp(caught_jump) == 0) plan_require(o, device, usable);
-  expect_failures(false);
+  CATCH(plan_require(o, device, usable));
   return caught_sentence;
 }
 
