@@ -1,21 +1,20 @@
-// The arithmetic: every operation a transformer's training step needs, one interface for all backends.
-//
-// An operation takes one struct of tensors and scalars; a comment gives the type and shape of each field:
+// The arithmetic: every operation of a transformer's training step, one interface for all backends. An operation takes one
+// struct of tensors and scalars, whose comments give types and shapes:
 //
 //     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon = 1e-5f});
 //
-// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of
-// every operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
-// scratch that the backend needs, then calls the backend. So the backends check nothing.
+// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of an
+// operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the scratch that the
+// backend needs (the field `workspace`, which is not a caller's), then calls the backend. So the backends check nothing.
 //
-// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
-// statistics), plan (runs nothing; the ledger counts). All calls are asynchronous in the order of one stream:
-// only backend_to_host and backend_synchronize wait. Results are bitwise repeatable on one machine and build.
+// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and statistics), plan (runs
+// nothing; the ledger counts). Calls are asynchronous in the order of one stream: only backend_to_host and
+// backend_synchronize wait. Results are bitwise repeatable on one machine and build.
 //
-// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate
-// size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise. Gradients
-// of weights are written when `accumulate` is false and added to when it is true; they may be fp32 where
-// the operands are bf16. Sums run in fp32 or wider everywhere.
+// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate size, C rows of a
+// chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise; a tensor is dense unless it "may be
+// strided". Gradients of weights are written, or added to with `accumulate`; they may be fp32 where the operands are bf16.
+// Sums run in fp32 or wider everywhere.
 #pragma once
 
 #include "kernels/integers.h"
@@ -28,16 +27,15 @@ extern "C" {
 
 typedef struct Backend Backend;
 
-// A target with this id is not counted: no loss, no gradient (PyTorch's ignore_index default).
-enum { IGNORE_INDEX = -100 };
-// A token that is in another rank's part of the vocabulary (ShardIndices); not a caller's to give.
-enum { ELSEWHERE = -1 };
+enum {
+  IGNORE_INDEX = -100, // a target that is not counted: no loss, no gradient (PyTorch's ignore_index default)
+  ELSEWHERE = -1 // a token in another rank's part of the vocabulary (ShardIndices); not a caller's to give
+};
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
-
 // out[n] = token_weight[tokens[n]] + position_weight[position].   GPT-2 has both, Llama and Qwen only the first.
+// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
@@ -47,18 +45,17 @@ typedef struct {
   int64_t seq_len;        // T, divides N
 } EmbeddingForward;
 
-// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with
-// position t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
-// when accumulate is false.
+// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with position t.
+// Sorted, then summed segment by segment: no floating-point atomics. Without accumulate, rows that nothing names become 0.
 typedef struct {
   Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
-  Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
+  Tensor dposition_weight; // fp32 or bf16 [P, H], or absent
   Tensor dout;             // fp32/bf16 [N, H]
   Tensor tokens;           // int32 [N]; ELSEWHERE names no row
   Tensor positions;        // int32 [N], or absent
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
@@ -72,12 +69,10 @@ typedef enum {
 
 typedef struct {
   NormKind kind;
-  Tensor out;    // fp32/bf16 [N, M H]; may be strided
-  Tensor mean;   // fp32 [N M], saved for the backward pass; absent for NORM_RMS
-  Tensor rstd;   // fp32 [N M], saved for the backward pass
-  Tensor x;      // fp32/bf16 [N, M H]; may be strided
-  Tensor weight; // fp32/bf16 [H]
-  Tensor bias;   // fp32/bf16 [H]; absent for NORM_RMS
+  Tensor out;          // fp32/bf16 [N, M H]; may be strided
+  Tensor mean, rstd;   // fp32 [N M], saved for the backward pass; no mean for NORM_RMS
+  Tensor x;            // fp32/bf16 [N, M H]; may be strided
+  Tensor weight, bias; // fp32/bf16 [H]; no bias for NORM_RMS
   float epsilon;
 } NormForward;
 
@@ -87,18 +82,15 @@ typedef struct {
 //   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that x ends with
 typedef struct {
   NormKind kind;
-  Tensor dx;      // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
-  Tensor dweight; // fp32 or bf16 [H]
-  Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
-  Tensor dx_sum;  // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
-  Tensor dout;    // fp32/bf16 [N, M H]; may be dx itself without accumulate_dx. dx, dout, x may be strided
-  Tensor x;       // fp32/bf16 [N, M H]
+  Tensor dx; // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
+  Tensor dweight, dbias; // fp32 or bf16 [H]; no dbias for NORM_RMS
+  Tensor dx_sum;         // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
+  Tensor dout, x; // fp32/bf16 [N, M H]; dout may be dx itself without accumulate_dx. All three may be strided
   Tensor weight;  // fp32/bf16 [H]
-  Tensor mean;    // fp32 [N M]; absent for NORM_RMS
-  Tensor rstd;    // fp32 [N M]
+  Tensor mean, rstd;  // as in the forward pass
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias, dx_sum
-  Tensor workspace;   // pushed by the entry point
+  Tensor workspace;
 } NormBackward;
 
 // --- activations -------------------------------------------------------------------------------------------
@@ -135,8 +127,8 @@ typedef struct {
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the activation
-// has it; without one it is O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the
+// activation has it; without one it is O.
 typedef struct {
   Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
   Tensor x;      // fp32/bf16 [N, I]; may be strided
@@ -164,13 +156,12 @@ typedef struct {
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
   Tensor dbias;        // fp32 or bf16 [O], or absent
-  Tensor dout;         // fp32/bf16 [N, O]; may be strided
-  Tensor x;            // fp32/bf16 [N, I]; may be strided
+  Tensor dout, x;      // fp32/bf16 [N, O] and [N, I]; may be strided
   Tensor coefficients; // fp32 [N], or absent: all are 1; they are for dbias alone
   bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } LinearBackwardWeight;
 
 // --- FP8 ---------------------------------------------------------------------------------------------------
@@ -191,11 +182,11 @@ typedef struct {
 
 // out = a b^T + bias + residual, of what codes and amax stand for, summed in fp32.
 typedef struct {
-  Tensor out;       // fp32 or bf16 [N, O]; may be strided
-  Fp8 a, b;         // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
-  Tensor bias;      // bf16, on the CPU of out's type [O]; or absent
-  Tensor residual;  // of out's type [N, O], or absent; may be out itself
-  Tensor workspace; // pushed by the entry point
+  Tensor out;      // fp32 or bf16 [N, O]; may be strided
+  Fp8 a, b;        // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
+  Tensor bias;     // bf16, on the CPU of out's type [O]; or absent
+  Tensor residual; // of out's type [N, O], or absent; may be out itself
+  Tensor workspace;
 } MatmulFp8;
 
 // --- attention ---------------------------------------------------------------------------------------------
@@ -203,10 +194,9 @@ typedef struct {
 // D elements. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
 
 typedef struct {
-  int64_t batch, seq_len;      // B, T
-  int64_t num_heads;           // Q
-  int64_t num_key_value_heads; // K, divides Q
-  int64_t head_dim;            // D
+  int64_t batch, seq_len;                 // B, T
+  int64_t num_heads, num_key_value_heads; // Q; K, divides Q
+  int64_t head_dim;                       // D
 } AttentionShape;
 
 // Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
@@ -220,33 +210,29 @@ typedef struct {
   bool inverse;
 } Rope;
 
-// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that
-// row. Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
-// With `documents` the sum is over the token's own document: t - documents[0, n] <= u <= t. A document is a run of
-// tokens of one sequence; a token has documents[0, n] of its own before it and documents[1, n] after it.
+// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that row. Never a
+// T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
+// With `documents` the sum is over the token's own document, a run of tokens of one sequence: t - documents[0, n] <= u <= t.
+// A token has documents[0, n] of its own before it and documents[1, n] after it.
 typedef struct {
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T], row b holds head after head
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
   Tensor documents; // int32 [2, N], or absent: a sequence is one document
   AttentionShape shape;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } AttentionForward;
 
-// With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
-// dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole. dbias (+)= sum_n dqkv[n],
-// of a bias that was added to qkv.
+// With P = softmax as above, recomputed from lse: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));
+// dq = dS k / sqrt(D);  dk = dS^T q / sqrt(D).  dbias (+)= sum_n dqkv[n], of a bias that was added to qkv.
 typedef struct {
-  Tensor dqkv;      // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
-  Tensor dbias;     // fp32 or bf16 [(Q + 2K) D], or absent
-  Tensor dout;      // fp32/bf16 [N, Q D]
-  Tensor out;       // fp32/bf16 [N, Q D]
-  Tensor lse;       // fp32 [B, Q * T]
-  Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
-  Tensor documents; // int32 [2, N], or absent: as in the forward pass
+  Tensor dqkv;                // as qkv, which it must not be; written whole
+  Tensor dbias;               // fp32 or bf16 [(Q + 2K) D], or absent
+  Tensor dout, out;           // fp32/bf16 [N, Q D]
+  Tensor lse, qkv, documents; // as in the forward pass
   AttentionShape shape;
-  bool accumulate;  // add to dbias rather than write it
-  Tensor workspace; // pushed by the entry point
+  bool accumulate; // add to dbias rather than write it
+  Tensor workspace;
 } AttentionBackward;
 
 // Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and values
@@ -310,9 +296,8 @@ typedef struct {
                   // fp32), or absent: the forward pass alone
   Tensor bias;    // fp32/bf16 [V], or absent: added to z
   Tensor targets; // int32 [N]
-  Tensor token_weights;   // fp32 [N], or absent
-  Tensor entropy_weights; // fp32 [N], or absent
-  Tensor factor;          // fp32 [1], or absent
+  Tensor token_weights, entropy_weights; // fp32 [N], or absent
+  Tensor factor;                         // fp32 [1], or absent
   LossTerms terms;
   float alpha;
 } CrossEntropyInPlace;
@@ -367,10 +352,9 @@ typedef struct {
 
 // target_z[n] = x[n] . W[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
 typedef struct {
-  Tensor target_z; // fp32 [C]
-  Tensor x;        // fp32/bf16 [C, H]
-  Tensor weight;   // fp32/bf16 [V, H]
-  Tensor targets;  // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  Tensor target_z;  // fp32 [C]
+  Tensor x, weight; // fp32/bf16 [C, H] and [V, H]
+  Tensor targets;   // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
 } LceTargetLogits;
 
 // z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
@@ -390,7 +374,7 @@ typedef struct {
   Tensor weight;     // fp32/bf16 [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
-  Tensor workspace;  // pushed by the entry point
+  Tensor workspace;
 } LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
@@ -463,7 +447,7 @@ typedef struct {
   int64_t kept_rows; // that K was counted for, at least C
   bool first, flush; // the call's first chunk; see above
   bool accumulate;   // the first chunk adds to dweight rather than write it, as the others do
-  Tensor workspace;  // pushed by the entry point
+  Tensor workspace;
 } LceSampledGradients;
 
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
@@ -484,7 +468,7 @@ typedef struct {
   Tensor x;            // fp32/bf16 [C, H]
   Tensor targets;      // int32 [C]
   float alpha;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } LceTargetGradient;
 
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
@@ -519,11 +503,9 @@ typedef struct {
 // bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
 typedef struct {
-  Tensor weight;     // fp32/bf16 [n]
-  Tensor master;     // fp32 [n], or absent
-  Tensor m, v;       // fp32 or bf16 [n]
-  Tensor grad;       // fp32 or bf16 [n]
-  Tensor grad_scale; // fp32 [1], on the device
+  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent
+  Tensor m, v, grad;     // fp32 or bf16 [n]
+  Tensor grad_scale;     // fp32 [1], on the device
   float lr, beta1, beta2, epsilon, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
@@ -537,18 +519,17 @@ typedef struct {
   Tensor x;   // fp32 or bf16, dense
   bool squares;
   bool accumulate;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } Reduce;
 
 // norm[0] = sqrt(sum_of_squares[0]);  scale[0] = min(1, max_norm / norm), or 1 when max_norm is 0.
 // A norm that is not finite gives scale NaN: the update then shows what happened instead of hiding it.
 typedef struct {
-  Tensor norm, scale;    // fp32 [1]
-  Tensor sum_of_squares; // fp32 [1]
+  Tensor norm, scale, sum_of_squares; // fp32 [1]
   float max_norm;
 } ClipScale;
 
-// --- collectives over ranks (nothing to do when there is one) ----------------------------------------------
+// --- collectives over ranks (nothing to do when there is one), and copies ----------------------------------
 
 // With R ranks, x of n elements:
 //   all_reduce      out [n] = the sum of all ranks' x; out may be x itself
@@ -557,21 +538,17 @@ typedef struct {
 //   broadcast       out [n] = rank 0's x
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
-  Tensor out;
-  Tensor x;        // fp32 or bf16, dense; all_gather, broadcast: or int32
+  Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
 } Collective;
 
-// --- copies between the device and the host's memory -------------------------------------------------------
-
 // copy_in: out = x, where out lies in the device's memory and x was reserved with memory_reserve_host; copy_out: the other
 // way. A copy begins when the operations that were called before it are done. It runs concurrently with the operations that
 // follow, which must leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
 typedef struct {
-  Tensor out;
-  Tensor x;       // of out's type and size, dense
+  Tensor out, x;  // of one type and size, dense
   bool after_out; // copy_in alone: it begins when the copies out before it are done, too
 } Copy;
 

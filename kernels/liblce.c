@@ -17,7 +17,7 @@ struct lce_context {
   BackendOps ops;            // lce_join: the backend's own, but for collectives
   lce_collective collective; // the caller's, on the stream of the call
   void *user, *stream;
-  Backend *plan; // of the call being checked: a call that is refused leaves it behind
+  Backend *plan; // checks each call before the backend begins with it
   bool queued;   // the call has begun to give the device work
   size_t held_bytes;
 };
@@ -39,12 +39,6 @@ static int leave(int status) {
   return status;
 }
 
-static void forget_plan(lce_context *context) {
-  Backend *plan = context->plan;
-  context->plan = NULL;
-  backend_destroy(plan);
-}
-
 // After a failure: waits until the device is done with tensors and stack, or destroys the backend that was not finished. The
 // first error stays the last one.
 static int failed(lce_context *context) {
@@ -57,7 +51,7 @@ static int failed(lce_context *context) {
   memcpy(last_error, first, sizeof first);
   context->queued = false;
   if (context->backend) memory_pop_to(&context->backend->memory, 0);
-  forget_plan(context);
+  if (context->plan) memory_pop_to(&context->plan->memory, 0);
   return leave(1);
 }
 
@@ -101,8 +95,11 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
 
 static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
   ENTER(context);
-  context->backend = open_backend(device, ordinal, dtype);
-  context->backend->memory.advice = "a smaller chunk, or fewer tokens in one call, needs less";
+  Backend *backend = context->backend = open_backend(device, ordinal, dtype);
+  context->plan = plan_backend_create(backend->device, backend->dtype);
+  context->plan->no_sampling = backend->no_sampling;
+  backend->memory.advice = context->plan->memory.advice =
+      "a smaller chunk, or fewer tokens in one call, needs less";
   return leave(0);
 }
 
@@ -126,7 +123,9 @@ static int close_backend(lce_context *context) {
 }
 
 EXPORTED void lce_destroy(lce_context *context) {
-  if (context) close_backend(context);
+  if (!context) return;
+  close_backend(context);
+  backend_destroy(context->plan);
   free(context);
 }
 
@@ -177,7 +176,7 @@ EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective 
   context->ops.all_gather = all_gather_by_caller;
   backend->ops = &context->ops;
   backend->rank = rank;
-  backend->ranks = ranks;
+  backend->ranks = context->plan->ranks = ranks;
   return leave(0);
 }
 
@@ -336,22 +335,14 @@ static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
 }
 
 // What the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call, Tensor ids) {
-  const Backend *backend = context->backend;
-  context->plan = plan_backend_create(backend->device, backend->dtype);
-  context->plan->memory.advice = backend->memory.advice;
-  context->plan->ranks = backend->ranks;
-  context->plan->no_sampling = backend->no_sampling;
-  if (call->scale == 0) { // the tensors of gradients that are then dropped are checked too
-    LinearCrossEntropy whole = *call;
-    whole.scale = 1;
-    run(context->plan, whole, ids);
-    ledger_reset_peak(&context->plan->memory.ledger);
-  }
-  run(context->plan, *call, ids);
-  size_t bytes = context->plan->memory.ledger.stack_peak;
-  forget_plan(context);
-  return bytes;
+static size_t planned_bytes(Backend *plan, LinearCrossEntropy call, Tensor ids) {
+  float scale = call.scale;
+  if (scale == 0) call.scale = 1; // the tensors of gradients that are then dropped are checked too
+  run(plan, call, ids);
+  call.scale = scale;
+  ledger_reset_peak(&plan->memory.ledger);
+  run(plan, call, ids);
+  return plan->memory.ledger.stack_peak;
 }
 
 static Tensor scaled_tensor(const char *name, const void *data, int dtype, int64_t count) {
@@ -382,7 +373,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   Backend *backend = context->backend;
   Tensor ids = {0};
   const LinearCrossEntropy call = checked_call(args, backend, &ids);
-  size_t bytes = planned_bytes(context, &call, ids);
+  size_t bytes = planned_bytes(context->plan, call, ids);
   context->queued = true;
   context->stream = args->stream;
   active = context;

@@ -12,7 +12,7 @@
 typedef struct {
   bool no_blas;                       // tiles in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
-  struct Deferred *queue;             // copies.c: what is to be joined, oldest first
+  struct Deferred *queue;             // what is to be joined, oldest first
   int64_t queued, capacity;
 } CpuState;
 
@@ -54,7 +54,7 @@ void cpu_amax(Tensor amax, Tensor x);
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- copies.c: what is asynchronous on a GPU ---------------------------------------------------------------
+// --- backend.c: what is asynchronous on a GPU ---------------------------------------------------------------
 
 // Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
 // time, and not only now and then as on a GPU.
