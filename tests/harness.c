@@ -167,18 +167,17 @@ static double rounded(Dtype dtype, double value) {
 
 Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride) {
   Tensor t = poisoned_strided(h, dtype, rows, columns, stride);
-  Dtype stored = t.dtype;
-  size_t bytes = (size_t)(rows * stride) * dtype_bytes(stored);
-  char *host = test_alloc(bytes);
+  size_t bytes = (size_t)(rows * stride) * dtype_bytes(t.dtype);
+  void *host = test_alloc(bytes);
   memset(host, 0xFF, bytes);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) {
       double *value = &values[i * columns + j];
       *value = rounded(dtype, *value);
-      float f = (float)*value;
-      uint16_t half = bf16_from_f32(f);
-      char *place = host + (size_t)(i * stride + j) * dtype_bytes(stored);
-      memcpy(place, stored == DTYPE_BF16 ? (void *)&half : (void *)&f, dtype_bytes(stored));
+      if (t.dtype == DTYPE_BF16)
+        ((uint16_t *)host)[i * stride + j] = bf16_from_f32((float)*value);
+      else
+        ((float *)host)[i * stride + j] = (float)*value;
     }
   backend_to_device(h->backend, whole_block(t), host);
   backend_synchronize(h->backend);
@@ -219,25 +218,13 @@ Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
 static double *block_values(Harness *h, Tensor t) {
   Tensor block = t.rank == 1 ? tensor_2d(t.data, t.dtype, 1, t.shape[0]) : whole_block(t);
   int64_t count = tensor_count(block);
-  char *host = test_alloc(tensor_bytes(block));
+  void *host = test_alloc(tensor_bytes(block));
   backend_to_host(h->backend, host, block);
   double *values = host_values(h, count);
-  for (int64_t i = 0; i < count; i++) {
-    const char *place = host + (size_t)i * dtype_bytes(t.dtype);
-    if (t.dtype == DTYPE_I32) {
-      int32_t id;
-      memcpy(&id, place, sizeof id);
-      values[i] = id;
-    } else if (t.dtype == DTYPE_BF16) {
-      uint16_t bits;
-      memcpy(&bits, place, sizeof bits);
-      values[i] = bf16_to_f32(bits);
-    } else {
-      float value;
-      memcpy(&value, place, sizeof value);
-      values[i] = value;
-    }
-  }
+  for (int64_t i = 0; i < count; i++)
+    values[i] = t.dtype == DTYPE_I32    ? ((int32_t *)host)[i]
+                : t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(((uint16_t *)host)[i])
+                                        : (double)((float *)host)[i];
   free(host);
   return values;
 }
