@@ -286,8 +286,8 @@ typedef union {
   Tensor all[7];
 } TokenOutputs;
 
-// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become
-// their own gradient in place, and loss and outputs are written.
+// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their own gradient
+// in place, and loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
@@ -302,17 +302,15 @@ typedef struct {
   float alpha;
 } CrossEntropyInPlace;
 
-// factor[0] = 1 / sum of w[targets[n]] over the tokens that count: what makes a sum their (weighted) mean,
-// without the host knowing how many there are. 0 when none counts.
+// factor[0] = 1 / sum of w[targets[n]] over the tokens that count, 0 when none does: what makes a sum their (weighted) mean.
 typedef struct {
   Tensor factor;        // fp32 [1]
   Tensor targets;       // int32 [N]
   Tensor class_weights; // fp32 [V], or absent
 } LossFactor;
 
-// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX.
-// And once the losses are written: loss[n] = NaN where ids[n] is neither in [0, V) nor IGNORE_INDEX, so that
-// the mistake shows in every sum and nothing outside of the tensors is read.
+// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX. And once the
+// losses are written: loss[n] = NaN where ids[n] is neither, so that the mistake shows in every sum.
 typedef struct {
   Tensor targets; // int32 [N], or absent
   Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
@@ -324,8 +322,8 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
-// For each row (token) of a chunk, fp32 [C]. LceLogitsExp, or for a vocabulary that is split over ranks LceCombine,
-// writes anchor, row_sum and target_e; LceRows the scales. Unused ones may be absent.
+// For each row (token) of a chunk, fp32 [C], or absent where unused. LceLogitsExp, or for a vocabulary that is split over ranks
+// LceCombine, writes anchor, row_sum and target_e; LceRows the scales.
 typedef union {
   struct {
     Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -333,9 +331,8 @@ typedef union {
     Tensor row_sum;  // R = sum of E[j] over j != target
     Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was repaired
     Tensor rescale;  // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
-    Tensor scale_non_target; // multiplies E
-    Tensor scale_target;     // the target's own entry of the gradient
-    Tensor scale_uniform;    // label smoothing: the same for every entry
+    // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
+    Tensor scale_non_target, scale_target, scale_uniform;
   };
   Tensor all[8];
 } LossRows;
@@ -357,30 +354,27 @@ typedef struct {
   Tensor targets;   // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
 } LceTargetLogits;
 
-// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
-// fp32 before E is rounded;  dx_raw = E W. Where R exceeds LCE_LARGEST_SUM
-// (loss_row.h) the row is repaired: computed again with anchor = max_j z[j].
-// target_e = exp((z[target] - anchor) / T): 1 unless the row was repaired. A row whose target is IGNORE_INDEX has E and
-// R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
+// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in fp32
+// before E is rounded;  dx_raw = E W;  target_e = 1. Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired:
+// computed again with anchor = max_j z[j] and target_e = exp((z[target] - anchor) / T). A row whose target is IGNORE_INDEX has
+// E and R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {
   // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows are stored
   // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
-  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; only together with exps.
-  Tensor tile_sums;
+  Tensor
+      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps
   LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
-  Tensor x;          // fp32/bf16 [C, H]
-  Tensor weight;     // fp32/bf16 [V, H]
+  Tensor x, weight;  // fp32/bf16 [C, H] and [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
   Tensor workspace;
 } LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
-//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;
-//   target_e = exp((target_z - a) / T);  rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to
-//   the common anchor: E rescale = exp((z - a) / T)
+//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;  target_e = exp((target_z - a) / T);
+//   rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   LossRows rows;  // reads target_z; writes anchor, row_sum, target_e, rescale
@@ -402,8 +396,7 @@ typedef struct {
   TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   LossRows rows;        // reads the first five; writes the scales, scale_uniform with label smoothing alone
-  Tensor x;             // fp32/bf16 [C, H]
-  Tensor targets;       // int32 [C]
+  Tensor x, targets;    // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights; // fp32 [C], or absent
   Tensor factor;        // fp32 [1], or absent; alpha comes later, through the GEMMs
   Tensor smoothing_row; // fp32 [H]; there when terms.label_smoothing is
@@ -411,20 +404,17 @@ typedef struct {
   int64_t vocab_size;
 } LceRows;
 
-// Sampling of the softmax gradient, without bias. E is cut into tiles of LCE_TILE_ROWS rows, counted from the chunk's
-// first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
+// Sampling of the softmax gradient, without bias (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
+// rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
-// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q,
-// which is exact; else it is dropped. With S the E that results,
-//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x
-// keep their expectation, since both are linear in E: LCE.md has the proof and the variance. The target's own entry lies
-// outside of E and is always added.
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q;
+// else it is dropped. A NaN keeps its tile, a mass of 0 drops it. With S the E that results,
+//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry lies outside of E and is always added)
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
 // The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device. Let u be the upper 32 bits of
 // random_bits(seed, stream, b), as a fraction, and S(t) = u + q[b, 0] + ... + q[b, t]: tile t is kept where S passes a whole
-// number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops
-// it. What E holds afterwards is unspecified.
+// number. What E holds afterwards is unspecified.
 //
 // A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
 // them to dweight together: only after a chunk with `flush` is dweight complete.
@@ -473,23 +463,20 @@ typedef struct {
 
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N]; may be x itself, and a factor of 1 then leaves it alone
-  Tensor x;      // fp32/bf16 [N]
+  Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
   Tensor factor; // fp32 [1]
 } ScaleBy;
 
 // out[v, h] += alpha rows[v] columns[h].
 typedef struct {
-  Tensor out;     // fp32 [V, H], dense
-  Tensor rows;    // fp32 [V], or absent: all 1
-  Tensor columns; // fp32 [H]
+  Tensor out;           // fp32 [V, H], dense
+  Tensor rows, columns; // fp32 [V], or absent: all 1; fp32 [H]
   float alpha;
 } AddOuter;
 
 // out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). 32 or 16 bits each.
 typedef struct {
-  Tensor out;
-  Tensor x;
+  Tensor out, x;
   Tensor rows; // int32 [C]
 } MoveRows;
 
@@ -554,9 +541,8 @@ typedef struct {
 
 // --- the operations ----------------------------------------------------------------------------------------
 
-// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. The entry
-// points below, the members of BackendOps and BackendScratch, both backends' declarations and tables, and the profile's
-// come from here. Beside each: the functions of the backends, which macros name.
+// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. Entry points,
+// tables of backends and of the profile come from here. Beside each: the functions of the backends, which macros name.
 // clang-format off
 #define OPERATIONS(X, S) \
   X(embedding_forward, EmbeddingForward, EMBEDDING)              /* cpu_embedding_forward cuda_embedding_forward */ \
@@ -615,8 +601,8 @@ void collectives_join(Backend *backend, int64_t behind);
 // What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
-// Copies of dense tensors between the host and the backend's memory. to_device may return before the device
-// has read: the host buffer is copied aside first where that is so. to_host waits for everything before it.
+// Copies of dense tensors between the host and the backend's memory. `host` may change when to_device returns; to_host waits
+// for everything before it.
 void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
@@ -658,8 +644,8 @@ typedef struct {
 #undef MEMBER
 } BackendOps;
 
-// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a
-// device that is not there. NULL members need none. These files include no device header.
+// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a device that is
+// not there. NULL members need none.
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
