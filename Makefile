@@ -200,7 +200,7 @@ define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
-  CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),plain loops instead$(comma) many times slower on the CPU)
+  CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),own GEMM instead$(comma) slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
   PCRE2       $(call found,PCRE2,found,cannot build)

@@ -3,7 +3,7 @@
 // NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
-#include <math.h>
+#include <float.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,11 +22,15 @@
 //   "... strided"    its rows may lie apart; without this word it is dense
 //   "... or absent"  it may be left out
 //   "absent: why"    it must be left out
+//
+// or what the fields before it leave to be refused: a sentence with up to five numbers.
 typedef struct {
   const char *name;
   Tensor tensor;
   const char *form;
   int64_t size; // of the letter `name`, where form is NULL
+  const char *refused;
+  long long numbers[5];
 } Field;
 
 #define NAMED(text, value, needed)                                                                           \
@@ -34,6 +38,10 @@ typedef struct {
 #define FIELD(field, needed) NAMED(#field, a->field, needed)
 #define SIZE(letter, count)                                                                                  \
   { .name = #letter, .size = count }
+#define REFUSE(condition, sentence, ...)                                                                     \
+  {                                                                                                          \
+    .name = "", .refused = (condition) ? sentence : "", .numbers = { __VA_ARGS__ }                           \
+  }
 #define CHECK(...) check_fields(op, (const Field[]){__VA_ARGS__, {0}})
 
 typedef const char *Op; // the operation's name, for messages
@@ -89,6 +97,13 @@ static void fail_type(Op op, const Field *f, unsigned types) {
   fail("%s: %s is %s where %s is needed", op, f->name, tensor_text(f->tensor).text, needed);
 }
 
+static void fail_refused(Op op, const Field *f) {
+  char sentence[256];
+  const long long *n = f->numbers;
+  snprintf(sentence, sizeof sentence, f->refused, n[0], n[1], n[2], n[3], n[4]);
+  fail("%s: %s", op, sentence);
+}
+
 // Called for every operation of every step, so it only walks short strings.
 static void check_fields(Op op, const Field *fields) {
   int64_t sizes[LETTERS];
@@ -97,7 +112,9 @@ static void check_fields(Op op, const Field *fields) {
   for (const Field *f = fields; f->name; f++) {
     const Tensor *t = &f->tensor;
     const char *axes = f->form ? strchr(f->form, '[') : NULL;
-    if (!f->form) {
+    if (f->refused) {
+      if (*f->refused) fail_refused(op, f);
+    } else if (!f->form) {
       sizes[*f->name % LETTERS] = f->size;
     } else if (!axes) {
       if (tensor_exists(*t)) fail("%s: %s is %s, but %s", op, f->name, tensor_text(*t).text, f->form + 8);
@@ -116,45 +133,31 @@ static void check_fields(Op op, const Field *fields) {
 
 // --- what each operation needs: check_NAME of every operation, in the order of kernels.h --------------------
 
-// An operation of which nothing but its fields is checked.
-#define CHECK_FIELDS(operation, Arguments, ...)                                                              \
+#define NEEDS(operation, Arguments, ...)                                                                     \
   static void check_##operation(Op op, Backend *backend, Arguments *a) {                                     \
     CHECK(__VA_ARGS__);                                                                                      \
   }
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-static void whole_sequences(Op op, int64_t rows, int64_t seq_len) {
-  if (seq_len < 1 || rows % seq_len)
-    fail("%s: %lld rows are not whole sequences of %lld", op, (long long)rows, (long long)seq_len);
-}
+#define WHOLE_SEQUENCES                                                                                      \
+  REFUSE(a->seq_len < 1 || a->tokens.shape[0] % a->seq_len, "%lld rows are not whole sequences of %lld",     \
+         a->tokens.shape[0], a->seq_len)
+#define ENOUGH_POSITIONS(field, length)                                                                      \
+  REFUSE(tensor_exists(a->field) && a->field.shape[0] < length,                                              \
+         #field " has %lld rows, too few positions for sequences of %lld", a->field.shape[0], length)
 
-static void enough_positions(Op op, const char *field, Tensor t, int64_t seq_len) {
-  if (tensor_exists(t) && t.shape[0] < seq_len)
-    fail("%s: %s is %s, too few positions for sequences of %lld", op, field, tensor_text(t).text,
-         (long long)seq_len);
-}
+NEEDS(embedding_forward, EmbeddingForward, FIELD(token_weight, "T [V, H]"), FIELD(tokens, "int32 [N]"),
+      FIELD(out, "T [N, H]"), FIELD(position_weight, "T [P, H] or absent"),
+      FIELD(positions, "int32 [N] or absent"), WHOLE_SEQUENCES, ENOUGH_POSITIONS(position_weight, a->seq_len))
 
-static void check_embedding_forward(Op op, Backend *backend, EmbeddingForward *a) {
-  CHECK(FIELD(token_weight, "T [V, H]"), FIELD(tokens, "int32 [N]"), FIELD(out, "T [N, H]"),
-        FIELD(position_weight, "T [P, H] or absent"), FIELD(positions, "int32 [N] or absent"));
-  whole_sequences(op, a->tokens.shape[0], a->seq_len);
-  enough_positions(op, "position_weight", a->position_weight, a->seq_len);
-}
-
-static void check_embedding_backward(Op op, Backend *backend, EmbeddingBackward *a) {
-  CHECK(FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"), FIELD(positions, "int32 [N] or absent"),
-        FIELD(dposition_weight, "fp32|bf16 [P, H] or absent"),
-        FIELD(dtoken_weight,
-              tensor_exists(a->dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"));
-  whole_sequences(op, a->tokens.shape[0], a->seq_len);
-  enough_positions(op, "dposition_weight", a->dposition_weight, a->seq_len);
-}
+NEEDS(embedding_backward, EmbeddingBackward, FIELD(dout, "T [N, H]"), FIELD(tokens, "int32 [N]"),
+      FIELD(positions, "int32 [N] or absent"), FIELD(dposition_weight, "fp32|bf16 [P, H] or absent"),
+      FIELD(dtoken_weight,
+            tensor_exists(a->dposition_weight) ? "fp32|bf16 [V, H] or absent" : "fp32|bf16 [V, H]"),
+      WHOLE_SEQUENCES, ENOUGH_POSITIONS(dposition_weight, a->seq_len))
 
 // --- normalisation -----------------------------------------------------------------------------------------
-
-static const char NO_MEAN[] = "absent: an RMS norm has no mean",
-                  NO_BIAS[] = "absent: an RMS norm has no bias";
 
 // N rows of width W = M H, and their M heads (R of all rows); one that M H does not divide is no row of heads.
 static int64_t heads_of(Tensor x, Tensor weight) {
@@ -162,52 +165,42 @@ static int64_t heads_of(Tensor x, Tensor weight) {
   return size && x.shape[1] > size && x.shape[1] % size == 0 ? x.shape[1] / size : 1;
 }
 
-#define NORM_SIZES                                                                                           \
-  SIZE(W, (heads_of(a->x, a->weight) * a->weight.shape[0])),                                                 \
-      SIZE(R, (heads_of(a->x, a->weight) * a->x.shape[0]))
+#define NORM_FIELDS                                                                                          \
+  FIELD(weight, "T [H]"), SIZE(W, (heads_of(a->x, a->weight) * a->weight.shape[0])),                         \
+      SIZE(R, (heads_of(a->x, a->weight) * a->x.shape[0])), FIELD(x, "T [N, W] strided"),                    \
+      FIELD(rstd, "fp32 [R]"),                                                                               \
+      FIELD(mean, a->kind == NORM_LAYER ? "fp32 [R]" : "absent: an RMS norm has no mean")
+#define NORM_BIAS(field, form) FIELD(field, a->kind == NORM_LAYER ? form : "absent: an RMS norm has no bias")
 
-static void check_norm_forward(Op op, Backend *backend, NormForward *a) {
-  bool layer = a->kind == NORM_LAYER;
-  CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
-        FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(out, "T [N, W] strided"),
-        FIELD(bias, layer ? "T [H]" : NO_BIAS));
-}
+NEEDS(norm_forward, NormForward, NORM_FIELDS, FIELD(out, "T [N, W] strided"), NORM_BIAS(bias, "T [H]"))
 
-static void check_norm_backward(Op op, Backend *backend, NormBackward *a) {
-  bool layer = a->kind == NORM_LAYER;
-  CHECK(FIELD(weight, "T [H]"), NORM_SIZES, FIELD(x, "T [N, W] strided"), FIELD(rstd, "fp32 [R]"),
-        FIELD(mean, layer ? "fp32 [R]" : NO_MEAN), FIELD(dout, "T [N, W] strided"),
-        FIELD(dx, "T [N, W] strided"));
-  if (a->dx.data == a->dout.data && a->accumulate_dx) fail("%s: dx and dout are the same tensor", op);
-  CHECK(SIZE(H, a->weight.shape[0]), FIELD(dweight, "fp32|bf16 [H]"),
-        FIELD(dbias, layer ? "fp32|bf16 [H]" : NO_BIAS),
-        FIELD(dx_sum, layer && a->accumulate_dx && a->x.shape[1] == a->weight.shape[0]
-                          ? "fp32|bf16 [H] or absent"
-                          : "absent: it is for a LayerNorm of whole rows that adds to dx"));
-}
+NEEDS(norm_backward, NormBackward, NORM_FIELDS, FIELD(dout, "T [N, W] strided"),
+      FIELD(dx, "T [N, W] strided"), FIELD(dweight, "fp32|bf16 [H]"), NORM_BIAS(dbias, "fp32|bf16 [H]"),
+      FIELD(dx_sum, a->kind == NORM_LAYER && a->accumulate_dx && a->x.shape[1] == a->weight.shape[0]
+                        ? "fp32|bf16 [H] or absent"
+                        : "absent: it is for a LayerNorm of whole rows that adds to dx"),
+      REFUSE(a->dx.data == a->dout.data && a->accumulate_dx, "dx and dout are the same tensor"))
 
 // --- linear layers -----------------------------------------------------------------------------------------
 
-static void check_linear_forward(Op op, Backend *backend, LinearForward *a) {
-  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
-  CHECK(FIELD(x, "T [N, I] strided"), FIELD(out, gated ? "T [N, O]" : "T|fp32 [N, O] strided"),
-        SIZE(P, (gated ? 2 : 1) * a->out.shape[1]), FIELD(weight, a->in_out_layout ? "T [I, P]" : "T [P, I]"),
-        FIELD(bias, "T [P] or absent"),
-        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
-        FIELD(residual, activation ? "absent: an activation and a residual do not go together"
-                        : a->out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
-                                                    : "T [N, O] strided or absent"));
-}
+#define COLUMNS_OF(activation, count) ((is_gated(activation) ? 2 : 1) * (count))
+#define PRE_ACTIVATION                FIELD(pre_activation, a->activation ? "T [N, P]" : "absent: it is for an activation")
 
-static void check_linear_backward_input(Op op, Backend *backend, LinearBackwardInput *a) {
-  int64_t inputs = a->weight.shape[a->in_out_layout ? 0 : 1];
-  bool activation = a->activation != ACTIVATION_NONE, gated = is_gated(a->activation);
-  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(weight, a->in_out_layout ? "T [I, O]" : "T [O, I]"),
-        SIZE(P, (gated ? 2 : 1) * inputs), FIELD(dx, gated ? "T [N, P]" : "T|fp32 [N, P] strided"),
-        FIELD(pre_activation, activation ? "T [N, P]" : "absent: it is for an activation"),
-        FIELD(dactivation, gated ? "T [N, I]" : "absent: it is for a gated activation"));
-  if (activation && a->accumulate) fail("%s: an activation's gradient cannot be accumulated", op);
-}
+NEEDS(linear_forward, LinearForward, FIELD(x, "T [N, I] strided"),
+      FIELD(out, is_gated(a->activation) ? "T [N, O]" : "T|fp32 [N, O] strided"),
+      SIZE(P, COLUMNS_OF(a->activation, a->out.shape[1])),
+      FIELD(weight, a->in_out_layout ? "T [I, P]" : "T [P, I]"), FIELD(bias, "T [P] or absent"),
+      PRE_ACTIVATION,
+      FIELD(residual, a->activation               ? "absent: an activation and a residual do not go together"
+                      : a->out.dtype == DTYPE_F32 ? "fp32 [N, O] strided or absent"
+                                                  : "T [N, O] strided or absent"))
+
+NEEDS(linear_backward_input, LinearBackwardInput, FIELD(dout, "T [N, O] strided"),
+      FIELD(weight, a->in_out_layout ? "T [I, O]" : "T [O, I]"),
+      SIZE(P, COLUMNS_OF(a->activation, a->weight.shape[!a->in_out_layout])),
+      FIELD(dx, is_gated(a->activation) ? "T [N, P]" : "T|fp32 [N, P] strided"), PRE_ACTIVATION,
+      FIELD(dactivation, is_gated(a->activation) ? "T [N, I]" : "absent: it is for a gated activation"),
+      REFUSE(a->activation && a->accumulate, "an activation's gradient cannot be accumulated"))
 
 static void check_linear_backward_weight(Op op, Backend *backend, LinearBackwardWeight *a) {
   bool dweight = tensor_exists(a->dweight);
@@ -222,94 +215,70 @@ static void check_linear_backward_weight(Op op, Backend *backend, LinearBackward
 // --- FP8 ---------------------------------------------------------------------------------------------------
 
 // A plan may ask what any size would need.
-static void multiples_of_16(Op op, const Backend *backend, Tensor t) {
-  if (!backend->memory.planning && (t.shape[0] % 16 || t.shape[1] % 16))
-    fail("%s: FP8 takes multiples of 16 rows and columns, and not %s", op, tensor_text(t).text);
-}
+#define MULTIPLES_OF_16(field)                                                                               \
+  REFUSE(!backend->memory.planning && (a->field.shape[0] % 16 || a->field.shape[1] % 16),                    \
+         "FP8 takes multiples of 16 rows and columns, and not " #field " of %lld by %lld",                   \
+         a->field.shape[0], a->field.shape[1])
 
-static void check_quantize(Op op, Backend *backend, Quantize *a) {
-  CHECK(FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K] or absent"),
-        FIELD(out.transposed, "e4m3 [K, N] or absent"), FIELD(out.amax, "fp32 [1]"));
-  multiples_of_16(op, backend, a->x);
-}
+NEEDS(quantize, Quantize, FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K] or absent"),
+      FIELD(out.transposed, "e4m3 [K, N] or absent"), FIELD(out.amax, "fp32 [1]"), MULTIPLES_OF_16(x))
 
-static void check_matmul_fp8(Op op, Backend *backend, MatmulFp8 *a) {
-  bool fp32 = a->out.dtype == DTYPE_F32;
-  CHECK(FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"), FIELD(out, "T [N, O] strided"),
-        FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"), FIELD(residual, "T [N, O] strided or absent"),
-        FIELD(bias, backend->device == ON_CUDA && fp32 ? "bf16 [O] or absent" : "T [O] or absent"));
-  multiples_of_16(op, backend, a->a.codes);
-  multiples_of_16(op, backend, a->b.codes);
-}
+NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"),
+      FIELD(out, "T [N, O] strided"), FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"),
+      FIELD(residual, "T [N, O] strided or absent"),
+      FIELD(bias, backend->device == ON_CUDA && a->out.dtype == DTYPE_F32 ? "bf16 [O] or absent"
+                                                                          : "T [O] or absent"),
+      MULTIPLES_OF_16(a.codes), MULTIPLES_OF_16(b.codes))
 
 // --- activations -------------------------------------------------------------------------------------------
 
-static void activation_named(Op op, Activation activation) {
-  if (activation == ACTIVATION_NONE) fail("%s: no activation is named", op);
-}
+#define NAMED_ACTIVATION REFUSE(!a->activation, "no activation is named")
 
-static void check_activation_forward(Op op, Backend *backend, ActivationForward *a) {
-  activation_named(op, a->activation);
-  CHECK(FIELD(out, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->out.shape[1]),
-        FIELD(x, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
-}
+NEEDS(activation_forward, ActivationForward, NAMED_ACTIVATION, FIELD(out, "T [N, F]"),
+      SIZE(P, COLUMNS_OF(a->activation, a->out.shape[1])), FIELD(x, "T [N, P]"),
+      FIELD(amax, "fp32 [1] or absent"))
 
-static void check_activation_backward(Op op, Backend *backend, ActivationBackward *a) {
-  activation_named(op, a->activation);
-  CHECK(FIELD(dout, "T [N, F]"), SIZE(P, (is_gated(a->activation) ? 2 : 1) * a->dout.shape[1]),
-        FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"), FIELD(amax, "fp32 [1] or absent"));
-}
+NEEDS(activation_backward, ActivationBackward, NAMED_ACTIVATION, FIELD(dout, "T [N, F]"),
+      SIZE(P, COLUMNS_OF(a->activation, a->dout.shape[1])), FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"),
+      FIELD(amax, "fp32 [1] or absent"))
 
 // --- attention ---------------------------------------------------------------------------------------------
 
+static bool is_attention(AttentionShape s) {
+  return s.batch >= 1 && s.seq_len >= 1 && s.num_heads >= 1 && s.num_key_value_heads >= 1 &&
+         s.head_dim >= 1 && s.num_heads % s.num_key_value_heads == 0;
+}
+
 // N rows of the packed q, k and v (P) and of the output (O); lse is [B, L].
 #define ATTENTION_SIZES                                                                                      \
-  SIZE(N, (s.batch * s.seq_len)), SIZE(P, (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim),           \
-      SIZE(O, (s.num_heads * s.head_dim)), SIZE(B, s.batch), SIZE(L, (s.num_heads * s.seq_len))
+  REFUSE(!is_attention(a->shape),                                                                            \
+         "batch %lld, seq_len %lld, num_heads %lld, num_key_value_heads %lld, head_dim %lld do not "         \
+         "describe an attention",                                                                            \
+         a->shape.batch, a->shape.seq_len, a->shape.num_heads, a->shape.num_key_value_heads,                 \
+         a->shape.head_dim),                                                                                 \
+      SIZE(N, (a->shape.batch * a->shape.seq_len)), SIZE(D, a->shape.head_dim),                              \
+      SIZE(P, (a->shape.num_heads + 2 * a->shape.num_key_value_heads) * a->shape.head_dim),                  \
+      SIZE(O, (a->shape.num_heads * a->shape.head_dim)), SIZE(B, a->shape.batch),                            \
+      SIZE(L, (a->shape.num_heads * a->shape.seq_len)), FIELD(qkv, "T [N, P]")
 
-static void attention_heads(Op op, AttentionShape s) {
-  if (s.batch < 1 || s.seq_len < 1 || s.num_heads < 1 || s.num_key_value_heads < 1 || s.head_dim < 1 ||
-      s.num_heads % s.num_key_value_heads)
-    fail("%s: batch %lld, seq_len %lld, num_heads %lld, num_key_value_heads %lld, head_dim %lld do not "
-         "describe an attention",
-         op, (long long)s.batch, (long long)s.seq_len, (long long)s.num_heads,
-         (long long)s.num_key_value_heads, (long long)s.head_dim);
-}
+NEEDS(rope, Rope, ATTENTION_SIZES, FIELD(positions, "int32 [N] or absent"),
+      REFUSE(a->shape.head_dim % 2, "head_dim %lld is odd", a->shape.head_dim), FIELD(cos_sin, "fp32 [R, D]"),
+      ENOUGH_POSITIONS(cos_sin, a->shape.seq_len))
 
-static void check_rope(Op op, Backend *backend, Rope *a) {
-  AttentionShape s = a->shape;
-  attention_heads(op, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(positions, "int32 [N] or absent"));
-  if (s.head_dim % 2) fail("%s: head_dim %lld is odd", op, (long long)s.head_dim);
-  CHECK(SIZE(D, s.head_dim), FIELD(cos_sin, "fp32 [R, D]"));
-  enough_positions(op, "cos_sin", a->cos_sin, s.seq_len);
-}
+NEEDS(attention_forward, AttentionForward, ATTENTION_SIZES, FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
+      FIELD(documents, "int32 [2, N] or absent"))
 
-static void check_attention_forward(Op op, Backend *backend, AttentionForward *a) {
-  AttentionShape s = a->shape;
-  attention_heads(op, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
-        FIELD(documents, "int32 [2, N] or absent"));
-}
+NEEDS(attention_backward, AttentionBackward, ATTENTION_SIZES, FIELD(out, "T [N, O]"),
+      FIELD(lse, "fp32 [B, L]"), FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"),
+      FIELD(documents, "int32 [2, N] or absent"), FIELD(dbias, "fp32|bf16 [P] or absent"),
+      REFUSE(a->dqkv.data == a->qkv.data, "dqkv and qkv are the same tensor"))
 
-static void check_attention_backward(Op op, Backend *backend, AttentionBackward *a) {
-  AttentionShape s = a->shape;
-  attention_heads(op, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
-        FIELD(dqkv, "T [N, P]"), FIELD(dout, "T [N, O]"), FIELD(documents, "int32 [2, N] or absent"),
-        FIELD(dbias, "fp32|bf16 [P] or absent"));
-  if (a->dqkv.data == a->qkv.data) fail("%s: dqkv and qkv are the same tensor", op);
-}
-
-static void check_attention_decode(Op op, Backend *backend, AttentionDecode *a) {
-  AttentionShape s = a->shape;
-  attention_heads(op, s);
-  CHECK(ATTENTION_SIZES, FIELD(qkv, "T [N, P]"), FIELD(out, "T [N, O]"),
-        SIZE(R, s.batch * s.num_key_value_heads), FIELD(keys, "T [R, C]"), FIELD(values, "T [R, C]"));
-  if (a->past < 0 || a->past > a->keys.shape[1] / s.head_dim - s.seq_len)
-    fail("%s: %lld tokens after %lld do not fit into keys, which is %s", op, (long long)s.seq_len,
-         (long long)a->past, tensor_text(a->keys).text);
-}
+NEEDS(attention_decode, AttentionDecode, ATTENTION_SIZES, FIELD(out, "T [N, O]"),
+      SIZE(R, a->shape.batch * a->shape.num_key_value_heads), FIELD(keys, "T [R, C]"),
+      FIELD(values, "T [R, C]"),
+      REFUSE(a->past<0 || a->past> a->keys.shape[1] / max_i64(a->shape.head_dim, 1) - a->shape.seq_len,
+             "%lld tokens after %lld do not fit into keys and values of %lld elements a head",
+             a->shape.seq_len, a->past, a->keys.shape[1]))
 
 // --- the LM head and its loss ------------------------------------------------------------------------------
 
@@ -320,82 +289,72 @@ LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
   return range;
 }
 
-// Vectors that are there have `count` elements, and those named in `needed` are there.
-static void loss_rows(Op op, const LossRows *rows, int64_t count, const char *needed) {
-  static const char *const names[] = {"target_z", "anchor",           "row_sum",      "target_e",
-                                      "rescale",  "scale_non_target", "scale_target", "scale_uniform"};
-  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-    CHECK(SIZE(C, count),
-          NAMED(names[i], rows->all[i], strstr(needed, names[i]) ? "fp32 [C]" : "fp32 [C] or absent"));
-}
-
+// Vectors that are there have C elements, and those named in `needed` are there.
+#define ROW(field, needed)                                                                                   \
+  NAMED(#field, a->rows.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
+#define LOSS_ROWS(needed)                                                                                    \
+  ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
+      ROW(rescale, needed), ROW(scale_non_target, needed), ROW(scale_target, needed),                        \
+      ROW(scale_uniform, needed)
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
+#define SCALES   "scale_non_target, scale_target"
 
-static void check_shard_indices(Op op, Backend *backend, ShardIndices *a) {
-  CHECK(FIELD(indices, "int32 [N]"), FIELD(out, "int32 [N]"));
-  if (a->first < 0 || a->count < 0)
-    fail("%s: a part of %lld entries from %lld on", op, (long long)a->count, (long long)a->first);
-}
+NEEDS(shard_indices, ShardIndices, FIELD(indices, "int32 [N]"), FIELD(out, "int32 [N]"),
+      REFUSE(a->first < 0 || a->count < 0, "a part of %lld entries from %lld on", a->count, a->first))
 
-CHECK_FIELDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
-             FIELD(targets, "int32 [C]"), FIELD(target_z, "fp32 [C]"))
+NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
+      FIELD(targets, "int32 [C]"), FIELD(target_z, "fp32 [C]"))
 
-#define FORWARD_ONLY "absent: exps is absent, so this is the forward pass alone"
+#define BACKWARD(field, form)                                                                                \
+  FIELD(field, tensor_exists(a->exps) ? form " or absent"                                                    \
+                                      : "absent: exps is absent, so this is the forward pass alone")
 
-static void check_lce_logits_exp(Op op, Backend *backend, LceLogitsExp *a) {
-  CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(targets, "int32 [C]"),
-        FIELD(exps, "T [C, V] strided or absent"),
-        FIELD(dx_raw, tensor_exists(a->exps) ? "T|fp32 [C, H] or absent" : FORWARD_ONLY),
-        SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
-        FIELD(tile_sums, tensor_exists(a->exps) ? "fp32 [C, B] or absent" : FORWARD_ONLY));
-  loss_rows(op, &a->rows, a->x.shape[0], ROW_SUMS);
-}
+NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
+      FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
+      BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
+      BACKWARD(tile_sums, "fp32 [C, B]"), LOSS_ROWS(ROW_SUMS))
 
-static void check_lce_combine(Op op, Backend *backend, LceCombine *a) {
-  CHECK(FIELD(targets, "int32 [C]"), SIZE(P, 2 * a->targets.shape[0] * backend->ranks),
-        FIELD(parts, "fp32 [P]"));
-  loss_rows(op, &a->rows, a->targets.shape[0], ROW_SUMS ", rescale");
-}
-
-// Logits up to 1e30 times as large stay finite when they are divided by it.
-static const float MIN_TEMPERATURE = 1e-6f;
+NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"), SIZE(P, 2 * a->targets.shape[0] * backend->ranks),
+      FIELD(parts, "fp32 [P]"), LOSS_ROWS(ROW_SUMS ", rescale"))
 
 static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
-  if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
-    fail("%s: label_smoothing is %g, which is not in [0, 1]", op, (double)a->label_smoothing);
-  if (!(a->z_loss >= 0 && isfinite(a->z_loss)))
-    fail("%s: z_loss is %g, which is not 0 or more and finite", op, (double)a->z_loss);
-  if (!(a->softcap >= 0 && isfinite(a->softcap)))
-    fail("%s: softcap is %g, which is not 0 or more and finite", op, (double)a->softcap);
-  if (!(a->temperature == 0 || (a->temperature >= MIN_TEMPERATURE && isfinite(a->temperature))))
-    fail("%s: temperature is %g, which is neither 0 (none) nor a finite number from %g on", op,
-         (double)a->temperature, (double)MIN_TEMPERATURE);
+  // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
+  const struct {
+    const char *name;
+    float value, lowest, highest;
+    const char *needed;
+  } terms[] = {{"label_smoothing", a->label_smoothing, 0, 1, "in [0, 1]"},
+               {"z_loss", a->z_loss, 0, FLT_MAX, "0 or more and finite"},
+               {"softcap", a->softcap, 0, FLT_MAX, "0 or more and finite"},
+               {"temperature", a->temperature == 0 ? 1 : a->temperature, 1e-6f, FLT_MAX,
+                "0 (none) or a finite number from 1e-06 on"}};
+  for (int i = 0; i < 4; i++)
+    if (!(terms[i].value >= terms[i].lowest && terms[i].value <= terms[i].highest))
+      fail("%s: %s is %g, which is not %s", op, terms[i].name, (double)terms[i].value, terms[i].needed);
   bool weighted_sum = tensor_exists(a->class_weights) && a->label_smoothing > 0;
   CHECK(SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
         FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
-// The last four need a row's logits side by side: absent, with the reason `row_sums_only`, where only sums are known.
-static void token_outputs(Op op, const TokenOutputs *a, int64_t tokens, const char *row_sums_only) {
-  const char *form = row_sums_only ? row_sums_only : "fp32 [N] or absent";
-  CHECK(SIZE(N, tokens), FIELD(z_loss, "fp32 [N] or absent"), FIELD(log_prob, "fp32 [N] or absent"),
-        FIELD(logsumexp, "fp32 [N] or absent"), FIELD(entropy, form), FIELD(max_logit, form),
-        FIELD(predicted, row_sums_only ? row_sums_only : "int32 [N] or absent"), FIELD(correct, form));
-}
+// The last four need a row's logits side by side, which lce_rows does not have.
+#define TOKEN_OUTPUTS(fp32, int32)                                                                           \
+  FIELD(outputs.z_loss, "fp32 [N] or absent"), FIELD(outputs.log_prob, "fp32 [N] or absent"),                \
+      FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, fp32),                          \
+      FIELD(outputs.max_logit, fp32), FIELD(outputs.predicted, int32), FIELD(outputs.correct, fp32)
+#define ROW_SUMS_ALONE "absent: it does not follow from row sums alone"
 
 static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
   loss_terms(op, &a->terms, a->vocab_size);
-  if (a->terms.softcap > 0) fail("%s: a soft-cap does not act on whole rows", op);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
-  CHECK(FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
+  CHECK(REFUSE(a->terms.softcap > 0, "a soft-cap does not act on whole rows"), FIELD(targets, "int32 [C]"),
+        FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
-        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
-  token_outputs(op, &a->outputs, a->targets.shape[0], "absent: it does not follow from row sums alone");
-  loss_rows(op, &a->rows, a->targets.shape[0],
-            !backward    ? ROW_SUMS
-            : !smoothing ? ROW_SUMS ", scale_non_target, scale_target"
-                         : ROW_SUMS ", scale_non_target, scale_target, scale_uniform");
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"), SIZE(N, a->targets.shape[0]),
+        TOKEN_OUTPUTS(ROW_SUMS_ALONE, ROW_SUMS_ALONE),
+        LOSS_ROWS(!backward    ? ROW_SUMS
+                  : !smoothing ? ROW_SUMS SCALES
+                               : ROW_SUMS SCALES "scale_uniform"));
 }
 
 static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
@@ -403,8 +362,8 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
         FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H]"),
         SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
         SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));
-  loss_rows(op, &a->rows, a->exps.shape[0], "row_sum, target_e");
+        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"),
+        LOSS_ROWS("row_sum, target_e"));
   if (!(a->full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", op, (double)a->full_mass);
   if (a->alpha == 0) a->alpha = 1;
 }
@@ -412,75 +371,63 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
 static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *a) {
   bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->rows.scale_uniform);
   CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
-        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
-  loss_rows(op, &a->rows, a->dx.shape[0],
-            smoothing ? "scale_non_target, scale_target, scale_uniform" : "scale_non_target, scale_target");
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
+        LOSS_ROWS(smoothing ? SCALES "scale_uniform" : SCALES));
 }
 
-CHECK_FIELDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
-             FIELD(scale_target, "fp32 [C]"), FIELD(targets, "int32 [C]"))
+NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
+      FIELD(scale_target, "fp32 [C]"), FIELD(targets, "int32 [C]"))
 
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
-  CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
-        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
-        FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
-        FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"));
-  token_outputs(op, &a->outputs, a->logits.shape[0], NULL);
   loss_terms(op, &a->terms, a->logits.shape[1]);
   size_t from = dtype_bytes(a->logits.dtype), to = dtype_bytes(a->dlogits.dtype);
-  if (tensor_exists(a->dlogits) && (a->dlogits.data != a->logits.data || to > from ||
-                                    (size_t)a->dlogits.stride * to != (size_t)a->logits.stride * from))
-    fail("%s: dlogits is %s and does not lie in the place of logits, %s", op, tensor_text(a->dlogits).text,
-         tensor_text(a->logits).text);
+  CHECK(
+      FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
+      FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
+      FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
+      FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"),
+      TOKEN_OUTPUTS("fp32 [N] or absent", "int32 [N] or absent"),
+      REFUSE(tensor_exists(a->dlogits) && (a->dlogits.data != a->logits.data || to > from ||
+                                           (size_t)a->dlogits.stride * to != (size_t)a->logits.stride * from),
+             "dlogits does not lie in the place of logits"));
 }
 
-CHECK_FIELDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),
-             FIELD(class_weights, "fp32 [V] or absent"))
+NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),
+      FIELD(class_weights, "fp32 [V] or absent"))
 
-CHECK_FIELDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
-             FIELD(loss, "fp32 [N] or absent"))
+NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
+      FIELD(loss, "fp32 [N] or absent"))
 
-static void check_scale_by(Op op, Backend *backend, ScaleBy *a) {
-  const char *form = backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]";
-  CHECK(FIELD(x, form), FIELD(out, form), FIELD(factor, "fp32 [1]"));
-}
+#define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
+NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1]"))
 
-CHECK_FIELDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
-             FIELD(columns, "fp32 [H]"))
+NEEDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
+      FIELD(columns, "fp32 [H]"))
 
 // Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.
-static void moved_rows(Op op, const MoveRows *a, Tensor few, Tensor many) {
-  CHECK(FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, few.shape[0]), FIELD(rows, "int32 [C]"));
-  if (few.dtype != many.dtype || few.rank != many.rank || few.rank > 2 ||
-      (few.rank == 2 && few.shape[1] != many.shape[1]))
-    fail("%s: out is %s and x is %s; their rows differ", op, tensor_text(a->out).text,
-         tensor_text(a->x).text);
-}
+#define MOVED(few, many)                                                                                     \
+  FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, a->few.shape[0]), FIELD(rows, "int32 [C]"),        \
+      REFUSE(a->few.dtype != a->many.dtype || a->few.rank != a->many.rank || a->few.rank > 2 ||              \
+                 (a->few.rank == 2 && a->few.shape[1] != a->many.shape[1]),                                  \
+             "the rows of out and x differ")
 
-static void check_gather_rows(Op op, Backend *backend, MoveRows *a) {
-  moved_rows(op, a, a->out, a->x);
-}
-
-static void check_scatter_rows(Op op, Backend *backend, MoveRows *a) {
-  moved_rows(op, a, a->x, a->out);
-}
+NEEDS(gather_rows, MoveRows, MOVED(out, x))
+NEEDS(scatter_rows, MoveRows, MOVED(x, out))
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-static void check_adamw(Op op, Backend *backend, AdamW *a) {
-  CHECK(FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp32|bf16 [N]"),
-        FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"), FIELD(grad_scale, "fp32 [1]"));
-  if (a->step < 1) fail("%s: step %lld, but steps count from 1", op, (long long)a->step);
-}
+NEEDS(adamw, AdamW, FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"),
+      FIELD(m, "fp32|bf16 [N]"), FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"),
+      FIELD(grad_scale, "fp32 [1]"), REFUSE(a->step < 1, "step %lld, but steps count from 1", a->step))
 
-CHECK_FIELDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
+NEEDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 
-CHECK_FIELDS(clip_scale, ClipScale, FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"),
-             FIELD(sum_of_squares, "fp32 [1]"))
+NEEDS(clip_scale, ClipScale, FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"),
+      FIELD(sum_of_squares, "fp32 [1]"))
 
-CHECK_FIELDS(fill_zero, Tensor, NAMED("t", *a, "any [...]"))
+NEEDS(fill_zero, Tensor, NAMED("t", *a, "any [...]"))
 
-// --- collectives -------------------------------------------------------------------------------------------
+// --- collectives and copies --------------------------------------------------------------------------------
 
 // `rounds` is how often a ring of the ranks passes the larger of the two tensors around.
 static void check_collective(Op op, Backend *backend, const Collective *a, const char *form,
@@ -494,30 +441,20 @@ static void check_collective(Op op, Backend *backend, const Collective *a, const
   backend->wire_bytes += rounds * bytes * (backend->ranks - 1) / backend->ranks;
 }
 
-static void check_all_reduce(Op op, Backend *backend, Collective *a) {
-  check_collective(op, backend, a, "fp32|bf16 [...]", 1, 1, 2);
-}
+#define COLLECTIVE(name, ...)                                                                                \
+  static void check_##name(Op op, Backend *backend, Collective *a) {                                         \
+    check_collective(op, backend, a, __VA_ARGS__);                                                           \
+  }
+COLLECTIVE(all_reduce, "fp32|bf16 [...]", 1, 1, 2)
+COLLECTIVE(reduce_scatter, "fp32|bf16 [...]", backend->ranks, 1, 1)
+COLLECTIVE(all_gather, "any [...]", 1, backend->ranks, 1)
+COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
 
-static void check_reduce_scatter(Op op, Backend *backend, Collective *a) {
-  check_collective(op, backend, a, "fp32|bf16 [...]", backend->ranks, 1, 1);
-}
-
-static void check_all_gather(Op op, Backend *backend, Collective *a) {
-  check_collective(op, backend, a, "any [...]", 1, backend->ranks, 1);
-}
-
-static void check_broadcast(Op op, Backend *backend, Collective *a) {
-  check_collective(op, backend, a, "any [...]", 1, 1, 1);
-}
-
-static void check_copy_in(Op op, Backend *backend, Copy *a) {
-  CHECK(FIELD(out, "any [N]"), FIELD(x, "any [N]"));
-  if (a->out.dtype != a->x.dtype) fail("%s: out and x are of different types", op);
-}
-
-static void check_copy_out(Op op, Backend *backend, Copy *a) {
-  check_copy_in(op, backend, a);
-}
+#define COPIED                                                                                               \
+  FIELD(out, "any [N]"), FIELD(x, "any [N]"),                                                                \
+      REFUSE(a->out.dtype != a->x.dtype, "out and x are of different types")
+NEEDS(copy_in, Copy, COPIED)
+NEEDS(copy_out, Copy, COPIED)
 
 // --- the entry points ---------------------------------------------------------------------------------------
 

@@ -1,21 +1,20 @@
-// The arithmetic: every operation a transformer's training step needs, one interface for all backends.
-//
-// An operation takes one struct of tensors and scalars; a comment gives the type and shape of each field:
+// The arithmetic: every operation of a transformer's training step, one interface for all backends. An operation takes one
+// struct of tensors and scalars, whose comments give types and shapes:
 //
 //     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon = 1e-5f});
 //
-// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of
-// every operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
-// scratch that the backend needs, then calls the backend. So the backends check nothing.
+// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of an
+// operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the scratch that the
+// backend needs (the field `workspace`, which is not a caller's), then calls the backend. So the backends check nothing.
 //
-// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
-// statistics), plan (runs nothing; the ledger counts). All calls are asynchronous in the order of one stream:
-// only backend_to_host and backend_synchronize wait. Results are bitwise repeatable on one machine and build.
+// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and statistics), plan (runs
+// nothing; the ledger counts). Calls are asynchronous in the order of one stream: only backend_to_host and
+// backend_synchronize wait. Results are bitwise repeatable on one machine and build.
 //
-// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate
-// size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise. Gradients
-// of weights are written when `accumulate` is false and added to when it is true; they may be fp32 where
-// the operands are bf16. Sums run in fp32 or wider everywhere.
+// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate size, C rows of a
+// chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise; a tensor is dense unless it "may be
+// strided". Gradients of weights are written, or added to with `accumulate`; they may be fp32 where the operands are bf16.
+// Sums run in fp32 or wider everywhere.
 #pragma once
 
 #include "kernels/integers.h"
@@ -28,16 +27,15 @@ extern "C" {
 
 typedef struct Backend Backend;
 
-// A target with this id is not counted: no loss, no gradient (PyTorch's ignore_index default).
-enum { IGNORE_INDEX = -100 };
-// A token that is in another rank's part of the vocabulary (ShardIndices); not a caller's to give.
-enum { ELSEWHERE = -1 };
+enum {
+  IGNORE_INDEX = -100, // a target that is not counted: no loss, no gradient (PyTorch's ignore_index default)
+  ELSEWHERE = -1 // a token in another rank's part of the vocabulary (ShardIndices); not a caller's to give
+};
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
-
 // out[n] = token_weight[tokens[n]] + position_weight[position].   GPT-2 has both, Llama and Qwen only the first.
+// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
@@ -47,18 +45,17 @@ typedef struct {
   int64_t seq_len;        // T, divides N
 } EmbeddingForward;
 
-// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with
-// position t. Sorted, then summed segment by segment: no floating-point atomics. Rows that no token names become 0
-// when accumulate is false.
+// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with position t.
+// Sorted, then summed segment by segment: no floating-point atomics. Without accumulate, rows that nothing names become 0.
 typedef struct {
   Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
-  Tensor dposition_weight; // fp32 or bf16 [P, H], or absent; rows at and after T become 0 without accumulate
+  Tensor dposition_weight; // fp32 or bf16 [P, H], or absent
   Tensor dout;             // fp32/bf16 [N, H]
   Tensor tokens;           // int32 [N]; ELSEWHERE names no row
   Tensor positions;        // int32 [N], or absent
   int64_t seq_len;
   bool accumulate_token, accumulate_position;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
@@ -72,12 +69,10 @@ typedef enum {
 
 typedef struct {
   NormKind kind;
-  Tensor out;    // fp32/bf16 [N, M H]; may be strided
-  Tensor mean;   // fp32 [N M], saved for the backward pass; absent for NORM_RMS
-  Tensor rstd;   // fp32 [N M], saved for the backward pass
-  Tensor x;      // fp32/bf16 [N, M H]; may be strided
-  Tensor weight; // fp32/bf16 [H]
-  Tensor bias;   // fp32/bf16 [H]; absent for NORM_RMS
+  Tensor out;          // fp32/bf16 [N, M H]; may be strided
+  Tensor mean, rstd;   // fp32 [N M], saved for the backward pass; no mean for NORM_RMS
+  Tensor x;            // fp32/bf16 [N, M H]; may be strided
+  Tensor weight, bias; // fp32/bf16 [H]; no bias for NORM_RMS
   float epsilon;
 } NormForward;
 
@@ -87,18 +82,15 @@ typedef struct {
 //   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that x ends with
 typedef struct {
   NormKind kind;
-  Tensor dx;      // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
-  Tensor dweight; // fp32 or bf16 [H]
-  Tensor dbias;   // fp32 or bf16 [H]; absent for NORM_RMS
-  Tensor dx_sum;  // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
-  Tensor dout;    // fp32/bf16 [N, M H]; may be dx itself without accumulate_dx. dx, dout, x may be strided
-  Tensor x;       // fp32/bf16 [N, M H]
+  Tensor dx; // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
+  Tensor dweight, dbias; // fp32 or bf16 [H]; no dbias for NORM_RMS
+  Tensor dx_sum;         // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
+  Tensor dout, x; // fp32/bf16 [N, M H]; dout may be dx itself without accumulate_dx. All three may be strided
   Tensor weight;  // fp32/bf16 [H]
-  Tensor mean;    // fp32 [N M]; absent for NORM_RMS
-  Tensor rstd;    // fp32 [N M]
+  Tensor mean, rstd;  // as in the forward pass
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias, dx_sum
-  Tensor workspace;   // pushed by the entry point
+  Tensor workspace;
 } NormBackward;
 
 // --- activations -------------------------------------------------------------------------------------------
@@ -135,8 +127,8 @@ typedef struct {
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the activation
-// has it; without one it is O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the
+// activation has it; without one it is O.
 typedef struct {
   Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
   Tensor x;      // fp32/bf16 [N, I]; may be strided
@@ -164,13 +156,12 @@ typedef struct {
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
   Tensor dbias;        // fp32 or bf16 [O], or absent
-  Tensor dout;         // fp32/bf16 [N, O]; may be strided
-  Tensor x;            // fp32/bf16 [N, I]; may be strided
+  Tensor dout, x;      // fp32/bf16 [N, O] and [N, I]; may be strided
   Tensor coefficients; // fp32 [N], or absent: all are 1; they are for dbias alone
   bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } LinearBackwardWeight;
 
 // --- FP8 ---------------------------------------------------------------------------------------------------
@@ -191,11 +182,11 @@ typedef struct {
 
 // out = a b^T + bias + residual, of what codes and amax stand for, summed in fp32.
 typedef struct {
-  Tensor out;       // fp32 or bf16 [N, O]; may be strided
-  Fp8 a, b;         // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
-  Tensor bias;      // bf16, on the CPU of out's type [O]; or absent
-  Tensor residual;  // of out's type [N, O], or absent; may be out itself
-  Tensor workspace; // pushed by the entry point
+  Tensor out;      // fp32 or bf16 [N, O]; may be strided
+  Fp8 a, b;        // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
+  Tensor bias;     // bf16, on the CPU of out's type [O]; or absent
+  Tensor residual; // of out's type [N, O], or absent; may be out itself
+  Tensor workspace;
 } MatmulFp8;
 
 // --- attention ---------------------------------------------------------------------------------------------
@@ -203,10 +194,9 @@ typedef struct {
 // D elements. Query head h reads key/value head h / (Q / K) (grouped-query attention; Ainslie et al. 2023).
 
 typedef struct {
-  int64_t batch, seq_len;      // B, T
-  int64_t num_heads;           // Q
-  int64_t num_key_value_heads; // K, divides Q
-  int64_t head_dim;            // D
+  int64_t batch, seq_len;                 // B, T
+  int64_t num_heads, num_key_value_heads; // Q; K, divides Q
+  int64_t head_dim;                       // D
 } AttentionShape;
 
 // Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
@@ -220,33 +210,29 @@ typedef struct {
   bool inverse;
 } Rope;
 
-// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that
-// row. Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
-// With `documents` the sum is over the token's own document: t - documents[0, n] <= u <= t. A document is a run of
-// tokens of one sequence; a token has documents[0, n] of its own before it and documents[1, n] after it.
+// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that row. Never a
+// T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
+// With `documents` the sum is over the token's own document, a run of tokens of one sequence: t - documents[0, n] <= u <= t.
+// A token has documents[0, n] of its own before it and documents[1, n] after it.
 typedef struct {
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T], row b holds head after head
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
   Tensor documents; // int32 [2, N], or absent: a sequence is one document
   AttentionShape shape;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } AttentionForward;
 
-// With P = softmax as above: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));  dq = dS k / sqrt(D);
-// dk = dS^T q / sqrt(D). P is recomputed from lse. dqkv has qkv's layout and is written whole. dbias (+)= sum_n dqkv[n],
-// of a bias that was added to qkv.
+// With P = softmax as above, recomputed from lse: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));
+// dq = dS k / sqrt(D);  dk = dS^T q / sqrt(D).  dbias (+)= sum_n dqkv[n], of a bias that was added to qkv.
 typedef struct {
-  Tensor dqkv;      // fp32/bf16 [N, (Q + 2K) D]; must not be qkv
-  Tensor dbias;     // fp32 or bf16 [(Q + 2K) D], or absent
-  Tensor dout;      // fp32/bf16 [N, Q D]
-  Tensor out;       // fp32/bf16 [N, Q D]
-  Tensor lse;       // fp32 [B, Q * T]
-  Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
-  Tensor documents; // int32 [2, N], or absent: as in the forward pass
+  Tensor dqkv;                // as qkv, which it must not be; written whole
+  Tensor dbias;               // fp32 or bf16 [(Q + 2K) D], or absent
+  Tensor dout, out;           // fp32/bf16 [N, Q D]
+  Tensor lse, qkv, documents; // as in the forward pass
   AttentionShape shape;
-  bool accumulate;  // add to dbias rather than write it
-  Tensor workspace; // pushed by the entry point
+  bool accumulate; // add to dbias rather than write it
+  Tensor workspace;
 } AttentionBackward;
 
 // Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and values
@@ -300,8 +286,8 @@ typedef union {
   Tensor all[7];
 } TokenOutputs;
 
-// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become
-// their own gradient in place, and loss and outputs are written.
+// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their own gradient
+// in place, and loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
@@ -310,24 +296,21 @@ typedef struct {
                   // fp32), or absent: the forward pass alone
   Tensor bias;    // fp32/bf16 [V], or absent: added to z
   Tensor targets; // int32 [N]
-  Tensor token_weights;   // fp32 [N], or absent
-  Tensor entropy_weights; // fp32 [N], or absent
-  Tensor factor;          // fp32 [1], or absent
+  Tensor token_weights, entropy_weights; // fp32 [N], or absent
+  Tensor factor;                         // fp32 [1], or absent
   LossTerms terms;
   float alpha;
 } CrossEntropyInPlace;
 
-// factor[0] = 1 / sum of w[targets[n]] over the tokens that count: what makes a sum their (weighted) mean,
-// without the host knowing how many there are. 0 when none counts.
+// factor[0] = 1 / sum of w[targets[n]] over the tokens that count, 0 when none does: what makes a sum their (weighted) mean.
 typedef struct {
   Tensor factor;        // fp32 [1]
   Tensor targets;       // int32 [N]
   Tensor class_weights; // fp32 [V], or absent
 } LossFactor;
 
-// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX.
-// And once the losses are written: loss[n] = NaN where ids[n] is neither in [0, V) nor IGNORE_INDEX, so that
-// the mistake shows in every sum and nothing outside of the tensors is read.
+// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX. And once the
+// losses are written: loss[n] = NaN where ids[n] is neither, so that the mistake shows in every sum.
 typedef struct {
   Tensor targets; // int32 [N], or absent
   Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
@@ -339,8 +322,8 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
 // the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
 
-// For each row (token) of a chunk, fp32 [C]. LceLogitsExp, or for a vocabulary that is split over ranks LceCombine,
-// writes anchor, row_sum and target_e; LceRows the scales. Unused ones may be absent.
+// For each row (token) of a chunk, fp32 [C], or absent where unused. LceLogitsExp, or for a vocabulary that is split over ranks
+// LceCombine, writes anchor, row_sum and target_e; LceRows the scales.
 typedef union {
   struct {
     Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -348,9 +331,8 @@ typedef union {
     Tensor row_sum;  // R = sum of E[j] over j != target
     Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was repaired
     Tensor rescale;  // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
-    Tensor scale_non_target; // multiplies E
-    Tensor scale_target;     // the target's own entry of the gradient
-    Tensor scale_uniform;    // label smoothing: the same for every entry
+    // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
+    Tensor scale_non_target, scale_target, scale_uniform;
   };
   Tensor all[8];
 } LossRows;
@@ -367,36 +349,32 @@ typedef struct {
 
 // target_z[n] = x[n] . W[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
 typedef struct {
-  Tensor target_z; // fp32 [C]
-  Tensor x;        // fp32/bf16 [C, H]
-  Tensor weight;   // fp32/bf16 [V, H]
-  Tensor targets;  // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  Tensor target_z;  // fp32 [C]
+  Tensor x, weight; // fp32/bf16 [C, H] and [V, H]
+  Tensor targets;   // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
 } LceTargetLogits;
 
-// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in
-// fp32 before E is rounded;  dx_raw = E W. Where R exceeds LCE_LARGEST_SUM
-// (loss_row.h) the row is repaired: computed again with anchor = max_j z[j].
-// target_e = exp((z[target] - anchor) / T): 1 unless the row was repaired. A row whose target is IGNORE_INDEX has E and
-// R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
+// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in fp32
+// before E is rounded;  dx_raw = E W;  target_e = 1. Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired:
+// computed again with anchor = max_j z[j] and target_e = exp((z[target] - anchor) / T). A row whose target is IGNORE_INDEX has
+// E and R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
 typedef struct {
   // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows are stored
   // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
-  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; only together with exps.
-  Tensor tile_sums;
+  Tensor
+      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps
   LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
-  Tensor x;          // fp32/bf16 [C, H]
-  Tensor weight;     // fp32/bf16 [V, H]
+  Tensor x, weight;  // fp32/bf16 [C, H] and [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
-  Tensor workspace;  // pushed by the entry point
+  Tensor workspace;
 } LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
-//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;
-//   target_e = exp((target_z - a) / T);  rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to
-//   the common anchor: E rescale = exp((z - a) / T)
+//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;  target_e = exp((target_z - a) / T);
+//   rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   LossRows rows;  // reads target_z; writes anchor, row_sum, target_e, rescale
@@ -418,8 +396,7 @@ typedef struct {
   TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   LossRows rows;        // reads the first five; writes the scales, scale_uniform with label smoothing alone
-  Tensor x;             // fp32/bf16 [C, H]
-  Tensor targets;       // int32 [C]
+  Tensor x, targets;    // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights; // fp32 [C], or absent
   Tensor factor;        // fp32 [1], or absent; alpha comes later, through the GEMMs
   Tensor smoothing_row; // fp32 [H]; there when terms.label_smoothing is
@@ -427,20 +404,17 @@ typedef struct {
   int64_t vocab_size;
 } LceRows;
 
-// Sampling of the softmax gradient, without bias. E is cut into tiles of LCE_TILE_ROWS rows, counted from the chunk's
-// first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
+// Sampling of the softmax gradient, without bias (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
+// rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
-// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q,
-// which is exact; else it is dropped. With S the E that results,
-//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x
-// keep their expectation, since both are linear in E: LCE.md has the proof and the variance. The target's own entry lies
-// outside of E and is always added.
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q;
+// else it is dropped. A NaN keeps its tile, a mass of 0 drops it. With S the E that results,
+//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry lies outside of E and is always added)
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
 // The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device. Let u be the upper 32 bits of
 // random_bits(seed, stream, b), as a fraction, and S(t) = u + q[b, 0] + ... + q[b, t]: tile t is kept where S passes a whole
-// number. So the tiles that are kept have nearly the same sum of m / q in every draw. A NaN keeps its tile, a mass of 0 drops
-// it. What E holds afterwards is unspecified.
+// number. What E holds afterwards is unspecified.
 //
 // A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
 // them to dweight together: only after a chunk with `flush` is dweight complete.
@@ -463,7 +437,7 @@ typedef struct {
   int64_t kept_rows; // that K was counted for, at least C
   bool first, flush; // the call's first chunk; see above
   bool accumulate;   // the first chunk adds to dweight rather than write it, as the others do
-  Tensor workspace;  // pushed by the entry point
+  Tensor workspace;
 } LceSampledGradients;
 
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
@@ -484,28 +458,25 @@ typedef struct {
   Tensor x;            // fp32/bf16 [C, H]
   Tensor targets;      // int32 [C]
   float alpha;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } LceTargetGradient;
 
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
-  Tensor out;    // fp32/bf16 [N]; may be x itself, and a factor of 1 then leaves it alone
-  Tensor x;      // fp32/bf16 [N]
+  Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
   Tensor factor; // fp32 [1]
 } ScaleBy;
 
 // out[v, h] += alpha rows[v] columns[h].
 typedef struct {
-  Tensor out;     // fp32 [V, H], dense
-  Tensor rows;    // fp32 [V], or absent: all 1
-  Tensor columns; // fp32 [H]
+  Tensor out;           // fp32 [V, H], dense
+  Tensor rows, columns; // fp32 [V], or absent: all 1; fp32 [H]
   float alpha;
 } AddOuter;
 
 // out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). 32 or 16 bits each.
 typedef struct {
-  Tensor out;
-  Tensor x;
+  Tensor out, x;
   Tensor rows; // int32 [C]
 } MoveRows;
 
@@ -519,11 +490,9 @@ typedef struct {
 // bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
 typedef struct {
-  Tensor weight;     // fp32/bf16 [n]
-  Tensor master;     // fp32 [n], or absent
-  Tensor m, v;       // fp32 or bf16 [n]
-  Tensor grad;       // fp32 or bf16 [n]
-  Tensor grad_scale; // fp32 [1], on the device
+  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent
+  Tensor m, v, grad;     // fp32 or bf16 [n]
+  Tensor grad_scale;     // fp32 [1], on the device
   float lr, beta1, beta2, epsilon, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
@@ -537,18 +506,17 @@ typedef struct {
   Tensor x;   // fp32 or bf16, dense
   bool squares;
   bool accumulate;
-  Tensor workspace; // pushed by the entry point
+  Tensor workspace;
 } Reduce;
 
 // norm[0] = sqrt(sum_of_squares[0]);  scale[0] = min(1, max_norm / norm), or 1 when max_norm is 0.
 // A norm that is not finite gives scale NaN: the update then shows what happened instead of hiding it.
 typedef struct {
-  Tensor norm, scale;    // fp32 [1]
-  Tensor sum_of_squares; // fp32 [1]
+  Tensor norm, scale, sum_of_squares; // fp32 [1]
   float max_norm;
 } ClipScale;
 
-// --- collectives over ranks (nothing to do when there is one) ----------------------------------------------
+// --- collectives over ranks (nothing to do when there is one), and copies ----------------------------------
 
 // With R ranks, x of n elements:
 //   all_reduce      out [n] = the sum of all ranks' x; out may be x itself
@@ -557,29 +525,24 @@ typedef struct {
 //   broadcast       out [n] = rank 0's x
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
-  Tensor out;
-  Tensor x;        // fp32 or bf16, dense; all_gather, broadcast: or int32
+  Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
 } Collective;
 
-// --- copies between the device and the host's memory -------------------------------------------------------
-
 // copy_in: out = x, where out lies in the device's memory and x was reserved with memory_reserve_host; copy_out: the other
 // way. A copy begins when the operations that were called before it are done. It runs concurrently with the operations that
 // follow, which must leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
 typedef struct {
-  Tensor out;
-  Tensor x;       // of out's type and size, dense
+  Tensor out, x;  // of one type and size, dense
   bool after_out; // copy_in alone: it begins when the copies out before it are done, too
 } Copy;
 
 // --- the operations ----------------------------------------------------------------------------------------
 
-// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. The entry
-// points below, the members of BackendOps and BackendScratch, both backends' declarations and tables, and the profile's
-// come from here. Beside each: the functions of the backends, which macros name.
+// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. Entry points,
+// tables of backends and of the profile come from here. Beside each: the functions of the backends, which macros name.
 // clang-format off
 #define OPERATIONS(X, S) \
   X(embedding_forward, EmbeddingForward, EMBEDDING)              /* cpu_embedding_forward cuda_embedding_forward */ \
@@ -638,8 +601,8 @@ void collectives_join(Backend *backend, int64_t behind);
 // What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
-// Copies of dense tensors between the host and the backend's memory. to_device may return before the device
-// has read: the host buffer is copied aside first where that is so. to_host waits for everything before it.
+// Copies of dense tensors between the host and the backend's memory. `host` may change when to_device returns; to_host waits
+// for everything before it.
 void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
@@ -681,8 +644,8 @@ typedef struct {
 #undef MEMBER
 } BackendOps;
 
-// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a
-// device that is not there. NULL members need none. These files include no device header.
+// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a device that is
+// not there. NULL members need none.
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
@@ -723,8 +686,8 @@ struct Backend {
   void *state;             // of the backend
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time unless plain_loops is set.
-Backend *cpu_backend_create(bool plain_loops);
+// The reference: fp32, OpenMP, CBLAS where it was found at build time unless no_blas is set.
+Backend *cpu_backend_create(bool no_blas);
 // The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
 // device or the program was built without CUDA; *reason then says why (a literal or static text).
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
 #include "kernels/linear_cross_entropy.h"
@@ -18,9 +17,8 @@ struct lce_context {
   BackendOps ops;            // lce_join: the backend's own, but for collectives
   lce_collective collective; // the caller's, on the stream of the call
   void *user, *stream;
-  Backend *plan; // of the call being checked: a call that is refused leaves it behind
+  Backend *plan; // checks each call before the backend begins with it
   bool queued;   // the call has begun to give the device work
-  void *ids;     // the targets on the host, while they are checked
   size_t held_bytes;
 };
 
@@ -36,14 +34,39 @@ static void keep_sentence(const char *sentence) {
   longjmp(caller, 1);
 }
 
-static void enter(void) {
-  outside = fail_set_thread_handler(keep_sentence);
-}
-
 static int leave(int status) {
   fail_set_thread_handler(outside);
   return status;
 }
+
+// After a failure: waits until the device is done with tensors and stack, or destroys the backend that was not finished. The
+// first error stays the last one.
+static int failed(lce_context *context) {
+  char first[sizeof last_error];
+  memcpy(first, last_error, sizeof first);
+  if (!setjmp(caller)) {
+    backend_abandon();
+    if (context->queued) backend_synchronize(context->backend);
+  }
+  memcpy(last_error, first, sizeof first);
+  context->queued = false;
+  if (context->backend) memory_pop_to(&context->backend->memory, 0);
+  if (context->plan) memory_pop_to(&context->plan->memory, 0);
+  return leave(1);
+}
+
+static bool there(const lce_context *context) {
+  if (!context)
+    snprintf(last_error, sizeof last_error,
+             "the context is NULL: lce_create returned NULL, and lce_last_error gave the reason");
+  return context;
+}
+
+// A call begins with this and ends with `return leave(0)`; where it fails between them it returns 1.
+#define ENTER(context)                                                                                       \
+  if (!there(context)) return 1;                                                                             \
+  outside = fail_set_thread_handler(keep_sentence);                                                          \
+  if (setjmp(caller)) return failed(context)
 
 EXPORTED const char *lce_last_error(void) {
   return last_error;
@@ -71,16 +94,12 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
 }
 
 static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
-  enter();
-  if (setjmp(caller)) {
-    char first[sizeof last_error];
-    memcpy(first, last_error, sizeof first);
-    if (!setjmp(caller)) backend_abandon();
-    memcpy(last_error, first, sizeof first);
-    return leave(1);
-  }
-  context->backend = open_backend(device, ordinal, dtype);
-  context->backend->memory.advice = "a smaller chunk, or fewer tokens in one call, needs less";
+  ENTER(context);
+  Backend *backend = context->backend = open_backend(device, ordinal, dtype);
+  context->plan = plan_backend_create(backend->device, backend->dtype);
+  context->plan->no_sampling = backend->no_sampling;
+  backend->memory.advice = context->plan->memory.advice =
+      "a smaller chunk, or fewer tokens in one call, needs less";
   return leave(0);
 }
 
@@ -95,25 +114,23 @@ EXPORTED lce_context *lce_create(const char *device, int ordinal, const char *dt
   return NULL;
 }
 
+static int close_backend(lce_context *context) {
+  ENTER(context);
+  Backend *backend = context->backend;
+  context->backend = NULL;
+  backend_destroy(backend);
+  return leave(0);
+}
+
 EXPORTED void lce_destroy(lce_context *context) {
   if (!context) return;
-  enter();
-  if (!setjmp(caller)) backend_destroy(context->backend);
-  leave(0);
+  close_backend(context);
+  backend_destroy(context->plan);
   free(context);
 }
 
-static bool there(const lce_context *context) {
-  if (context) return true;
-  snprintf(last_error, sizeof last_error,
-           "the context is NULL: lce_create returned NULL, and lce_last_error gave the reason");
-  return false;
-}
-
 EXPORTED int lce_synchronize(lce_context *context) {
-  if (!there(context)) return 1;
-  enter();
-  if (setjmp(caller)) return leave(1);
+  ENTER(context);
   backend_synchronize(context->backend);
   return leave(0);
 }
@@ -145,9 +162,7 @@ COLLECTIVE(reduce_scatter, LCE_REDUCE_SCATTER)
 COLLECTIVE(all_gather, LCE_ALL_GATHER)
 
 EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective collective, void *user) {
-  if (!there(context)) return 1;
-  enter();
-  if (setjmp(caller)) return leave(1);
+  ENTER(context);
   if (rank < 0 || rank >= ranks || !collective)
     fail("lce_join: rank %d of %d%s; ranks count from 0", rank, ranks,
          collective ? "" : ", and collective is NULL");
@@ -161,7 +176,7 @@ EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective 
   context->ops.all_gather = all_gather_by_caller;
   backend->ops = &context->ops;
   backend->rank = rank;
-  backend->ranks = ranks;
+  backend->ranks = context->plan->ranks = ranks;
   return leave(0);
 }
 
@@ -205,21 +220,21 @@ static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype d
          remedy);
 }
 
-static void check_address(const Argument *t) {
-  uintptr_t at = (uintptr_t)t->data;
+// The tensor has possible sizes and an address for them, and shares nothing that is written with those `before` it.
+static void check_argument(const Argument *t, const Argument *before) {
+  uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
+  check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
   if (at % dtype_bytes(t->dtype))
     fail(CALL ": %s lies at %p, which is no multiple of the %zu bytes of its elements; give an aligned copy",
          t->name, t->data, dtype_bytes(t->dtype));
-  if ((uintptr_t)bytes_of(t) > UINTPTR_MAX - at)
+  if (bytes > UINTPTR_MAX - at)
     fail(CALL ": %s at %p would end beyond the last address; it is no pointer to %s", t->name, t->data,
-         text_bytes((uint64_t)bytes_of(t)).text);
-}
-
-static void check_apart(const Argument *a, const Argument *b) {
-  uintptr_t a_at = (uintptr_t)a->data, b_at = (uintptr_t)b->data;
-  if (a_at < b_at + (uintptr_t)bytes_of(b) && b_at < a_at + (uintptr_t)bytes_of(a))
-    fail(CALL ": %s and %s share memory, and at least one of them is written; give each its own", a->name,
-         b->name);
+         text_bytes(bytes).text);
+  for (const Argument *u = before; u < t; u++)
+    if (u->data && (t->written || u->written) && at < (uintptr_t)u->data + (uintptr_t)bytes_of(u) &&
+        (uintptr_t)u->data < at + bytes)
+      fail(CALL ": %s and %s share memory, and at least one of them is written; give each its own", u->name,
+           t->name);
 }
 
 // A call of the layer, checked but for what its entry points check, without its targets; `ids` are the targets given.
@@ -229,11 +244,10 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
   check_size("tokens", a->tokens);
   check_size("hidden_size", a->hidden_size);
   check_size("vocab_size", a->vocab_size);
-  if (!a->x || !a->weight || !a->targets || !a->loss)
-    fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", !a->x         ? "x"
-                                                                             : !a->weight  ? "weight"
-                                                                             : !a->targets ? "targets"
-                                                                                           : "loss");
+  if (a->rows) check_size("rows", a->rows);
+  if (a->rows && a->rows != a->vocab_size && backend->ranks == 1)
+    fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
+         (long long)a->rows, (long long)a->vocab_size);
   if (a->chunk < 0)
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
@@ -248,22 +262,17 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
                           .mean = a->mean,
                           .accumulate = a->accumulate};
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
-  if (a->rows) {
-    check_size("rows", a->rows);
-    if (a->rows != v && backend->ranks == 1)
-      fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
-           (long long)a->rows, (long long)v);
-    c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
-  }
+  if (a->rows) c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
+  enum { NEEDED = 4 }; // the first
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c.x},
       {"weight", a->weight, rows_of_head, h, dtype, false, &c.weight},
-      {"bias", a->bias, v, 0, dtype, false, &c.bias},
       {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, ids},
+      {"loss", a->loss, n, 0, DTYPE_F32, true, &c.loss},
+      {"bias", a->bias, v, 0, dtype, false, &c.bias},
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c.terms.class_weights},
       {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c.token_weights},
       {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
-      {"loss", a->loss, n, 0, DTYPE_F32, true, &c.loss},
       {"dx", a->dx, n, h, dtype, true, &c.dx},
       {"dweight", a->dweight, rows_of_head, h, DTYPE_F32, true, &c.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},
@@ -274,49 +283,37 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
       {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c.outputs.max_logit},
       {"correct", a->correct, n, 0, DTYPE_F32, true, &c.outputs.correct},
       {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c.outputs.predicted}};
-  for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++) {
-    const Argument *t = &tensors[i];
+  for (const Argument *t = tensors; t < tensors + sizeof tensors / sizeof *tensors; t++) {
+    if (!t->data && t < tensors + NEEDED)
+      fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", t->name);
     if (!t->data) continue;
-    check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
-    check_address(t);
-    for (size_t j = 0; j < i; j++)
-      if (tensors[j].data && (t->written || tensors[j].written)) check_apart(&tensors[j], t);
+    check_argument(t, tensors);
     void *data = (void *)t->data;
     *t->tensor =
         t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
   }
-  int64_t rows = a->materialized ? n : min_i64(c.chunk, n);
-  check_bytes("the logits", rows, v, DTYPE_F32,
+  check_bytes("the logits", a->materialized ? n : min_i64(c.chunk, n), v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
   return c;
 }
 
 // Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
-static void check_targets(lce_context *context, Tensor ids, int64_t vocab_size) {
-  const void *data = ids.data;
-  int64_t n = 0, tokens = ids.shape[0], id = 0;
-  if (context->backend->device == ON_CUDA) {
-    data = context->ids = host_alloc(tokens, dtype_bytes(ids.dtype), "the targets");
-    backend_to_host(context->backend, context->ids, ids);
+static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
+  enum { PART = 4096 };
+  union {
+    int64_t wide[PART];
+    int32_t narrow[PART];
+  } part;
+  for (int64_t n = 0; n < ids.shape[0]; n++) {
+    if (n % PART == 0) backend_to_host(backend, &part, tensor_rows(ids, n, min_i64(PART, ids.shape[0] - n)));
+    int64_t id = ids.dtype == DTYPE_I64 ? part.wide[n % PART] : part.narrow[n % PART];
+    if (id != IGNORE_INDEX && (id < 0 || id >= vocab_size))
+      fail(CALL ": targets[%lld] is %lld, which is neither in [0, %lld) nor %d, which does not count",
+           (long long)n, (long long)id, (long long)vocab_size, IGNORE_INDEX);
   }
-  for (; n < tokens; n++) {
-    id = ids.dtype == DTYPE_I64 ? ((const int64_t *)data)[n] : ((const int32_t *)data)[n];
-    if (id != IGNORE_INDEX && (id < 0 || id >= vocab_size)) break;
-  }
-  free(context->ids);
-  context->ids = NULL;
-  if (n < tokens)
-    fail(CALL ": targets[%lld] is %lld, which is neither in [0, %lld) nor %d, which does not count",
-         (long long)n, (long long)id, (long long)vocab_size, IGNORE_INDEX);
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
-
-static void forget_plan(lce_context *context) {
-  Backend *plan = context->plan;
-  context->plan = NULL;
-  backend_destroy(plan);
-}
 
 // The GEMMs read a factor of 0 as 1, so gradients that it makes 0 are written and not computed.
 static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
@@ -338,35 +335,14 @@ static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
 }
 
 // What the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(lce_context *context, const LinearCrossEntropy *call, Tensor ids) {
-  const Backend *backend = context->backend;
-  context->plan = plan_backend_create(backend->device, backend->dtype);
-  context->plan->memory.advice = backend->memory.advice;
-  context->plan->ranks = backend->ranks;
-  context->plan->no_sampling = backend->no_sampling;
-  if (call->scale == 0) { // the tensors of gradients that are then dropped are checked too
-    LinearCrossEntropy whole = *call;
-    whole.scale = 1;
-    run(context->plan, whole, ids);
-    ledger_reset_peak(&context->plan->memory.ledger);
-  }
-  run(context->plan, *call, ids);
-  size_t bytes = context->plan->memory.ledger.stack_peak;
-  forget_plan(context);
-  return bytes;
-}
-
-// After a failure: waits until the device is done with tensors and stack. The first error stays the last one.
-static void clean_up(lce_context *context) {
-  char first[sizeof last_error];
-  memcpy(first, last_error, sizeof first);
-  if (context->queued && !setjmp(caller)) backend_synchronize(context->backend);
-  memcpy(last_error, first, sizeof first);
-  context->queued = false;
-  free(context->ids);
-  context->ids = NULL;
-  memory_pop_to(&context->backend->memory, 0);
-  forget_plan(context);
+static size_t planned_bytes(Backend *plan, LinearCrossEntropy call, Tensor ids) {
+  float scale = call.scale;
+  if (scale == 0) call.scale = 1; // the tensors of gradients that are then dropped are checked too
+  run(plan, call, ids);
+  call.scale = scale;
+  ledger_reset_peak(&plan->memory.ledger);
+  run(plan, call, ids);
+  return plan->memory.ledger.stack_peak;
 }
 
 static Tensor scaled_tensor(const char *name, const void *data, int dtype, int64_t count) {
@@ -378,12 +354,7 @@ static Tensor scaled_tensor(const char *name, const void *data, int dtype, int64
 
 EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const void *x, int x_dtype,
                        int64_t count, const float *factor, void *stream) {
-  if (!there(context)) return 1;
-  enter();
-  if (setjmp(caller)) {
-    clean_up(context);
-    return leave(1);
-  }
+  ENTER(context);
   if (count == 0) return leave(0);
   if (count < 0 || count > MAX_BYTES / 4) fail("lce_scale: a count of %lld elements", (long long)count);
   ScaleBy call = {.out = scaled_tensor("out", out, out_dtype, count),
@@ -398,16 +369,11 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
 }
 
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
-  if (!there(context)) return 1;
+  ENTER(context);
   Backend *backend = context->backend;
-  enter();
-  if (setjmp(caller)) {
-    clean_up(context);
-    return leave(1);
-  }
   Tensor ids = {0};
   const LinearCrossEntropy call = checked_call(args, backend, &ids);
-  size_t bytes = planned_bytes(context, &call, ids);
+  size_t bytes = planned_bytes(context->plan, call, ids);
   context->queued = true;
   context->stream = args->stream;
   active = context;
@@ -417,7 +383,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     memory_set_stack(&backend->memory, bytes);
   }
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
-    check_targets(context, ids, args->vocab_size);
+    check_targets(backend, ids, args->vocab_size);
   run(backend, call, ids);
   backend_precede(backend, args->stream);
   context->queued = false;

@@ -48,20 +48,14 @@ void assert_stream(const Source *source, const int32_t *expected, int64_t count)
 // The same for text, where '|' stands for END_OF_TEXT.
 void assert_text(const Source *source, const char *expected);
 
-// For ASSERT_FAILS. assert_sentence: one line, nothing after a full stop, every part in it.
-extern jmp_buf caught_jump;
-extern char caught_sentence[2048];
-void expect_failures(bool expected);
+// The caught sentence is one line, without a full stop, and has every part.
 void assert_sentence(const char *const *parts, int count);
 
 // The call fails, and its sentence holds every one of the given strings.
 #define ASSERT_FAILS(call, ...)                                                                              \
   do {                                                                                                       \
     const char *const parts_[] = {__VA_ARGS__};                                                              \
-    caught_sentence[0] = 0;                                                                                  \
-    expect_failures(true);                                                                                   \
-    if (setjmp(caught_jump) == 0) (void)(call);                                                              \
-    expect_failures(false);                                                                                  \
+    CATCH(call);                                                                                             \
     if (!caught_sentence[0]) fail_msg("%s did not fail", #call);                                             \
     assert_sentence(parts_, (int)(sizeof parts_ / sizeof *parts_));                                          \
   } while (0)

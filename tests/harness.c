@@ -2,15 +2,14 @@
 
 #include <float.h>
 
+#include "kernels/alloc.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 
 enum { STACK_BYTES = 256 << 20, SEED = 20240520, SAMPLES = 48 };
 
-static void *checked_alloc(size_t bytes) {
-  void *data = calloc(bytes ? bytes : 1, 1);
-  if (!data) fail("out of host memory for a test");
-  return data;
+static void *test_alloc(size_t bytes) {
+  return host_alloc((int64_t)bytes, 1, "a test");
 }
 
 static Backend *open_backend(const char *name) {
@@ -25,7 +24,7 @@ static Backend *open_backend(const char *name) {
 Harness *harness_open(const char *name) {
   Backend *backend = open_backend(name);
   if (!backend) return NULL;
-  Harness *h = checked_alloc(sizeof *h);
+  Harness *h = test_alloc(sizeof *h);
   h->backend = backend;
   h->dtype = backend->dtype;
   backend->memory.poison = true;
@@ -43,7 +42,7 @@ void harness_join_ranks(Harness *h) {
 void harness_close(Harness *h) {
   if (h->mirror) harness_close(h->mirror);
   backend_destroy(h->backend);
-  for (size_t i = 0; i < h->block_count; i++) free(h->blocks[i]);
+  for (int64_t i = 0; i < h->block_count; i++) free(h->blocks[i]);
   free(h->blocks);
   free(h->records);
   free(h);
@@ -108,12 +107,8 @@ int run_on_backends(void) {
 // --- values and tensors ------------------------------------------------------------------------------------
 
 static void *host_block(Harness *h, size_t bytes) {
-  if (h->block_count == h->block_capacity) {
-    h->block_capacity = h->block_capacity ? 2 * h->block_capacity : 64;
-    h->blocks = realloc(h->blocks, h->block_capacity * sizeof *h->blocks);
-    if (!h->blocks) fail("out of host memory for a test");
-  }
-  return h->blocks[h->block_count++] = checked_alloc(bytes);
+  h->blocks = host_grow(h->blocks, h->block_count, &h->block_capacity, sizeof *h->blocks, "a test");
+  return h->blocks[h->block_count++] = test_alloc(bytes);
 }
 
 double *host_values(Harness *h, int64_t count) {
@@ -172,18 +167,17 @@ static double rounded(Dtype dtype, double value) {
 
 Tensor strided_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns, int64_t stride) {
   Tensor t = poisoned_strided(h, dtype, rows, columns, stride);
-  Dtype stored = t.dtype;
-  size_t bytes = (size_t)(rows * stride) * dtype_bytes(stored);
-  char *host = checked_alloc(bytes);
+  size_t bytes = (size_t)(rows * stride) * dtype_bytes(t.dtype);
+  void *host = test_alloc(bytes);
   memset(host, 0xFF, bytes);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j++) {
       double *value = &values[i * columns + j];
       *value = rounded(dtype, *value);
-      float f = (float)*value;
-      uint16_t half = bf16_from_f32(f);
-      char *place = host + (size_t)(i * stride + j) * dtype_bytes(stored);
-      memcpy(place, stored == DTYPE_BF16 ? (void *)&half : (void *)&f, dtype_bytes(stored));
+      if (t.dtype == DTYPE_BF16)
+        ((uint16_t *)host)[i * stride + j] = bf16_from_f32((float)*value);
+      else
+        ((float *)host)[i * stride + j] = (float)*value;
     }
   backend_to_device(h->backend, whole_block(t), host);
   backend_synchronize(h->backend);
@@ -199,6 +193,20 @@ Tensor vector_from(Harness *h, Dtype dtype, double *values, int64_t count) {
   return tensor_flat(tensor_from(h, dtype, values, 1, count));
 }
 
+Tensor random_strided(Harness *h, double **values, int64_t rows, int64_t columns, int64_t stride,
+                      double scale) {
+  *values = random_values(h, rows * columns, scale);
+  return strided_from(h, h->dtype, *values, rows, columns, stride);
+}
+
+Tensor random_tensor(Harness *h, double **values, int64_t rows, int64_t columns, double scale) {
+  return random_strided(h, values, rows, columns, columns, scale);
+}
+
+Tensor random_vector(Harness *h, double **values, int64_t count, double scale) {
+  return tensor_flat(random_tensor(h, values, 1, count, scale));
+}
+
 Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
   Tensor t = memory_push_1d(&h->backend->memory, "test ids", MEMORY_ACTIVATIONS, DTYPE_I32, count);
   backend_to_device(h->backend, t, ids);
@@ -210,25 +218,13 @@ Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
 static double *block_values(Harness *h, Tensor t) {
   Tensor block = t.rank == 1 ? tensor_2d(t.data, t.dtype, 1, t.shape[0]) : whole_block(t);
   int64_t count = tensor_count(block);
-  char *host = checked_alloc(tensor_bytes(block));
+  void *host = test_alloc(tensor_bytes(block));
   backend_to_host(h->backend, host, block);
   double *values = host_values(h, count);
-  for (int64_t i = 0; i < count; i++) {
-    const char *place = host + (size_t)i * dtype_bytes(t.dtype);
-    if (t.dtype == DTYPE_I32) {
-      int32_t id;
-      memcpy(&id, place, sizeof id);
-      values[i] = id;
-    } else if (t.dtype == DTYPE_BF16) {
-      uint16_t bits;
-      memcpy(&bits, place, sizeof bits);
-      values[i] = bf16_to_f32(bits);
-    } else {
-      float value;
-      memcpy(&value, place, sizeof value);
-      values[i] = value;
-    }
-  }
+  for (int64_t i = 0; i < count; i++)
+    values[i] = t.dtype == DTYPE_I32    ? ((int32_t *)host)[i]
+                : t.dtype == DTYPE_BF16 ? (double)bf16_to_f32(((uint16_t *)host)[i])
+                                        : (double)((float *)host)[i];
   free(host);
   return values;
 }
@@ -290,8 +286,7 @@ typedef struct Record {
 
 static bool record(Harness *h, const char *what, Tensor got, double *values, Tolerance tolerance) {
   if (!h->recording) return false;
-  if (!(h->records = realloc(h->records, (h->record_count + 1) * sizeof *h->records)))
-    fail("out of host memory for a test");
+  h->records = host_grow(h->records, h->record_count, &h->record_capacity, sizeof *h->records, "a test");
   Record *r = &h->records[h->record_count++];
   *r = (Record){.values = values, .count = tensor_count(got), .dtype = got.dtype, .tolerance = tolerance};
   snprintf(r->what, sizeof r->what, "%s", what);
@@ -362,12 +357,12 @@ static const void *shape_at(const void *shapes, size_t size, size_t i) {
   return (const char *)shapes + size * i;
 }
 
-static void release_blocks(Harness *h, size_t kept) {
+static void release_blocks(Harness *h, int64_t kept) {
   while (h->block_count > kept) free(h->blocks[--h->block_count]);
 }
 
 void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t count) {
-  size_t kept = h->block_count;
+  int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
     run(h, shape_at(shapes, size, i));
     harness_pop((void **)&h);
@@ -376,8 +371,8 @@ void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t
 }
 
 // Runs the case and returns how many records it added.
-static size_t record_case(Harness *h, TestCase run, const void *shape, uint64_t draws) {
-  size_t before = h->record_count;
+static int64_t record_case(Harness *h, TestCase run, const void *shape, uint64_t draws) {
+  int64_t before = h->record_count;
   h->draws = draws;
   h->recording = true;
   run(h, shape);
@@ -404,47 +399,17 @@ void run_mirrored(Harness *h, TestCase run, const void *shapes, size_t size, siz
   if (!h->mirror) h->mirror = harness_open("cpu");
   Harness *cpu = h->mirror;
   cpu->dtype = h->dtype;
-  size_t kept = h->block_count;
+  int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
     const void *shape = shape_at(shapes, size, i);
     uint64_t draws = h->draws;
     h->record_count = cpu->record_count = 0;
-    size_t results = record_case(h, run, shape, draws), again = 0;
+    int64_t results = record_case(h, run, shape, draws), again = 0;
     if (!small_shapes()) again = record_case(h, run, shape, draws) ? results : 0;
     assert_true(results > 0 && record_case(cpu, run, shape, draws) == results);
-    for (size_t k = 0; k < results; k++)
+    for (int64_t k = 0; k < results; k++)
       compare_records(&h->records[k], &h->records[again + k], &cpu->records[k], i);
     release_blocks(h, kept);
     release_blocks(cpu, 0);
   }
-}
-
-// --- fail() ------------------------------------------------------------------------------------------------
-
-jmp_buf harness_failure;
-static char failure_sentence[2048];
-static MemoryMark failure_mark;
-
-static void record_failure(const char *sentence) {
-  strncpy(failure_sentence, sentence, sizeof failure_sentence - 1);
-  longjmp(harness_failure, 1);
-}
-
-void harness_expect_failure(Harness *h) {
-  failure_mark = memory_mark(&h->backend->memory);
-  fail_set_handler(record_failure);
-}
-
-void harness_failed(Harness *h, const char *part, const char *file, int line) {
-  fail_set_handler(NULL);
-  memory_pop_to(&h->backend->memory, failure_mark);
-  if (strstr(failure_sentence, part)) return;
-  print_error("%s:%d: the sentence was: %s\n", file, line, failure_sentence);
-  _fail(file, line);
-}
-
-void harness_did_not_fail(const char *part, const char *file, int line) {
-  fail_set_handler(NULL);
-  print_error("%s:%d: should have failed with: %s\n", file, line, part);
-  _fail(file, line);
 }

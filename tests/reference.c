@@ -76,14 +76,10 @@ void reference_cross_entropy(double *loss, const double *logits, const int32_t *
     const double *z = logits + n * vocab;
     loss[n] = 0;
     if (targets[n] == IGNORE_INDEX) continue;
-    double maximum = -INFINITY, target = z[targets[n]], non_target = 0;
-    for (int64_t j = 0; j < vocab; j++) maximum = fmax(maximum, z[j]);
+    double non_target = 0; // in units of the target's exponential; log1p keeps the digits of a loss near 0
     for (int64_t j = 0; j < vocab; j++)
-      if (j != targets[n]) non_target += exp(z[j] - maximum);
-    // log1p keeps the digits of a loss near 0.
-    double e = exp(target - maximum);
-    loss[n] = log1p(non_target / e);
-    if (e < 1e-200) loss[n] = maximum - target + log(non_target);
+      if (j != targets[n]) non_target += exp(z[j] - z[targets[n]]);
+    loss[n] = log1p(non_target);
   }
 }
 

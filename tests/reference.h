@@ -1,8 +1,7 @@
 // The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
 // The tests compare the backends' forward results with these, and the gradients with finite differences of
 // these. All arrays are dense and row-major; letters as in kernels.h.
-#ifndef LCE_TESTS_REFERENCE_H
-#define LCE_TESTS_REFERENCE_H
+#pragma once
 
 #include "kernels/kernels.h"
 
@@ -64,5 +63,3 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
 double reference_dot(const double *a, const double *b, int64_t count);
 // The root of the sum of (a[i] - b[i])^2.
 double euclidean_distance(const double *a, const double *b, int64_t count);
-
-#endif

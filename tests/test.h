@@ -38,3 +38,15 @@ int tests_run_each(const char *group, CMFixtureFunction setup, CMFixtureFunction
 // A main's result where nothing can be tested: one test by the name of `group`, skipped, after a line that
 // `what` is not tested, and why.
 int skip_all(const char *group, const char *what, const char *why);
+
+// CATCH(statement) runs it until it ends or fails: caught_sentence is then fail()'s, else empty.
+extern jmp_buf caught_jump;
+extern char caught_sentence[2048];
+void expect_failures(bool expected);
+#define CATCH(...)                                                                                           \
+  do {                                                                                                       \
+    caught_sentence[0] = 0;                                                                                  \
+    expect_failures(true);                                                                                   \
+    if (setjmp(caught_jump) == 0) (void)(__VA_ARGS__);                                                       \
+    expect_failures(false);                                                                                  \
+  } while (0)

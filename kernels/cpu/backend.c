@@ -1,4 +1,5 @@
-// The CPU backend: what the system reports about its memory, and the table of operations.
+// The CPU backend: what the system reports about its memory, the queue of what is asynchronous on a GPU, and the table of
+// operations.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,6 +8,7 @@
 
 #include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
 #ifdef HAVE_CBLAS
@@ -48,6 +50,52 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
   free(((CpuState *)backend->state)->queue);
+}
+
+// --- what is asynchronous on a GPU: copies, collectives and some updates -------------------------------------
+
+void cpu_defer(Backend *backend, Deferred deferred) {
+  CpuState *state = backend->state;
+  state->queue =
+      host_grow(state->queue, state->queued, &state->capacity, sizeof *state->queue, "what is to be joined");
+  state->queue[state->queued++] = deferred;
+}
+
+void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind) {
+  CpuState *state = backend->state;
+  int64_t left[STREAMS] = {0}, end = state->queued, kept = 0;
+  left[other] = other_behind, left[stream] = behind;
+  for (; end > 0; end--) {
+    StreamKind of = state->queue[end - 1].stream;
+    if ((of == stream || of == other) && left[of]-- <= 0) break;
+  }
+  for (int64_t i = 0; i < state->queued; i++) {
+    Deferred *d = &state->queue[i];
+    if (i < end && (d->stream == stream || d->stream == other)) {
+      ranks_enter(d->name);
+      d->run(backend, d);
+      ranks_leave();
+    } else {
+      state->queue[kept++] = *d;
+    }
+  }
+  state->queued = kept;
+}
+
+static void run_copy(Backend *backend, const Deferred *d) {
+  copy_bytes(d->copy.out.data, d->copy.x.data, tensor_bytes(d->copy.x));
+}
+
+void cpu_copy_in(Backend *backend, const Copy *a) {
+  cpu_defer(backend, (Deferred){"copy_in", STREAM_COPY_IN, run_copy, .copy = *a});
+}
+
+void cpu_copy_out(Backend *backend, const Copy *a) {
+  cpu_defer(backend, (Deferred){"copy_out", STREAM_COPY_OUT, run_copy, .copy = *a});
+}
+
+void cpu_copies_join(Backend *backend, int64_t in, int64_t out) {
+  cpu_join(backend, STREAM_COPY_IN, in, STREAM_COPY_OUT, out);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------
@@ -98,18 +146,18 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #elif defined(HAVE_CBLAS)
 #define GEMM_LIBRARY "CBLAS"
 #else
-#define GEMM_LIBRARY "plain loops"
+#define GEMM_LIBRARY "no BLAS"
 #endif
 
-Backend *cpu_backend_create(bool plain_loops) {
+Backend *cpu_backend_create(bool no_blas) {
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
-  ((CpuState *)backend->state)->plain_loops = plain_loops;
+  ((CpuState *)backend->state)->no_blas = no_blas;
   backend->name = "cpu";
   backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
-           threads == 1 ? "" : "s", plain_loops ? "plain loops" : GEMM_LIBRARY);
+           threads == 1 ? "" : "s", no_blas ? "no BLAS" : GEMM_LIBRARY);
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
   return backend_finish(backend);

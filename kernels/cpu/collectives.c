@@ -31,8 +31,8 @@ enum { SLICE = 1 << 16 }; // elements that a rank sums at a time: what it receiv
 
 struct CpuCollectives {
   int rank, ranks;
-  int *counts, *offsets, *received_counts, *received_offsets; // [ranks] each, of MPI_Alltoallv
-  float *received;                                            // [ranks * SLICE]
+  int *counts, *offsets, *received_offsets; // [ranks] each, of MPI_Alltoallv
+  float *received;                          // [ranks * SLICE]
 };
 
 // NULL while there is one rank.
@@ -63,65 +63,55 @@ static void sum(const struct CpuCollectives *c, int count, bool accumulate, floa
   }
 }
 
-// Sends counts[r] elements from x + offsets[r] to every rank r; `out` receives the sum of what came here.
-static void exchange_and_sum(struct CpuCollectives *c, const Collective *a, const float *x, float *out) {
-  int count = c->counts[c->rank];
-  for (int r = 0; r < c->ranks; r++) {
-    c->received_counts[r] = count;
-    c->received_offsets[r] = r * count;
-  }
-  check(MPI_Alltoallv(x, c->counts, c->offsets, MPI_FLOAT, c->received, c->received_counts,
-                      c->received_offsets, MPI_FLOAT, MPI_COMM_WORLD),
-        "MPI_Alltoallv");
-  sum(c, count, a->accumulate, out);
-  ranks_alive();
-}
-
-static void all_reduce_ranks(Backend *backend, const Deferred *d) {
-  struct CpuCollectives *c = collectives_of(backend);
-  const Collective *a = &d->collective;
-  int64_t total = tensor_count(a->x), block = (int64_t)c->ranks * SLICE;
-  for (int64_t first = 0; first < total; first += block) {
-    int count = (int)min_i64(block, total - first), slice = (int)ceil_div(count, c->ranks);
-    for (int r = 0; r < c->ranks; r++) {
-      c->offsets[r] = (int)min_i64((int64_t)r * slice, count);
-      c->counts[r] = (int)min_i64(slice, count - c->offsets[r]);
-    }
-    float *out = (float *)a->out.data + first;
-    exchange_and_sum(c, a, (const float *)a->x.data + first, out + c->offsets[c->rank]);
-    check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, c->counts, c->offsets, MPI_FLOAT,
-                         MPI_COMM_WORLD),
-          "MPI_Allgatherv");
+// out [slice] (+)= the sum over all ranks of this rank's slice of x [ranks, slice].
+static void sum_of_slices(const struct CpuCollectives *c, const float *x, int64_t slice, bool accumulate,
+                          float *out) {
+  for (int64_t first = 0; first < slice; first += SLICE) {
+    int count = (int)min_i64(SLICE, slice - first);
+    for (int r = 0; r < c->ranks; r++)
+      c->counts[r] = count, c->offsets[r] = (int)(r * slice + first), c->received_offsets[r] = r * count;
+    check(MPI_Alltoallv(x, c->counts, c->offsets, MPI_FLOAT, c->received, c->counts, c->received_offsets,
+                        MPI_FLOAT, MPI_COMM_WORLD),
+          "MPI_Alltoallv");
+    sum(c, count, accumulate, out + first);
+    ranks_alive();
   }
 }
 
-static void reduce_scatter_ranks(Backend *backend, const Deferred *d) {
-  struct CpuCollectives *c = collectives_of(backend);
-  const Collective *a = &d->collective;
-  int64_t shard = tensor_count(a->out);
-  for (int64_t first = 0; first < shard; first += SLICE) {
-    for (int r = 0; r < c->ranks; r++) {
-      c->counts[r] = (int)min_i64(SLICE, shard - first);
-      c->offsets[r] = (int)(r * shard + first);
-    }
-    exchange_and_sum(c, a, a->x.data, (float *)a->out.data + first);
-  }
-}
-
-static void all_gather_ranks(Backend *backend, const Deferred *d) {
-  struct CpuCollectives *c = collectives_of(backend);
-  const Collective *a = &d->collective;
-  int count = (int)tensor_count(a->x);
-  float *local = (float *)a->out.data + (int64_t)c->rank * count;
-  if (local != a->x.data) memcpy(local, a->x.data, tensor_bytes(a->x));
-  check(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, a->out.data, count, MPI_FLOAT, MPI_COMM_WORLD),
+static void gather_in_place(float *out, int64_t count) {
+  check(MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, out, (int)count, MPI_FLOAT, MPI_COMM_WORLD),
         "MPI_Allgather");
 }
 
-static void broadcast_ranks(Backend *backend, const Deferred *d) {
-  struct CpuCollectives *c = collectives_of(backend);
+// By whole slices; what is left over is fewer than the ranks, and each sums all of it.
+static void all_reduce_ranks(Backend *backend, const Deferred *d) {
+  const struct CpuCollectives *c = collectives_of(backend);
+  const float *x = d->collective.x.data;
+  float *out = d->collective.out.data;
+  int64_t total = tensor_count(d->collective.x), slice = total / c->ranks, whole = slice * c->ranks;
+  sum_of_slices(c, x, slice, false, out + c->rank * slice);
+  gather_in_place(out, slice);
+  int rest = (int)(total - whole);
+  check(MPI_Allgather(x + whole, rest, MPI_FLOAT, c->received, rest, MPI_FLOAT, MPI_COMM_WORLD),
+        "MPI_Allgather");
+  sum(c, rest, false, out + whole);
+}
+
+static void reduce_scatter_ranks(Backend *backend, const Deferred *d) {
   const Collective *a = &d->collective;
-  if (c->rank == 0) copy_or_add(a);
+  sum_of_slices(collectives_of(backend), a->x.data, tensor_count(a->out), a->accumulate, a->out.data);
+}
+
+static void all_gather_ranks(Backend *backend, const Deferred *d) {
+  const Collective *a = &d->collective;
+  float *local = (float *)a->out.data + backend->rank * tensor_count(a->x);
+  if (local != a->x.data) memcpy(local, a->x.data, tensor_bytes(a->x));
+  gather_in_place(a->out.data, tensor_count(a->x));
+}
+
+static void broadcast_ranks(Backend *backend, const Deferred *d) {
+  const Collective *a = &d->collective;
+  if (backend->rank == 0) copy_or_add(a);
   check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "MPI_Bcast");
 }
 
@@ -153,15 +143,9 @@ static void join_ranks(Backend *backend, const Launch *l) {
          "GPUs need --device cuda",
          l->ranks, l->launcher, l->ranks);
   struct CpuCollectives *c = host_alloc(1, sizeof *c, "collectives");
-  int *ints = host_alloc(4 * l->ranks, sizeof *ints, "collectives");
-  *c = (struct CpuCollectives){.rank = l->rank,
-                               .ranks = l->ranks,
-                               .counts = ints,
-                               .offsets = ints + l->ranks,
-                               .received_counts = ints + 2 * l->ranks,
-                               .received_offsets = ints + 3 * l->ranks,
-                               .received =
-                                   host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives")};
+  int *ints = host_alloc(3 * l->ranks, sizeof *ints, "collectives");
+  float *received = host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives");
+  *c = (struct CpuCollectives){l->rank, l->ranks, ints, ints + l->ranks, ints + 2 * l->ranks, received};
   ((CpuState *)backend->state)->collectives = c;
 }
 

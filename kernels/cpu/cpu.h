@@ -10,15 +10,11 @@
 
 // backend->state.
 typedef struct {
-  bool plain_loops;                   // loops in place of CBLAS
+  bool no_blas;                       // tiles in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
-  struct Deferred *queue;             // copies.c: what is to be joined, oldest first
+  struct Deferred *queue;             // what is to be joined, oldest first
   int64_t queued, capacity;
 } CpuState;
-
-static inline bool cpu_plain_loops(const Backend *backend) {
-  return ((const CpuState *)backend->state)->plain_loops;
-}
 
 // Row i of a tensor of rank 1 or 2, as fp32.
 static inline float *cpu_row(Tensor t, int64_t i) {
@@ -34,20 +30,15 @@ typedef struct {
   bool transposed;
 } CpuMatrix;
 
-// out[m, n] = beta * out + alpha * a[m, k] b[k, n]; with beta 0 the old contents are not read. At most one
-// operand is transposed. Inside an OpenMP region it runs on the calling thread alone.
-void cpu_gemm(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, float beta,
-              float *out, int64_t out_stride);
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n], by all threads; at most one operand is transposed.
+void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
+              bool accumulate, float *out, int64_t out_stride);
 
-// --- tile.c ------------------------------------------------------------------------------------------------
-
-// A small GEMM on the calling thread, for kernels that multiply a tile and use it while it is in cache. sgemm packs both
+// The same of a tile on the calling thread, for kernels that use it while it is in cache; k at least 1. sgemm packs both
 // operands at every call, which a small tile does not pay back; this one reads the left operand where it lies, in any
 // strides, and packs the right one alone.
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; k at least 1. `plain` selects the loops of cpu_gemm
-// instead.
-void tile_multiply(bool plain, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-                   bool accumulate, float *out, int64_t out_stride);
+void tile_multiply(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, bool accumulate,
+                   float *out, int64_t out_stride);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
@@ -63,7 +54,7 @@ void cpu_amax(Tensor amax, Tensor x);
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- copies.c: what is asynchronous on a GPU ---------------------------------------------------------------
+// --- backend.c: what is asynchronous on a GPU ---------------------------------------------------------------
 
 // Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
 // time, and not only now and then as on a GPU.

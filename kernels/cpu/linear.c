@@ -1,7 +1,7 @@
 // A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
 //
 // Bias and residual are one more pass over the rows that the GEMM has just written, and an activation another. A residual
-// that is added in place costs nothing: the GEMM starts from it (beta = 1).
+// that is added in place costs nothing: the GEMM starts from it (accumulate).
 #include "kernels/cpu/cpu.h"
 
 static CpuMatrix matrix(Tensor t, bool transposed) {
@@ -17,8 +17,8 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
   bool in_place = residual && a->residual.data == a->out.data, adds = residual && !in_place;
   Tensor pre = a->activation ? a->pre_activation : a->out;
   int64_t rows = a->x.shape[0], inputs = a->x.shape[1], outputs = pre.shape[1];
-  cpu_gemm(cpu_plain_loops(backend), rows, outputs, inputs, 1.0f, matrix(a->x, false),
-           matrix(a->weight, !a->in_out_layout), in_place ? 1.0f : 0.0f, pre.data, pre.stride);
+  cpu_gemm(backend, rows, outputs, inputs, 1.0f, matrix(a->x, false), matrix(a->weight, !a->in_out_layout),
+           in_place, pre.data, pre.stride);
   if (bias || adds)
     EACH_PARALLEL (n, rows) {
       if (bias) add_row(cpu_row(pre, n), a->bias.data, outputs);
@@ -31,8 +31,8 @@ void cpu_linear_forward(Backend *backend, const LinearForward *a) {
 void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
   Tensor product = is_gated(a->activation) ? a->dactivation : a->dx;
   int64_t rows = product.shape[0], inputs = product.shape[1], outputs = a->dout.shape[1];
-  cpu_gemm(cpu_plain_loops(backend), rows, inputs, outputs, 1.0f, matrix(a->dout, false),
-           matrix(a->weight, a->in_out_layout), a->accumulate ? 1.0f : 0.0f, product.data, product.stride);
+  cpu_gemm(backend, rows, inputs, outputs, 1.0f, matrix(a->dout, false), matrix(a->weight, a->in_out_layout),
+           a->accumulate, product.data, product.stride);
   if (a->activation)
     cpu_activation_backward(
         backend, &(ActivationBackward){a->activation, .dx = a->dx, .dout = product, .x = a->pre_activation});
@@ -41,9 +41,8 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
   if (tensor_exists(a->dweight))
-    cpu_gemm(cpu_plain_loops(backend), a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha,
-             matrix(left, true), matrix(right, false), a->accumulate ? 1.0f : 0.0f, a->dweight.data,
-             a->dweight.stride);
+    cpu_gemm(backend, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
+             matrix(right, false), a->accumulate, a->dweight.data, a->dweight.stride);
   if (tensor_exists(a->dbias))
     cpu_column_sums(a->dbias.data, a->dout, a->coefficients.data, a->alpha, a->accumulate);
 }

@@ -83,16 +83,16 @@ static void prefetch_part(const float *data, int64_t count, int64_t part, int64_
 }
 
 // out (+)= E W over one tile.
-static void add_tile(bool plain, Tensor exps, Tensor weight, Tile t, bool accumulate, float *out) {
+static void add_tile(Tensor exps, Tensor weight, Tile t, bool accumulate, float *out) {
   int64_t hidden = weight.shape[1];
   CpuMatrix e = {.data = cpu_row(exps, t.row) + t.column, .stride = exps.stride},
             w = {.data = cpu_row(weight, t.column), .stride = weight.stride};
-  tile_multiply(plain, t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
+  tile_multiply(t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
 }
 
 // One block of rows against one slice of the vocabulary.
-static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, const Scratch *scratch,
-                            int64_t block, int64_t slice) {
+static void logits_exp_unit(const LceLogitsExp *a, const Grid *g, const Scratch *scratch, int64_t block,
+                            int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
@@ -109,7 +109,7 @@ static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, co
     float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
     int64_t stride = keep ? a->exps.stride : LCE_TILE_COLUMNS;
     CpuMatrix w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
-    tile_multiply(plain, tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
+    tile_multiply(tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
     int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
@@ -120,7 +120,7 @@ static void logits_exp_unit(bool plain, const LceLogitsExp *a, const Grid *g, co
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
     }
-    if (tensor_exists(a->dx_raw)) add_tile(plain, a->exps, a->weight, tile, t > first_tile, dx);
+    if (tensor_exists(a->dx_raw)) add_tile(a->exps, a->weight, tile, t > first_tile, dx);
   }
 }
 
@@ -150,7 +150,7 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
 }
 
 // Row n with its maximum as anchor. Rare, so each logit is simply computed twice.
-static void repair_row(bool plain, const LceLogitsExp *a, int64_t n) {
+static void repair_row(const LceLogitsExp *a, int64_t n) {
   int64_t vocab = a->weight.shape[0], hidden = a->x.shape[1];
   int32_t target = ((const int32_t *)a->targets.data)[n];
   const float *x = cpu_row(a->x, n), target_z = ((const float *)a->rows.target_z.data)[n];
@@ -173,12 +173,11 @@ static void repair_row(bool plain, const LceLogitsExp *a, int64_t n) {
   if (!tensor_exists(a->dx_raw)) return;
   CpuMatrix exps = {.data = e, .stride = a->exps.stride},
             w = {.data = a->weight.data, .stride = a->weight.stride};
-  tile_multiply(plain, 1, hidden, vocab, 1.0f, exps, w, false, cpu_row(a->dx_raw, n), a->dx_raw.stride);
+  tile_multiply(1, hidden, vocab, 1.0f, exps, w, false, cpu_row(a->dx_raw, n), a->dx_raw.stride);
 }
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
-  bool plain = cpu_plain_loops(backend);
   Grid g = make_grid(rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
   const int32_t *targets = a->targets.data;
@@ -190,7 +189,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   }
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t block = 0; block < g.blocks; block++)
-    for (int64_t slice = 0; slice < g.slices; slice++) logits_exp_unit(plain, a, &g, &scratch, block, slice);
+    for (int64_t slice = 0; slice < g.slices; slice++) logits_exp_unit(a, &g, &scratch, block, slice);
 #pragma omp parallel for schedule(dynamic)
   for (int64_t n = 0; n < rows; n++) {
     double sum = 0.0;
@@ -198,7 +197,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     row_sum[n] = (float)sum;
     if (tensor_exists(a->dx_raw))
       add_shares(cpu_row(a->dx_raw, n), scratch.wide, g.slices, rows, a->x.shape[1], n);
-    if (row_sum[n] > LCE_LARGEST_SUM) repair_row(plain, a, n);
+    if (row_sum[n] > LCE_LARGEST_SUM) repair_row(a, n);
   }
 }
 
@@ -261,7 +260,7 @@ static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
 }
 
 // The same units and sums as the logits-exp pass has without sampling.
-static void sampled_dx(bool plain, const LceSampledGradients *a) {
+static void sampled_dx(const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
   Grid g = make_grid(chunk, vocab);
   float *wide = a->workspace.data;
@@ -272,7 +271,7 @@ static void sampled_dx(bool plain, const LceSampledGradients *a) {
       bool begun = false;
       for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
         if (!tile_kept(a->tiles, b, t)) continue;
-        add_tile(plain, a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
+        add_tile(a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
         begun = true;
       }
       if (!begun)
@@ -283,7 +282,7 @@ static void sampled_dx(bool plain, const LceSampledGradients *a) {
 }
 
 // dW's rows under column t of the tiles, from those that are kept.
-static void sampled_dweight(bool plain, const LceSampledGradients *a, int64_t t) {
+static void sampled_dweight(const LceSampledGradients *a, int64_t t) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
   bool begun = a->accumulate || !a->first;
   Tile tile = tile_of(chunk, vocab, 0, t);
@@ -294,18 +293,17 @@ static void sampled_dweight(bool plain, const LceSampledGradients *a, int64_t t)
     const float *exps = cpu_row(a->exps, tile.row) + tile.column;
     CpuMatrix e = {.data = exps, .stride = a->exps.stride, .transposed = true},
               x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
-    tile_multiply(plain, tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
+    tile_multiply(tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
     begun = true;
   }
   if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
 }
 
 void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
-  bool plain = cpu_plain_loops(backend);
   draw_tiles(a);
-  sampled_dx(plain, a);
+  sampled_dx(a);
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(plain, a, t);
+  for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(a, t);
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------

@@ -327,15 +327,13 @@ float exp2_flushed(float x) {
   return y < 0x1p-126f ? 0 : y;
 }
 
+template <typename F> static void end_transfers(F ends) {
+  transfers.remove_if([&](const Transfer &t) { return ends(t) && (t.run(), true); });
+}
+
 // Ends the thread's transfers of a kind whose group lies before `end`.
 static void finish_transfers(int kind, int end) {
-  for (auto it = transfers.begin(); it != transfers.end();)
-    if (it->of == thread && it->kind == kind && it->group < end) {
-      it->run();
-      it = transfers.erase(it);
-    } else {
-      ++it;
-    }
+  end_transfers([=](const Transfer &t) { return t.of == thread && t.kind == kind && t.group < end; });
 }
 
 void copy_16(uint32_t to, const void *from, int bytes) {
@@ -614,14 +612,8 @@ static void run_warp(Warp &warp) {
   }
 }
 
-static void end_transfers(double share) {
-  for (auto it = transfers.begin(); it != transfers.end();)
-    if (chance() < share) {
-      it->run();
-      it = transfers.erase(it);
-    } else {
-      ++it;
-    }
+static void end_some_transfers(double share) {
+  end_transfers([=](const Transfer &) { return chance() < share; });
 }
 
 static bool anyone_lives() {
@@ -651,17 +643,17 @@ static void run_all() {
     }
     Warp &warp = *warps[random() % warps.size()];
     if (warp.live > 0 && chance() < warp.pace) run_warp(warp);
-    if (!transfers.empty()) end_transfers(share);
+    if (!transfers.empty()) end_some_transfers(share);
     idle = progress == last ? idle + 1 : 0, last = progress;
     if (idle < 20 * (long)warps.size()) continue;
     for (auto &each : warps)
       if (each->live > 0) run_warp(*each);
     if (progress == last && !transfers.empty())
-      end_transfers(1);
+      end_some_transfers(1);
     else if (progress == last && idle > 1000 + 200 * (long)warps.size())
       fail_waiting();
   }
-  end_transfers(1);
+  end_some_transfers(1);
 }
 
 // Stacks are kept from launch to launch.

@@ -11,8 +11,7 @@
 //
 // Not emulated: fences, registers, memory order between blocks, streams (a call is done when it returns), and the order
 // in which a GPU adds up.
-#ifndef LCE_TESTS_EMULATOR_H
-#define LCE_TESTS_EMULATOR_H
+#pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -139,7 +138,13 @@ CUresult tensor_map(CUtensorMap *, CUtensorMapDataType, cuuint32_t rank, void *d
                     CUtensorMapFloatOOBfill);
 void tma_load(uint32_t to, const CUtensorMap *, uint64_t *barrier, std::initializer_list<int> at,
               uint32_t ctas = 0);
+template <typename... At> void tma_load_at(uint32_t to, const CUtensorMap *map, uint64_t *barrier, At... at) {
+  tma_load(to, map, barrier, {at...});
+}
 void tma_store(const CUtensorMap *, uint32_t from, std::initializer_list<int> at);
+template <typename... At> void tma_store_at(const CUtensorMap *map, uint32_t from, At... at) {
+  tma_store(map, from, {at...});
+}
 void tma_store_commit();
 void tma_store_wait(int groups);
 void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier);
@@ -192,54 +197,36 @@ static uint3 &gridDim = emulator::grid, &blockDim = emulator::threads_of_block;
 #define blockIdx  (emulator::block_index())
 #define threadIdx (emulator::thread->index)
 
-static inline void __syncthreads() {
-  emulator::block_sync();
-}
-static inline int __syncthreads_or(int x) {
-  return emulator::block_or(x);
-}
-static inline void __syncwarp() {
-  emulator::warp_sync();
-}
-static inline unsigned __ballot_sync(unsigned, int x) {
-  return emulator::ballot(x);
-}
-static inline int __any_sync(unsigned, int x) {
-  return emulator::ballot(x) != 0;
-}
-static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
-  return emulator::warp_max(x);
-}
-template <typename T> T __shfl_sync(unsigned, T x, int lane) {
-  return emulator::shuffle(x, lane % 32);
-}
-template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
-  return emulator::shuffle(x, emulator::thread->lane ^ mask);
-}
-template <typename T> T __shfl_up_sync(unsigned, T x, unsigned by) {
-  return emulator::shuffle(x, std::max(0, emulator::thread->lane - (int)by));
-}
-template <typename T, typename U> T atomicAdd(T *at, U x) {
-  T old = *at;
-  *at = old + (T)x;
-  return old;
-}
-template <typename T, typename U> T atomicMax(T *at, U x) {
-  T old = *at;
-  *at = std::max(old, (T)x);
-  return old;
-}
-template <typename T, typename U> T atomicMin(T *at, U x) {
-  T old = *at;
-  *at = std::min(old, (T)x);
-  return old;
-}
-static inline float rsqrtf(float x) {
-  return 1 / sqrtf(x);
-}
-static inline size_t __cvta_generic_to_shared(const void *p) {
-  return emulator::shared_address(p);
-}
+#define EMULATOR_INTRINSIC(type, name, parameters, ...)                                                      \
+  static inline type name parameters {                                                                       \
+    return __VA_ARGS__;                                                                                      \
+  }
+EMULATOR_INTRINSIC(void, __syncthreads, (), emulator::block_sync())
+EMULATOR_INTRINSIC(int, __syncthreads_or, (int x), emulator::block_or(x))
+EMULATOR_INTRINSIC(void, __syncwarp, (), emulator::warp_sync())
+EMULATOR_INTRINSIC(unsigned, __ballot_sync, (unsigned, int x), emulator::ballot(x))
+EMULATOR_INTRINSIC(int, __any_sync, (unsigned, int x), emulator::ballot(x) != 0)
+EMULATOR_INTRINSIC(unsigned, __reduce_max_sync, (unsigned, unsigned x), emulator::warp_max(x))
+EMULATOR_INTRINSIC(auto, __shfl_sync, (unsigned, auto x, int lane), emulator::shuffle(x, lane % 32))
+EMULATOR_INTRINSIC(auto, __shfl_xor_sync, (unsigned, auto x, int mask),
+                   emulator::shuffle(x, emulator::thread->lane ^ mask))
+EMULATOR_INTRINSIC(auto, __shfl_up_sync, (unsigned, auto x, unsigned by),
+                   emulator::shuffle(x, std::max(0, emulator::thread->lane - (int)by)))
+EMULATOR_INTRINSIC(float, rsqrtf, (float x), 1 / sqrtf(x))
+EMULATOR_INTRINSIC(float, __fdividef, (float x, float y), x / y)
+EMULATOR_INTRINSIC(int, __popc, (unsigned x), __builtin_popcount(x))
+EMULATOR_INTRINSIC(size_t, __cvta_generic_to_shared, (const void *p), emulator::shared_address(p))
+
+#define EMULATOR_ATOMIC(name, result)                                                                        \
+  template <typename T, typename U> T name(T *at, U x) {                                                     \
+    T old = *at;                                                                                             \
+    *at = result;                                                                                            \
+    return old;                                                                                              \
+  }
+EMULATOR_ATOMIC(atomicAdd, old + (T)x)
+EMULATOR_ATOMIC(atomicMax, std::max(old, (T)x))
+EMULATOR_ATOMIC(atomicMin, std::min(old, (T)x))
+
 template <typename T> static inline T emulator_bits(auto x) {
   static_assert(sizeof(T) == sizeof x);
   T out;
@@ -250,17 +237,9 @@ template <typename T> static inline T emulator_bits(auto x) {
 #define __float_as_int(x)  emulator_bits<int>((float)(x))
 #define __uint_as_float(x) emulator_bits<float>((unsigned)(x))
 #define __expf             expf
-static inline float __fdividef(float x, float y) {
-  return x / y;
-}
-static inline int __popc(unsigned x) {
-  return __builtin_popcount(x);
-}
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   uint64_t bytes = (uint64_t)y << 32 | x;
   unsigned out = 0;
   for (int i = 0; i < 4; i++) out |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return out;
 }
-
-#endif

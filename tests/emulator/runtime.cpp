@@ -13,6 +13,13 @@
 
 static std::map<const char *, size_t> allocations;
 
+// A function that does this and succeeds.
+#define RUNTIME(name, parameters, ...)                                                                       \
+  cudaError_t name parameters {                                                                              \
+    __VA_ARGS__;                                                                                             \
+    return cudaSuccess;                                                                                      \
+  }
+
 extern "C" {
 
 cudaError_t cudaMalloc(void **out, size_t bytes) {
@@ -21,33 +28,17 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   allocations[static_cast<char *>(*out)] = bytes;
   return cudaSuccess;
 }
-cudaError_t cudaFree(void *data) {
-  allocations.erase(static_cast<char *>(data));
-  free(data);
-  return cudaSuccess;
-}
+RUNTIME(cudaFree, (void *data), allocations.erase(static_cast<char *>(data)), free(data))
 cudaError_t cudaMallocHost(void **out, size_t bytes) {
   *out = malloc(bytes);
   return *out ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-cudaError_t cudaFreeHost(void *data) {
-  free(data);
-  return cudaSuccess;
-}
-cudaError_t cudaHostRegister(void *, size_t, unsigned) {
-  return cudaSuccess;
-}
-cudaError_t cudaHostUnregister(void *) {
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  memmove(to, from, bytes);
-  return cudaSuccess;
-}
-cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
-  memset(to, value, bytes);
-  return cudaSuccess;
-}
+RUNTIME(cudaFreeHost, (void *data), free(data))
+RUNTIME(cudaHostRegister, (void *, size_t, unsigned))
+RUNTIME(cudaHostUnregister, (void *))
+RUNTIME(cudaMemcpyAsync, (void *to, const void *from, size_t bytes, cudaMemcpyKind, cudaStream_t),
+        memmove(to, from, bytes))
+RUNTIME(cudaMemsetAsync, (void *to, int value, size_t bytes, cudaStream_t), memset(to, value, bytes))
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
   size_t used = 0;
   for (auto &[data, bytes] : allocations) used += bytes;
@@ -62,28 +53,15 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *out, const void *at)
   return cudaSuccess;
 }
 
-cudaError_t cudaDriverGetVersion(int *version) {
-  return *version = CUDART_VERSION, cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int *version) {
-  return *version = CUDART_VERSION, cudaSuccess;
-}
-cudaError_t cudaGetDeviceCount(int *count) {
-  return *count = 1, cudaSuccess;
-}
-cudaError_t cudaGetDevice(int *device) {
-  return *device = 0, cudaSuccess;
-}
-cudaError_t cudaSetDevice(int) {
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 9
-           : attribute == cudaDevAttrComputeCapabilityMinor ? 0
-           : attribute == cudaDevAttrMultiProcessorCount    ? emulator::MULTIPROCESSORS
-                                                            : 0;
-  return cudaSuccess;
-}
+RUNTIME(cudaDriverGetVersion, (int *version), *version = CUDART_VERSION)
+RUNTIME(cudaRuntimeGetVersion, (int *version), *version = CUDART_VERSION)
+RUNTIME(cudaGetDeviceCount, (int *count), *count = 1)
+RUNTIME(cudaGetDevice, (int *device), *device = 0)
+RUNTIME(cudaSetDevice, (int))
+RUNTIME(cudaDeviceGetAttribute, (int *value, cudaDeviceAttr attribute, int),
+        *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9
+                 : attribute == cudaDevAttrMultiProcessorCount  ? emulator::MULTIPROCESSORS
+                                                                : 0)
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
   memset(out, 0, sizeof *out);
   strcpy(out->name, "emulated GPU");
@@ -91,13 +69,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int) {
   out->totalGlobalMem = (size_t)16 << 30;
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count, const void *, int, size_t,
-                                                                   unsigned) {
-  return *count = 1, cudaSuccess;
-}
-cudaError_t cudaGetLastError() {
-  return cudaSuccess;
-}
+RUNTIME(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags,
+        (int *count, const void *, int, size_t, unsigned), *count = 1)
+RUNTIME(cudaGetLastError, ())
 const char *cudaGetErrorString(cudaError_t) {
   return "an error";
 }
@@ -105,51 +79,24 @@ const char *cudaGetErrorName(cudaError_t) {
   return "cudaError";
 }
 
-cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest) {
-  return *lowest = 0, *highest = -1, cudaSuccess;
-}
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned, int) {
-  *out = static_cast<cudaStream_t>(malloc(1));
-  return cudaSuccess;
-}
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) {
-  return cudaStreamCreateWithPriority(out, flags, 0);
-}
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  free(stream);
-  return cudaSuccess;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  return cudaSuccess;
-}
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
-  return cudaSuccess;
-}
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
-}
+RUNTIME(cudaDeviceGetStreamPriorityRange, (int *lowest, int *highest), *lowest = 0, *highest = -1)
+RUNTIME(cudaStreamCreateWithPriority, (cudaStream_t * out, unsigned, int),
+        *out = static_cast<cudaStream_t>(malloc(1)))
+RUNTIME(cudaStreamCreateWithFlags, (cudaStream_t * out, unsigned flags),
+        cudaStreamCreateWithPriority(out, flags, 0))
+RUNTIME(cudaStreamDestroy, (cudaStream_t stream), free(stream))
+RUNTIME(cudaStreamSynchronize, (cudaStream_t))
+RUNTIME(cudaStreamWaitEvent, (cudaStream_t, cudaEvent_t, unsigned))
+RUNTIME(cudaStreamIsCapturing, (cudaStream_t, cudaStreamCaptureStatus *status),
+        *status = cudaStreamCaptureStatusNone)
 // An event is the time it was recorded.
-cudaError_t cudaEventCreate(cudaEvent_t *out) {
-  *out = static_cast<cudaEvent_t>(calloc(1, sizeof(timespec)));
-  return cudaSuccess;
-}
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned) {
-  return cudaEventCreate(out);
-}
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  free(event);
-  return cudaSuccess;
-}
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  clock_gettime(CLOCK_MONOTONIC, reinterpret_cast<timespec *>(event));
-  return cudaSuccess;
-}
-cudaError_t cudaEventSynchronize(cudaEvent_t) {
-  return cudaSuccess;
-}
-cudaError_t cudaEventQuery(cudaEvent_t) {
-  return cudaSuccess;
-}
+RUNTIME(cudaEventCreate, (cudaEvent_t * out), *out = static_cast<cudaEvent_t>(calloc(1, sizeof(timespec))))
+RUNTIME(cudaEventCreateWithFlags, (cudaEvent_t * out, unsigned), cudaEventCreate(out))
+RUNTIME(cudaEventDestroy, (cudaEvent_t event), free(event))
+RUNTIME(cudaEventRecord, (cudaEvent_t event, cudaStream_t),
+        clock_gettime(CLOCK_MONOTONIC, reinterpret_cast<timespec *>(event)))
+RUNTIME(cudaEventSynchronize, (cudaEvent_t))
+RUNTIME(cudaEventQuery, (cudaEvent_t))
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
   auto *from = reinterpret_cast<timespec *>(begin), *to = reinterpret_cast<timespec *>(end);
   *milliseconds = (float)(to->tv_sec - from->tv_sec) * 1e3f + (float)(to->tv_nsec - from->tv_nsec) * 1e-6f;
@@ -201,60 +148,42 @@ static float gelu(float x, bool derivative) {
   return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * c * (1 + 3 * 0.044715f * x * x);
 }
 
+#define CUBLAS(name, parameters, ...)                                                                        \
+  cublasStatus_t name parameters {                                                                           \
+    __VA_ARGS__;                                                                                             \
+    return CUBLAS_STATUS_SUCCESS;                                                                            \
+  }
+
 extern "C" {
 
-cublasStatus_t cublasLtCreate(cublasLtHandle_t *) {
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtDestroy(cublasLtHandle_t) {
-  return CUBLAS_STATUS_SUCCESS;
-}
 const char *cublasLtGetStatusString(cublasStatus_t) {
   return "an error";
 }
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *out, cublasComputeType_t, cudaDataType_t) {
-  *out = reinterpret_cast<cublasLtMatmulDesc_t>(new Settings);
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t settings) {
-  delete reinterpret_cast<Settings *>(settings);
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t settings,
-                                              cublasLtMatmulDescAttributes_t attribute, const void *value,
-                                              size_t bytes) {
-  reinterpret_cast<Settings *>(settings)->set(attribute, value, bytes);
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *out, cudaDataType_t type, uint64_t rows,
-                                          uint64_t columns, int64_t stride) {
-  *out = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, stride, rows, columns});
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
-  delete reinterpret_cast<Layout *>(layout);
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *) {
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t) {
-  return CUBLAS_STATUS_SUCCESS;
-}
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
-                                                    cublasLtMatmulPreferenceAttributes_t, const void *,
-                                                    size_t) {
-  return CUBLAS_STATUS_SUCCESS;
-}
+CUBLAS(cublasLtCreate, (cublasLtHandle_t *))
+CUBLAS(cublasLtDestroy, (cublasLtHandle_t))
+CUBLAS(cublasLtMatmulDescCreate, (cublasLtMatmulDesc_t * out, cublasComputeType_t, cudaDataType_t),
+       *out = reinterpret_cast<cublasLtMatmulDesc_t>(new Settings))
+CUBLAS(cublasLtMatmulDescDestroy, (cublasLtMatmulDesc_t settings),
+       delete reinterpret_cast<Settings *>(settings))
+CUBLAS(cublasLtMatmulDescSetAttribute,
+       (cublasLtMatmulDesc_t settings, cublasLtMatmulDescAttributes_t attribute, const void *value,
+        size_t bytes),
+       reinterpret_cast<Settings *>(settings)->set(attribute, value, bytes))
+CUBLAS(cublasLtMatrixLayoutCreate,
+       (cublasLtMatrixLayout_t * out, cudaDataType_t type, uint64_t rows, uint64_t columns, int64_t stride),
+       *out = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, stride, rows, columns}))
+CUBLAS(cublasLtMatrixLayoutDestroy, (cublasLtMatrixLayout_t layout),
+       delete reinterpret_cast<Layout *>(layout))
+CUBLAS(cublasLtMatmulPreferenceCreate, (cublasLtMatmulPreference_t *))
+CUBLAS(cublasLtMatmulPreferenceDestroy, (cublasLtMatmulPreference_t))
+CUBLAS(cublasLtMatmulPreferenceSetAttribute,
+       (cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, const void *, size_t))
 // One algorithm.
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
-                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-                                              cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
-                                              cublasLtMatmulHeuristicResult_t results[], int *found) {
-  memset(&results[0], 0, sizeof results[0]);
-  *found = 1;
-  return CUBLAS_STATUS_SUCCESS;
-}
+CUBLAS(cublasLtMatmulAlgoGetHeuristic,
+       (cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+        cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int,
+        cublasLtMatmulHeuristicResult_t results[], int *found),
+       memset(&results[0], 0, sizeof results[0]), *found = 1)
 
 // d = epilogue(alpha op(a) op(b) + beta c), column-major, sums in fp32.
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description, const void *alpha,

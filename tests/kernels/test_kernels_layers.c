@@ -9,43 +9,41 @@
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
 typedef struct {
-  int64_t rows, hidden, vocab, seq_len;
-  const int32_t *tokens;
-  double *token_weight, *position_weight, *out, *dout;
-} EmbeddingCase;
-
-static double embedding_objective(void *context) {
-  EmbeddingCase *c = context;
-  reference_embedding(c->out, c->tokens, c->token_weight, c->position_weight, c->rows, c->hidden, c->seq_len);
-  return reference_dot(c->out, c->dout, c->rows * c->hidden);
-}
-
-typedef struct {
   int64_t batch, seq_len, hidden, vocab;
   bool positions, accumulate, popular,
       narrow; // popular: one token owns 60% of the rows; narrow: the gradients' dtype
 } EmbeddingShape;
 
-// What is written (NaN before) or, when accumulating, added to `before`.
-static Tensor result(Harness *h, Dtype dtype, double *before, int64_t rows, int64_t columns) {
-  return before ? tensor_from(h, dtype, before, rows, columns) : poisoned(h, dtype, rows, columns);
+typedef struct {
+  EmbeddingShape s;
+  int32_t *tokens;
+  double *token_weight, *position_weight, *out, *dout;
+} EmbeddingCase;
+
+static double embedding_objective(void *context) {
+  EmbeddingCase *c = context;
+  int64_t rows = c->s.batch * c->s.seq_len;
+  reference_embedding(c->out, c->tokens, c->token_weight, c->position_weight, rows, c->s.hidden,
+                      c->s.seq_len);
+  return reference_dot(c->out, c->dout, rows * c->s.hidden);
+}
+
+// What is written (NaN before) or, where it adds, added to *before.
+static Tensor result(Harness *h, Dtype dtype, bool adds, double **before, int64_t rows, int64_t columns) {
+  *before = adds ? random_values(h, rows * columns, 1) : NULL;
+  return adds ? tensor_from(h, dtype, *before, rows, columns) : poisoned(h, dtype, rows, columns);
 }
 
 static void embedding_case(Harness *h, const void *shape) {
   EmbeddingShape s = *(const EmbeddingShape *)shape;
   int64_t rows = s.batch * s.seq_len, positions = s.seq_len + 3;
-  EmbeddingCase c = {.rows = rows, .hidden = s.hidden, .vocab = s.vocab, .seq_len = s.seq_len};
-  int32_t *ids = random_ids(h, rows, s.vocab);
+  EmbeddingCase c = {.s = s, .tokens = random_ids(h, rows, s.vocab), .out = host_values(h, rows * s.hidden)};
   for (int64_t i = 0; s.popular && i < rows; i++)
-    if (i % 5 < 3) ids[i] = (int32_t)(s.vocab / 2);
-  c.tokens = ids;
-  c.token_weight = random_values(h, s.vocab * s.hidden, 1);
-  c.position_weight = s.positions ? random_values(h, positions * s.hidden, 1) : NULL;
-  c.out = host_values(h, rows * s.hidden);
-  c.dout = random_values(h, rows * s.hidden, 1);
+    if (i % 5 < 3) c.tokens[i] = (int32_t)(s.vocab / 2);
   Tensor tokens = ids_from(h, c.tokens, rows), out = poisoned(h, h->dtype, rows, s.hidden);
-  Tensor token_weight = tensor_from(h, h->dtype, c.token_weight, s.vocab, s.hidden), position_weight = {0};
-  if (s.positions) position_weight = tensor_from(h, h->dtype, c.position_weight, positions, s.hidden);
+  Tensor token_weight = random_tensor(h, &c.token_weight, s.vocab, s.hidden, 1), position_weight = {0};
+  Tensor dout = random_tensor(h, &c.dout, rows, s.hidden, 1), dposition = {0};
+  if (s.positions) position_weight = random_tensor(h, &c.position_weight, positions, s.hidden, 1);
   embedding_forward(h->backend, (EmbeddingForward){.out = out,
                                                    .tokens = tokens,
                                                    .token_weight = token_weight,
@@ -55,11 +53,9 @@ static void embedding_case(Harness *h, const void *shape) {
   check_values(h, "embedding out", out, c.out, of_size(within(1, 1), 1));
 
   Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
-  Tensor dout = tensor_from(h, h->dtype, c.dout, rows, s.hidden), dposition = {0};
-  double *token_before = s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : NULL;
-  double *position_before = s.accumulate ? random_values(h, positions * s.hidden, 1) : NULL;
-  Tensor dtoken = result(h, gradient, token_before, s.vocab, s.hidden);
-  if (s.positions) dposition = result(h, gradient, position_before, positions, s.hidden);
+  double *token_before, *position_before;
+  Tensor dtoken = result(h, gradient, s.accumulate, &token_before, s.vocab, s.hidden);
+  if (s.positions) dposition = result(h, gradient, s.accumulate, &position_before, positions, s.hidden);
   embedding_backward(h->backend, (EmbeddingBackward){.dtoken_weight = dtoken,
                                                      .dposition_weight = dposition,
                                                      .dout = dout,
@@ -116,20 +112,16 @@ static void norm_case(Harness *h, const void *shape) {
   NormShape s = *(const NormShape *)shape;
   bool layer = s.kind == NORM_LAYER, heads = s.heads > 1;
   int64_t wide = s.heads * s.hidden, count = s.rows * s.heads, apart = heads ? wide + 6 : wide;
-  NormCase c = {.s = s};
-  c.x = random_values(h, count * s.hidden, 2);
-  c.weight = random_values(h, s.hidden, 1);
-  c.bias = random_values(h, s.hidden, 1);
-  c.dout = random_values(h, count * s.hidden, 1);
-  c.out = host_values(h, count * s.hidden);
-  c.mean = host_values(h, count);
-  c.rstd = host_values(h, count);
-  Tensor x = strided_from(h, h->dtype, c.x, s.rows, wide, apart), mean = {0}, bias = {0};
-  Tensor weight = vector_from(h, h->dtype, c.weight, s.hidden);
-  Tensor out = poisoned_strided(h, h->dtype, s.rows, wide, apart),
-         rstd = poisoned_vector(h, DTYPE_F32, count);
+  NormCase c = {.s = s,
+                .out = host_values(h, count * s.hidden),
+                .mean = host_values(h, count),
+                .rstd = host_values(h, count)};
+  Tensor x = random_strided(h, &c.x, s.rows, wide, apart, 2), mean = {0}, bias = {0};
+  Tensor dout = random_strided(h, &c.dout, s.rows, wide, apart, 1);
+  Tensor weight = random_vector(h, &c.weight, s.hidden, 1), rstd = poisoned_vector(h, DTYPE_F32, count);
+  Tensor out = poisoned_strided(h, h->dtype, s.rows, wide, apart);
   if (layer) mean = poisoned_vector(h, DTYPE_F32, count);
-  if (layer) bias = vector_from(h, h->dtype, c.bias, s.hidden);
+  if (layer) bias = random_vector(h, &c.bias, s.hidden, 1);
   norm_forward(h->backend, (NormForward){.kind = s.kind,
                                          .out = out,
                                          .mean = mean,
@@ -145,15 +137,14 @@ static void norm_case(Harness *h, const void *shape) {
   check_values(h, "rstd", rstd, c.rstd, tolerance);
   if (layer) check_values(h, "mean", mean, c.mean, of_size(tolerance, 2));
 
-  Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, wide, apart), vectors[3] = {0};
-  double *dx_before = s.accumulate_dx ? random_values(h, count * s.hidden, 1) : NULL, *before[3];
-  Tensor dx = heads ? dout : result(h, h->dtype, dx_before, s.rows, s.hidden);
+  double *dx_before = NULL, *before[3] = {0};
+  Tensor dx = heads ? dout : result(h, h->dtype, s.accumulate_dx, &dx_before, s.rows, s.hidden);
+  Tensor vectors[3] = {0};
   enum { DWEIGHT, DBIAS, DX_SUM };
   int sums = !layer ? DBIAS : s.accumulate_dx ? DX_SUM + 1 : DX_SUM;
-  for (int i = 0; i < sums; i++) {
-    before[i] = s.accumulate ? random_values(h, s.hidden, 1) : NULL;
-    vectors[i] = tensor_flat(result(h, s.narrow ? h->dtype : DTYPE_F32, before[i], 1, s.hidden));
-  }
+  for (int i = 0; i < sums; i++)
+    vectors[i] =
+        tensor_flat(result(h, s.narrow ? h->dtype : DTYPE_F32, s.accumulate, &before[i], 1, s.hidden));
   norm_backward(h->backend, (NormBackward){.kind = s.kind,
                                            .dx = dx,
                                            .dweight = vectors[DWEIGHT],
@@ -237,9 +228,9 @@ static double linear_objective(void *context) {
   return (s.alpha == 0 ? 1 : s.alpha) * reference_dot(c->out, c->dout, s.rows * s.outputs);
 }
 
-static Tensor weight_of(Harness *h, Dtype dtype, double *values, LinearShape s) {
-  return s.in_out_layout ? result(h, dtype, values, s.inputs, made(s))
-                         : result(h, dtype, values, made(s), s.inputs);
+static Tensor weight_of(Harness *h, double **values, LinearShape s) {
+  int64_t rows = s.in_out_layout ? s.inputs : made(s), columns = s.in_out_layout ? made(s) : s.inputs;
+  return random_tensor(h, values, rows, columns, 0.5);
 }
 
 // A bf16 sum in place: the GEMM may be rounded before it is added, and again after.
@@ -260,22 +251,18 @@ static Tolerance through(const Harness *h, Activation activation, double terms) 
 
 static void linear_forward_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
-  LinearCase c = {.s = s};
-  c.x = random_values(h, s.rows * s.inputs, 1);
-  c.weight = random_values(h, s.inputs * made(s), 0.5);
-  c.bias = s.bias ? random_values(h, made(s), 1) : NULL;
-  c.residual = s.residual || s.in_place ? random_values(h, s.rows * s.outputs, 1) : NULL;
-  c.dout = host_values(h, s.rows * s.outputs);
-  c.pre = host_values(h, s.rows * made(s));
-  c.out = host_values(h, s.rows * s.outputs);
+  LinearCase c = {.s = s,
+                  .dout = host_values(h, s.rows * s.outputs),
+                  .pre = host_values(h, s.rows * made(s)),
+                  .out = host_values(h, s.rows * s.outputs)};
   int64_t apart = s.outputs + (s.activation == ACTIVATION_SWIGLU ? 0 : s.pad);
-  Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad);
-  Tensor weight = weight_of(h, h->dtype, c.weight, s), bias = {0}, residual = {0}, pre = {0};
-  if (s.bias) bias = vector_from(h, h->dtype, c.bias, made(s));
+  Dtype dtype = s.wide ? DTYPE_F32 : h->dtype;
+  Tensor x = random_strided(h, &c.x, s.rows, s.inputs, s.inputs + s.pad, 1);
+  Tensor weight = weight_of(h, &c.weight, s), bias = {0}, residual = {0}, pre = {0};
+  if (s.bias) bias = random_vector(h, &c.bias, made(s), 1);
   if (s.activation) pre = poisoned(h, h->dtype, s.rows, made(s));
-  Tensor out = poisoned_strided(h, s.wide ? DTYPE_F32 : h->dtype, s.rows, s.outputs, apart);
-  if (c.residual) residual = strided_from(h, h->dtype, c.residual, s.rows, s.outputs, apart);
-  if (s.in_place) out = residual;
+  if (s.residual || s.in_place) residual = random_strided(h, &c.residual, s.rows, s.outputs, apart, 1);
+  Tensor out = s.in_place ? residual : poisoned_strided(h, dtype, s.rows, s.outputs, apart);
   linear_forward(h->backend, (LinearForward){.out = out,
                                              .x = x,
                                              .weight = weight,
@@ -308,23 +295,21 @@ static void linear_backward_input_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
   bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.inputs : s.inputs, apart = columns + (s.activation ? 0 : s.pad);
-  LinearCase c = {.s = s};
-  c.weight = random_values(h, s.inputs * s.outputs, 0.5);
-  c.dout = random_values(h, s.rows * s.outputs, 1);
-  c.pre = random_values(h, s.rows * columns, 2);
+  LinearCase c = {.s = s,
+                  .pre = random_values(h, s.rows * columns, 2),
+                  .x = host_values(h, s.rows * s.inputs),
+                  .out = host_values(h, s.rows * s.outputs)};
   if (s.rows * columns > 3) c.pre[0] = -30, c.pre[1] = 30, c.pre[2] = 0, c.pre[3] = -9;
-  c.x = host_values(h, s.rows * s.inputs);
-  c.out = host_values(h, s.rows * s.outputs);
-  double *before = s.accumulate ? random_values(h, s.rows * columns, 1) : NULL;
+  double *before = NULL;
   Tensor pre = {0}, dactivation = {0},
          dx = poisoned_strided(h, s.wide ? DTYPE_F32 : h->dtype, s.rows, columns, apart);
-  Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, s.outputs, s.outputs + s.pad);
-  if (before) dx = strided_from(h, h->dtype, before, s.rows, columns, apart);
+  Tensor dout = random_strided(h, &c.dout, s.rows, s.outputs, s.outputs + s.pad, 1);
+  if (s.accumulate) dx = random_strided(h, &before, s.rows, columns, apart, 1);
   if (s.activation) pre = tensor_from(h, h->dtype, c.pre, s.rows, columns);
   if (swiglu) dactivation = poisoned(h, h->dtype, s.rows, s.inputs);
   if (s.in_place) dx = pre;
   c.s.activation = ACTIVATION_NONE; // the weight is [outputs, inputs]
-  Tensor weight = weight_of(h, h->dtype, c.weight, c.s);
+  Tensor weight = weight_of(h, &c.weight, c.s);
   c.s.activation = s.activation;
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = dx,
                                                           .dout = dout,
@@ -342,20 +327,17 @@ static void linear_backward_input_case(Harness *h, const void *shape) {
 
 static void linear_backward_weight_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
-  LinearCase c = {.s = s};
-  c.x = random_values(h, s.rows * s.inputs, 1);
-  c.weight = random_values(h, s.inputs * s.outputs, 0.5);
-  c.bias = random_values(h, s.outputs, 1);
-  c.dout = random_values(h, s.rows * s.outputs, 1);
-  c.pre = host_values(h, s.rows * s.outputs);
-  c.out = host_values(h, s.rows * s.outputs);
-  double *weight_before = s.accumulate ? random_values(h, s.inputs * s.outputs, 1) : NULL;
-  double *bias_before = s.accumulate ? random_values(h, s.outputs, 1) : NULL;
+  LinearCase c = {.s = s,
+                  .bias = random_values(h, s.outputs, 1),
+                  .pre = host_values(h, s.rows * s.outputs),
+                  .out = host_values(h, s.rows * s.outputs)};
+  double *weight_before, *bias_before;
   Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
-  Tensor x = strided_from(h, h->dtype, c.x, s.rows, s.inputs, s.inputs + s.pad), dbias = {0};
-  Tensor dout = strided_from(h, h->dtype, c.dout, s.rows, s.outputs, s.outputs + s.pad);
-  Tensor dweight = weight_of(h, gradient, weight_before, s);
-  if (s.bias) dbias = tensor_flat(result(h, gradient, bias_before, 1, s.outputs));
+  Tensor x = random_strided(h, &c.x, s.rows, s.inputs, s.inputs + s.pad, 1), dbias = {0};
+  Tensor dout = random_strided(h, &c.dout, s.rows, s.outputs, s.outputs + s.pad, 1);
+  Tensor like = weight_of(h, &c.weight, s);
+  Tensor dweight = result(h, gradient, s.accumulate, &weight_before, like.shape[0], like.shape[1]);
+  if (s.bias) dbias = tensor_flat(result(h, gradient, s.accumulate, &bias_before, 1, s.outputs));
   LinearBackwardWeight a = {.dweight = dweight,
                             .dbias = dbias,
                             .dout = dout,
@@ -475,15 +457,13 @@ static void check_amax(Harness *h, Tensor amax, Tensor of) {
 
 static void activation_case(Harness *h, const void *shape) {
   ActivationShape s = *(const ActivationShape *)shape;
-  ActivationCase c = {.s = s};
   bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.width : s.width;
-  c.x = random_values(h, s.rows * columns, 3);
+  ActivationCase c = {
+      .s = s, .x = random_values(h, s.rows * columns, 3), .out = host_values(h, s.rows * s.width)};
   c.x[0] = -100; // silu and gelu underflow to 0
-  c.dout = random_values(h, s.rows * s.width, 1);
-  c.out = host_values(h, s.rows * s.width);
   Tensor x = tensor_from(h, h->dtype, c.x, s.rows, columns), out = poisoned(h, h->dtype, s.rows, s.width);
-  Tensor dout = tensor_from(h, h->dtype, c.dout, s.rows, s.width);
+  Tensor dout = random_tensor(h, &c.dout, s.rows, s.width, 1);
   Tensor dx = !s.in_place ? poisoned(h, h->dtype, s.rows, columns) : swiglu ? x : dout;
   Tensor amax = poisoned_vector(h, DTYPE_F32, 1), damax = poisoned_vector(h, DTYPE_F32, 1);
   activation_forward(h->backend, (ActivationForward){s.activation, .out = out, .x = x, .amax = amax});
@@ -556,7 +536,7 @@ TEST(test_refusals) {
           .vocab_size = 5);
   REFUSED("loss is int32 [3] where fp32", read_targets, ReadTargets, .loss = ids, .ids = ids,
           .vocab_size = 5);
-  REFUSED("their rows differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
+  REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
   REFUSED("steps count from 1", adamw, AdamW, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
   REFUSED("where fp32 or bf16 is needed", reduce, Reduce, .sum = one, .x = ids);
   REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));

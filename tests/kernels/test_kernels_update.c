@@ -9,12 +9,11 @@
 static void rows_case(Harness *h, const void *shape) {
   enum { ROWS = 101, PICKED = 67 };
   int64_t width = *(const int64_t *)shape;
-  double *x = random_values(h, ROWS * width, 1), *spread = random_values(h, ROWS * width, 1),
-         *want = host_values(h, PICKED * width);
+  double *x, *spread, *want = host_values(h, PICKED * width);
   int32_t picks[PICKED], *ids = random_ids(h, ROWS, 1000);
   for (int k = 0; k < PICKED; k++) picks[k] = (k * 29 + 5) % ROWS;
-  Tensor rows = ids_from(h, picks, PICKED), source = tensor_from(h, h->dtype, x, ROWS, width);
-  Tensor out = poisoned(h, h->dtype, PICKED, width), target = tensor_from(h, h->dtype, spread, ROWS, width);
+  Tensor rows = ids_from(h, picks, PICKED), source = random_tensor(h, &x, ROWS, width, 1);
+  Tensor out = poisoned(h, h->dtype, PICKED, width), target = random_tensor(h, &spread, ROWS, width, 1);
   gather_rows(h->backend, (MoveRows){.out = out, .x = source, .rows = rows});
   scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .rows = rows});
   for (int k = 0; k < PICKED; k++) {

@@ -15,7 +15,7 @@ static _Noreturn void fail_sentence(const char *sentence) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// The tensors of a call in lce_args' order: where they and what they come from or should be lie in lce_args and ReferenceLoss,
+// The tensors of a call, those that it must have first: where they and what they come from or should be lie in lce_args and ReferenceLoss,
 // and their size, as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
@@ -28,12 +28,12 @@ typedef struct {
 static const Field fields[] = {
     FIELD(x, "NH", NEEDED),
     FIELD(weight, "VH", NEEDED),
-    FIELD(bias, "V", READ),
     FIELD(targets, "N", NEEDED),
+    FIELD(loss, "N", WRITTEN),
+    FIELD(bias, "V", READ),
     FIELD(class_weights, "V", READ),
     FIELD(token_weights, "N", READ),
     FIELD(entropy_weights, "N", READ),
-    FIELD(loss, "N", WRITTEN),
     FIELD(dx, "NH", WRITTEN),
     FIELD(dweight, "VH", WRITTEN),
     FIELD(dbias, "V", WRITTEN),

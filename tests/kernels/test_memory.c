@@ -11,22 +11,11 @@
 
 // --- sentences ---------------------------------------------------------------------------------------------
 
-static jmp_buf caught;
-static char sentence[2048];
-
-static void catch_sentence(const char *text) {
-  strncpy(sentence, text, sizeof sentence - 1);
-  longjmp(caught, 1);
-}
-
 // The call fails with exactly this sentence.
 #define ASSERT_SAYS(call, expected)                                                                          \
   do {                                                                                                       \
-    sentence[0] = 0;                                                                                         \
-    fail_set_handler(catch_sentence);                                                                        \
-    if (setjmp(caught) == 0) (void)(call);                                                                   \
-    fail_set_handler(NULL);                                                                                  \
-    assert_string_equal(sentence, expected);                                                                 \
+    CATCH(call);                                                                                             \
+    assert_string_equal(caught_sentence, expected);                                                          \
   } while (0)
 
 // --- a source that counts ----------------------------------------------------------------------------------
