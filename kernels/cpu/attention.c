@@ -64,8 +64,8 @@ typedef struct {
 } KeyValues;
 
 // The queries of one head from `first` on, up to TILE; query t is at position past + t.
-static void forward_block(const AttentionForward *a, KeyValues kv, int64_t past, int64_t b, int64_t h,
-                          int64_t first) {
+static void forward_block(const Backend *backend, const AttentionForward *a, KeyValues kv, int64_t past,
+                          int64_t b, int64_t h, int64_t first) {
   AttentionShape s = a->shape;
   float scores[TILE][TILE], maximum[TILE], sum[TILE], scale = 1.0f / sqrtf((float)s.head_dim);
   int64_t queries = min_i64(TILE, s.seq_len - first), end = past + first + queries;
@@ -75,8 +75,8 @@ static void forward_block(const AttentionForward *a, KeyValues kv, int64_t past,
   int64_t start = first_visible(a->documents, s, b, first) / TILE * TILE;
   for (int64_t first_key = start; first_key < end; first_key += TILE) {
     int64_t keys = min_i64(TILE, end - first_key), at = offset + first_key * kv.of_row;
-    tile_multiply(queries, keys, s.head_dim, scale, matrix(q, false),
-                  matrix((Rows){kv.keys + at, kv.of_row}, true), false, &scores[0][0], TILE);
+    cpu_gemm(backend, queries, keys, s.head_dim, scale, matrix(q, false),
+             matrix((Rows){kv.keys + at, kv.of_row}, true), false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
       int64_t visible = first_visible(a->documents, s, b, first + i);
       Visible v = visible_keys(visible, past + first + i, first_key, keys);
@@ -91,8 +91,8 @@ static void forward_block(const AttentionForward *a, KeyValues kv, int64_t past,
       float *row = out.data + i * out.stride;
       EACH_SIMD (d, s.head_dim) row[d] *= shrink;
     }
-    tile_multiply(queries, s.head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-                  matrix((Rows){kv.values + at, kv.of_row}, false), first_key > start, out.data, out.stride);
+    cpu_gemm(backend, queries, s.head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
+             matrix((Rows){kv.values + at, kv.of_row}, false), first_key > start, out.data, out.stride);
   }
   for (int64_t i = 0; i < queries; i++) {
     float *row = out.data + i * out.stride, factor = 1.0f / sum[i];
@@ -101,18 +101,19 @@ static void forward_block(const AttentionForward *a, KeyValues kv, int64_t past,
   }
 }
 
-static void forward(const AttentionForward *a, KeyValues kv, int64_t past) {
+static void forward(const Backend *backend, const AttentionForward *a, KeyValues kv, int64_t past) {
   AttentionShape s = a->shape;
 #pragma omp parallel for collapse(3) schedule(dynamic)
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.num_heads; h++)
-      for (int64_t first = 0; first < s.seq_len; first += TILE) forward_block(a, kv, past, b, h, first);
+      for (int64_t first = 0; first < s.seq_len; first += TILE)
+        forward_block(backend, a, kv, past, b, h, first);
 }
 
 void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
   AttentionShape s = a->shape;
   float *keys = (float *)a->qkv.data + s.num_heads * s.head_dim;
-  forward(a,
+  forward(backend, a,
           (KeyValues){keys, keys + s.num_key_value_heads * s.head_dim, s.seq_len * a->qkv.stride, s.head_dim,
                       a->qkv.stride},
           0);
@@ -132,14 +133,14 @@ void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
       memcpy(cpu_row(a->values, row) + at, key + kv_heads * s.head_dim, head_bytes);
     }
   }
-  forward(&(AttentionForward){.out = a->out, .qkv = a->qkv, .shape = s},
+  forward(backend, &(AttentionForward){.out = a->out, .qkv = a->qkv, .shape = s},
           (KeyValues){a->keys.data, a->values.data, kv_heads * a->keys.stride, a->keys.stride, s.head_dim},
           a->past);
 }
 
 // One tile of queries of head h against one tile of its keys.
-static void backward_tile(const AttentionBackward *a, int64_t b, int64_t h, int64_t first_query,
-                          int64_t first_key) {
+static void backward_tile(const Backend *backend, const AttentionBackward *a, int64_t b, int64_t h,
+                          int64_t first_query, int64_t first_key) {
   AttentionShape s = a->shape;
   float p[TILE][TILE], ds[TILE][TILE], scale = 1.0f / sqrtf((float)s.head_dim);
   int64_t queries = min_i64(TILE, s.seq_len - first_query), keys = min_i64(TILE, s.seq_len - first_key);
@@ -152,8 +153,8 @@ static void backward_tile(const AttentionBackward *a, int64_t b, int64_t h, int6
        dv = head_rows(a->dqkv, s, b, value_head, first_key);
   Rows dq = head_rows(a->dqkv, s, b, h, first_query), out = head_rows(a->out, s, b, h, first_query);
   const float *lse = cpu_row(a->lse, b) + h * s.seq_len + first_query;
-  tile_multiply(queries, keys, s.head_dim, scale, q, matrix(k, true), false, &p[0][0], TILE);
-  tile_multiply(queries, keys, s.head_dim, 1.0f, dout, matrix(v, true), false, &ds[0][0], TILE);
+  cpu_gemm(backend, queries, keys, s.head_dim, scale, q, matrix(k, true), false, &p[0][0], TILE);
+  cpu_gemm(backend, queries, keys, s.head_dim, 1.0f, dout, matrix(v, true), false, &ds[0][0], TILE);
   for (int64_t i = 0; i < queries; i++) {
     int64_t t = first_query + i;
     Visible seen = visible_keys(first_visible(a->documents, s, b, t), t, first_key, keys);
@@ -169,10 +170,12 @@ static void backward_tile(const AttentionBackward *a, int64_t b, int64_t h, int6
     zero_masked(p[i], seen, keys);
     zero_masked(ds[i], seen, keys);
   }
-  tile_multiply(keys, s.head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true, dv.data, dv.stride);
-  tile_multiply(keys, s.head_dim, queries, scale, tile_matrix(&ds[0][0], true), q, true, dk.data, dk.stride);
-  tile_multiply(queries, s.head_dim, keys, scale, tile_matrix(&ds[0][0], false), matrix(k, false), true,
-                dq.data, dq.stride);
+  cpu_gemm(backend, keys, s.head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true, dv.data,
+           dv.stride);
+  cpu_gemm(backend, keys, s.head_dim, queries, scale, tile_matrix(&ds[0][0], true), q, true, dk.data,
+           dk.stride);
+  cpu_gemm(backend, queries, s.head_dim, keys, scale, tile_matrix(&ds[0][0], false), matrix(k, false), true,
+           dq.data, dq.stride);
 }
 
 void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
@@ -187,7 +190,7 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
           for (int64_t first_query = first_key;
                first_query < s.seq_len && first_visible(a->documents, s, b, first_query) < first_key + TILE;
                first_query += TILE)
-            backward_tile(a, b, h, first_query, first_key);
+            backward_tile(backend, a, b, h, first_query, first_key);
   if (tensor_exists(a->dbias)) cpu_column_sums(a->dbias.data, a->dqkv, NULL, 1.0f, a->accumulate);
 }
 

@@ -10,7 +10,7 @@
 
 // backend->state.
 typedef struct {
-  bool no_blas;                       // tiles in place of CBLAS
+  bool no_blas;                       // plain loops in place of CBLAS
   struct CpuCollectives *collectives; // NULL while there is one rank
   struct Deferred *queue;             // what is to be joined, oldest first
   int64_t queued, capacity;
@@ -30,15 +30,10 @@ typedef struct {
   bool transposed;
 } CpuMatrix;
 
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n], by all threads; at most one operand is transposed.
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an OpenMP region it
+// runs on the calling thread alone: kernels multiply tiles that way, and use them while they are in cache.
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride);
-
-// The same of a tile on the calling thread, for kernels that use it while it is in cache; k at least 1. sgemm packs both
-// operands at every call, which a small tile does not pay back; this one reads the left operand where it lies, in any
-// strides, and packs the right one alone.
-void tile_multiply(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, bool accumulate,
-                   float *out, int64_t out_stride);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
 // with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
 // is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
 // the shares are added in the order of the slices. The cut follows from the shape alone, so losses and dX have the same bits
-// for any number of threads. dW is one sgemm, which takes 6% less of the layer's time than tiles of our own; its bits may
-// depend on the number of threads (those of OpenBLAS's Haswell kernels do).
+// for any number of threads. dW is one sgemm, whose bits may depend on the number of threads (those of OpenBLAS's Haswell
+// kernels do). Blocks with a row whose sum is too large are computed again, with the row's maximum as its anchor.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
 // pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
@@ -83,16 +83,28 @@ static void prefetch_part(const float *data, int64_t count, int64_t part, int64_
 }
 
 // out (+)= E W over one tile.
-static void add_tile(Tensor exps, Tensor weight, Tile t, bool accumulate, float *out) {
+static void add_tile(const Backend *backend, Tensor exps, Tensor weight, Tile t, bool accumulate,
+                     float *out) {
   int64_t hidden = weight.shape[1];
   CpuMatrix e = {.data = cpu_row(exps, t.row) + t.column, .stride = exps.stride},
             w = {.data = cpu_row(weight, t.column), .stride = weight.stride};
-  tile_multiply(t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
+  cpu_gemm(backend, t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
 }
 
-// One block of rows against one slice of the vocabulary.
-static void logits_exp_unit(const LceLogitsExp *a, const Grid *g, const Scratch *scratch, int64_t block,
-                            int64_t slice) {
+// Whether row n is still to be computed: at first all are, and then those to be repaired.
+static bool unfinished(const LossRows *rows, int64_t n) {
+  return ((const float *)rows->row_sum.data)[n] > LCE_LARGEST_SUM;
+}
+
+static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
+  for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(a->x.shape[0], (block + 1) * LCE_TILE_ROWS); n++)
+    if (unfinished(&a->rows, n)) return true;
+  return false;
+}
+
+// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits take the place of their sums.
+static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
+                            const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
@@ -103,24 +115,28 @@ static void logits_exp_unit(const LceLogitsExp *a, const Grid *g, const Scratch 
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
   float inv_temperature = cpu_inv_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
-  memset(sums, 0, (size_t)min_i64(LCE_TILE_ROWS, chunk - first_row) * sizeof *sums);
+  for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) sums[i] = maxima ? -INFINITY : 0;
   for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
     Tile tile = tile_of(chunk, vocab, block, t);
     float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
     int64_t stride = keep ? a->exps.stride : LCE_TILE_COLUMNS;
     CpuMatrix w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
-    tile_multiply(tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
+    cpu_gemm(backend, tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
     int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
       float *z = e + i * stride;
+      if (maxima) {
+        sums[i] = fmax(sums[i], maximum_of(z, tile.columns));
+        continue;
+      }
       int64_t target = targets[i] - tile.column;
       if (target >= 0 && target < tile.columns) z[target] = -INFINITY; // its exponential is exactly 0
       double sum = exp_and_sum(z, anchor[i], inv_temperature, tile.columns, z);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
     }
-    if (tensor_exists(a->dx_raw)) add_tile(a->exps, a->weight, tile, t > first_tile, dx);
+    if (tensor_exists(a->dx_raw) && !maxima) add_tile(backend, a->exps, a->weight, tile, t > first_tile, dx);
   }
 }
 
@@ -149,31 +165,41 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
         targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
 }
 
-// Row n with its maximum as anchor. Rare, so each logit is simply computed twice.
-static void repair_row(const LceLogitsExp *a, int64_t n) {
-  int64_t vocab = a->weight.shape[0], hidden = a->x.shape[1];
-  int32_t target = ((const int32_t *)a->targets.data)[n];
-  const float *x = cpu_row(a->x, n), target_z = ((const float *)a->rows.target_z.data)[n];
-  float *e = tensor_exists(a->exps) ? cpu_row(a->exps, n) : NULL;
-  float *tile_sums = tensor_exists(a->tile_sums) ? cpu_row(a->tile_sums, n) : NULL;
-  float inv_temperature = cpu_inv_temperature(a->temperature), maximum = -INFINITY;
-  double sum = 0;
-  for (int64_t j = 0; j < vocab; j++) maximum = fmaxf(maximum, (float)dot(x, cpu_row(a->weight, j), hidden));
-  for (int64_t j = 0; j < vocab; j++) {
-    float z = (float)dot(x, cpu_row(a->weight, j), hidden);
-    float value = j == target ? 0.0f : exp_f32((z - maximum) * inv_temperature);
-    if (e) e[j] = value;
-    if (tile_sums)
-      tile_sums[j / LCE_TILE_COLUMNS] = (j % LCE_TILE_COLUMNS ? tile_sums[j / LCE_TILE_COLUMNS] : 0) + value;
-    sum += (double)value;
+// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
+static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
+  int64_t rows = a->x.shape[0];
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t block = 0; block < g->blocks; block++)
+    for (int64_t slice = 0; slice < g->slices; slice++)
+      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, false);
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t block = 0; block < g->blocks; block++) {
+    if (!block_unfinished(a, block)) continue;
+    for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(rows, (block + 1) * LCE_TILE_ROWS); n++) {
+      double sum = 0.0;
+      for (int64_t slice = 0; slice < g->slices; slice++) sum += s->sums[slice * rows + n];
+      ((float *)a->rows.row_sum.data)[n] = (float)sum;
+      if (tensor_exists(a->dx_raw))
+        add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
+    }
   }
-  ((float *)a->rows.anchor.data)[n] = maximum;
-  ((float *)a->rows.row_sum.data)[n] = (float)sum;
-  ((float *)a->rows.target_e.data)[n] = expf((target_z - maximum) * inv_temperature);
-  if (!tensor_exists(a->dx_raw)) return;
-  CpuMatrix exps = {.data = e, .stride = a->exps.stride},
-            w = {.data = a->weight.data, .stride = a->weight.stride};
-  tile_multiply(1, hidden, vocab, 1.0f, exps, w, false, cpu_row(a->dx_raw, n), a->dx_raw.stride);
+}
+
+// Anchors rows at their maximum, where they are unfinished.
+static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
+  int64_t rows = a->x.shape[0];
+  const float *target_z = a->rows.target_z.data;
+  float *anchor = a->rows.anchor.data, *target_e = a->rows.target_e.data;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t block = 0; block < g->blocks; block++)
+    for (int64_t slice = 0; slice < g->slices; slice++)
+      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, true);
+  for (int64_t n = 0; n < rows; n++) {
+    if (!unfinished(&a->rows, n)) continue;
+    for (int64_t slice = 0; slice < g->slices; slice++)
+      anchor[n] = fmaxf(anchor[n], (float)s->sums[slice * rows + n]);
+    target_e[n] = expf((target_z[n] - anchor[n]) * cpu_inv_temperature(a->temperature));
+  }
 }
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
@@ -184,21 +210,16 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   const float *target_z = a->rows.target_z.data;
   float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
   for (int64_t n = 0; n < rows; n++) {
+    row_sum[n] = INFINITY; // unfinished
     target_e[n] = 1.0f;
     anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n]; // every E of an ignored row is 0
   }
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t block = 0; block < g.blocks; block++)
-    for (int64_t slice = 0; slice < g.slices; slice++) logits_exp_unit(a, &g, &scratch, block, slice);
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t n = 0; n < rows; n++) {
-    double sum = 0.0;
-    for (int64_t s = 0; s < g.slices; s++) sum += scratch.sums[s * rows + n];
-    row_sum[n] = (float)sum;
-    if (tensor_exists(a->dx_raw))
-      add_shares(cpu_row(a->dx_raw, n), scratch.wide, g.slices, rows, a->x.shape[1], n);
-    if (row_sum[n] > LCE_LARGEST_SUM) repair_row(a, n);
-  }
+  compute_rows(backend, a, &g, &scratch);
+  bool repair = false;
+  for (int64_t n = 0; n < rows; n++) repair |= unfinished(&a->rows, n);
+  if (!repair) return;
+  raise_anchors(backend, a, &g, &scratch);
+  compute_rows(backend, a, &g, &scratch);
 }
 
 // --- sampling ----------------------------------------------------------------------------------------------
@@ -260,7 +281,7 @@ static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
 }
 
 // The same units and sums as the logits-exp pass has without sampling.
-static void sampled_dx(const LceSampledGradients *a) {
+static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
   Grid g = make_grid(chunk, vocab);
   float *wide = a->workspace.data;
@@ -271,7 +292,7 @@ static void sampled_dx(const LceSampledGradients *a) {
       bool begun = false;
       for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
         if (!tile_kept(a->tiles, b, t)) continue;
-        add_tile(a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
+        add_tile(backend, a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
         begun = true;
       }
       if (!begun)
@@ -282,7 +303,7 @@ static void sampled_dx(const LceSampledGradients *a) {
 }
 
 // dW's rows under column t of the tiles, from those that are kept.
-static void sampled_dweight(const LceSampledGradients *a, int64_t t) {
+static void sampled_dweight(const Backend *backend, const LceSampledGradients *a, int64_t t) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
   bool begun = a->accumulate || !a->first;
   Tile tile = tile_of(chunk, vocab, 0, t);
@@ -293,7 +314,7 @@ static void sampled_dweight(const LceSampledGradients *a, int64_t t) {
     const float *exps = cpu_row(a->exps, tile.row) + tile.column;
     CpuMatrix e = {.data = exps, .stride = a->exps.stride, .transposed = true},
               x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
-    tile_multiply(tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
+    cpu_gemm(backend, tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
     begun = true;
   }
   if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
@@ -301,9 +322,9 @@ static void sampled_dweight(const LceSampledGradients *a, int64_t t) {
 
 void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
   draw_tiles(a);
-  sampled_dx(a);
+  sampled_dx(backend, a);
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(a, t);
+  for (int64_t t = 0; t < a->tiles.shape[1]; t++) sampled_dweight(backend, a, t);
 }
 
 // --- a vocabulary split over ranks -------------------------------------------------------------------------
