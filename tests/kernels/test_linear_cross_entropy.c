@@ -140,6 +140,7 @@ TEST(test_overflow_repair) {
   }
   loss_problem_lead(&p, 1, 1400, 500); // exp overflows by far
   loss_problem_lead(&p, 4, 3, 88.5);   // just below the largest number
+  loss_problem_lead(&p, 5, 700, 86);   // E is no overflow yet, and E W would be
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
   Pieces s = run_pieces(h, &p, 1);
@@ -328,12 +329,13 @@ static void layer_case(Harness *h, const void *shape) {
 
 TEST(test_layer) {
   static const LayerShape shapes[] = {
-      {1, 1, 1, 1, .ignored = 0},        {1, 7, 13, 5, .ignored = 0},
-      {13, 11, 1, 5, .ignored = 0},      {13, 11, 1, 5, .ignored = 3},
-      {29, 17, 101, 7, .ignored = 0},    {29, 17, 101, 7, .ignored = 2},
-      {29, 17, 101, 64, .ignored = 5},   {131, 13, 1031, 37, .ignored = 4},
-      {257, 5, 2003, 128, .ignored = 0}, {150, 66, 4099, 64, .ignored = 3},
-      {200, 5, 61, 200, .ignored = 2},   {6, 5, 7, 4, .ignored = 1}, // all of them
+      {1, 1, 1, 1, .ignored = 0},         {1, 7, 13, 5, .ignored = 0},
+      {13, 11, 1, 5, .ignored = 0},       {13, 11, 1, 5, .ignored = 3},
+      {29, 17, 101, 7, .ignored = 0},     {29, 17, 101, 7, .ignored = 2},
+      {29, 17, 101, 64, .ignored = 5},    {131, 13, 1031, 37, .ignored = 4},
+      {257, 5, 2003, 128, .ignored = 0},  {150, 66, 4099, 64, .ignored = 3},
+      {200, 5, 61, 200, .ignored = 2},    {6, 5, 7, 4, .ignored = 1}, // all of them
+      {20000, 4, 40, 4096, .ignored = 0}, // more tokens than targets are added at once
   };
   static const LayerShape mirrored[] = {
       {96, 64, 1024, 32, .deviation = 0.8},

@@ -292,13 +292,37 @@ typedef struct {
   int64_t rows, hidden, vocab, stride;
   bool accumulate;
   float alpha;
+  uint64_t seed; // 0: 11
 } Shape;
 
+// A tile's probability of being kept, and the mass that gives it.
+typedef struct {
+  double q, mass;
+} Chance;
+
 // Tile (b, t) is kept where 5 b + 3 t is a multiple of `every` (0: none), by masses that decide by themselves; but every fourth
-// one has a probability of 1/4. Tiles that are dropped hold NaN.
-static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) {
+// one has a probability of 1/4.
+static Chance chance_of(int64_t every, int64_t b, int64_t t, int64_t i) {
+  bool some = every && (5 * b + 3 * t) % every == 0;
+  double q = !some ? 0 : i % 4 == 1 ? 0.25 : 1;
+  return (Chance){q, q};
+}
+
+// As many tiles of a row as can be kept: 181 masses of 0.7072, which is rounded to 1, make 128.
+static Chance chance_of_most(int64_t every, int64_t b, int64_t t, int64_t i) {
+  return t < 181 ? (Chance){1, 0.7072} : (Chance){0, 0};
+}
+
+// Masses near the least probability, 2^-32.
+static Chance chance_of_least(int64_t every, int64_t b, int64_t t, int64_t i) {
+  return (Chance){0x1p-31, 0x1p-31};
+}
+
+// With a full mass of 1: a row of 128 probabilities adds up to 128. Tiles that are dropped hold NaN.
+static void check_operation(Harness *h, Shape s, Chance (*chance)(int64_t, int64_t, int64_t, int64_t),
+                            int64_t every, Dtype dx_dtype) {
   if (!samples(h, s.hidden, s.rows)) return;
-  const double full = 1; // a row of 128 probabilities adds up to 128, so at most 182 tiles are kept
+  uint64_t seed = s.seed ? s.seed : 11;
   int64_t down = (s.rows + LCE_TILE_ROWS - 1) / LCE_TILE_ROWS;
   int64_t across = (s.vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
   double *exps = random_values(h, s.rows * s.vocab, 1), *weight = random_values(h, s.vocab * s.hidden, 1);
@@ -309,16 +333,15 @@ static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) 
   double *row_sum = random_values(h, s.rows, 1), *target_e = random_values(h, s.rows, 1),
          *rescale = random_values(h, s.rows, 1);
   double stats[3] = {3, 5 + (double)(down * across), 0.25}, alpha = s.alpha == 0.0f ? 1 : (double)s.alpha;
-  double *q = host_values(h, down * across);
   for (int64_t b = 0; b < down; b++) {
-    double sum = (double)(random_bits(11, 2, (uint64_t)b) >> 32) * 0x1p-32;
+    double sum = (double)(random_bits(seed, 2, (uint64_t)b) >> 32) * 0x1p-32;
     for (int64_t t = 0; t < across; t++) {
       int64_t i = b * across + t;
-      if (every && (5 * b + 3 * t) % every == 0) q[i] = i % 4 == 1 ? 0.25 : 1;
-      bool kept = floor(sum + q[i]) > floor(sum);
-      sum += q[i];
-      tiles[i] = kept ? 1 / q[i] : -q[i] * full;
-      if (!kept) stats[0]++, stats[2] += q[i] * full;
+      Chance c = chance(every, b, t, i);
+      bool kept = floor(sum + c.q) > floor(sum);
+      sum += c.q;
+      tiles[i] = kept ? 1 / c.q : -c.mass;
+      if (!kept) stats[0]++, stats[2] += c.mass;
     }
   }
   for (int64_t n = 0; n < s.rows; n++) {
@@ -327,7 +350,8 @@ static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) 
     for (int64_t t = 0; t < across; t++) {
       int64_t b = n / LCE_TILE_ROWS, i = b * across + t, height = s.rows - b * LCE_TILE_ROWS;
       if (height > LCE_TILE_ROWS) height = LCE_TILE_ROWS;
-      sums[n * across + t] = q[i] * full / (double)height * (row_sum[n] + target_e[n]) / rescale[n];
+      double mass = chance(every, b, t, i).mass;
+      sums[n * across + t] = mass / (double)height * (row_sum[n] + target_e[n]) / rescale[n];
       for (int64_t j = t * LCE_TILE_COLUMNS; j < s.vocab && j < (t + 1) * LCE_TILE_COLUMNS; j++)
         if (tiles[i] <= 0) exps[n * s.vocab + j] = NAN;
     }
@@ -344,8 +368,8 @@ static void check_operation(Harness *h, Shape s, int64_t every, Dtype dx_dtype) 
                                     .rescale = vector_from(h, DTYPE_F32, rescale, s.rows)},
                            .weight = tensor_from(h, h->dtype, weight, s.vocab, s.hidden),
                            .scaled_x = tensor_from(h, h->dtype, x, s.rows, s.hidden),
-                           .full_mass = (float)full,
-                           .seed = 11,
+                           .full_mass = 1,
+                           .seed = seed,
                            .stream = 2,
                            .alpha = s.alpha,
                            .kept_rows = s.rows,
@@ -391,9 +415,25 @@ TEST(test_operation) {
     for (size_t k = 0; k < sizeof every / sizeof *every; k++)
       for (int dtype = 0; dtype < (h->dtype == DTYPE_F32 ? 1 : 2); dtype++) {
         if (shapes[i].vocab > 2000 && every[k] != 3) continue;
-        check_operation(h, shapes[i], every[k], dtype ? h->dtype : DTYPE_F32);
+        check_operation(h, shapes[i], chance_of, every[k], dtype ? h->dtype : DTYPE_F32);
         harness_pop(state);
       }
+}
+
+TEST(test_most_tiles_of_a_row) {
+  check_operation(*state, (Shape){128, 8, 188 * LCE_TILE_COLUMNS, 188 * LCE_TILE_COLUMNS, .alpha = 1},
+                  chance_of_most, 0, DTYPE_F32);
+}
+
+// With a draw so close to the next whole number that any larger probabilities would keep a tile.
+TEST(test_least_probability) {
+  enum { TILES = 40 };
+  uint64_t seed = 1, room;
+  do {
+    room = ((uint64_t)1 << 32) - (random_bits(++seed, 2, 0) >> 32);
+  } while (room <= 2 * TILES || room > 0x1p12 * TILES); // of 2^-32: a mass adds 2
+  check_operation(*state, (Shape){128, 8, TILES * LCE_TILE_COLUMNS, TILES * LCE_TILE_COLUMNS, .seed = seed},
+                  chance_of_least, 0, DTYPE_F32);
 }
 
 TEST(test_refusals) {
