@@ -208,11 +208,12 @@ static State read_state(Settings *o) {
 
 typedef struct {
   char name[64];
-  LinearCrossEntropy call; // the three plain GEMMs have none
-  int base;                // what it alternates with
-  int rung;                // of the ladder, 1 to RUNGS; 0: the call as it is
-  const char *term;        // of the loss, or NULL
-  size_t held, loss_alone; // bytes; the second without gradients
+  LinearCrossEntropy call;
+  int rung;                            // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
+  int base;                            // what it alternates with
+  const char *term;                    // of the loss, or NULL
+  size_t held, loss_alone;             // bytes; the second without gradients
+  double seconds, base_seconds, ratio; // medians, once it is measured
 } Work;
 
 enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
@@ -220,7 +221,7 @@ enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 14 };
 
 typedef struct {
   const Settings *settings;
-  const State *state; // NULL: random
+  State state; // of --checkpoint
   Backend *backend;
   LinearCrossEntropy layer; // its tensors, and the fused mode at the first chunk
   size_t layer_bytes;       // of the tensors and of what the backend keeps
@@ -229,14 +230,6 @@ typedef struct {
   Work works[MAX_WORKS];
   int count;
 } Bench;
-
-static Tensor push_vector(Backend *backend, const char *name, Dtype dtype, int64_t count) {
-  return memory_push_1d(&backend->memory, name, MEMORY_TABLES, dtype, count);
-}
-
-static Tensor push_matrix(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t columns) {
-  return memory_push_2d(&backend->memory, name, MEMORY_TABLES, dtype, rows, columns);
-}
 
 // Independent values of N(mean, deviation^2), a block at a time: the host never holds the tensor.
 static void fill_normal(Backend *backend, Tensor t, double mean, double deviation, uint64_t stream) {
@@ -254,52 +247,55 @@ static void fill_normal(Backend *backend, Tensor t, double mean, double deviatio
   }
 }
 
+// The state, or random values.
 static void fill(Bench *b) {
   Backend *backend = b->backend;
   const LinearCrossEntropy *l = &b->layer;
-  int64_t tokens = b->settings->tokens, vocab_size = b->settings->vocab_size;
-  int32_t *targets = host_alloc(tokens, sizeof *targets, "the targets");
-  for (int64_t n = 0; n < tokens; n++)
-    targets[n] =
-        b->state ? b->state->targets[n] : (int32_t)(random_bits(1, 102, (uint64_t)n) % (uint64_t)vocab_size);
-  backend_to_device(backend, l->targets, targets);
-  if (b->state) {
-    backend_to_device(backend, l->x, b->state->x);
-    backend_to_device(backend, l->weight, b->state->weight);
+  State *s = &b->state;
+  if (s->x) {
+    backend_to_device(backend, l->x, s->x);
+    backend_to_device(backend, l->weight, s->weight);
   } else {
     fill_normal(backend, l->x, 0, 1, 100);
     fill_normal(backend, l->weight, 0, 0.02, 101);
+    s->targets = host_alloc(b->settings->tokens, sizeof *s->targets, "the targets");
+    for (int64_t n = 0; n < b->settings->tokens; n++)
+      s->targets[n] = (int32_t)(random_bits(1, 102, (uint64_t)n) % (uint64_t)b->settings->vocab_size);
   }
+  backend_to_device(backend, l->targets, s->targets);
   backend_synchronize(backend);
-  free(targets);
 }
 
-__attribute__((format(printf, 3, 4))) static LinearCrossEntropy *add_work(Bench *b, Work work,
-                                                                          const char *name, ...) {
-  Work *added = &b->works[b->count++];
-  work.held = added->held; // of the plan
-  work.loss_alone = added->loss_alone;
+// What the plan has found out about the work stays.
+__attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, int base, LinearCrossEntropy call,
+                                                            const char *name, ...) {
+  Work *work = &b->works[b->count++];
+  work->call = call;
+  work->base = base;
+  work->rung = RUNGS;
   va_list arguments;
   va_start(arguments, name);
-  vsnprintf(work.name, sizeof work.name, name, arguments);
+  vsnprintf(work->name, sizeof work->name, name, arguments);
   va_end(arguments);
-  *added = work;
-  return &added->call;
+  return work;
 }
 
 static LinearCrossEntropy *add_term(Bench *b, const char *name) {
-  return add_work(b, (Work){.call = b->layer, .base = FUSED, .term = name}, "+ %s", name);
+  Work *work = add_work(b, FUSED, b->layer, "+ %s", name);
+  work->term = name;
+  return &work->call;
 }
 
 static void add_terms(Bench *b) {
-  Backend *backend = b->backend;
+  Memory *m = &b->backend->memory;
   int64_t tokens = b->settings->tokens, vocab_size = b->settings->vocab_size;
-  Tensor stats = push_vector(backend, "stats", DTYPE_F32, tokens),
-         ones = push_vector(backend, "ones", DTYPE_F32, max_i64(tokens, vocab_size)),
-         token_ones = tensor_rows(ones, 0, tokens);
-  if (!backend->memory.planning) fill_normal(backend, ones, 1, 0, 0);
+  Tensor stats = memory_push_1d(m, "stats", MEMORY_TABLES, DTYPE_F32, tokens);
+  Tensor ones = memory_push_1d(m, "ones", MEMORY_TABLES, DTYPE_F32, max_i64(tokens, vocab_size));
+  Tensor bias = memory_push_1d(m, "bias", MEMORY_TABLES, b->settings->dtype, vocab_size);
+  if (!m->planning) fill_normal(b->backend, ones, 1, 0, 0);
+  fill_zero(b->backend, bias);
   add_term(b, "mean on the device")->mean = true;
-  add_term(b, "token weights")->token_weights = token_ones;
+  add_term(b, "token weights")->token_weights = tensor_rows(ones, 0, tokens);
   add_term(b, "class weights")->terms.class_weights = tensor_rows(ones, 0, vocab_size);
   LinearCrossEntropy *call = add_term(b, "z-loss");
   call->terms.z_loss = 1e-4f;
@@ -308,11 +304,10 @@ static void add_terms(Bench *b) {
   add_term(b, "temperature")->terms.temperature = 0.7f;
   add_term(b, "soft-cap")->terms.softcap = 30;
   call = add_term(b, "bias");
-  call->bias = push_vector(backend, "bias", backend->dtype, vocab_size);
-  call->dbias = push_vector(backend, "dbias", DTYPE_F32, vocab_size);
-  fill_zero(backend, call->bias);
+  call->bias = bias;
+  call->dbias = memory_push_1d(m, "dbias", MEMORY_TABLES, DTYPE_F32, vocab_size);
   call = add_term(b, "entropy");
-  call->entropy_weights = token_ones;
+  call->entropy_weights = tensor_rows(ones, 0, tokens);
   call->outputs.entropy = stats;
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
 }
@@ -329,19 +324,21 @@ static void split(const Bench *b, LinearCrossEntropy *call) {
 
 static void add_modes(Bench *b) {
   const Settings *o = b->settings;
-  for (int i = -1; i < o->sample_count; i++) // -1: the exact gradients
-    for (int k = 0; k < o->chunk_count; k++) {
-      Work work = {.call = b->layer};
-      char what[32] = "fused";
-      work.call.chunk = o->chunks[k];
-      if (i >= 0) work.call.sampling = (TileSampling){.full_mass = (float)o->samples[i], .stats = b->sampled};
-      if (i >= 0) snprintf(what, sizeof what, "M0 %g", o->samples[i]);
-      add_work(b, work, "%s, chunk %lld", what, (long long)o->chunks[k]);
-    }
-  if (o->materialized) add_work(b, (Work){.call = b->layer}, "materialized")->mode = LCE_MATERIALIZED;
+  LinearCrossEntropy call = b->layer;
+  for (int k = 0; k < o->chunk_count; k++) {
+    call.chunk = o->chunks[k];
+    add_work(b, GEMMS, call, "fused, chunk %lld", (long long)call.chunk);
+  }
+  for (int i = 0; i < o->sample_count * o->chunk_count; i++) {
+    double mass = o->samples[i / o->chunk_count];
+    call.chunk = o->chunks[i % o->chunk_count];
+    call.sampling = (TileSampling){.full_mass = (float)mass, .stats = b->sampled};
+    add_work(b, GEMMS, call, "M0 %g, chunk %lld", mass, (long long)call.chunk);
+  }
+  if (o->materialized) add_work(b, GEMMS, b->layer, "materialized")->call.mode = LCE_MATERIALIZED;
   for (int k = 0; k < o->chunk_count && b->backend->ranks > 1; k++) {
-    Work work = {.call = b->works[FUSED + k].call, .base = FUSED + k};
-    split(b, add_work(b, work, "split, chunk %lld", (long long)o->chunks[k]));
+    call = b->works[FUSED + k].call;
+    split(b, &add_work(b, FUSED + k, call, "split, chunk %lld", (long long)call.chunk)->call);
   }
   if (o->terms) add_terms(b);
 }
@@ -349,70 +346,41 @@ static void add_modes(Bench *b) {
 // Pushes all tensors and lists what is timed: for the plan, and again on the device.
 static void lay_out(Bench *b, Backend *backend) {
   const Settings *o = b->settings;
+  Memory *m = &backend->memory;
   int64_t n = o->tokens, h = o->hidden_size, v = o->vocab_size;
   b->backend = backend;
   b->layer = (LinearCrossEntropy){.mode = LCE_FUSED,
                                   .chunk = o->ladder ? min_i64(o->chunks[0], n) : o->chunks[0],
-                                  .x = push_matrix(backend, "x", o->dtype, n, h),
-                                  .weight = push_matrix(backend, "weight", o->dtype, v, h),
-                                  .targets = push_vector(backend, "targets", DTYPE_I32, n),
-                                  .loss = push_vector(backend, "losses", DTYPE_F32, n),
-                                  .dx = push_matrix(backend, "dx", o->dtype, n, h),
-                                  .dweight = push_matrix(backend, "dweight", DTYPE_F32, v, h),
+                                  .x = memory_push_2d(m, "x", MEMORY_ACTIVATIONS, o->dtype, n, h),
+                                  .weight = memory_push_2d(m, "weight", MEMORY_WEIGHTS, o->dtype, v, h),
+                                  .targets = memory_push_1d(m, "targets", MEMORY_TABLES, DTYPE_I32, n),
+                                  .loss = memory_push_1d(m, "losses", MEMORY_TABLES, DTYPE_F32, n),
+                                  .dx = memory_push_2d(m, "dx", MEMORY_ACTIVATION_GRADIENTS, o->dtype, n, h),
+                                  .dweight = memory_push_2d(m, "dweight", MEMORY_GRADIENTS, DTYPE_F32, v, h),
                                   .scale = 1.0f / (float)n};
-  b->layer_bytes = backend->memory.ledger.total;
-  b->barrier = push_vector(backend, "barrier", DTYPE_F32, 1);
-  b->sampled = push_vector(backend, "tiles dropped", DTYPE_F32, 3);
+  b->layer_bytes = m->ledger.total;
+  b->barrier = memory_push_1d(m, "barrier", MEMORY_TABLES, DTYPE_F32, 1);
+  b->sampled = memory_push_1d(m, "tiles dropped", MEMORY_TABLES, DTYPE_F32, 3);
   b->count = 0;
-  add_work(b, (Work){0}, "three plain GEMMs");
+  Work *gemms = add_work(b, GEMMS, b->layer, "three plain GEMMs");
+  gemms->rung = 0;
+  gemms->call.chunk = b->gemm_rows;
   for (int rung = 1; o->ladder && rung <= RUNGS; rung++)
-    add_work(b, (Work){.call = b->layer, .rung = rung}, "%s", ladder_names[rung - 1]);
+    add_work(b, GEMMS, b->layer, "%s", ladder_names[rung - 1])->rung = rung;
   if (!o->ladder) add_modes(b);
-}
-
-static void run_gemms(const Bench *b) {
-  Backend *backend = b->backend;
-  int64_t tokens = b->settings->tokens, vocab_size = b->settings->vocab_size;
-  MemoryMark mark = memory_mark(&backend->memory);
-  int64_t stride = backend->scratch->logits_stride(vocab_size, backend->dtype);
-  Tensor padded =
-      memory_push_2d(&backend->memory, "logits", MEMORY_HEAD, backend->dtype, b->gemm_rows, stride);
-  for (int64_t first = 0; first < tokens; first += b->gemm_rows) {
-    int64_t count = min_i64(b->gemm_rows, tokens - first);
-    Tensor logits = tensor_columns(tensor_rows(padded, 0, count), 0, vocab_size), w = b->layer.weight;
-    Tensor x = tensor_rows(b->layer.x, first, count), dx = tensor_rows(b->layer.dx, first, count);
-    linear_forward(backend, (LinearForward){.out = logits, .x = x, .weight = w});
-    linear_backward_input(backend, (LinearBackwardInput){.dx = dx, .dout = logits, .weight = w});
-    linear_backward_weight(
-        backend,
-        (LinearBackwardWeight){
-            .dweight = b->layer.dweight, .dout = logits, .x = x, .alpha = 1, .accumulate = first > 0});
-  }
-  memory_pop_to(&backend->memory, mark);
-}
-
-static void run_work(const Bench *b, const Work *work) {
-  if (work == &b->works[GEMMS])
-    run_gemms(b);
-  else if (work->rung)
-    ladder_run(b->backend, work->rung, work->call);
-  else
-    linear_cross_entropy(b->backend, work->call);
 }
 
 // --- memory ------------------------------------------------------------------------------------------------
 
 // Runs it once and returns the bytes that it pushed at its peak, its operations' scratch included.
-static size_t held_by(const Bench *b, const Work *work) {
-  const Backend *backend = b->backend;
+static size_t held_by(const Bench *b, const Work *w) {
   Ledger *ledger = &b->backend->memory.ledger;
   // Rungs before the last call kernels of their own, on a plan too; none holds more than fp32 logits and gradients.
-  size_t logits_row =
-      (size_t)backend->scratch->logits_stride(b->settings->vocab_size, DTYPE_F32) * sizeof(float);
-  if (backend->memory.planning && work->rung && work->rung < RUNGS)
-    return 2 * (size_t)b->settings->tokens * logits_row + ((size_t)64 << 20);
+  size_t tokens = (size_t)b->settings->tokens, padded_vocab = (size_t)b->settings->vocab_size + 1024;
+  if (b->backend->memory.planning && w->rung && w->rung < RUNGS)
+    return 2 * tokens * padded_vocab * sizeof(float) + ((size_t)64 << 20);
   ledger->stack_peak = ledger->stack;
-  run_work(b, work);
+  ladder_run(b->backend, w->rung, w->call);
   return ledger->stack_peak - ledger->stack;
 }
 
@@ -421,21 +389,18 @@ static size_t held_by(const Bench *b, const Work *work) {
 static size_t plan_works(Bench *b, size_t usable) {
   const Ledger *ledger = &b->backend->memory.ledger;
   size_t most = 0, left = usable > ledger->total ? usable - ledger->total : 0;
-  for (Work *work = &b->works[FUSED]; work < b->works + b->count; work++) {
-    work->held = held_by(b, work);
-    if (usable && work->held > left)
-      fail("%s needs %s, and this device has %s for it; give fewer --tokens or a smaller --chunk", work->name,
-           text_bytes(ledger->total + work->held).text, text_bytes(usable).text);
-    if (work->held > most) most = work->held;
-    Work alone = *work;
+  for (Work *w = b->works; w < b->works + b->count; w++) {
+    while ((w->held = held_by(b, w)) > left && usable && w == b->works && w->call.chunk > 1)
+      w->call.chunk = b->gemm_rows = ceil_div(b->gemm_rows, 2);
+    if (usable && w->held > left)
+      fail("%s needs %s, and this device has %s for it; give fewer --tokens or a smaller --chunk", w->name,
+           text_bytes(ledger->total + w->held).text, text_bytes(usable).text);
+    if (w->held > most) most = w->held;
+    Work alone = *w;
     alone.call.dx = alone.call.dweight = alone.call.dbias = (Tensor){0};
-    if (!work->rung) work->loss_alone = held_by(b, &alone);
+    if (w->rung == RUNGS && !b->settings->ladder) w->loss_alone = held_by(b, &alone);
   }
-  b->gemm_rows = b->settings->tokens;
-  size_t gemms = held_by(b, &b->works[GEMMS]);
-  for (; usable && gemms > left && b->gemm_rows > 1; gemms = held_by(b, &b->works[GEMMS]))
-    b->gemm_rows = ceil_div(b->gemm_rows, 2);
-  return ledger->stack + (gemms > most ? gemms : most);
+  return ledger->stack + most;
 }
 
 // --- time --------------------------------------------------------------------------------------------------
@@ -453,40 +418,36 @@ static double clock_seconds(const Bench *b) {
 
 static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b);
-  run_work(b, work);
+  ladder_run(b->backend, work->rung, work->call);
   double seconds = clock_seconds(b) - start;
   machine_broadcast(b->backend, &seconds, sizeof seconds); // how often they run follows from it
   return seconds;
 }
 
-// Medians over the rounds. The ratio is that of neighbours, work over base: a GPU at its power limit is slower
-// after harder work, so only neighbours compare.
-typedef struct {
-  double base, work; // seconds
-  double ratio;
-} Medians;
-
-// Work and base alternate, at first untimed: a GPU reaches its power limit only after a while.
-static Medians measure(const Bench *b, const Work *work) {
-  const Work *base = &b->works[work->base];
+// Work and base alternate, at first untimed: a GPU reaches its power limit only after a while. The ratio is that of
+// neighbours: at its power limit a GPU is slower after harder work, so only neighbours compare.
+static void measure(const Bench *b, Work *w) {
+  const Work *base = &b->works[w->base];
   double bases[MAX_ROUNDS], works[MAX_ROUNDS], ratios[MAX_ROUNDS];
   double warm_up = b->backend->device == ON_CUDA ? 0.7 : 0.1;
   int64_t rounds = b->settings->repeat;
-  for (double spent = 0; spent < warm_up;) spent += seconds_of(b, base) + seconds_of(b, work);
+  for (double spent = 0; spent < warm_up;) spent += seconds_of(b, base) + seconds_of(b, w);
   for (int64_t i = 0; i < rounds; i++) {
     bases[i] = seconds_of(b, base);
-    works[i] = seconds_of(b, work);
+    works[i] = seconds_of(b, w);
     ratios[i] = works[i] / bases[i];
   }
-  return (Medians){median(bases, rounds), median(works, rounds), median(ratios, rounds)};
+  w->base_seconds = median(bases, rounds);
+  w->seconds = median(works, rounds);
+  w->ratio = median(ratios, rounds);
 }
 
 // --- output ------------------------------------------------------------------------------------------------
 
-static void print_json(const Bench *b, const Work *w, const Medians *m) {
+static void print_json(const Bench *b, const Work *w) {
   const Settings *o = b->settings;
   const LinearCrossEntropy *c = &w->call;
-  const char *mode = w->rung ? "ladder" : c->shard.vocab_size ? "split" : lce_mode_name(c->mode);
+  const char *mode = o->ladder ? "ladder" : c->shard.vocab_size ? "split" : lce_mode_name(c->mode);
   printf("{\"event\":\"layer\",\"name\":\"%s\",\"mode\":\"%s\",\"dtype\":\"%s\",\"device\":\"%s\"", w->name,
          mode, dtype_name(o->dtype), device_name(o->device));
   printf(",\"tokens\":%lld,\"hidden_size\":%lld,\"vocab_size\":%lld,\"ranks\":%d", (long long)o->tokens,
@@ -494,25 +455,25 @@ static void print_json(const Bench *b, const Work *w, const Medians *m) {
   printf(",\"layer_bytes\":%zu,\"ledger_bytes\":%zu", w->held, b->layer_bytes + w->held);
   if (w->loss_alone) printf(",\"loss_alone_bytes\":%zu", w->loss_alone);
   if (w->term) printf(",\"term\":\"%s\"", w->term);
-  if (w->rung) printf(",\"rung\":%d", w->rung);
+  if (o->ladder) printf(",\"rung\":%d", w->rung);
   if (c->mode == LCE_FUSED) printf(",\"chunk\":%lld", (long long)c->chunk);
   if (c->sampling.full_mass > 0) printf(",\"sample\":%g", (double)c->sampling.full_mass);
-  if (m)
-    printf(",\"gpu\":\"%s\",\"seconds\":%.9g,\"%s\":%.9g,\"ratio\":%.9g", b->backend->description, m->work,
-           w->base == GEMMS ? "floor_seconds" : "base_seconds", m->base, m->ratio);
+  if (w->seconds > 0)
+    printf(",\"gpu\":\"%s\",\"seconds\":%.9g,\"%s\":%.9g,\"ratio\":%.9g", b->backend->description, w->seconds,
+           w->base == GEMMS ? "floor_seconds" : "base_seconds", w->base_seconds, w->ratio);
 }
 
-static void print_text(const Work *w, const Medians *m) {
+static void print_text(const Work *w) {
   printf("  %-32s", w->name);
-  if (m) printf(" %9.2f ms %7.3f", 1e3 * m->work, m->ratio);
+  if (w->seconds > 0) printf(" %9.2f ms %7.3f", 1e3 * w->seconds, w->ratio);
   if (w->held) printf("   %s", text_bytes(w->held).text);
 }
 
-// A row of the table, or an object. m: NULL where nothing was measured.
-static void report(const Bench *b, const Work *w, const Medians *m) {
+// A row of the table, or an object.
+static void report(const Bench *b, const Work *w) {
   bool json = b->settings->json;
-  json ? print_json(b, w, m) : print_text(w, m);
-  if (m && tensor_exists(w->call.sampling.stats)) {
+  json ? print_json(b, w) : print_text(w);
+  if (w->seconds > 0 && tensor_exists(w->call.sampling.stats)) {
     float stats[3];
     backend_to_host(b->backend, stats, b->sampled);
     printf(json ? ",\"dropped_tiles\":%.9g,\"dropped_mass\":%.9g"
@@ -533,11 +494,11 @@ static void report_loss(const Bench *b) {
   int64_t tokens = b->settings->tokens, counted = 0;
   float *loss = host_alloc(tokens, sizeof *loss, "the losses");
   double sum = 0;
-  run_work(b, &b->works[FUSED]);
+  linear_cross_entropy(b->backend, b->works[FUSED].call);
   backend_to_host(b->backend, loss, b->layer.loss);
   for (int64_t n = 0; n < tokens; n++) {
     sum += (double)loss[n];
-    counted += b->state->targets[n] != IGNORE_INDEX;
+    counted += b->state.targets[n] != IGNORE_INDEX;
   }
   free(loss);
   double mean = sum / (double)max_i64(counted, 1);
@@ -548,18 +509,22 @@ static void report_loss(const Bench *b) {
 }
 
 static void run(Bench *b) {
-  // Everything once: the GEMMs' algorithms are chosen, and memory is as planned but for the ladder's.
-  for (int i = 0; i < b->count; i++) b->works[i].held = held_by(b, &b->works[i]);
-  b->works[GEMMS].held = 0; // not shown
-  if (b->state) report_loss(b);
-  for (int i = FUSED; i < b->count; i++) {
-    const Work *work = &b->works[i];
-    Medians m = measure(b, work);
-    if (i == FUSED) heading(b, "", "ratio");
-    if (i == FUSED && !b->settings->json) report(b, &b->works[GEMMS], &(Medians){m.base, m.base, 1});
-    if (work->base == FUSED && !work->term) heading(b, "split over the ranks", "over one's");
-    if (work->term && !work[-1].term) heading(b, "with a term", "over without");
-    report(b, work, &m);
+  Work *gemms = &b->works[GEMMS], *first = &b->works[FUSED], *end = b->works + b->count;
+  held_by(b, gemms); // everything once: the GEMMs' algorithms are chosen
+  for (Work *w = first; w < end; w++) w->held = held_by(b, w);
+  if (b->state.x) report_loss(b);
+  for (Work *w = first; w < end; w++) {
+    measure(b, w);
+    if (w == first) {
+      heading(b, "", "ratio");
+      gemms->held = 0; // is not shown
+      gemms->seconds = w->base_seconds;
+      gemms->ratio = 1;
+      if (!b->settings->json) report(b, gemms);
+    }
+    if (w->base != GEMMS && !w->term && w[-1].base == GEMMS) heading(b, "split over the ranks", "over one's");
+    if (w->term && !w[-1].term) heading(b, "with a term", "over without");
+    report(b, w);
   }
 }
 
@@ -567,7 +532,7 @@ int main(int argc, char **argv) {
   static Bench b;
   ranks_begin();
   Settings o = parse(argc, argv);
-  State state = o.checkpoint ? read_state(&o) : (State){0};
+  if (o.checkpoint) b.state = read_state(&o);
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = o.plan ? NULL : open_backend(&o);
   if (backend) {
     machine_join_ranks(backend);
@@ -578,7 +543,7 @@ int main(int argc, char **argv) {
     printf("%s: N %s, H %s, V %s\n", (backend ? backend : plan)->description, text_grouped(o.tokens).text,
            text_grouped(o.hidden_size).text, text_grouped(o.vocab_size).text);
   b.settings = &o;
-  b.state = o.checkpoint ? &state : NULL;
+  b.gemm_rows = o.tokens;
   lay_out(&b, plan);
   size_t stack = plan_works(&b, backend ? usable_bytes(backend) : 0);
   if (backend) {
@@ -589,12 +554,12 @@ int main(int argc, char **argv) {
     backend_destroy(backend);
   } else {
     if (!o.json) printf("  %-32s   held\n", "");
-    for (int i = FUSED; i < b.count; i++) report(&b, &b.works[i], NULL);
+    for (int i = FUSED; i < b.count; i++) report(&b, &b.works[i]);
   }
   backend_destroy(plan);
-  free(state.x);
-  free(state.weight);
-  free(state.targets);
+  free(b.state.x);
+  free(b.state.weight);
+  free(b.state.targets);
   free(o.data.items);
   return 0;
 }
