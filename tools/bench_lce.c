@@ -463,17 +463,14 @@ static void print_json(const Bench *b, const Work *w) {
            w->base == GEMMS ? "floor_seconds" : "base_seconds", w->base_seconds, w->ratio);
 }
 
-static void print_text(const Work *w) {
-  printf("  %-32s", w->name);
-  if (w->seconds > 0) printf(" %9.2f ms %7.3f", 1e3 * w->seconds, w->ratio);
-  if (w->held) printf("   %s", text_bytes(w->held).text);
-}
-
 // A row of the table, or an object.
 static void report(const Bench *b, const Work *w) {
-  bool json = b->settings->json;
-  json ? print_json(b, w) : print_text(w);
-  if (w->seconds > 0 && tensor_exists(w->call.sampling.stats)) {
+  bool json = b->settings->json, timed = w->seconds > 0;
+  if (json) print_json(b, w);
+  if (!json) printf("  %-32s", w->name);
+  if (!json && timed) printf(" %9.2f ms %7.3f", 1e3 * w->seconds, w->ratio);
+  if (!json && w->held) printf("   %s", text_bytes(w->held).text);
+  if (timed && tensor_exists(w->call.sampling.stats)) {
     float stats[3];
     backend_to_host(b->backend, stats, b->sampled);
     printf(json ? ",\"dropped_tiles\":%.9g,\"dropped_mass\":%.9g"
