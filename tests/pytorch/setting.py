@@ -24,7 +24,7 @@ except ImportError:
 def run(tests):
     def skipped():
         raise tap.Skip(f"{sys.executable} has no PyTorch; make test PYTHON=... names one that has")
-    sys.exit(tap.run({test.__name__: test for test in tests} if torch else {"PyTorch": skipped}))
+    sys.exit(tap.run(tests if torch else {"PyTorch": skipped}))
 
 
 def close(what, got, want, most):
@@ -34,6 +34,11 @@ def close(what, got, want, most):
     got, want = got.detach().double(), want.detach().double()
     off, size = (got - want).abs().max().item(), want.abs().max().item()
     assert off <= most * max(size, 1e-30), f"{what} is off by {off / size:.2e} of {size:.3g}, more than {most:.1e}"
+
+
+def all_close(what, got, want, most):
+    for i, pair in enumerate(zip(got, want, strict=True)):
+        close(f"{what}, {i}", *pair, most)
 
 
 def raises(kind, part, work):

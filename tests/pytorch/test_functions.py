@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations, in float64 and float32."""
 import itertools
-import math
 
-from setting import DEVICE, close, raises, run, torch
+from setting import DEVICE, all_close, close, raises, run, torch
 
 if torch:
     import torch.nn.functional as F
@@ -11,6 +10,7 @@ if torch:
     from lce import functional, linear_cross_entropy, linear_log_probs
 
 N, H, V = (2, 3, 7), 24, 101
+REDUCTIONS = "mean", "sum", "none"
 
 
 def problem(dtype=None, bias=False, integers=None, ignored=0):
@@ -44,45 +44,44 @@ def reference(x, weight, target, bias=None, ignore_index=-100, reduction="mean",
     return loss.sum() / (counts if cw is None else cw[y.clamp(0)] * counts).sum()
 
 
-def compare(what, x, weight, bias, target, most, function=None, upstream=None, **options):
-    leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-    double = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in (x, weight, bias)]
-    got = (function or linear_cross_entropy)(x, weight, target, bias, **options)
-    want = reference(double[0], double[1], target, double[2], **options)
-    close(f"{what}: loss", got, want, most)
-    upstream = torch.randn_like(got) if upstream is None else upstream
-    gradients = torch.autograd.grad(got, leaves, upstream)
-    for leaf, g, w in zip(leaves, gradients, torch.autograd.grad(want, [t for t in double if t is not None and t.requires_grad],
-                                                                 upstream.double())):
-        assert g.dtype == leaf.dtype and g.shape == leaf.shape
-        close(f"{what}: gradient of {list(leaf.shape)}", g, w, most)
-    return got, gradients
+def double(*tensors):
+    return [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def options_of_all():
-    weights = torch.rand(N, device=DEVICE) + 0.5
-    classes = torch.rand(V, device=DEVICE) + 0.5
-    return dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7, token_weights=weights, class_weights=classes,
-                chunk=5)
+def results(output, *inputs, upstream=None, again=False):
+    """The output, and its gradients where an input wants one; `again`: the graph stays."""
+    inputs = [t for t in inputs if t is not None and t.requires_grad]
+    upstream = torch.ones_like(output) if upstream is None else upstream.to(output.dtype)
+    return output, *torch.autograd.grad(output, inputs, upstream, retain_graph=again)
+
+
+def compare(what, x, weight, bias, target, most, **options):
+    """Against the reference in float64, for any upstream gradient. Returns the gradients."""
+    exact = double(x, weight, bias)
+    got, want = linear_cross_entropy(x, weight, target, bias, **options), reference(*exact[:2], target, exact[2], **options)
+    upstream = torch.randn_like(got)
+    got = results(got, x, weight, bias, upstream=upstream)
+    all_close(what, got, results(want, *exact, upstream=upstream), most)
+    assert [g.dtype for g in got[1:]] == [t.dtype for t in (x, weight, bias) if t is not None and t.requires_grad]
+    return got[1:]
 
 
 def every_option_alone_and_all_together():
-    options = options_of_all()
+    options = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7, chunk=5,
+                   token_weights=torch.rand(N, device=DEVICE) + 0.5, class_weights=torch.rand(V, device=DEVICE) + 0.5)
     sets = [{}, options, {k: v for k, v in options.items() if k != "softcap"}] + [{k: v} for k, v in options.items()]
-    for named, reduction, bias in itertools.product(sets, ("mean", "sum", "none"), (False, True)):
+    for named, reduction, bias in itertools.product(sets, REDUCTIONS, (False, True)):
         compare(f"{list(named)}, {reduction}, bias {bias}", *problem(bias=bias, ignored=5), 5e-6, reduction=reduction, **named)
 
 
 def the_reference_is_pytorchs():
     """In float32 too, against the one-line composition."""
     x, weight, bias, target = problem(bias=True, ignored=4)
-    for reduction in ("mean", "sum", "none"):
-        logits = F.linear(x, weight, bias).flatten(0, -2)
-        want = F.cross_entropy(logits, target.flatten(), reduction=reduction, label_smoothing=0.1)
-        got = linear_cross_entropy(x, weight, target, bias, reduction=reduction, label_smoothing=0.1)
-        close(reduction, got.flatten(), want.flatten(), 2e-6)
-        for g, w in zip(torch.autograd.grad(got.sum(), (x, weight, bias)), torch.autograd.grad(want.sum(), (x, weight, bias))):
-            close(reduction, g, w, 5e-6)
+    for reduction in REDUCTIONS:
+        options = dict(reduction=reduction, label_smoothing=0.1)
+        want = F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2), target.flatten(), **options)
+        got = linear_cross_entropy(x, weight, target, bias, **options).view(want.shape)
+        all_close(reduction, results(got, x, weight, bias), results(want, x, weight, bias), 5e-6)
 
 
 def shapes_and_layouts():
@@ -103,33 +102,26 @@ def targets_that_do_not_count():
     x, weight, bias, target = problem(bias=True)
     target[target == 7] = 8
     target.view(-1)[::3] = 7
-    _, (dx, *_) = compare("ignore_index", x, weight, bias, target, 5e-6, ignore_index=7)
+    dx = compare("ignore_index", x, weight, bias, target, 5e-6, ignore_index=7)[0]
     assert not dx[target == 7].any() and dx[target != 7].all(-1).all()
     target.fill_(-100)
-    for reduction, want in (("mean", math.nan), ("sum", 0), ("none", 0)):
-        loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction)
-        assert loss.isnan().all() if math.isnan(want) else (loss == want).all()
-        for gradient in torch.autograd.grad(loss.sum(), (x, weight, bias)):
-            assert (gradient == 0).all()
-    for reduction, want in (("mean", math.nan), ("sum", 0), ("none", 0)):  # no token at all
-        loss = linear_cross_entropy(x[:0], weight, target[:0], bias, reduction=reduction)
-        assert loss.isnan().all() if math.isnan(want) else (loss == want).all()
+    for tokens, reduction in itertools.product((len(x), 0), REDUCTIONS):  # 0: no token at all
+        loss = linear_cross_entropy(x[:tokens], weight, target[:tokens], bias, reduction=reduction)
+        assert loss.isnan() if reduction == "mean" else (loss == 0).all()
         for gradient in torch.autograd.grad(loss.sum(), (x, weight, bias)):
             assert (gradient == 0).all()
     assert linear_log_probs(x[:0], weight, target[:0])[1].shape == target[:0].shape
 
 
 def any_upstream_gradient_and_twice():
-    for reduction in ("mean", "sum", "none"):
+    for reduction in REDUCTIONS:
         x, weight, bias, target = problem(bias=True, ignored=5)
-        weights = torch.rand(N, device=DEVICE)
-        loss = linear_cross_entropy(x, weight, target, bias, reduction=reduction, token_weights=weights)
-        want = reference(x.double(), weight.double(), target, bias.double(), reduction=reduction, token_weights=weights)
+        options, exact = dict(reduction=reduction, token_weights=torch.rand(N, device=DEVICE)), double(x, weight, bias)
+        loss, want = linear_cross_entropy(x, weight, target, bias, **options), reference(*exact[:2], target, exact[2], **options)
         for factor in (1.0, -3.5, 0.0, torch.randn_like(loss)):
             upstream = factor * torch.ones_like(loss)
-            for g, w in zip(torch.autograd.grad(loss, (x, weight, bias), upstream, retain_graph=True),
-                            torch.autograd.grad(want, (x, weight, bias), upstream.double(), retain_graph=True)):
-                close(f"{reduction} times {factor}", g, w, 5e-6)
+            all_close(f"{reduction} times {factor}", results(loss, x, weight, bias, upstream=upstream, again=True),
+                      results(want, *exact, upstream=upstream, again=True), 5e-6)
     raises(RuntimeError, "does not require grad", lambda: torch.autograd.grad(
         torch.autograd.grad(linear_cross_entropy(x, weight, target), x, create_graph=True)[0].sum(), weight))
 
@@ -137,13 +129,11 @@ def any_upstream_gradient_and_twice():
 def numerical_derivatives():
     """gradcheck in float32, with steps that its rounding allows."""
     target = torch.tensor([1, 3, -100, 0], device=DEVICE)
-    x, weight, bias = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((4, 3), (5, 3), (5,)))
-    for reduction in ("mean", "sum", "none"):
-        assert torch.autograd.gradcheck(
-            lambda x, w, b: linear_cross_entropy(x, w, target, b, reduction=reduction, z_loss=0.1, label_smoothing=0.1),
-            (x, weight, bias), eps=1e-2, atol=2e-3, rtol=2e-3)
-    assert torch.autograd.gradcheck(lambda x, w, b: linear_log_probs(x, w, target, 0.8, bias=b), (x, weight, bias), eps=1e-2,
-                                    atol=2e-3, rtol=2e-3)
+    leaves = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((4, 3), (5, 3), (5,))]
+    functions = [lambda x, w, b, reduction=reduction: linear_cross_entropy(x, w, target, b, reduction=reduction, z_loss=0.1,
+                                                                           label_smoothing=0.1) for reduction in REDUCTIONS]
+    for function in *functions, lambda x, w, b: linear_log_probs(x, w, target, 0.8, bias=b):
+        assert torch.autograd.gradcheck(function, leaves, eps=1e-2, atol=2e-3, rtol=2e-3)
 
 
 def only_needed_gradients():
@@ -222,39 +212,31 @@ def main_grad():
 
 
 def torch_compile():
+    def compiled(function, backend="aot_eager", **more):
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend=backend, **more)
+
     def loss_of(reduction):
         return lambda x, weight, target, bias, **more: linear_cross_entropy(2 * x, 1 * weight, target, bias,
                                                                             reduction=reduction, **more)
     for backend, reduction in (("aot_eager", "mean"), ("aot_eager", "sum"), ("aot_eager", "none"), ("inductor", "mean")):
-        torch._dynamo.reset()
-        compiled = torch.compile(loss_of(reduction), fullgraph=True, backend=backend)
+        functions = compiled(loss_of(reduction), backend), loss_of(reduction)
         for _ in range(2):
             x, weight, bias, target = problem(bias=True, ignored=5)
             upstream, weights = torch.randn(N if reduction == "none" else (), device=DEVICE), torch.rand(N, device=DEVICE)
-            results = []
-            for function in (compiled, loss_of(reduction)):
-                loss = function(x, weight, target, bias, token_weights=weights, z_loss=0.01)
-                results.append((loss, *torch.autograd.grad(loss, (x, weight, bias), upstream, retain_graph=True),
-                                *torch.autograd.grad(loss, (x, weight, bias), upstream)))
-            for got, want in zip(*results):
-                close(f"{backend}, {reduction}", got, want, 1e-6)
-    torch._dynamo.reset()
+            losses = [function(x, weight, target, bias, token_weights=weights, z_loss=0.01) for function in functions]
+            for again in (True, False):
+                pair = [results(loss, x, weight, bias, upstream=upstream, again=again) for loss in losses]
+                all_close(f"{backend}, {reduction}", *pair, 1e-6)
     x, weight, _, target = problem(ignored=5)
-    results = []
-    for function in (torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager"), linear_log_probs):
-        log_probs, entropy = function(x, weight, target, 0.7)
-        results.append((log_probs, entropy, *torch.autograd.grad((log_probs - 2 * entropy).sum(), (x, weight))))
-    for got, want in zip(*results):
-        close("linear_log_probs", got, want, 1e-6)
+    pairs = [function(x, weight, target, 0.7) for function in (compiled(linear_log_probs), linear_log_probs)]
+    all_close("linear_log_probs", *((*pair, *results(pair[0] - 2 * pair[1], x, weight)) for pair in pairs), 1e-6)
     for reduction in ("mean", "none"):  # any number of tokens, by one compilation
-        torch._dynamo.reset()
-        compiled = torch.compile(loss_of(reduction), fullgraph=True, backend="aot_eager", dynamic=True)
+        functions = compiled(loss_of(reduction), dynamic=True), loss_of(reduction)
         for n in (5, 9):
             x, y = torch.randn(n, H, device=DEVICE, requires_grad=True), torch.randint(V, (n,), device=DEVICE)
             with torch._dynamo.config.patch(error_on_recompile=n == 9):
-                got, want = compiled(x, weight, y, None), loss_of(reduction)(x, weight, y, None)
-            close("dynamic", got, want, 1e-6)
-            close("dynamic dx", torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0], 1e-6)
+                all_close("dynamic", *(results(function(x, weight, y, None), x) for function in functions), 1e-6)
     with torch.autocast(DEVICE, torch.bfloat16):
         torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(x, weight, y).backward()
 
@@ -263,27 +245,25 @@ def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
     for b, wanted in ((None, [False] * 4), (bias, [True] * 4), (None, [False, False, True, False])):
-        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), None, None, None, torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, wanted))
+        options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, wanted
+        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), None, None, None, *options))
 
 
 def log_probs_and_entropy():
     for temperature, softcap, bias in ((1.0, 0.0, False), (0.6, None, False), (1.3, 2.0, True)):
         x, weight, bias, target = problem(bias=bias, ignored=5)
-        log_probs, entropy = linear_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, chunk=4)
+        options = dict(temperature=temperature, bias=bias, softcap=softcap)
+        got = linear_log_probs(x, weight, target, chunk=4, **options)
         z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         p = torch.log_softmax((softcap * torch.tanh(z / softcap) if softcap else z) / temperature, -1)
         counts = target != -100
-        wanted = p.gather(-1, target.clamp(0)[..., None])[..., 0] * counts, -(p.exp() * p).sum(-1) * counts
-        close("log p", log_probs, wanted[0], 5e-6)
-        close("entropy", entropy, wanted[1], 5e-6)
-        leaves = [t for t in (x, weight, bias) if t is not None]
-        for of_log_prob, of_entropy in ((1, 0), (0, 1), (1, -0.3)):
-            got, want = (sum(of * (t * t).sum() for of, t in ((of_log_prob, pair[0]), (of_entropy, pair[1])) if of)
-                         for pair in ((log_probs, entropy), wanted))
-            for g, w in zip(torch.autograd.grad(got, leaves, retain_graph=True), torch.autograd.grad(want, leaves, retain_graph=True)):
-                close(f"gradient of {of_log_prob} log p + {of_entropy} entropy", g, w, 1e-5)
-        alone, none = linear_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, entropy=False)
-        close("log p alone", alone, wanted[0], 5e-6)
+        want = p.gather(-1, target.clamp(0)[..., None])[..., 0] * counts, -(p.exp() * p).sum(-1) * counts
+        all_close("log p and entropy", got, want, 5e-6)
+        for weights in ((1, 0), (0, 1), (1, -0.3)):
+            squares = (sum(w * t.square().sum() for w, t in zip(weights, pair) if w) for pair in (got, want))
+            all_close(f"gradient of {weights} of both", *(results(s, x, weight, bias, again=True)[1:] for s in squares), 1e-5)
+        alone, none = linear_log_probs(x, weight, target, entropy=False, **options)
+        close("log p alone", alone, want[0], 5e-6)
         assert none is None
 
 
@@ -350,9 +330,8 @@ def wrong_arguments():
 def the_module():
     head = lce.LinearCrossEntropy(H, V, bias=True, device=DEVICE, label_smoothing=0.1)
     x, _, _, target = problem()
-    close("loss", head(x, target), reference(x, head.weight, target, head.bias, label_smoothing=0.1), 5e-6)
-    close("sum", head(x, target, reduction="sum"), reference(x, head.weight, target, head.bias, label_smoothing=0.1,
-                                                             reduction="sum"), 5e-6)
+    for more in {}, dict(reduction="sum"):
+        close(f"{more}", head(x, target, **more), reference(x, head.weight, target, head.bias, label_smoothing=0.1, **more), 5e-6)
     assert torch.equal(head(x), F.linear(x, head.weight, head.bias))
     assert list(head.state_dict()) == ["weight", "bias"]
     again = torch.utils.checkpoint.checkpoint(lambda x: head(2 * x, target), x, use_reentrant=False)
@@ -360,6 +339,7 @@ def the_module():
 
 
 if __name__ == "__main__":
-    run((every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
-         any_upstream_gradient_and_twice, numerical_derivatives, only_needed_gradients, bf16, autocast, main_grad, torch_compile,
-         the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments, the_module))
+    tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
+             any_upstream_gradient_and_twice, numerical_derivatives, only_needed_gradients, bf16, autocast, main_grad,
+             torch_compile, the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments, the_module)
+    run({test.__name__: test for test in tests})

@@ -2,6 +2,7 @@
 """tools/torch in training: Hugging Face's models, DDP and FSDP2 on two ranks, the README's examples, and pip."""
 import copy
 import inspect
+import itertools
 import math
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from setting import DEVICE, ROOT, close, raises, run, torch
+from setting import DEVICE, ROOT, all_close, close, raises, run, torch
 from tap import Skip
 
 if torch:
@@ -38,9 +39,8 @@ def model_of(kind, **more):
 
 def batch_of(step):
     """Tokens that can be learned; some labels do not count."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 211, (4, 1), generator=generator) + torch.arange(16) * torch.tensor([[1], [2], [3], [4]])
-    tokens = (tokens % 211).to(DEVICE)
+    first = torch.randint(0, 211, (4, 1), generator=torch.Generator().manual_seed(step))
+    tokens = ((first + torch.arange(16) * torch.tensor([[1], [2], [3], [4]])) % 211).to(DEVICE)
     labels = tokens.clone()
     labels[0, :5] = -100
     return dict(input_ids=tokens, labels=labels)
@@ -49,9 +49,8 @@ def batch_of(step):
 def curve(model, steps=50):
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(steps):
-        batch = batch_of(step)
         more = dict(num_items_in_batch=torch.tensor(59, device=DEVICE)) if step % 2 else {}
-        loss = model(**batch, **more).loss
+        loss = model(**batch_of(step), **more).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -67,14 +66,6 @@ def curves_are_equal(kind, **more):
     close(f"the losses of {kind}", got, want, 1e-4)
 
 
-def llama():
-    curves_are_equal("llama")
-
-
-def qwen():
-    curves_are_equal("qwen2", tie_word_embeddings=True)
-
-
 def all_models():
     """Loss, gradients and calls of every kind that the patch takes."""
     for kind in lce.modules.MODELS:
@@ -82,15 +73,11 @@ def all_models():
         patched = lce.patch_transformers(copy.deepcopy(model))
         batch = batch_of(0)
         for more in ({}, dict(num_items_in_batch=7), dict(return_dict=False)):
-            results = []
-            for m in (model, patched):
-                m.zero_grad()
-                output = m(**batch, **more)
-                loss = output[0]
-                loss.backward()
-                results.append((loss, m.base_model.get_input_embeddings().weight.grad, m.get_output_embeddings().weight.grad))
-            for got, want in zip(results[1], results[0]):
-                close(f"{kind} {more}", got, want, 2e-5)
+            def results(m):
+                loss = m(**batch, **more)[0]
+                ends = m.base_model.get_input_embeddings().weight, m.get_output_embeddings().weight
+                return loss, *torch.autograd.grad(loss, ends)
+            all_close(f"{kind} {more}", results(patched), results(model), 2e-5)
         output = patched(**batch)
         assert output.logits is None
         assert torch.equal(patched(**batch, return_logits=True).logits, model(**batch).logits)
@@ -193,8 +180,7 @@ def rank_main(rank, ranks, port, way):
     got, gathers = count_gathers(lambda: trained(net, loss_of(module), rank, ranks))
     wanted = 0 if way == "ddp" else 2 * STEPS + len(got)  # the head and the rest once a step, then every full_tensor
     assert gathers == wanted, f"{gathers} gathers, not {wanted}"
-    for g, want in zip(got, trained(alone, loss_of(alone), 0, 1)):
-        close(way, g, want, 1e-5)
+    all_close(way, got, trained(alone, loss_of(alone), 0, 1), 1e-5)
     dist.destroy_process_group()
 
 
@@ -203,50 +189,43 @@ def split_rank_main(rank, ranks, port):
     _, mesh = join(rank, ranks, port)
     n, h, v = 21, 16, 100
     torch.manual_seed(7)
-    x, weight = torch.randn(ranks * n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
+    x, weight = torch.randn(ranks * n, h), torch.randn(v, h)
     target, upstream, tokens = torch.randint(v, (ranks * n,)), torch.randn(ranks * n), torch.rand(ranks * n)
     target[::6] = -100
-    local = slice(rank * n, (rank + 1) * n)
+    local, part = slice(rank * n, (rank + 1) * n), weight.chunk(ranks)[rank]
     terms = dict(label_smoothing=0.1, z_loss=0.01, temperature=0.7, class_weights=torch.rand(v), chunk=8)
+    split = dict(group=dist.group.WORLD, vocab_size=v)
 
-    def results(group, whole):
-        mine = slice(None) if whole else local
-        x_, weight_ = (t.detach().requires_grad_() for t in (x[mine], weight if whole else weight.chunk(ranks)[rank]))
-        for more in ({}, terms):
-            for reduction in ("sum", "none"):
-                if group:
-                    more = dict(more, group=group, vocab_size=v)
-                loss = lce.linear_cross_entropy(x_, weight_, target[mine], reduction=reduction, token_weights=tokens[mine], **more)
-                loss.backward(torch.tensor(0.3) if reduction == "sum" else upstream[mine])
-                if reduction == "none":
-                    yield "loss", loss, loss[local]
-                elif whole:
-                    yield "loss", loss, loss
-                else:
-                    dist.all_reduce(total := loss.detach().clone())
-                    yield "loss", total, total
-                yield "dx", x_.grad.clone(), x_.grad[local].clone()
-                yield "dweight", weight_.grad.clone(), weight_.grad.chunk(ranks)[rank].clone()
+    def results(whole):
+        """Losses and gradients as this rank has them, or of all tokens, cut to this rank's."""
+        mine, cut = (slice(None), local) if whole else (local, slice(None))
+        x_, weight_ = (t.clone().requires_grad_() for t in (x[mine], weight if whole else part))
+        for more, reduction in itertools.product(({}, terms), ("sum", "none")):
+            loss = lce.linear_cross_entropy(x_, weight_, target[mine], reduction=reduction, token_weights=tokens[mine], **more,
+                                            **({} if whole else split))
+            loss.backward(torch.tensor(0.3) if reduction == "sum" else upstream[mine])
+            loss = loss.detach().clone()
+            if reduction == "sum" and not whole:
+                dist.all_reduce(loss)
+            yield loss[cut] if reduction == "none" else loss
+            yield x_.grad[cut].clone()
+            yield (weight_.grad.chunk(ranks)[rank] if whole else weight_.grad).clone()
         x_.grad = None
         weight_.requires_grad_(False)
-        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **(
-            dict(group=group, vocab_size=v) if group else {}))
+        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **({} if whole else split))
         (log_probs * upstream[mine]).sum().backward()
-        yield "log p", log_probs, log_probs[local]
-        yield "its dx", x_.grad, x_.grad[local]
+        yield log_probs[cut]
+        yield x_.grad[cut]
 
-    for (what, got, _), (_, _, want) in zip(results(dist.group.WORLD, False), results(None, True), strict=True):
-        close(f"{what} on rank {rank} of {ranks}", got, want, 2e-5)
-    shard = dist.tensor.distribute_tensor(weight.detach(), mesh, [dist.tensor.Shard(0)])
+    all_close(f"rank {rank} of {ranks}", results(False), results(True), 2e-5)
+    shard = dist.tensor.distribute_tensor(weight, mesh, [dist.tensor.Shard(0)])
     raises(TypeError, "weight is a DTensor", lambda: lce.linear_cross_entropy(x, shard, target))
     same = [lce.linear_cross_entropy(x[local], w, target[local], group=mesh.get_group(), vocab_size=v, reduction="sum")
-            for w in (shard.to_local(), weight.chunk(ranks)[rank])]
+            for w in (shard.to_local(), part)]
     assert torch.equal(*same)
-    part, mine = weight.detach().chunk(ranks)[rank], (x[local].detach(), target[local])
-    raises(RuntimeError, "no bias, soft-cap", lambda: lce.linear_cross_entropy(mine[0], part, mine[1], group=dist.group.WORLD,
-                                                                              vocab_size=v))
-    raises(ValueError, "weight has the shape", lambda: lce.linear_cross_entropy(
-        mine[0], weight, mine[1], group=dist.group.WORLD, vocab_size=v, reduction="sum"))
+    for kind, told, w, more in ((RuntimeError, "no bias, soft-cap", part, {}),
+                                (ValueError, "weight has the shape", weight, dict(reduction="sum"))):
+        raises(kind, told, lambda: lce.linear_cross_entropy(x[local], w, target[local], **split, **more))
     dist.destroy_process_group()
 
 
@@ -255,19 +234,6 @@ def on_ranks(main, ranks, *more):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     torch.multiprocessing.spawn(main, (ranks, port, *more), nprocs=ranks)
-
-
-def ddp():
-    on_ranks(rank_main, 2, "ddp")
-
-
-def fsdp2():
-    on_ranks(rank_main, 2, "fsdp2")
-
-
-def fsdp2_of_a_patched_model():
-    model_of("llama")
-    on_ranks(rank_main, 2, "patched")
 
 
 def a_head_split_over_ranks():
@@ -282,9 +248,8 @@ def examples_of_the_readme():
     examples, names = re.findall(r"```python\n(.*?)```", text, re.S), {}
     assert len(examples) == 3
     for example in examples:
-        if "transformers" in example and not transformers:
-            continue
-        exec(example, names)
+        if transformers or "transformers" not in example:
+            exec(example, names)
     assert names["x"].grad.norm() > 0 and names["weight"].grad.norm() > 0
 
 
@@ -306,5 +271,9 @@ def pip_install():
 
 
 if __name__ == "__main__":
-    run((llama, qwen, all_models, compiled_model, ddp, fsdp2, fsdp2_of_a_patched_model,
-         a_head_split_over_ranks, examples_of_the_readme, pip_install))
+    run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
+             all_models=all_models, compiled_model=compiled_model,
+             ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
+             fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),
+             a_head_split_over_ranks=a_head_split_over_ranks, examples_of_the_readme=examples_of_the_readme,
+             pip_install=pip_install))

@@ -37,6 +37,32 @@ TEST(test_shapes) {
   }
 }
 
+// Rung 0: Z = X W^T, dX = Z W, dW = Z^T X.
+TEST(test_matmuls) {
+  Harness *h = *state;
+  LossProblem p = loss_problem(h, 37, 24, 301, 2);
+  reference_gradients(h, &p.r);
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 9);
+  ladder_run(h->backend, 0, call);
+  int64_t hidden = p.r.hidden, elements = p.r.vocab * hidden;
+  double *dx = calloc((size_t)(p.r.rows * hidden), sizeof *dx),
+         *dweight = calloc((size_t)elements, sizeof *dx);
+  for (int64_t n = 0; n < p.r.rows; n++)
+    for (int64_t j = 0; j < p.r.vocab; j++) {
+      const double *x = p.x + n * hidden, *w = p.weight + j * hidden;
+      double z = 0;
+      for (int64_t i = 0; i < hidden; i++) z += x[i] * w[i];
+      for (int64_t i = 0; i < hidden; i++) {
+        dx[n * hidden + i] += z * w[i];
+        dweight[j * hidden + i] += z * x[i];
+      }
+    }
+  check_values(h, "dx", call.dx, dx, of_size(within_stored(h, 8, 301), 30));
+  check_values(h, "dweight", call.dweight, dweight, of_size(within_stored(h, 8, 37), 30));
+  free(dx);
+  free(dweight);
+}
+
 TEST(test_ignored) {
   LossProblem p = loss_problem(*state, 37, 24, 301, 2);
   for (int64_t n = 0; n < p.r.rows; n++)

@@ -15,8 +15,9 @@ enum { RUNGS = 6 };
 extern const char *const ladder_names[RUNGS];
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all tokens at
-// once) and scale; no rung but the last reads its other fields. Rungs 1 to 5 take bf16 on CUDA, and rung 5 needs a
-// hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
+// once) and scale; no rung but the last reads its other fields. Rung 0 is the three matmuls alone. Rungs 1 to 5 take bf16
+// on CUDA, and rung 5 needs a hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as
+// MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows ----------------------------------------------------------------------------------
@@ -41,8 +42,8 @@ typedef struct {
   void (*gradients)(Backend *, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, float scale);
   // target_z[n] = x[n] . W[y], anchor = target_z (infinity where the target is IGNORE_INDEX), target_e = 1.
   void (*anchors)(Backend *, const Anchored *);
-  // E = exp(z - a), 0 at the target; row_sum. exps may lie at the logits' address.
-  void (*exponentials)(Backend *, const Anchored *, Tensor logits);
+  // E = exp(z - a), 0 at the target, in the place of the fp32 logits z; row_sum.
+  void (*exponentials)(Backend *, const Anchored *);
   // The same from x and W, without storing a logit.
   void (*matmul_exponentials)(Backend *, const Anchored *);
   // Rows whose sum went out of range: once more, with the row's maximum as anchor.

@@ -17,12 +17,10 @@ static float dot(const float *x, const float *w, int64_t count) {
 
 // Two reads of the row: its maximum, then the sum of exp(z - maximum).
 static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Tensor targets) {
-  (void)backend;
   const int32_t *target = targets.data;
   float *loss_of = loss.data, *lse_of = lse.data;
   int64_t vocab = logits.shape[1];
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < logits.shape[0]; n++) {
+  EACH_PARALLEL (n, logits.shape[0]) {
     const float *z = cpu_row(logits, n);
     float maximum = maximum_of(z, vocab);
     double sum = exp_and_sum(z, maximum, 1, vocab, NULL);
@@ -34,20 +32,17 @@ static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Ten
 // A third read, and the row is written.
 static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
                       float scale) {
-  (void)backend;
   const int32_t *target = targets.data;
   const float *lse_of = lse.data;
   int64_t vocab = logits.shape[1];
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < logits.shape[0]; n++) {
+  EACH_PARALLEL (n, logits.shape[0]) {
     const float *z = cpu_row(logits, n);
     float *dz = cpu_row(dlogits, n), row_lse = lse_of[n];
     if (target[n] == IGNORE_INDEX) {
       memset(dz, 0, (size_t)vocab * sizeof *dz);
       continue;
     }
-#pragma omp simd
-    for (int64_t j = 0; j < vocab; j++) dz[j] = scale * exp_f32(z[j] - row_lse);
+    EACH_SIMD (j, vocab) dz[j] = scale * exp_f32(z[j] - row_lse);
     dz[target[n]] -= scale;
   }
 }
@@ -55,11 +50,9 @@ static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor ls
 // --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
 
 static void anchors(Backend *backend, const Anchored *a) {
-  (void)backend;
   const int32_t *target = a->targets.data;
   float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+  EACH_PARALLEL (n, a->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
     target_z[n] = counts ? dot(cpu_row(a->x, n), cpu_row(a->weight, target[n]), a->x.shape[1]) : 0;
     anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
@@ -76,12 +69,9 @@ static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64
 }
 
 // One read and one write of the row.
-static void exponentials(Backend *backend, const Anchored *a, Tensor logits) {
-  (void)backend, (void)logits; // exps is at their address
+static void exponentials(Backend *backend, const Anchored *a) {
   float *row_sum = a->row_sum.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++)
-    row_sum[n] = (float)exponentials_of(a, n, 0, a->weight.shape[0]);
+  EACH_PARALLEL (n, a->x.shape[0]) row_sum[n] = (float)exponentials_of(a, n, 0, a->weight.shape[0]);
 }
 
 // The matmul a tile of W at a time, and the exponentials while the tile of logits is in cache.
@@ -95,13 +85,11 @@ static void matmul_exponentials(Backend *backend, const Anchored *a) {
     linear_forward(backend, (LinearForward){.out = tensor_columns(a->exps, first, count),
                                             .x = a->x,
                                             .weight = tensor_rows(a->weight, first, count)});
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < a->x.shape[0]; n++) row_sum[n] += (float)exponentials_of(a, n, first, count);
+    EACH_PARALLEL (n, a->x.shape[0]) row_sum[n] += (float)exponentials_of(a, n, first, count);
   }
 }
 
 static void repair(Backend *backend, const Anchored *a) {
-  (void)backend;
   float *row_sum = a->row_sum.data, *anchor = a->anchor.data;
   int64_t vocab = a->weight.shape[0];
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
@@ -115,13 +103,11 @@ static void repair(Backend *backend, const Anchored *a) {
 }
 
 static void finish(Backend *backend, const Anchored *a) {
-  (void)backend;
   const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
   const float *anchor = a->anchor.data;
   const int32_t *target = a->targets.data;
   float *loss = a->loss.data, *r = a->r.data, *c = a->c.data;
-#pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
+  EACH_PARALLEL (n, a->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
     float total = row_sum[n] + target_e[n]; // 1 + R
     float nll = target_e[n] == 1 ? log1pf(row_sum[n]) : anchor[n] - target_z[n] + logf(total);
@@ -136,7 +122,6 @@ static void finish(Backend *backend, const Anchored *a) {
 
 // Several tokens may have one target, so rows of dweight are added to by one thread.
 static void add_targets(Backend *backend, const Anchored *a) {
-  (void)backend;
   const int32_t *target = a->targets.data;
   const float *r = a->r.data, *c = a->c.data;
   for (int64_t n = 0; n < a->x.shape[0]; n++) {

@@ -103,11 +103,10 @@ static __global__ void anchors_kernel(const __grid_constant__ Anchored a) { // o
 }
 
 // E in the logits' place, as gradients_kernel does it.
-static __global__ void exponentials_kernel(const __grid_constant__ Anchored a,
-                                           const __grid_constant__ Tensor logits) {
-  int64_t n = blockIdx.x, vocab = logits.shape[1], target = target_of(a, n);
-  const float *z = row_of<float>(logits, n);
+static __global__ void exponentials_kernel(const __grid_constant__ Anchored a) {
+  int64_t n = blockIdx.x, vocab = a.weight.shape[0], target = target_of(a, n);
   bf16 *exps = row_of<bf16>(a.exps, n);
+  const float *z = reinterpret_cast<const float *>(exps);
   float sum = 0, anchor = at(a.anchor, n);
   for (int64_t first = 0; first < vocab; first += THREADS) {
     int64_t j = first + threadIdx.x;
@@ -169,24 +168,9 @@ static __global__ void add_targets_kernel(const __grid_constant__ Anchored a) {
   }
 }
 
-static void anchors(Backend *backend, const Anchored *a) {
-  launch_rows(backend, "anchors", a->x.shape[0], 32, anchors_kernel, *a);
-}
-
-static void exponentials(Backend *backend, const Anchored *a, Tensor logits) {
-  launch_rows(backend, "exponentials", a->x.shape[0], THREADS, exponentials_kernel, *a, logits);
-}
-
-static void repair(Backend *backend, const Anchored *a) {
-  launch_rows(backend, "repair", a->x.shape[0], THREADS, repair_kernel, *a);
-}
-
-static void finish(Backend *backend, const Anchored *a) {
-  launch_rows(backend, "finish", a->x.shape[0], THREADS, finish_kernel, *a);
-}
-
-static void add_targets(Backend *backend, const Anchored *a) {
-  launch_rows(backend, "add_targets", a->x.shape[0], THREADS, add_targets_kernel, *a);
+// The rows of a chunk.
+template <auto kernel, int threads> static void each_row(Backend *backend, const Anchored *a) {
+  launch_rows(backend, "the ladder's rows", a->x.shape[0], threads, kernel, *a);
 }
 
 // --- rung 5: X W^T on tensor cores, with the exponential in the epilogue ------------------------------------
@@ -253,13 +237,11 @@ static __global__ void __launch_bounds__(BLOCK)
 
   // Epilogue: a fragment's 16 x 16 logits through the warp's own piece of shared memory, two lanes a row.
   float(*patch)[16] = reinterpret_cast<float(*)[16]>(stages) + 16 * warp;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
+  EACH (i, 2) {
     int row = warp_m + 16 * i + lane / 2, m = m0 + row;
     float anchor = m < rows ? at(a.anchor, m) : INFINITY, row_sum = 0;
     int target = m < rows ? target_of(a, m) : 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
+    EACH (j, 4) {
       wmma::store_matrix_sync(&patch[0][0], sum[i][j], 16, wmma::mem_row_major);
       __syncwarp();
       int column = lane % 2 * 8, n = n0 + warp_n + 16 * j + column;
@@ -298,5 +280,11 @@ static void matmul_exponentials(Backend *backend, const Anchored *a) {
   memory_pop_to(&backend->memory, mark);
 }
 
-const LadderRows ladder_rows_cuda = {losses, gradients, anchors,    exponentials, matmul_exponentials,
-                                     repair, finish,    add_targets};
+const LadderRows ladder_rows_cuda = {losses,
+                                     gradients,
+                                     each_row<anchors_kernel, 32>,
+                                     each_row<exponentials_kernel, THREADS>,
+                                     matmul_exponentials,
+                                     each_row<repair_kernel, THREADS>,
+                                     each_row<finish_kernel, THREADS>,
+                                     each_row<add_targets_kernel, THREADS>};

@@ -13,7 +13,6 @@ static const LadderRows *rows_of(const Backend *backend, Tensor x) {
     return &ladder_rows_cuda;
   }
 #endif
-  (void)backend, (void)x;
   return &ladder_rows_cpu;
 }
 
@@ -55,6 +54,19 @@ static void backward(Backend *backend, const LinearCrossEntropy *c, Tensor dz, T
   linear_backward_weight(
       backend, (LinearBackwardWeight){
                    .dweight = c->dweight, .dout = dz, .x = x, .alpha = alpha, .accumulate = c->accumulate});
+}
+
+// --- rung 0: no loss ---------------------------------------------------------------------------------------
+// The three matmuls that no rung can do without: what the others are measured against.
+
+static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
+  Tensor logits = push_logits(backend, "logits", l->x.dtype, l->chunk, l->weight.shape[0]);
+  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
+    LinearCrossEntropy c = chunk_at(l, first);
+    Tensor z = tensor_rows(logits, 0, c.x.shape[0]);
+    forward(backend, &c, z);
+    backward(backend, &c, z, c.x, 1);
+  }
 }
 
 // --- rung 1: all logits, then all gradients ----------------------------------------------------------------
@@ -165,7 +177,7 @@ static void anchored(Backend *backend, const LadderRows *rows, const LinearCross
     a.exps = in_place(logits, c.x.dtype);
     rows->anchors(backend, &a);
     forward(backend, &c, logits);
-    rows->exponentials(backend, &a, logits);
+    rows->exponentials(backend, &a);
     anchored_gradients(backend, rows, &c, &a);
     memory_pop_to(&backend->memory, mark);
   }
@@ -201,6 +213,9 @@ void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
   }
   MemoryMark mark = memory_mark(&backend->memory);
   if (call.chunk > call.x.shape[0]) call.chunk = call.x.shape[0];
-  runs[rung - 1](backend, rows_of(backend, call.x), &call);
+  if (rung == 0)
+    matmuls(backend, &call);
+  else
+    runs[rung - 1](backend, rows_of(backend, call.x), &call);
   memory_pop_to(&backend->memory, mark);
 }
