@@ -48,7 +48,7 @@ static int64_t best_fit(FreeSpace *s, int64_t length) {
 
 // By window, then in the order of the stream.
 static int by_window(const void *a, const void *b) {
-  const PackedPiece *x = a, *y = b;
+  const PackedSpan *x = a, *y = b;
   if (x->window != y->window) return x->window < y->window ? -1 : 1;
   return (x->first > y->first) - (x->first < y->first);
 }
@@ -61,7 +61,7 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
     for (int64_t length; first < ends[i] - 1; first += length) {
       length = min_i64(seq_len, ends[i] - 1 - first);
       p->pieces = host_grow(p->pieces, count, &capacity, sizeof *p->pieces, what);
-      p->pieces[count++] = (PackedPiece){first, length, .window = -length}; // the longest first
+      p->pieces[count++] = (PackedSpan){first, length, .window = -length}; // the longest first
       p->pairs += length;
     }
   free(ends);
@@ -167,8 +167,8 @@ static int64_t fill_batch(const Loader *loader, bool validation, int64_t number,
   int64_t counted = 0, at = 0, all = o->batch * o->seq_len;
   for (int64_t row = 0; row < o->batch; row++) {
     int64_t window = window_of(loader, validation, number + row), first = window * stride(o, source);
-    PackedPiece whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
-    const PackedPiece *piece = &whole, *last = piece + (window >= 0);
+    PackedSpan whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
+    const PackedSpan *piece = &whole, *last = piece + (window >= 0);
     if (packing->starts && window >= 0)
       piece = packing->pieces + packing->starts[window], last = packing->pieces + packing->starts[window + 1];
     for (; piece < last; at += piece++->length) {

@@ -28,7 +28,7 @@ enum {
 
 // One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator. How it came into
 // the list decides how strictly it is read.
-typedef struct SourcePiece {
+typedef struct SourceFile {
   char *path;
   enum { FILE_NAMED, FILE_MATCHED, FILE_FOUND } origin; // written out, by a glob, in a directory
   SourceKind kind;                                      // 0: its origin lets it be left out
@@ -36,7 +36,7 @@ typedef struct SourcePiece {
   const void *tokens;  // in the file
   const uint8_t *mask; // in the mask file, or NULL: every token counts
   int64_t stored, first;
-} Piece;
+} SourceFile;
 
 // --- the files that paths name ------------------------------------------------------------------------------
 
@@ -55,12 +55,12 @@ static bool is_bin(const char *path) {
 static void append(Source *source, const char *path, int origin) {
   source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof *source->pieces,
                              "a list of data files");
-  source->pieces[source->files++] = (Piece){.path = text_format("%s", path), .origin = origin};
+  source->pieces[source->files++] = (SourceFile){.path = text_format("%s", path), .origin = origin};
 }
 
 // strcmp, not the locale's order: the stream of tokens must not depend on LANG.
 static int compare_paths(const void *a, const void *b) {
-  return strcmp(((const Piece *)a)->path, ((const Piece *)b)->path);
+  return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
 // Adds the regular files under `directory`, all levels down; `tree`: those of the corpus. Symbolic links to files are
@@ -105,7 +105,7 @@ static void add_path(Source *source, const char *path) {
   if (!named) globfree(&found);
 }
 
-static void close_piece(Piece *piece) {
+static void close_file(SourceFile *piece) {
   free(piece->path);
   file_unmap(&piece->file);
   file_unmap(&piece->mask_file);
@@ -186,7 +186,7 @@ static char *find_beside(const char *shard, ShardPart part) {
 }
 
 // Loads the bits of a shard, if there are any, and checks that they fit.
-static const uint8_t *open_bits(const Piece *piece, ShardPart part, Mapping *file) {
+static const uint8_t *open_bits(const SourceFile *piece, ShardPart part, Mapping *file) {
   char *path = find_beside(piece->path, part);
   if (!path) return NULL;
   *file = load_file(path);
@@ -207,7 +207,7 @@ static const char *const kind_names[] = {[SOURCE_TEXT] = "byte-level text",
                                          [SOURCE_SHARDS_UINT16] = "llm.c shards, uint16",
                                          [SOURCE_SHARDS_UINT32] = "llm.c shards, uint32"};
 
-static void open_piece(Piece *piece) {
+static void open_file(SourceFile *piece) {
   piece->file = load_file(piece->path);
   const Mapping *file = &piece->file;
   bool magic = find_format(file->bytes, file->size, SHARD_TOKENS) < FORMATS;
@@ -236,7 +236,7 @@ static void open_piece(Piece *piece) {
 // --- token ids ---------------------------------------------------------------------------------------------
 
 // out[i] = the piece's token first + i. Returns the largest; in `out` one above INT32_MAX is negative.
-static uint32_t widen(const Piece *piece, int64_t first, int64_t count, int32_t *out) {
+static uint32_t widen(const SourceFile *piece, int64_t first, int64_t count, int32_t *out) {
   const void *from = (const char *)piece->tokens + first * piece->kind;
   uint32_t largest = 0;
   if (piece->kind == SOURCE_TEXT)
@@ -250,7 +250,7 @@ static uint32_t widen(const Piece *piece, int64_t first, int64_t count, int32_t 
 }
 
 // Names the first id from `first` on that is none of the vocabulary, and the largest.
-static void fail_outside(const Source *source, const Piece *piece, int64_t first) {
+static void fail_outside(const Source *source, const SourceFile *piece, int64_t first) {
   int32_t id;
   while (widen(piece, first, 1, &id) < source->vocab_size && first + 1 < piece->stored) first++;
   uint32_t largest = (uint32_t)id;
@@ -266,7 +266,7 @@ static void fail_outside(const Source *source, const Piece *piece, int64_t first
        piece->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
 }
 
-static void check_ids(const Source *source, const Piece *piece) {
+static void check_ids(const Source *source, const SourceFile *piece) {
   if (source->vocab_size >= (int64_t)1 << (8 * piece->kind)) return;
   for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
     int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
@@ -288,20 +288,20 @@ static void check_ids(const Source *source, const Piece *piece) {
 // Reads the pieces from `before` on, which `name` names, and drops those that are left out.
 static void open_pieces(Source *source, int64_t before, const char *name) {
   int64_t end = source->files;
-  Piece *pieces = source->pieces;
+  SourceFile *pieces = source->pieces;
   bool shards_found = false;
   if (end > before) qsort(pieces + before, (size_t)(end - before), sizeof *pieces, compare_paths);
   for (int64_t i = before; i < end; i++) {
-    open_piece(&pieces[i]);
+    open_file(&pieces[i]);
     shards_found |= pieces[i].origin == FILE_FOUND && pieces[i].kind > SOURCE_TEXT;
   }
   source->files = before;
   for (int64_t i = before; i < end; i++) {
-    Piece piece = pieces[i];
+    SourceFile piece = pieces[i];
     if (!piece.kind || (shards_found && piece.origin == FILE_FOUND && piece.kind == SOURCE_TEXT)) {
       bool of_a_shard = text_ends_in(piece.path, ".mask") || text_ends_in(piece.path, ".ends");
       if (!of_a_shard && !source->left++) source->first_left = text_format("%s", piece.path);
-      close_piece(&piece);
+      close_file(&piece);
       continue;
     }
     if (source->files > 0 && source->kind != piece.kind)
@@ -360,7 +360,7 @@ Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size)
 
 void source_close(Source *source) {
   if (!source) return;
-  for (int64_t i = 0; i < source->files; i++) close_piece(&source->pieces[i]);
+  for (int64_t i = 0; i < source->files; i++) close_file(&source->pieces[i]);
   free(source->pieces);
   free(source->packing.pieces);
   free(source->packing.starts);
@@ -384,7 +384,7 @@ void source_describe_left(const Source *source, char *out, size_t size) {
 }
 
 // The last piece that begins at or before `position`.
-static const Piece *piece_at(const Source *source, int64_t position) {
+static const SourceFile *file_at(const Source *source, int64_t position) {
   int64_t low = 0, high = source->files;
   while (high - low > 1) {
     int64_t middle = low + (high - low) / 2;
@@ -404,7 +404,7 @@ static bool is_set(const uint8_t *bits, int64_t index) {
 static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   int64_t counted = count;
-  for (const Piece *piece = count ? piece_at(source, first) : NULL; count > 0; piece++) {
+  for (const SourceFile *piece = count ? file_at(source, first) : NULL; count > 0; piece++) {
     int64_t start = first - piece->first;
     int64_t taken = min_i64(piece->stored - start, count);     // 0 when `first` is the separator itself
     if (widen(piece, start, taken, out) >= source->vocab_size) // the file has changed since it was opened
@@ -430,7 +430,7 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t
   bool text = source->kind == SOURCE_TEXT;
   *count = 0;
   for (int64_t i = 0; i < source->files; i++) {
-    const Piece *piece = &source->pieces[i];
+    const SourceFile *piece = &source->pieces[i];
     int64_t next = i + 1 < source->files ? piece[1].first : source->tokens;
     Mapping file = {0};
     const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(piece, SHARD_ENDS, &file);

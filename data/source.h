@@ -35,12 +35,12 @@ typedef enum { SOURCE_TEXT = 1, SOURCE_SHARDS_UINT16 = 2, SOURCE_SHARDS_UINT32 =
 
 typedef struct {
   int64_t first, length, window; // pairs of an input and its target, from a position of the source on
-} PackedPiece;
+} PackedSpan;
 
 typedef struct {
   int64_t windows, documents, pairs;
-  PackedPiece *pieces; // by window, and within one in the order of the stream
-  int64_t *starts;     // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
+  PackedSpan *pieces; // by window, and within one in the order of the stream
+  int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
 } Packing;
 
 typedef struct {
@@ -52,7 +52,7 @@ typedef struct {
   bool masked;      // some file has a mask: targets may be ignored
   int64_t left;     // files of directories and globs that were not taken, masks not counted
   char *first_left; // the path of one; NULL: there is none
-  struct SourcePiece *pieces;
+  struct SourceFile *pieces;
   int64_t capacity; // of pieces
   Packing packing;  // source_pack's
 } Source;

@@ -1,5 +1,5 @@
-// A prompt enters the cache in pieces of PIECE tokens, so that the memory does not depend on its length. The last
-// piece is padded: attention looks back only, and the padding's positions are written again before they are read.
+// A prompt enters the cache in chunks of PREFILL_CHUNK tokens, so that the memory does not depend on its length. The last
+// chunk is padded: attention looks back only, and the padding's positions are written again before they are read.
 #include "model/generate.h"
 
 #include <math.h>
@@ -10,7 +10,7 @@
 #include "kernels/fail.h"
 #include "kernels/random.h"
 
-enum { PIECE = 64, SAMPLE_STREAM = 7 };
+enum { PREFILL_CHUNK = 64, SAMPLE_STREAM = 7 };
 
 // --- drawing a token ---------------------------------------------------------------------------------------
 
@@ -96,10 +96,10 @@ typedef struct {
   Backend *backend;
   Model *model;
   KeyValueCache cache;
-  Tensor tokens; // int32 [piece]
+  Tensor tokens; // int32 [chunk]
   Tensor row;    // int32 [1]
   Tensor logits; // fp32 [1, V]
-  int64_t piece;
+  int64_t chunk;
   int64_t start;  // the token at position 0
   int64_t cached; // how many tokens from there on are in the cache
 } Decoder;
@@ -115,7 +115,7 @@ static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t 
                      predicts ? d->logits : (Tensor){0});
 }
 
-// Makes d->logits those of the token after tokens[0..have). After them lie `piece` more that no token attends to.
+// Makes d->logits those of the token after tokens[0..have). After them lie `chunk` more that no token attends to.
 static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   if (have - d->start > d->cache.capacity) {
     d->start = have - d->cache.capacity;
@@ -123,7 +123,7 @@ static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   }
   int64_t last = have - d->start - 1;
   while (d->cached <= last) {
-    int64_t length = d->cached > 0 && d->cached == last ? 1 : d->piece;
+    int64_t length = d->cached > 0 && d->cached == last ? 1 : d->chunk;
     int64_t past = min_i64(d->cached, d->cache.capacity - length);
     pass(d, tokens, past, length, last - past);
     d->cached = min_i64(past + length, last + 1);
@@ -143,7 +143,7 @@ static void cap_softly(float *logits, int64_t vocab_size, double cap) {
 
 static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
   int64_t vocab_size = d->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
-  int32_t *tokens = host_alloc(end + d->piece, sizeof *tokens, "a text");
+  int32_t *tokens = host_alloc(end + d->chunk, sizeof *tokens, "a text");
   float *logits = host_alloc(vocab_size, sizeof *logits, "a text");
   memcpy(tokens, g->prompt, (size_t)g->prompt_count * sizeof *tokens);
   int64_t have = g->prompt_count;
@@ -166,16 +166,16 @@ int32_t *generate(Backend *backend, Model *model, const Generation *g, int64_t *
   bool planning = memory->planning;
   if (!planning && g->prompt_count < 1) fail("a text needs a prompt of at least one token to begin with");
   MemoryMark mark = memory_mark(memory);
-  Decoder d = {.backend = backend, .model = model, .piece = min_i64(g->window, PIECE)};
+  Decoder d = {.backend = backend, .model = model, .chunk = min_i64(g->window, PREFILL_CHUNK)};
   d.logits =
       memory_push_2d(memory, "sampled logits", MEMORY_WORKSPACE, DTYPE_F32, 1, model->config.vocab_size);
-  d.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, d.piece);
+  d.tokens = memory_push_1d(memory, "sampled tokens", MEMORY_WORKSPACE, DTYPE_I32, d.chunk);
   d.row = memory_push_1d(memory, "sampled row", MEMORY_WORKSPACE, DTYPE_I32, 1);
   d.cache = key_value_cache_push(backend, &model->config, 1, g->window);
   int32_t *tokens = NULL;
   *count = 0;
   if (planning)
-    pass(&d, NULL, 0, d.piece, 0);
+    pass(&d, NULL, 0, d.chunk, 0);
   else
     tokens = write_text(&d, g, count);
   memory_pop_to(memory, mark);

@@ -7,7 +7,7 @@ static int64_t layers_of(const Pass *p) {
 }
 
 static int64_t fetch_weights(const Pass *p, int64_t l) {
-  const Parameters *w = &p->model->parameters;
+  const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_values) || l < 0 || l >= layers_of(p)) return 0;
   copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
                              .x = parameters_layer(w, w->value, l)});
@@ -16,7 +16,7 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
 
 // What is added to.
 static int64_t fetch_grads(const Pass *p, int64_t l) {
-  const Parameters *w = &p->model->parameters;
+  const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;
   copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_grads, l),
                              .x = parameters_layer(w, w->grad, l),
@@ -67,7 +67,7 @@ int64_t copies_before_backward(const Pass *p, int64_t l) {
 }
 
 void copies_after_backward(const Pass *p, int64_t l, int64_t begun) {
-  const Parameters *w = &p->model->parameters;
+  const ParameterSet *w = &p->model->parameters;
   if (tensor_exists(w->layer_grads)) {
     Tensor grads = parameters_layer_buffer(w, w->layer_grads, l);
     if (tensor_exists(p->options->squares))

@@ -30,7 +30,7 @@ void prepare_weights(const Pass *p, int64_t l, bool backward) {
       backward ? !shared || l == p->model->config.num_hidden_layers - 1 : !shared && p->accumulate_head;
   if (!p->fp8 || there) return;
   const Layer *w = &p->model->layers[l];
-  const Param *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
   for (int i = 0; i < 4; i++)
     quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
 }
@@ -53,7 +53,7 @@ void push_activation_operand(const Pass *p, Operand *operand) {
 
 // --- forward -----------------------------------------------------------------------------------------------
 
-static void project_fp8(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor residual) {
+static void project_fp8(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   Fp8 weight = w->weight.fp8, in = push_fp8(p, x.fp8, x.x.shape[1], true, false);
   quantize(p->backend, (Quantize){.out = in, .x = x.x});
@@ -65,7 +65,7 @@ static void project_fp8(const Pass *p, Tensor out, Operand x, const Affine *w, T
   memory_pop_to(&p->backend->memory, mark);
 }
 
-static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const Affine *w) {
+static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const WeightAndBias *w) {
   return (LinearForward){.out = out,
                          .x = x,
                          .weight = w->weight.value,
@@ -73,7 +73,7 @@ static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const Affine
                          .bias = w->bias.value};
 }
 
-void project(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor residual) {
+void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
   LinearForward linear = linear_of(p, out, x.x, w);
   linear.residual = residual;
   if (p->fp8)
@@ -82,8 +82,9 @@ void project(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor resid
     linear_forward(p->backend, linear);
 }
 
-void project_outputs(const Pass *p, Tensor out, Operand x, const Affine *w, int64_t first, int64_t count) {
-  Affine part = {.weight.value = tensor_rows(w->weight.value, first, count)};
+void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, int64_t first,
+                     int64_t count) {
+  WeightAndBias part = {.weight.value = tensor_rows(w->weight.value, first, count)};
   if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);
   const Fp8 *fp8 = &w->weight.fp8;
   if (tensor_exists(fp8->codes))
@@ -102,7 +103,7 @@ void activate(const Pass *p, Operand out, Tensor pre_activation) {
                                                      .amax = out.fp8.amax});
 }
 
-void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const Affine *w) {
+void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const WeightAndBias *w) {
   if (p->fp8) {
     project_fp8(p, pre_activation, x, w, none);
     activate(p, out, pre_activation);
@@ -116,7 +117,7 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 
 // --- backward ----------------------------------------------------------------------------------------------
 
-static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand x, const Param *weight,
+static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight,
                                  Tensor dbias) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   bool in_out_layout = p->model->config.in_out_layout;
@@ -139,7 +140,7 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
   memory_pop_to(&p->backend->memory, mark);
 }
 
-static void backward_weight(const Pass *p, Tensor dout, Tensor x, const Param *weight, Tensor dbias) {
+static void backward_weight(const Pass *p, Tensor dout, Tensor x, const Weight *weight, Tensor dbias) {
   linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
                                                             .dbias = dbias,
                                                             .dout = dout,
@@ -148,12 +149,12 @@ static void backward_weight(const Pass *p, Tensor dout, Tensor x, const Param *w
                                                             .accumulate = p->accumulate});
 }
 
-static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor dout, const Param *weight) {
+static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor dout, const Weight *weight) {
   return (LinearBackwardInput){
       .dx = dx, .dout = dout, .weight = weight->value, .in_out_layout = p->model->config.in_out_layout};
 }
 
-void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Param *weight, Tensor dbias) {
+void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias) {
   if (p->fp8) {
     project_backward_fp8(p, dx, dout, x, weight, dbias);
     return;
@@ -163,7 +164,7 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const P
 }
 
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
-                                   const Param *weight) {
+                                   const Weight *weight) {
   bool gated = p->model->config.gated_mlp;
   Operand dpre = {.x = gated ? pre_activation : x.x};
   if (!p->fp8) {

@@ -22,21 +22,21 @@ typedef struct {
 
 // A weight and the tensors it packs, in order, by the names of each family. A bias follows the configuration.
 typedef struct {
-  size_t place; // of a Param (TABLE) or an Affine in Model or Layer
+  size_t place; // of a Weight (TABLE) or a WeightAndBias in Model or Layer
   int kind;
   char inputs;
   Part parts[2][3]; // of GPT-2, and of Llama and those after it; none: there is no such weight
-} Weight;
+} WeightRow;
 
 // First values (parameters_initialize) are those of each family's paper and code:
 //   GPT-2: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases 0, norms 1 (Radford et al. 2019)
 //   others: N(0, 0.02), biases 0, norms 1 (transformers' initializer_range)
 // clang-format off
-static const Weight embeddings[] = {
+static const WeightRow embeddings[] = {
     {offsetof(Model, token_embedding), TABLE, 'H', {{{'V', "transformer.wte"}}, {{'V', "model.embed_tokens"}}}},
     {offsetof(Model, position_embedding), TABLE, 'H', {{{'P', "transformer.wpe"}}}}};
 
-static const Weight layer_weights[] = {
+static const WeightRow layer_weights[] = {
     {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
     {offsetof(Layer, qkv), QKV, 'H',
      {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}}}},
@@ -47,7 +47,7 @@ static const Weight layer_weights[] = {
     {offsetof(Layer, up), MLP, 'H', {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}}},
     {offsetof(Layer, down), MLP | RESIDUAL, 'F', {{{'H', "mlp.c_proj"}}, {{'H', "mlp.down_proj"}}}}};
 
-static const Weight last_weights[] = {
+static const WeightRow last_weights[] = {
     {offsetof(Model, final_norm), NORM, 0, {{{'H', "transformer.ln_f"}}, {{'H', "model.norm"}}}},
     {offsetof(Model, head), TABLE, 'H', {{{'V', "lm_head"}}, {{'V', "lm_head"}}}}};
 // clang-format on
@@ -68,9 +68,9 @@ static int64_t size_of(const ModelConfig *c, char letter) {
 }
 
 // `prefix` is the layer's: "model.layers.3.".
-static void add_weight(Model *m, void *owner, const char *prefix, const Weight *w) {
+static void add_weight(Model *m, void *owner, const char *prefix, const WeightRow *w) {
   const ModelConfig *c = &m->config;
-  Param *weight = (Param *)((char *)owner + w->place);
+  Weight *weight = (Weight *)((char *)owner + w->place);
   bool norm = w->kind & NORM, in_out = c->in_out_layout && w->kind & (QKV | OUT | MLP);
   bool scaled = w->kind & RESIDUAL && c->family == FAMILY_GPT2;
   bool bias = (norm && c->norm == NORM_LAYER) || (w->kind & QKV && c->qkv_bias) ||
@@ -97,23 +97,24 @@ static void add_weight(Model *m, void *owner, const char *prefix, const Weight *
     snprintf(b->name, sizeof b->name, "%s%s.bias", prefix, part->name);
   }
   if (count) parameters_add(&m->parameters, weight, weights, count);
-  if (bias) parameters_add(&m->parameters, &((Affine *)weight)->bias, biases, count);
+  if (bias) parameters_add(&m->parameters, &((WeightAndBias *)weight)->bias, biases, count);
 }
 
-// The table of parameters, and which Param each belongs to, without memory for any.
+// The table of parameters, and which Weight each belongs to, without memory for any.
 static void lay_out(Model *m, const ModelConfig *config, ParameterDtypes dtypes, int rank, int ranks) {
   *m = (Model){.config = *config};
   m->layers = host_alloc(config->num_hidden_layers, sizeof *m->layers, "layers");
-  Parameters *p = &m->parameters;
-  parameters_spread(p, dtypes, config->tie_word_embeddings, rank, ranks);
+  ParameterSet *p = &m->parameters;
+  parameters_shard(p, dtypes, config->tie_word_embeddings, rank, ranks);
   for (int i = 0; i < COUNT(embeddings); i++) add_weight(m, m, "", &embeddings[i]);
-  p->spread.before_layers = p->group_elements[GROUP_MATRICES];
+  p->sharding.before_layers = p->group_elements[GROUP_MATRICES];
   for (int l = 0; l < config->num_hidden_layers; l++) {
     char prefix[32];
     snprintf(prefix, sizeof prefix, "%s%d.", model_families[config->family].layers, l);
     for (int i = 0; i < COUNT(layer_weights); i++) add_weight(m, &m->layers[l], prefix, &layer_weights[i]);
   }
-  p->spread.layer = (p->group_elements[GROUP_MATRICES] - p->spread.before_layers) / config->num_hidden_layers;
+  p->sharding.layer =
+      (p->group_elements[GROUP_MATRICES] - p->sharding.before_layers) / config->num_hidden_layers;
   for (int i = 0; i < COUNT(last_weights) - config->tie_word_embeddings; i++)
     add_weight(m, m, "", &last_weights[i]);
 }
@@ -125,7 +126,7 @@ static int64_t count_elements(const ModelConfig *config, bool gemms) {
   int64_t count = 0;
   for (const Parameter *p = m.parameters.items; p < m.parameters.items + m.parameters.count; p++)
     if (!gemms || p->group == GROUP_HEAD ||
-        (p->group == GROUP_MATRICES && p->offset >= m.parameters.spread.before_layers))
+        (p->group == GROUP_MATRICES && p->offset >= m.parameters.sharding.before_layers))
       count += parameter_elements(p);
   model_destroy(&m);
   return count;
@@ -188,21 +189,21 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   lay_out(m, config, dtypes, backend->rank, backend->ranks);
   parameters_allocate(&m->parameters, &backend->memory, dtypes);
   if (config->tie_word_embeddings) m->head = m->token_embedding;
-  const Spread *spread = &m->parameters.spread;
-  if (spread->split_head)
-    m->shard = (VocabShard){.first = spread->first_head_row, .vocab_size = config->vocab_size};
+  const Sharding *sharding = &m->parameters.sharding;
+  if (sharding->split_head)
+    m->shard = (VocabShard){.first = sharding->first_head_row, .vocab_size = config->vocab_size};
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
 
 Tensor model_head_shard(const Model *m) {
-  if (!m->shard.vocab_size || m->parameters.spread.split_head_weights) return m->head.value;
+  if (!m->shard.vocab_size || m->parameters.sharding.split_head_weights) return m->head.value;
   return tensor_rows(m->head.value, m->shard.first, m->head.grad.shape[0]);
 }
 
 MemoryMark model_gather_head(Model *m, Backend *backend) {
   MemoryMark mark = memory_mark(&backend->memory);
-  const Parameters *p = &m->parameters;
-  if (!p->spread.split_head_weights) return mark;
+  const ParameterSet *p = &m->parameters;
+  if (!p->sharding.split_head_weights) return mark;
   Tensor local = p->value[GROUP_HEAD];
   Tensor whole = memory_push_1d(&backend->memory, "gathered head", MEMORY_WORKSPACE, local.dtype,
                                 p->group_elements[GROUP_HEAD]);
@@ -213,8 +214,8 @@ MemoryMark model_gather_head(Model *m, Backend *backend) {
 }
 
 void model_drop_head(Model *m, Backend *backend, MemoryMark mark) {
-  const Parameters *p = &m->parameters;
-  if (p->spread.split_head_weights)
+  const ParameterSet *p = &m->parameters;
+  if (p->sharding.split_head_weights)
     m->head.value = p->items[p->count - 1].value; // the head's, as it is untied
   memory_pop_to(&backend->memory, mark);
 }

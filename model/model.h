@@ -7,28 +7,28 @@
 
 // What a matmul or a norm applies. The bias is absent where the model has none, as in Llama.
 typedef struct {
-  Param weight, bias;
-} Affine;
+  Weight weight, bias;
+} WeightAndBias;
 
 // One transformer block.
 typedef struct {
-  Affine norm1;          // before attention
-  Affine qkv;            // [(Q + 2K) D, H]: q, k and v as one GEMM
-  Affine q_norm, k_norm; // [D] each, where config.qk_norm is
-  Affine out;            // [H, Q D]
-  Affine norm2;          // before the MLP
-  Affine up;             // [F, H], or [2F, H] with the gate's rows first
-  Affine down;           // [H, F]
-} Layer;                 // GPT-2 stores the four matrices transposed (config.in_out_layout)
+  WeightAndBias norm1;          // before attention
+  WeightAndBias qkv;            // [(Q + 2K) D, H]: q, k and v as one GEMM
+  WeightAndBias q_norm, k_norm; // [D] each, where config.qk_norm is
+  WeightAndBias out;            // [H, Q D]
+  WeightAndBias norm2;          // before the MLP
+  WeightAndBias up;             // [F, H], or [2F, H] with the gate's rows first
+  WeightAndBias down;           // [H, F]
+} Layer;                        // GPT-2 stores the four matrices transposed (config.in_out_layout)
 
 typedef struct {
   ModelConfig config;
-  Parameters parameters;
-  Param token_embedding;    // [V, H]
-  Param position_embedding; // [P, H], GPT-2 only
+  ParameterSet parameters;
+  Weight token_embedding;    // [V, H]
+  Weight position_embedding; // [P, H], GPT-2 only
   Layer *layers;
-  Affine final_norm;
-  Param head;         // [V, H]: the token embedding itself when tied; the local rows where it is split
+  WeightAndBias final_norm;
+  Weight head;        // [V, H]: the token embedding itself when tied; the local rows where it is split
   VocabShard shard;   // which those are; {0, 0}: the head is whole
   Tensor rope_angles; // fp32 [seq_len, D], not GPT-2: cosines, then sines
 } Model;

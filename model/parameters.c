@@ -22,23 +22,23 @@ int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
 
-void parameters_spread(Parameters *parameters, ParameterDtypes d, bool tied, int rank, int ranks) {
-  bool spread = d.zero && ranks > 1, split = spread && d.vocab_parallel && !d.frozen;
-  parameters->spread = (Spread){.zero = spread ? d.zero : 0,
-                                .part = spread ? rank : 0,
-                                .parts = spread ? ranks : 1,
-                                .split_head = split,
-                                .split_head_weights = split && !tied};
+void parameters_shard(ParameterSet *parameters, ParameterDtypes d, bool tied, int rank, int ranks) {
+  bool sharded = d.zero && ranks > 1, split = sharded && d.vocab_parallel && !d.frozen;
+  parameters->sharding = (Sharding){.zero = sharded ? d.zero : 0,
+                                    .part = sharded ? rank : 0,
+                                    .parts = sharded ? ranks : 1,
+                                    .split_head = split,
+                                    .split_head_weights = split && !tied};
 }
 
 // Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
-static int64_t alignment(const Parameters *parameters) {
-  return MEMORY_ALIGNMENT / 2 * parameters->spread.parts;
+static int64_t alignment(const ParameterSet *parameters) {
+  return MEMORY_ALIGNMENT / 2 * parameters->sharding.parts;
 }
 
 // Whole rows for every part, of which each begins aligned.
-static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
-  Spread *s = &p->spread;
+static void split_head(ParameterSet *p, int64_t vocab_size, int64_t hidden_size) {
+  Sharding *s = &p->sharding;
   int64_t step = 1, unit = MEMORY_ALIGNMENT / 2;
   while (step * hidden_size % unit) step++;
   int64_t rows = round_up(ceil_div(vocab_size, s->parts), step);
@@ -50,7 +50,7 @@ static void split_head(Parameters *p, int64_t vocab_size, int64_t hidden_size) {
   p->group_elements[GROUP_HEAD] = s->parts * rows * hidden_size;
 }
 
-void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int count) {
+void parameters_add(ParameterSet *p, Weight *view, const Parameter *tensors, int count) {
   int64_t *end = &p->group_elements[tensors->group];
   for (int i = 0; i < count; i++) {
     p->items = host_grow(p->items, p->count, &p->capacity, sizeof *p->items, "the table of parameters");
@@ -61,24 +61,24 @@ void parameters_add(Parameters *p, Param *view, const Parameter *tensors, int co
     *end += parameter_elements(added);
   }
   *end = round_up(*end, alignment(p));
-  if (tensors->group == GROUP_HEAD && p->spread.split_head)
+  if (tensors->group == GROUP_HEAD && p->sharding.split_head)
     split_head(p, tensors->shape[0], tensors->shape[1]);
 }
 
 enum { NO_GROUP = 0, HEAD = 1 << GROUP_HEAD, MATRICES = 1 << GROUP_MATRICES, ALL = (1 << GROUP_COUNT) - 1 };
 
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
-static Tensor tensor_of(const Parameters *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
-  int64_t count = p->group_elements[group] / (sharded ? p->spread.parts : 1);
+static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
+  int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
-    count = min_i64(count, p->spread.before_layers + 2 * p->spread.layer);
+    count = min_i64(count, p->sharding.before_layers + 2 * p->sharding.layer);
   bool head_grad = (role == p->grad || role == p->grad_shard) && group == GROUP_HEAD;
   return tensor_1d(NULL, head_grad ? DTYPE_F32 : dtype, count);
 }
 
 // A slab on the device and, for the groups in `host`, one in the host's memory.
-static void reserve_role(const Parameters *p, Memory *memory, const char *name, MemoryCategory category,
+static void reserve_role(const ParameterSet *p, Memory *memory, const char *name, MemoryCategory category,
                          Dtype dtype, int sharded, int host, Tensor role[GROUP_COUNT]) {
   for (int on_host = 0; on_host < 2; on_host++) {
     size_t bytes = 0, at[GROUP_COUNT];
@@ -99,56 +99,57 @@ static void reserve_role(const Parameters *p, Memory *memory, const char *name, 
 }
 
 // At zero 2 buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
-static int64_t bucket_of_layer(const Parameters *p, int64_t usual) {
-  int64_t units = p->spread.layer / alignment(p), pieces = ceil_div(p->spread.layer, usual);
+static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
+  int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;
-  return p->spread.layer / pieces;
+  return p->sharding.layer / pieces;
 }
 
-static void cut_buckets(Parameters *p, Dtype grad) {
+static void cut_buckets(ParameterSet *p, Dtype grad) {
   for (int g = 0; g < GROUP_COUNT; g++) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    p->bucket[g] = g == GROUP_MATRICES && p->spread.zero == 2 ? bucket_of_layer(p, usual) : usual;
+    p->bucket[g] = g == GROUP_MATRICES && p->sharding.zero == 2 ? bucket_of_layer(p, usual) : usual;
   }
-  if (p->spread.split_head) p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
+  if (p->sharding.split_head)
+    p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
 }
 
 // Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
-static int64_t buffered(const Parameters *p, int64_t element) {
-  int64_t before = p->spread.before_layers, layer = p->spread.layer;
+static int64_t buffered(const ParameterSet *p, int64_t element) {
+  int64_t before = p->sharding.before_layers, layer = p->sharding.layer;
   if (element < before) return element;
   int64_t index = (element - before) / layer;
   return before + index % 2 * layer + (element - before) % layer;
 }
 
 // The double buffer of an offloaded group.
-static Tensor reserve_layers(const Parameters *p, Memory *memory, const char *name, MemoryCategory category,
+static Tensor reserve_layers(const ParameterSet *p, Memory *memory, const char *name, MemoryCategory category,
                              Dtype dtype) {
-  int64_t count = 2 * p->spread.layer;
+  int64_t count = 2 * p->sharding.layer;
   return tensor_1d(memory_reserve(memory, name, category, (size_t)count * dtype_bytes(dtype)), dtype, count);
 }
 
-Tensor parameters_layer(const Parameters *p, const Tensor role[GROUP_COUNT], int64_t layer) {
-  return tensor_rows(role[GROUP_MATRICES], p->spread.before_layers + layer * p->spread.layer,
-                     p->spread.layer);
+Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
+  return tensor_rows(role[GROUP_MATRICES], p->sharding.before_layers + layer * p->sharding.layer,
+                     p->sharding.layer);
 }
 
-Tensor parameters_layer_buffer(const Parameters *p, Tensor buffer, int64_t layer) {
-  return tensor_rows(buffer, layer % 2 * p->spread.layer, p->spread.layer);
+Tensor parameters_layer_buffer(const ParameterSet *p, Tensor buffer, int64_t layer) {
+  return tensor_rows(buffer, layer % 2 * p->sharding.layer, p->sharding.layer);
 }
 
 // The weights or the gradients of a parameter.
-static Tensor view_of(const Parameters *p, bool grad, const Parameter *parameter) {
+static Tensor view_of(const ParameterSet *p, bool grad, const Parameter *parameter) {
   ParameterGroup group = parameter->group;
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
-  int64_t offset = parameter->offset, before = p->spread.before_layers, rows = parameter->shape[0];
+  int64_t offset = parameter->offset, before = p->sharding.before_layers, rows = parameter->shape[0];
   bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
   if (offloaded || (grad && shards_double_buffered(p, group))) offset = buffered(p, offset);
   if (offloaded) slab = buffer, offset -= before;
-  if (group == GROUP_HEAD && (grad ? p->spread.split_head : p->spread.split_head_weights))
-    rows = p->spread.head_rows;
+  if (group == GROUP_HEAD && (grad ? p->sharding.split_head : p->sharding.split_head_weights))
+    rows = p->sharding.head_rows;
   if (!tensor_exists(slab)) return slab;
   if (parameter->rank == 1) return tensor_rows(slab, offset, rows);
   int64_t columns = parameter->shape[1];
@@ -163,15 +164,15 @@ static Tensor joined(Tensor a, Tensor b) {
 }
 
 // Codes, transposed codes and amax of each matrix of the layers, one after the other.
-static void reserve_fp8(Parameters *p, Memory *memory) {
-  int64_t all = p->group_elements[GROUP_MATRICES] - p->spread.before_layers;
-  size_t coded = (size_t)(p->fp8_by_layer ? p->spread.layer : all);
+static void reserve_fp8(ParameterSet *p, Memory *memory) {
+  int64_t all = p->group_elements[GROUP_MATRICES] - p->sharding.before_layers;
+  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : all);
   size_t bytes = 2 * coded + (size_t)p->count * MEMORY_ALIGNMENT;
   uintptr_t first = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes), at = first;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
-    int64_t in_layers = t->offset - p->spread.before_layers;
+    int64_t in_layers = t->offset - p->sharding.before_layers;
     if (t->group != GROUP_MATRICES || in_layers < 0 || tensor_exists(t->view->fp8.codes)) continue;
-    if (p->fp8_by_layer && in_layers % p->spread.layer == 0) at = first;
+    if (p->fp8_by_layer && in_layers % p->sharding.layer == 0) at = first;
     int64_t rows = t->view->value.shape[0], columns = t->view->value.shape[1];
     uintptr_t count = (uintptr_t)(rows * columns);
     t->view->fp8 = (Fp8){.codes = tensor_2d((void *)at, DTYPE_E4M3, rows, columns),
@@ -181,8 +182,8 @@ static void reserve_fp8(Parameters *p, Memory *memory) {
   }
 }
 
-void parameters_allocate(Parameters *p, Memory *memory, ParameterDtypes d) {
-  const Spread *s = &p->spread;
+void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
+  const Sharding *s = &p->sharding;
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS, grads_on_host = d.offload & OFFLOAD_GRADIENTS;
   bool grads_buffered = grads_on_host && s->zero < 2;
   int optimizer_host = d.offload & OFFLOAD_OPTIMIZER ? ALL : NO_GROUP;
@@ -238,7 +239,7 @@ const void *parameters_round(Dtype dtype, const float *values, int64_t count, ui
   return rounded;
 }
 
-void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed) {
+void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed) {
   float *values = host_alloc(DRAWN_AT_ONCE, sizeof *values, "the initial weights");
   uint16_t *rounded = host_alloc(DRAWN_AT_ONCE, sizeof *rounded, "the initial weights");
   for (int64_t i = 0; i < parameters->count; i++) {
@@ -256,56 +257,56 @@ void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t se
   free(rounded);
 }
 
-Parameter *parameters_find(Parameters *parameters, const char *name) {
+Parameter *parameters_find(ParameterSet *parameters, const char *name) {
   for (int64_t i = 0; i < parameters->count; i++)
     if (strcmp(parameters->items[i].name, name) == 0) return &parameters->items[i];
   return NULL;
 }
 
-void parameters_free(Parameters *parameters) {
+void parameters_free(ParameterSet *parameters) {
   free(parameters->items);
-  *parameters = (Parameters){0};
+  *parameters = (ParameterSet){0};
 }
 
 // --- shards -----------------------------------------------------------------------------------------------
 
-Bucket shards_bucket(const Parameters *p, ParameterGroup group, int64_t end) {
+Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
   int64_t count = min_i64(p->bucket[group], end);
   return (Bucket){end - count, count};
 }
 
-static bool is_sharded(const Parameters *p, const Tensor *role, ParameterGroup group) {
+static bool is_sharded(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
   return tensor_count(role[group]) != p->group_elements[group];
 }
 
-Tensor shards_part(const Parameters *p, const Tensor *role, ParameterGroup group, Bucket b) {
-  int64_t slice = b.count / p->spread.parts;
+Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
+  int64_t slice = b.count / p->sharding.parts;
   if (!tensor_exists(role[group])) return role[group];
   return tensor_rows(
-      role[group], is_sharded(p, role, group) ? b.first / p->spread.parts : b.first + p->spread.part * slice,
-      slice);
+      role[group],
+      is_sharded(p, role, group) ? b.first / p->sharding.parts : b.first + p->sharding.part * slice, slice);
 }
 
-bool shards_double_buffered(const Parameters *p, ParameterGroup group) {
-  return p->spread.zero == 2 && group == GROUP_MATRICES;
+bool shards_double_buffered(const ParameterSet *p, ParameterGroup group) {
+  return p->sharding.zero == 2 && group == GROUP_MATRICES;
 }
 
-Tensor shards_local_grads(const Parameters *p, ParameterGroup group, Bucket b) {
+Tensor shards_local_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
   int64_t first = shards_double_buffered(p, group) ? buffered(p, b.first) : b.first;
   return tensor_rows(p->grad[group], first, b.count);
 }
 
-bool shards_weights_are_whole(const Parameters *p, ParameterGroup group) {
+bool shards_weights_are_whole(const ParameterSet *p, ParameterGroup group) {
   return !is_sharded(p, p->value, group);
 }
 
-Tensor shards_reduced_grads(const Parameters *p, ParameterGroup group, Bucket b) {
+Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
   return shards_part(p, tensor_exists(p->grad_shard[group]) ? p->grad_shard : p->grad, group, b);
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------
 
-void shards_write(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
+void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                   int64_t first, int64_t count, const void *values) {
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
@@ -316,7 +317,7 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->spread.parts, local = b.first + p->spread.part * slice;
+    int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
     if (from < to)
       backend_to_device(backend, tensor_rows(shards_part(p, role, group, b), from - local, to - from),
@@ -326,17 +327,18 @@ void shards_write(const Parameters *p, Backend *backend, const Tensor *role, con
 
 // Elements of its slice of a bucket that each rank contributes to one all-gather. A split head's one bucket is too large to
 // gather at once.
-static int64_t read_at_once(const Parameters *p, ParameterGroup group, Dtype dtype, int64_t slice) {
-  bool split = group == GROUP_HEAD && p->spread.split_head;
-  return split ? min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->spread.parts, slice) : slice;
+static int64_t read_at_once(const ParameterSet *p, ParameterGroup group, Dtype dtype, int64_t slice) {
+  bool split = group == GROUP_HEAD && p->sharding.split_head;
+  return split ? min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->sharding.parts, slice) : slice;
 }
 
 // One such piece of all slices, those of the ranks one after the other. The caller pops it.
-static Tensor push_pieces(const Parameters *p, Backend *backend, Dtype dtype, int64_t each) {
-  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype, each * p->spread.parts);
+static Tensor push_pieces(const ParameterSet *p, Backend *backend, Dtype dtype, int64_t each) {
+  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype,
+                        each * p->sharding.parts);
 }
 
-void shards_read(const Parameters *p, Backend *backend, const Tensor *role, const Parameter *parameter,
+void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                  int64_t first, int64_t count, void *host) {
   ParameterGroup group = parameter->group;
   Dtype dtype = role[group].dtype;
@@ -347,13 +349,13 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->spread.parts, most = read_at_once(p, group, dtype, slice), each;
+    int64_t slice = b.count / p->sharding.parts, most = read_at_once(p, group, dtype, slice), each;
     Tensor shard = shards_part(p, role, group, b);
     for (int64_t at = 0; at < slice && b.first < stop; at += each) {
       each = min_i64(most, slice - at);
       MemoryMark mark = memory_mark(&backend->memory);
       Tensor all = {0};
-      for (int part = 0; part < p->spread.parts; part++) {
+      for (int part = 0; part < p->sharding.parts; part++) {
         int64_t piece = b.first + part * slice + at; // of the group's elements
         int64_t from = max_i64(begin, piece), to = min_i64(stop, piece + each);
         if (from >= to) continue;
@@ -370,7 +372,7 @@ void shards_read(const Parameters *p, Backend *backend, const Tensor *role, cons
   }
 }
 
-void shards_plan_read(const Parameters *p, Backend *backend) {
+void shards_plan_read(const ParameterSet *p, Backend *backend) {
   const Tensor *roles[2 + OPTIMIZER_STATES] = {p->value, p->master};
   for (int s = 0; s < OPTIMIZER_STATES; s++) roles[2 + s] = p->state[s];
   for (int r = 0; r < 2 + OPTIMIZER_STATES; r++)
@@ -378,7 +380,7 @@ void shards_plan_read(const Parameters *p, Backend *backend) {
       if (!tensor_exists(roles[r][g]) || !is_sharded(p, roles[r], g)) continue;
       MemoryMark mark = memory_mark(&backend->memory);
       Dtype dtype = roles[r][g].dtype;
-      int64_t slice = min_i64(p->bucket[g], p->group_elements[g]) / p->spread.parts;
+      int64_t slice = min_i64(p->bucket[g], p->group_elements[g]) / p->sharding.parts;
       push_pieces(p, backend, dtype, read_at_once(p, g, dtype, slice));
       memory_pop_to(&backend->memory, mark);
     }

@@ -2,7 +2,7 @@
 //
 // The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
 // optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
-// a Param spans them all, and the table names each, as a slice.
+// a Weight spans them all, and the table names each, as a slice.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -19,7 +19,7 @@ typedef struct {
   Tensor value; // of the backend's dtype
   Tensor grad;  // fp32, or the gradients' dtype
   Fp8 fp8;      // of a layer's matrix, with ParameterDtypes.fp8
-} Param;
+} Weight;
 
 typedef enum { INIT_NORMAL, INIT_ONES, INIT_ZEROS } InitKind;
 
@@ -31,7 +31,7 @@ typedef struct {
   int64_t shape[2]; // rank 1: [0] alone
   InitKind init;
   double stddev;      // of INIT_NORMAL
-  Param *view;        // spans this tensor and its neighbours of the same view
+  Weight *view;       // spans this tensor and its neighbours of the same view
   int64_t offset;     // elements, within its group
   Tensor value, grad; // the local rows of a split head
 } Parameter;
@@ -52,7 +52,7 @@ typedef struct {
   bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
   Dtype moment;        // of the optimizer's states
-  int zero;            // what is spread where there are several ranks, 0 to 2
+  int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
   // Also FP8 codes of the layers' matrices, for training: the transformer makes them of the weights once a step or, with
@@ -74,7 +74,7 @@ typedef struct {
 
 extern const Optimizer optimizers[]; // AdamW
 
-// How the parameters are spread over ranks, as below. {0, 0, 1} spreads nothing.
+// How the parameters are sharded over ranks, as below. {0, 0, 1} shards nothing.
 typedef struct {
   int zero;                     // 0 to 2
   int part, parts;              // this rank's shard, of how many
@@ -83,16 +83,16 @@ typedef struct {
   // embedding's.
   bool split_head, split_head_weights;
   int64_t first_head_row, head_rows; // the local ones; the last part may have fewer
-} Spread;
+} Sharding;
 
-typedef struct Parameters {
-  Spread spread;
+typedef struct ParameterSet {
+  Sharding sharding;
   Parameter *items; // in the order of the forward pass
   int64_t count;
   int64_t capacity;
   int64_t group_elements[GROUP_COUNT]; // with padding
   int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
-  // Whole groups, flat: what the optimizer and the norm pass over. Where they are spread, this rank's shards.
+  // Whole groups, flat: what the optimizer and the norm pass over. Where they are sharded, this rank's shards.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
   const Optimizer *optimizer;
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
@@ -100,35 +100,35 @@ typedef struct Parameters {
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
   bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's
-} Parameters;
+} ParameterSet;
 
 // Before the first parameters_add: groups are padded so that every tensor begins at a multiple of 128 x parts.
-void parameters_spread(Parameters *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
+void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1] that lie one after the
 // other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them all; it must stay where
 // it is until then.
-void parameters_add(Parameters *parameters, Param *view, const Parameter *tensors, int count);
+void parameters_add(ParameterSet *parameters, Weight *view, const Parameter *tensors, int count);
 
-// Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Param.
-void parameters_allocate(Parameters *parameters, Memory *memory, ParameterDtypes dtypes);
+// Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Weight.
+void parameters_allocate(ParameterSet *parameters, Memory *memory, ParameterDtypes dtypes);
 
 // Layer `layer` of an offloaded role (value or grad), and its half of that role's double buffer.
-Tensor parameters_layer(const Parameters *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
-Tensor parameters_layer_buffer(const Parameters *parameters, Tensor buffer, int64_t layer);
+Tensor parameters_layer(const ParameterSet *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
+Tensor parameters_layer_buffer(const ParameterSet *parameters, Tensor buffer, int64_t layer);
 
 // First values, drawn on the host from (seed, tensor, element) alone: the same on every backend and rank count.
-void parameters_initialize(Parameters *parameters, Backend *backend, uint64_t seed);
+void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed);
 
 // fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
 const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded);
 
-int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is spread
+int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is sharded
 
 // The tensor called `name`, or NULL.
-Parameter *parameters_find(Parameters *parameters, const char *name);
+Parameter *parameters_find(ParameterSet *parameters, const char *name);
 
-void parameters_free(Parameters *parameters);
+void parameters_free(ParameterSet *parameters);
 
 // --- shards -----------------------------------------------------------------------------------------------
 
@@ -156,29 +156,29 @@ typedef struct {
 } Bucket;
 
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
-Bucket shards_bucket(const Parameters *parameters, ParameterGroup group, int64_t end);
+Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
 
 // The rank's slice of a bucket in one role (parameters->value, ...), whole or sharded. What is absent stays absent.
-Tensor shards_part(const Parameters *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
+Tensor shards_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
 
 // Whether the group's gradients are those of two layers, a double buffer.
-bool shards_double_buffered(const Parameters *parameters, ParameterGroup group);
+bool shards_double_buffered(const ParameterSet *parameters, ParameterGroup group);
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
-Tensor shards_local_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+Tensor shards_local_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
 // Whether the other ranks' weights are here too.
-bool shards_weights_are_whole(const Parameters *parameters, ParameterGroup group);
+bool shards_weights_are_whole(const ParameterSet *parameters, ParameterGroup group);
 // The rank's slice of the gradients' sum over all ranks.
-Tensor shards_reduced_grads(const Parameters *parameters, ParameterGroup group, Bucket bucket);
+Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
 
 // Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role (parameters->master,
 // ...), whole or sharded: of a shard each rank writes what it owns. Does nothing where the role is absent.
-void shards_write(const Parameters *parameters, Backend *backend, const Tensor *role,
+void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                   const Parameter *parameter, int64_t first, int64_t count, const void *values);
 
 // Reads them to the host of rank 0, in the role's dtype; shards are gathered on the backend's stack, a bucket
 // at a time. Call it on all ranks; on the others `host` is not written.
-void shards_read(const Parameters *parameters, Backend *backend, const Tensor *role,
+void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
 
 // Pushes and pops what shards_read needs at most, for a plan.
-void shards_plan_read(const Parameters *parameters, Backend *backend);
+void shards_plan_read(const ParameterSet *parameters, Backend *backend);

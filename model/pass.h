@@ -91,21 +91,22 @@ void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool a
 void push_activation_operand(const Pass *p, Operand *operand);
 
 // out = x W^T + bias + residual; bias and residual may be absent.
-void project(const Pass *p, Tensor out, Operand x, const Affine *w, Tensor residual);
+void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual);
 // The same for the weight's outputs [first, first + count), where the layout is [out, in].
-void project_outputs(const Pass *p, Tensor out, Operand x, const Affine *w, int64_t first, int64_t count);
+void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, int64_t first,
+                     int64_t count);
 // pre_activation = x W^T + bias, out = GELU or SwiGLU of it.
-void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const Affine *w);
+void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const WeightAndBias *w);
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
 // The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself. x is not
 // read where its codes are kept.
-void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Param *weight, Tensor dbias);
+void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
 // The same through the activation function before the matmul: x is its output, and returns the gradient of the
 // pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
-                                   const Param *weight);
+                                   const Weight *weight);
 
 // --- layer_copies.c ----------------------------------------------------------------------------------------
 

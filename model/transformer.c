@@ -33,7 +33,7 @@ static void push_norm_statistics(const Pass *p, Norm *norm) {
   norm->rstd = push_statistic(p, "norm rstd", 1);
 }
 
-static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Affine *w) {
+static void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w) {
   norm_forward(p->backend, (NormForward){.kind = p->model->config.norm,
                                          .out = norm->out.x,
                                          .mean = norm->mean,
@@ -47,7 +47,7 @@ static void run_norm(const Pass *p, const Norm *norm, Tensor x, const Affine *w)
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none. A LayerNorm, which has sums
 // of columns anyway, takes it with the rows.
 static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
-                              const Affine *w, bool accumulate_dx, Tensor previous_dbias) {
+                              const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
   bool with_rows = p->model->config.norm == NORM_LAYER;
   if (tensor_exists(previous_dbias) && !with_rows)
     linear_backward_weight(
@@ -405,7 +405,7 @@ static Tensor layers_forward(Pass *p) {
 
 // dx: in, the gradient of the stream after all layers; out, of the embedding.
 static void layers_backward(Pass *p, Tensor dx) {
-  const Spread *spread = &p->model->parameters.spread;
+  const Sharding *sharding = &p->model->parameters.sharding;
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
     LayerState *s = &p->states[l];
     int64_t begun = copies_before_backward(p, l);
@@ -414,7 +414,7 @@ static void layers_backward(Pass *p, Tensor dx) {
     layer_backward(p, &p->model->layers[l], s, dx);
     memory_pop_to(&p->backend->memory, s->below); // the layer's output too: its input is the one below
     copies_after_backward(p, l, begun);
-    grads_ready(p, GROUP_MATRICES, spread->before_layers + l * spread->layer);
+    grads_ready(p, GROUP_MATRICES, sharding->before_layers + l * sharding->layer);
   }
   copies_end(p);
 }

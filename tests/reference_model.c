@@ -16,7 +16,7 @@ static double *array(int64_t count) {
 // --- the weights -------------------------------------------------------------------------------------------
 
 ReferenceModel reference_model_read(const Model *model, Backend *backend) {
-  const Parameters *p = &model->parameters;
+  const ParameterSet *p = &model->parameters;
   ReferenceModel m = {.config = &model->config, .table = p->items, .count = p->count};
   m.values = calloc((size_t)p->count, sizeof *m.values);
   if (!m.values) fail("out of host memory for a reference model");

@@ -101,7 +101,7 @@ const Option options_rows[] = {
           "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
           "save no time: gradients are exact")},
     {NUMBER("label-smoothing", "EPS", label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
-     HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
+     HELP("Share of every target that is sharded over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
@@ -197,7 +197,7 @@ const Option options_rows[] = {
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING | SAME,
-     HELP("Spread over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
+     HELP("Sharding over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING | SAME,
      NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),

@@ -362,12 +362,12 @@ void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device)
   putchar('\n');
 }
 
-const char *spread_name(const ParameterDtypes *dtypes) {
+const char *sharding_name(const ParameterDtypes *dtypes) {
   static const char *const names[2][3] = {
-      {"nothing is spread over them", "master weights and moments are spread over them",
-       "gradients, master weights and moments are spread over them"},
-      {"", "master weights, moments and the head's rows are spread over them",
-       "gradients, master weights, moments and the head's rows are spread over them"}};
+      {"nothing is sharded over them", "master weights and moments are sharded over them",
+       "gradients, master weights and moments are sharded over them"},
+      {"", "master weights, moments and the head's rows are sharded over them",
+       "gradients, master weights, moments and the head's rows are sharded over them"}};
   return names[dtypes->vocab_parallel][dtypes->zero];
 }
 
@@ -433,7 +433,7 @@ void plan_print(Options *o) {
       {.title = {"fused, planned"}, .memory = plan_run(&whole, device, LCE_FUSED)},
       {.title = {"materialized, planned"}, .memory = plan_run(o, device, LCE_MATERIALIZED)},
       {.title = {"head split, planned"}, .memory = plan_run(o, device, LCE_FUSED)}};
-  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, spread_name(&o->dtypes));
+  if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, sharding_name(&o->dtypes));
   printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s%s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,

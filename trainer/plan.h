@@ -62,5 +62,5 @@ void plan_compare_modes(Trainer *trainer);
 enum { TIMELINE_STEPS = 3 };
 void plan_write_timeline(const char *path, const Ledger *ledger);
 
-// "gradients, master weights and moments are spread over them": what --zero and --vocab-parallel do.
-const char *spread_name(const ParameterDtypes *dtypes);
+// "gradients, master weights and moments are sharded over them": what --zero and --vocab-parallel do.
+const char *sharding_name(const ParameterDtypes *dtypes);

@@ -107,7 +107,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)
     printf("ranks    %d, started by %s; %s\n", backend->ranks, ranks_self()->launcher,
-           spread_name(&o->dtypes));
+           sharding_name(&o->dtypes));
   printf("model    %s: %s parameters, V %s, H %lld, L %lld, heads %lld/%lld of %lld, %s head\n", m->name,
          text_count((double)model_parameter_count(m)).text, text_grouped(m->vocab_size).text,
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,

@@ -81,14 +81,14 @@ typedef struct {
 } Reduction;
 
 // ZeRO-2 double-buffers the layers' gradients: every micro-batch's are reduced, and accumulated in the shards.
-static bool reduced_every_pass(const Parameters *p, ParameterGroup group) {
-  return p->spread.zero == 2 && group != GROUP_HEAD;
+static bool reduced_every_pass(const ParameterSet *p, ParameterGroup group) {
+  return p->sharding.zero == 2 && group != GROUP_HEAD;
 }
 
 static void reduce_bucket(const Reduction *r, ParameterGroup group, Bucket bucket) {
-  const Parameters *p = &r->model->parameters;
+  const ParameterSet *p = &r->model->parameters;
   Collective c = {.x = shards_local_grads(p, group, bucket), .async = true};
-  if (p->spread.parts == 1) {
+  if (p->sharding.parts == 1) {
     c.out = c.x;
     all_reduce(r->backend, c);
     return;
@@ -101,8 +101,8 @@ static void reduce_bucket(const Reduction *r, ParameterGroup group, Bucket bucke
 // on_grads_ready: reduces the buckets that are complete.
 static void reduce_ready(void *reduction, ParameterGroup group, int64_t first) {
   Reduction *r = reduction;
-  const Parameters *p = &r->model->parameters;
-  if (group == GROUP_HEAD && p->spread.split_head) return; // computed from the tokens of all ranks
+  const ParameterSet *p = &r->model->parameters;
+  if (group == GROUP_HEAD && p->sharding.split_head) return; // computed from the tokens of all ranks
   if (!r->last && !reduced_every_pass(p, group)) return;
   int64_t started = 0;
   while (r->unreduced[group] > first) {
@@ -152,12 +152,12 @@ static void add_embedding_grads(void *reduction, const Batch *batch, Tensor dout
 static void reduction_begin(Reduction *r, Backend *backend, const Model *model, bool first, bool last,
                             TransformerOptions *options) {
   if (backend->ranks == 1) return;
-  const Parameters *p = &model->parameters;
+  const ParameterSet *p = &model->parameters;
   *r = (Reduction){.backend = backend, .model = model, .first = first, .last = last};
   for (int g = 0; g < GROUP_COUNT; g++) r->unreduced[g] = p->group_elements[g];
-  bool zero_2 = p->spread.zero == 2, positions = tensor_exists(model->position_embedding.grad);
+  bool zero_2 = p->sharding.zero == 2, positions = tensor_exists(model->position_embedding.grad);
   if (zero_2) collectives_join(backend, 0); // this pass overwrites what the last one's reads
-  bool head_first = p->spread.split_head || (last && !positions);
+  bool head_first = p->sharding.split_head || (last && !positions);
   options->hooks = (GradHooks){
       .context = r,
       .on_grads_ready = reduce_ready,
@@ -167,7 +167,7 @@ static void reduction_begin(Reduction *r, Backend *backend, const Model *model, 
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// What is updated in one call: this rank's slice of a bucket; where nothing is spread a layer's matrices, or the rest of a
+// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or the rest of a
 // group.
 typedef struct {
   int place; // of the group, in the order of the updates
@@ -177,46 +177,46 @@ typedef struct {
 } Piece;
 
 // Steps to the next piece, from {0} to the first; false after the last. A group's last elements come first.
-static bool next_piece(const Parameters *p, Piece *piece) {
+static bool next_piece(const ParameterSet *p, Piece *piece) {
   static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
   int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->place]];
   while (end == 0 && ++piece->place < GROUP_COUNT) end = p->group_elements[order[piece->place]];
   if (piece->place == GROUP_COUNT) return false;
   piece->group = order[piece->place];
-  int64_t above = end - p->spread.before_layers;
-  bool whole = p->spread.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
-  piece->layer = of_layer ? above / p->spread.layer - 1 : -1;
-  int64_t count = of_layer ? p->spread.layer : end;
+  int64_t above = end - p->sharding.before_layers;
+  bool whole = p->sharding.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
+  piece->layer = of_layer ? above / p->sharding.layer - 1 : -1;
+  int64_t count = of_layer ? p->sharding.layer : end;
   piece->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, piece->group, end);
   return true;
 }
 
 static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW a) {
-  const Parameters *p = &t->late_model.parameters;
+  const ParameterSet *p = &t->model.parameters;
   a.weight = shards_part(p, p->value, group, bucket);
   a.master = shards_part(p, p->master, group, bucket);
   Tensor states[OPTIMIZER_STATES];
   for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_part(p, p->state[s], group, bucket);
   a.grad = shards_reduced_grads(p, group, bucket);
   a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
-  a.first = bucket.first + p->spread.part * (bucket.count / p->spread.parts);
+  a.first = bucket.first + p->sharding.part * (bucket.count / p->sharding.parts);
   if (group == GROUP_VECTORS) a.weight_decay = 0;
   p->optimizer->update(t->backend, a, states);
-  if (p->spread.parts == 1 || !shards_weights_are_whole(p, group)) return;
+  if (p->sharding.parts == 1 || !shards_weights_are_whole(p, group)) return;
   Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
   all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});
 }
 
 // Whether the backward pass sums the squares of the layers' gradients.
 static bool sums_squares(const Trainer *t) {
-  return t->backend->ranks == 1 && tensor_exists(t->late_model.parameters.layer_grads);
+  return t->backend->ranks == 1 && tensor_exists(t->model.parameters.layer_grads);
 }
 
 // The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
-// spread, and the new weights are gathered. step counts from 0.
+// sharded, and the new weights are gathered. step counts from 0.
 static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
   const Options *o = t->options;
-  const Parameters *p = &t->late_model.parameters;
+  const ParameterSet *p = &t->model.parameters;
   bool started = false;
   for (Piece piece = {0}; next_piece(p, &piece); started = true) {
     if (piece.layer >= 0 && sums_squares(t)) continue; // done
@@ -225,7 +225,7 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                                 .squares = true,
                                 .accumulate = started});
   }
-  if (p->spread.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
+  if (p->sharding.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
   clip_scale(t->backend, (ClipScale){.norm = norm,
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
@@ -249,8 +249,8 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
 // TransformerOptions.update_layer.
 static void update_layer(void *trainer, int64_t layer) {
   Trainer *t = trainer;
-  const Spread *spread = &t->late_model.parameters.spread;
-  Bucket bucket = {spread->before_layers + layer * spread->layer, spread->layer};
+  const Sharding *sharding = &t->model.parameters.sharding;
+  Bucket bucket = {sharding->before_layers + layer * sharding->layer, sharding->layer};
   update_bucket(t, GROUP_MATRICES, bucket, t->update);
 }
 
@@ -258,7 +258,7 @@ Model *trainer_model(Trainer *t) {
   t->update.async = false;
   for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++) update_layer(t, l);
   t->update_deferred = false;
-  return &t->late_model;
+  return &t->model;
 }
 
 // --- the step ----------------------------------------------------------------------------------------------
@@ -299,14 +299,14 @@ void trainer_step(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = trainer_loaded_batch(t, m, o->masked);
     // Ranks that share the head's rows compute as many tokens as the rank with the most counted ones.
-    if (o->masked && t->late_model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
+    if (o->masked && t->model.shard.vocab_size && !planning) batch.counted = t->host_max_counted[m];
     TransformerOptions options = t->transformer;
     options.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
     Reduction reduction;
-    reduction_begin(&reduction, t->backend, &t->late_model, m == 0, m == o->micro_steps - 1, &options);
+    reduction_begin(&reduction, t->backend, &t->model, m == 0, m == o->micro_steps - 1, &options);
     if (sums_squares(t) && (planning || m == o->micro_steps - 1)) options.squares = t->squares;
     if (t->update_deferred) options.update_layer = update_layer, options.update_context = t;
-    transformer_train(t->backend, &t->late_model, &batch, &options, scale, m > 0, t->loss);
+    transformer_train(t->backend, &t->model, &batch, &options, scale, m > 0, t->loss);
     t->update_deferred = false;
     sum_tokens(t, slot, m > 0);
     if (planning && m == 1) break; // the rest need the same memory, and send as much

@@ -37,7 +37,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
                                  .z_loss = (float)options->z_loss,
                                  .sampling.full_mass = (float)options->lce_sample}};
   int64_t tokens = tokens_of(t);
-  model_create(&t->late_model, &options->model, backend, options->dtypes, options->seq_len);
+  model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
@@ -82,13 +82,13 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
   t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
   if (options->origin)
-    checkpoint_load(options->origin, &t->late_model, backend, options->resumed_from != NULL);
+    checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
   else
-    parameters_initialize(&t->late_model.parameters, backend, options->seed);
+    parameters_initialize(&t->model.parameters, backend, options->seed);
 }
 
 void trainer_destroy(Trainer *t) {
-  model_destroy(&t->late_model);
+  model_destroy(&t->model);
   free(t->host_tokens);
   free(t->host_targets);
   free(t->host_rows);
@@ -144,7 +144,7 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
 }
 
 void trainer_store_step(const Trainer *t, Folder *folder) {
-  const Parameters *p = &t->late_model.parameters;
+  const ParameterSet *p = &t->model.parameters;
   const TensorToStore of_tokens[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
                                      {.name = "loss", .tensor = t->loss, .dtype = DTYPE_F32}};

@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
-  Model late_model;       // its layers may lack the last update: read it through trainer_model
+  Model model;            // its layers may lack the last update: read it through trainer_model
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;

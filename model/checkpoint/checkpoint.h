@@ -7,7 +7,7 @@
 //
 // A checkpoint appears whole or not at all: its files are written into DIR/.saving-step-000100 and synced, which is then
 // synced and renamed; a later run removes what a killed one left. The headers of its files show whether one was cut short
-// since. Nothing in it depends on the number of ranks or on what is spread over them: the data's position and every random
+// since. Nothing in it depends on the number of ranks or on what is sharded over them: the data's position and every random
 // number follow from the step and the seed.
 //
 // What is removed (old checkpoints, replaced ones, what was left) is a folder by one of our names that holds regular files

@@ -136,7 +136,7 @@ StoredTensor tensor_set_find(const TensorSet *set, const char *name) {
 
 // Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value, ...) and in
 // another unless that is NULL: straight from the file's pages where they are of the role's dtype. A rank keeps what it owns.
-static void tensor_read(StoredTensor t, Backend *backend, const Parameters *parameters,
+static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *parameters,
                         const Parameter *parameter, const Tensor *role, const Tensor *also_role) {
   const Tensor *const roles[] = {role, also_role};
   const Mapping *mapping = &t.file->mapping;
@@ -316,7 +316,7 @@ static void check_set(Model *model, const TensorSet *set) {
 
 void weights_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, MODEL_STEM);
-  const Parameters *all = &model->parameters;
+  const ParameterSet *all = &model->parameters;
   if (!set.count)
     fail("%s does not exist, nor an index of shards next to it; save the model as safetensors "
          "(save_pretrained of transformers does)",
@@ -334,7 +334,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
 
 // --- storing -----------------------------------------------------------------------------------------------
 
-TensorToStore parameter_to_store(const char *prefix, const Parameters *all, const Parameter *p,
+TensorToStore parameter_to_store(const char *prefix, const ParameterSet *all, const Parameter *p,
                                  const Tensor *role, Dtype dtype) {
   TensorToStore t = {
       .tensor = {.dtype = role[p->group].dtype, .rank = p->rank, .shape = {p->shape[0], p->shape[1]}},
@@ -347,12 +347,12 @@ TensorToStore parameter_to_store(const char *prefix, const Parameters *all, cons
 }
 
 // The master weights where there are any: what the weights would be without rounding.
-static const Tensor *exact_weights(const Parameters *all) {
+static const Tensor *exact_weights(const ParameterSet *all) {
   return tensor_exists(all->master[GROUP_MATRICES]) ? all->master : all->value;
 }
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
-  const Parameters *all = &model->parameters;
+  const ParameterSet *all = &model->parameters;
   const Tensor *exact = exact_weights(all), *role = dtype == DTYPE_F32 ? exact : all->value;
   TensorToStore *weights = host_alloc(all->count, sizeof *weights, "a list of tensors");
   TensorToStore *rest = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *rest, "a list of tensors");
@@ -375,7 +375,7 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
 
 void optimizer_load(Model *model, Backend *backend, const char *folder) {
   TensorSet set = tensor_set_open(folder, STATE_STEM);
-  const Parameters *all = &model->parameters;
+  const ParameterSet *all = &model->parameters;
   for (const Parameter *p = all->items; p < all->items + all->count; p++)
     for (int s = 0; s <= OPTIMIZER_STATES; s++) {
       bool master = s == OPTIMIZER_STATES; // which not every run stores

@@ -59,21 +59,21 @@ StoredTensor tensor_set_find(const TensorSet *set, const char *name);
 
 typedef struct {
   char name[112];
-  Tensor tensor; // on the backend; of what is spread over the ranks only shape and dtype count
+  Tensor tensor; // on the backend; of what is sharded over the ranks only shape and dtype count
   Dtype dtype;   // as which it is stored: unchanged, or widened to fp32, or rounded to bf16
-  // Where it is a parameter's, in a role that may be spread; NULL otherwise.
-  const Parameters *parameters;
+  // Where it is a parameter's, in a role that may be sharded; NULL otherwise.
+  const ParameterSet *parameters;
   const Parameter *parameter;
   const Tensor *role;
 } TensorToStore;
 
 // A parameter in one role (parameters->value, ...), called "PREFIX.name", or "name" without a prefix.
-TensorToStore parameter_to_store(const char *prefix, const Parameters *parameters, const Parameter *parameter,
-                                 const Tensor *role, Dtype dtype);
+TensorToStore parameter_to_store(const char *prefix, const ParameterSet *parameters,
+                                 const Parameter *parameter, const Tensor *role, Dtype dtype);
 
 // Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
 // Errors stick to the folder. All ranks call it with the same list, all but rank 0 with a folder that
-// takes nothing ({0}): what is spread comes to rank 0 a piece at a time.
+// takes nothing ({0}): what is sharded comes to rank 0 a part at a time.
 void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
                       Backend *backend, size_t shard_bytes);
 

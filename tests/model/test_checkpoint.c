@@ -53,7 +53,7 @@ static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
 
 static Tampered tamper(const char *more) {
   Tampered t = {.run = open_tiny(more)};
-  const Parameters *p = &trainer_model(&t.run->trainer)->parameters;
+  const ParameterSet *p = &trainer_model(&t.run->trainer)->parameters;
   for (int64_t i = 0; i < p->count; i++) add_tensor(&t, p->items[i].name, p->items[i].value);
   return t;
 }

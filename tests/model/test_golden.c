@@ -113,7 +113,7 @@ static float *on_host(Run *run, Tensor t) {
 }
 
 static void check_tensors(Check *c, Run *run, const char *format, bool gradients) {
-  const Parameters *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
   for (int64_t i = 0; i < p->count; i++) {
     char name[256];
     snprintf(name, sizeof name, format, p->items[i].name);
@@ -236,7 +236,7 @@ TEST(models_are_as_in_transformers) {
 // Every tensor of `before` that is one of the model stands in `after` with the same dtype and bits.
 static void check_same_bits(Run *run, const char *before, const char *after) {
   TensorSet a = tensor_set_open(before, "model"), b = tensor_set_open(after, "model");
-  Parameters parameters = trainer_model(&run->trainer)->parameters;
+  ParameterSet parameters = trainer_model(&run->trainer)->parameters;
   int64_t same = 0;
   for (int f = 0; f < a.count; f++)
     for (int64_t i = 0; i < a.files[f].header.count; i++) {

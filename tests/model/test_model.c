@@ -177,7 +177,7 @@ TEST(test_packing) {
   for (int i = 0; i < 5; i++) {
     char name[96];
     snprintf(name, sizeof name, "model.layers.1.%s.weight", parts[i].name);
-    const Param *view = i < 3 ? &layer->qkv.weight : &layer->up.weight;
+    const Weight *view = i < 3 ? &layer->qkv.weight : &layer->up.weight;
     const Parameter *p = parameters_find(&model.parameters, name);
     assert_non_null(p);
     assert_ptr_equal(p->value.data, (float *)view->value.data + parts[i].first * 11);
@@ -202,7 +202,7 @@ TEST(test_groups) {
     config.hidden_size = 4 * config.head_dim;
     Model model;
     model_create(&model, &config, h->backend, all_fp32, 40);
-    const Parameters *p = &model.parameters;
+    const ParameterSet *p = &model.parameters;
     int64_t end[GROUP_COUNT] = {0};
     for (int64_t k = 0; k < p->count; k++) {
       const Parameter *t = &p->items[k];
@@ -256,9 +256,10 @@ TEST(test_sharded_roles) {
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32, .zero = 2};
   model_create(&model, &config, plan, dtypes, 40);
-  const Parameters *p = &model.parameters;
+  const ParameterSet *p = &model.parameters;
   const int64_t *n = p->group_elements;
-  size_t made = (size_t)(n[GROUP_HEAD] + p->spread.before_layers + 2 * p->spread.layer + n[GROUP_VECTORS]);
+  size_t made =
+      (size_t)(n[GROUP_HEAD] + p->sharding.before_layers + 2 * p->sharding.layer + n[GROUP_VECTORS]);
   size_t summed = (size_t)(n[GROUP_MATRICES] + n[GROUP_VECTORS]) / 2;
   const size_t *now = plan->memory.ledger.now;
   assert_int_equal(now[MEMORY_GRADIENTS], memory_padded(4 * made) + memory_padded(4 * summed));

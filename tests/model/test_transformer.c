@@ -122,7 +122,7 @@ static TransformerOptions options_of(LceMode mode, int64_t chunk, Recompute reco
 
 // All gradients, tensor after tensor, as they are now.
 static double **gradients_of(Case *c) {
-  const Parameters *p = &c->model.parameters;
+  const ParameterSet *p = &c->model.parameters;
   double **all = (double **)host_values(c->h, p->count);
   for (int64_t i = 0; i < p->count; i++) all[i] = values_of(c->h, p->items[i].grad);
   return all;
@@ -275,7 +275,7 @@ TEST(test_gradients) {
 TEST(test_recompute) {
   for (int f = 0; f < FAMILIES; f++) {
     Case *c = case_open(tiny(f), 3, 7, 5);
-    const Parameters *p = &c->model.parameters;
+    const ParameterSet *p = &c->model.parameters;
     Result want = train_once(c, options_of(LCE_FUSED, 8, RECOMPUTE_NONE), 0.25f);
     for (int i = 0; i < 2 * RECOMPUTE_COUNT; i++) {
       TransformerOptions options = options_of(LCE_FUSED, 8, (Recompute)(i / 2));
@@ -316,7 +316,7 @@ TEST(test_recompute_saves) {
 // the rounding of all other elements, so the allowed error follows from the whole gradient.
 static void check_gradients_agree(Case *c, double **want) {
   enum { UNITS = 64 };
-  const Parameters *p = &c->model.parameters;
+  const ParameterSet *p = &c->model.parameters;
   double squares = 0, total = 0;
   for (int64_t i = 0; i < p->count; i++) {
     int64_t count = tensor_count(p->items[i].grad);
@@ -394,7 +394,7 @@ static void assert_all_zero(const char *what, const double *values, int64_t coun
 TEST(test_all_ignored) {
   for (int i = 0; i < 2 * FAMILIES; i++) {
     Case *c = case_open(tiny(i / 2), 2, 5, 1);
-    const Parameters *p = &c->model.parameters;
+    const ParameterSet *p = &c->model.parameters;
     TransformerOptions options = options_of((LceMode)(i % 2), 3, RECOMPUTE_NONE);
     for (int pass = 0; pass < 2; pass++) {
       Result got = train_once(c, options, 0.5f * (float)pass);

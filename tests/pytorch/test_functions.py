@@ -180,7 +180,7 @@ def bf16():
 
 
 def autocast():
-    """Parameters in fp32 get fp32 gradients, that were not rounded on their way; x may be of either dtype."""
+    """ParameterSet in fp32 get fp32 gradients, that were not rounded on their way; x may be of either dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, bias, target = problem(bias=True)
         x = x.detach().to(dtype).requires_grad_()

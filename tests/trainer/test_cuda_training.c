@@ -39,8 +39,8 @@ static void step_agrees(const char *line, bool bf16) {
   char cuda_line[1024];
   snprintf(cuda_line, sizeof cuda_line, "%s --grad-dtype fp32", line);
   Run *cuda = open_on(bf16, cuda_line), *cpu = run_open("%s", line);
-  const Parameters *a = &trainer_model(&cuda->trainer)->parameters,
-                   *b = &trainer_model(&cpu->trainer)->parameters;
+  const ParameterSet *a = &trainer_model(&cuda->trainer)->parameters,
+                     *b = &trainer_model(&cpu->trainer)->parameters;
   for (int g = 0; g < GROUP_COUNT; g++) { // as the GPU's GEMMs read them
     int64_t count = tensor_count(a->value[g]);
     const double *values = values_of(cuda->h, a->value[g]);

@@ -206,7 +206,7 @@ def test_masked_ranks_neither_hang_nor_skew(folder):
         job(0, masked()).same_training(job(ranks, masked()))
 
 
-# --- what is spread over the ranks --------------------------------------------------------------------------------
+# --- what is sharded over the ranks --------------------------------------------------------------------------------
 
 
 # Enough layers that they take turns in the buffer for gradients.

@@ -33,7 +33,7 @@ static Outcome outcome_of(Run *run, bool update_at_once) {
   int32_t *tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count);
   memcpy(grow(&out, (size_t)count * sizeof *tokens), tokens, (size_t)count * sizeof *tokens);
   free(tokens);
-  const Parameters *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
   const Tensor *const roles[] = {p->value, p->master, p->state[0], p->state[1]};
   for (int g = 0; g < 4 * GROUP_COUNT; g++) {
     Tensor t = roles[g / GROUP_COUNT][g % GROUP_COUNT];

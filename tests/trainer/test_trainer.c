@@ -371,7 +371,7 @@ static void check_update(Run *run, bool clips) {
   enum { STEPS = 3 };
   Harness *h = run->h;
   const Options *o = &run->options;
-  const Parameters *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
   ReferenceMoments *reference = calloc((size_t)p->count, sizeof *reference);
   for (int64_t i = 0; i < p->count; i++) {
     int64_t count = tensor_count(p->items[i].value);
