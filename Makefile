@@ -91,9 +91,12 @@ HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 
-# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without.
+# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. Of several builds of OpenBLAS the one whose threads are OpenMP's.
 ifeq ($(origin BLAS_LIBS),undefined)
-  BLAS_LIBS := $(strip $(if $(call try,cblas.h,-lopenblas),-lopenblas,\
+  OPENMP_BLAS := $(foreach d,$(firstword $(wildcard $(DEPS_LIB:%=%/$(MULTIARCH)/openblas-openmp) \
+                   /usr/lib/$(MULTIARCH)/openblas-openmp)),-L$(d) -Wl$(comma)-rpath$(comma)$(d)) -lopenblas
+  BLAS_LIBS := $(strip $(or $(if $(call try,cblas.h,$(OPENMP_BLAS)),$(OPENMP_BLAS)),\
+                 $(if $(call try,cblas.h,-lopenblas),-lopenblas),\
                  $(shell pkg-config --cflags --libs openblas 2>/dev/null)))
 endif
 HAVE_CBLAS := $(if $(BLAS_LIBS),$(call try,cblas.h,$(BLAS_LIBS)))
@@ -200,7 +203,7 @@ define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
-  CBLAS       $(call found,CBLAS,$(BLAS_LIBS:-l%=%),own GEMM instead$(comma) slower on the CPU)
+  CBLAS       $(call found,CBLAS,$(patsubst -l%,%,$(filter -l%,$(BLAS_LIBS))),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
   PCRE2       $(call found,PCRE2,found,cannot build)

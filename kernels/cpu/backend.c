@@ -8,6 +8,7 @@
 
 #include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
+#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
@@ -141,6 +142,9 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 #undef ENTRY
 };
 
+// Of OpenBLAS: 1 where it has threads of its own, which get in the way of ours when tiles are multiplied.
+extern int openblas_get_parallel(void) __attribute__((weak));
+
 #if defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
 #define GEMM_LIBRARY "OpenBLAS"
 #elif defined(HAVE_CBLAS)
@@ -158,6 +162,9 @@ Backend *cpu_backend_create(bool no_blas) {
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
            threads == 1 ? "" : "s", no_blas ? "no BLAS" : GEMM_LIBRARY);
+  if (!no_blas && openblas_get_parallel && openblas_get_parallel() == 1)
+    warn("this OpenBLAS has threads of its own, which slow attention and the loss down; "
+         "install libopenblas-openmp-dev and build again");
   backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
   return backend_finish(backend);
