@@ -1,6 +1,6 @@
 // lce.c: trains GPT-2, Llama, Mistral and Qwen with a fused, chunked lm_head + cross-entropy.
 //
-//   options -> plan -> backend -> data -> model -> loop -> summary
+//   options -> backend -> data -> plan -> model -> loop -> summary
 //
 // Reading on from here: trainer/step.c (a step), model/transformer.c (forward and backward),
 // kernels/linear_cross_entropy.c (LM head + loss), kernels/kernels.h (every operation).
@@ -135,7 +135,7 @@ static void train(Run *run) {
   int64_t collect_every = 1, done = o->first_step;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
-    // The first step chooses algorithms.
+    // Not of the first step, which also chooses algorithms.
     ledger->recording = o->timeline && done > o->first_step && done <= o->first_step + TIMELINE_STEPS;
     ledger->step = (int)done;
     run->trainer.stop_requested = stop_requested;

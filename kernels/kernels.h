@@ -407,8 +407,8 @@ typedef struct {
 // Sampling of the softmax gradient, without bias (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
 // rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
-// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on, and then multiplied by 1 / q;
-// else it is dropped. A NaN keeps its tile, a mass of 0 drops it. With S the E that results,
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on (by at most a factor
+// of sqrt(2)), and then multiplied by 1 / q; else it is dropped. A NaN keeps its tile, a mass of 0 drops it. With S the E that results,
 //   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry lies outside of E and is always added)
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order

@@ -3,8 +3,8 @@
 //
 //     x = embedding(tokens)                       GPT-2 adds its positions' embedding
 //     for each layer:
-//       m = x + attention(norm1(x) W_qkv) W_out
-//       x = m + activation(norm2(m) W_up) W_down
+//       m = x + attention(norm1(x) W_qkv^T) W_out^T            causal
+//       x = m + activation(norm2(m) W_up^T) W_down^T
 //     loss = cross_entropy(norm(x) head^T, targets)
 //
 // Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through the same

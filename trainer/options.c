@@ -101,7 +101,7 @@ const Option options_rows[] = {
           "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
           "save no time: gradients are exact")},
     {NUMBER("label-smoothing", "EPS", label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
-     HELP("Share of every target that is sharded over the vocabulary, 0 to 1; validation has none")},
+     HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),

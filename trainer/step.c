@@ -42,7 +42,7 @@ Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
   backend_to_device(t->backend, b.targets, targets);
   if (t->options->pack) backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * n);
   if (!masked) return b;
-  for (int64_t i = 0; i < n; i++)
+  for (int64_t i = 0; i < n; i++) // counted positions from the front, ignored ones from the end
     t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
   backend_to_device(t->backend, b.rows, t->host_rows);
   b.counted = counted;
@@ -50,7 +50,7 @@ Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
 }
 
 // The step's batches of this rank, and how many targets count in those of all ranks: the mean's normaliser.
-// Where some are masked every rank counts for all, which costs less than communication.
+// Where some are masked every rank reads the other ranks' batches, too, and counts: that costs less than communication.
 static int64_t load_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   const Backend *b = t->backend;
@@ -114,7 +114,7 @@ static void reduce_ready(void *reduction, ParameterGroup group, int64_t first) {
   }
   if (!shards_double_buffered(p, group)) return;
   // The layer below writes into the buffer of the one above, whose reduction must be done.
-  collectives_join(r->backend, started < 64 ? started : 0);
+  collectives_join(r->backend, started < ASYNC_EVENTS ? started : 0);
 }
 
 // A tied head's gradient, [V, H] in fp32, takes longest to reduce. So that this overlaps with the layers' backward
@@ -174,20 +174,20 @@ typedef struct {
   ParameterGroup group;
   Bucket bucket;
   int64_t layer; // -1: none
-} Piece;
+} UpdateRange;
 
-// Steps to the next piece, from {0} to the first; false after the last. A group's last elements come first.
-static bool next_piece(const ParameterSet *p, Piece *piece) {
+// Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
+static bool next_range(const ParameterSet *p, UpdateRange *range) {
   static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
-  int64_t end = piece->bucket.count ? piece->bucket.first : p->group_elements[order[piece->place]];
-  while (end == 0 && ++piece->place < GROUP_COUNT) end = p->group_elements[order[piece->place]];
-  if (piece->place == GROUP_COUNT) return false;
-  piece->group = order[piece->place];
+  int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
+  while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
+  if (range->place == GROUP_COUNT) return false;
+  range->group = order[range->place];
   int64_t above = end - p->sharding.before_layers;
-  bool whole = p->sharding.parts == 1, of_layer = whole && piece->group == GROUP_MATRICES && above > 0;
-  piece->layer = of_layer ? above / p->sharding.layer - 1 : -1;
+  bool whole = p->sharding.parts == 1, of_layer = whole && range->group == GROUP_MATRICES && above > 0;
+  range->layer = of_layer ? above / p->sharding.layer - 1 : -1;
   int64_t count = of_layer ? p->sharding.layer : end;
-  piece->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, piece->group, end);
+  range->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
   return true;
 }
 
@@ -198,7 +198,7 @@ static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW
   Tensor states[OPTIMIZER_STATES];
   for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_part(p, p->state[s], group, bucket);
   a.grad = shards_reduced_grads(p, group, bucket);
-  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group;
+  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
   a.first = bucket.first + p->sharding.part * (bucket.count / p->sharding.parts);
   if (group == GROUP_VECTORS) a.weight_decay = 0;
   p->optimizer->update(t->backend, a, states);
@@ -218,10 +218,10 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
   const Options *o = t->options;
   const ParameterSet *p = &t->model.parameters;
   bool started = false;
-  for (Piece piece = {0}; next_piece(p, &piece); started = true) {
-    if (piece.layer >= 0 && sums_squares(t)) continue; // done
+  for (UpdateRange range = {0}; next_range(p, &range); started = true) {
+    if (range.layer >= 0 && sums_squares(t)) continue; // done layer by layer, in the backward pass
     reduce(t->backend, (Reduce){.sum = t->squares,
-                                .x = shards_reduced_grads(p, piece.group, piece.bucket),
+                                .x = shards_reduced_grads(p, range.group, range.bucket),
                                 .squares = true,
                                 .accumulate = started});
   }
@@ -240,9 +240,9 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
   t->update_deferred = t->backend->ranks == 1;
   t->update = settings;
   t->update.async = true;
-  for (Piece piece = {0}; next_piece(p, &piece);)
-    if (piece.layer <= 0 || !t->update_deferred)
-      update_bucket(t, piece.group, piece.bucket, settings); // what the forward pass begins with
+  for (UpdateRange range = {0}; next_range(p, &range);)
+    if (range.layer <= 0 || !t->update_deferred)
+      update_bucket(t, range.group, range.bucket, settings); // what the forward pass begins with
   collectives_join(t->backend, 0);
 }
 

@@ -224,7 +224,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 
 // --- sampling ----------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to the nearest power of two from 2^-32 on; 1 for a NaN.
+// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a NaN.
 static double keep_probability(double mass, double full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;

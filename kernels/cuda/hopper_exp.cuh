@@ -9,7 +9,8 @@
 
 // Logits into E, in place: 2^(z scale - a scale), one FMA and one ex2. row_sums: E over the thread's entries of
 // its two rows, in fp32. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
-// factor; the sum is corrected by the rounding error. Only tiles with a target or with columns beyond V mask entries.
+// factor; the sum is corrected by the rounding error. Only warps whose rows have a target in the tile, or columns beyond V,
+// mask entries.
 static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2],
                                                     const TileScheduler &s, const EpilogueParams &params,
                                                     int row, int first_column, int column) {

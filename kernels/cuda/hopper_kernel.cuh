@@ -8,17 +8,18 @@
 //   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory. (hopper_sampled.cuh)
 //   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
 //               the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
-//   SwigluGradient  A = dY, B = W, of the layer after: the gradient of the activation stays in the accumulators; gate
+//   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the accumulators; gate
 //               and up are loaded, and their gradients are stored.
 //
 // A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty mbarriers; two
 // consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster have tiles one below the other
 // and multicast the halves of their common B. (Sampled dX: side by side, with a common A, so that each 128 rows have a list
-// of k-steps of their own.) All but dX are ping-pong, each consumer with whole tiles of 128 x 192:
+// of k-steps of their own.) All but exact dX are ping-pong, each consumer with whole tiles of 128
+// x 192:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
-// dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
+// Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
 // Cluster i makes work tiles i, i + clusters, ...
 #pragma once
 
@@ -42,8 +43,8 @@ template <typename K> struct PipelineState {
 
 // Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter in
 // global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
-// clusters; it reads the counter an interval before it needs it. After MAX_POLLS reads without a change, a fraction of a
-// millisecond, a producer never waits again: if other work occupies the GPU, some clusters may not have started.
+// clusters; it reads the counter an interval before it needs it. A producer that has read it MAX_POLLS times in one wait, for a
+// fraction of a millisecond, never waits again: if other work occupies the GPU, some clusters may not have started.
 //
 // The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one
 // resets it.

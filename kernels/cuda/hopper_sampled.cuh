@@ -49,7 +49,7 @@ struct AddF32 : Epilogue {
   }
 
   // out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at a time in its
-  // buffer, where load_sums has put what they are added to. Swizzled, so that a warp's accesses meet no bank twice.
+  // buffer, where load_addend has put what they are added to. Swizzled, so that a warp's accesses meet no bank twice.
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     constexpr int GROUP = 8; // accesses on their way together

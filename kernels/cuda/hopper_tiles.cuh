@@ -27,7 +27,7 @@ struct EpilogueParams {
   bool store;             // logits: whether E is kept
   float *out;             // dX in fp32: [m, n]
   int64_t out_stride;
-  float *partials;           // dX: [work_tiles - whole, rows, TILE_N]
+  float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
   const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
   const KStep *steps;        // sampled: that the lists name
   const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which

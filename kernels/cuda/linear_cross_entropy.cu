@@ -1,4 +1,4 @@
-// The LM head and loss, piece by piece, on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
+// The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
 // arithmetic is anchored at the target: kernels/linear_cross_entropy.c. This file is about data flow.
 //
 // Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
@@ -8,8 +8,8 @@
 // between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
 // stream of higher priority.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are repaired by the kernel that finalizes the sums, a block a row. On sm_90 kernels are launched with PDL, which hides launches in small
-// chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again by the kernel that finalizes the sums, each by a whole block. On sm_90
+// kernels are launched with PDL (programmatic dependent launch), which hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
 #include "kernels/cuda/cuda_common.cuh"

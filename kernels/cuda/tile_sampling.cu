@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS)
   data_of<float>(a.tiles)[b * across + t] = mass;
 }
 
-// min(1, mass / full_mass), rounded to the nearest power of two from 2^-32 on; 1 for a NaN.
+// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a NaN.
 static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
