@@ -414,7 +414,7 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
 // order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is
-// [N, H]; workspace holds cuda_segment_bytes(N, H). Rows of out that no id names are left alone: without
+// [N, H]; workspace holds cuda_segment_bytes(N). Rows of out that no id names are left alone: without
 // accumulate the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);

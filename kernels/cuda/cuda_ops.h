@@ -24,22 +24,17 @@ static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
   return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }
 
-// segments.cu adds rows that share an index. It cuts the sorted rows into pieces, and a piece leaves at most
-// two partial sums. Its scratch: ids and positions before and after the sort, the sums, the sort's own.
-// The rows of a piece are added one after the other, so few rows are cut into short pieces: more at a time.
-static inline int64_t cuda_segment_piece(int64_t rows) {
-  return rows <= 1024 ? 4 : rows <= 4096 ? 8 : 32;
+// segments.cu adds rows that share an index. Its scratch: ids and positions before and after the sort, and the sort's own.
+static inline size_t cuda_segment_id_bytes(int64_t rows) {
+  return memory_padded((size_t)rows * sizeof(int32_t));
 }
 
 static inline size_t cuda_segment_sort_bytes(int64_t rows) {
   return memory_padded((size_t)(65536 + 12 * rows));
 }
 
-static inline size_t cuda_segment_bytes(int64_t rows, int64_t hidden_size) {
-  size_t ids = memory_padded((size_t)rows * sizeof(int32_t));
-  size_t sums =
-      memory_padded((size_t)(ceil_div(rows, cuda_segment_piece(rows)) * 2 * hidden_size) * sizeof(float));
-  return 3 * ids + sums + cuda_segment_sort_bytes(rows);
+static inline size_t cuda_segment_bytes(int64_t rows) {
+  return 3 * cuda_segment_id_bytes(rows) + cuda_segment_sort_bytes(rows);
 }
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an

@@ -1,8 +1,8 @@
 // Tokens to vectors, and their gradients back to the rows of the tables.
 //
 // Forward: one block a token copies (and adds the position's) row. Backward: a token's row may be named many
-// times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, cut
-// into pieces, summed in a fixed order. A position's row is named once per sequence, at known places, or like a
+// times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, and
+// summed in a fixed order. A position's row is named once per sequence, at known places, or like a
 // token's where sequences pack documents.
 #include "kernels/cuda/cuda_common.cuh"
 

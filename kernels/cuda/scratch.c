@@ -5,7 +5,7 @@
 #include "kernels/cuda/cuda_ops.h"
 
 size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
-  return cuda_segment_bytes(a->dout.shape[0], a->dout.shape[1]);
+  return cuda_segment_bytes(a->dout.shape[0]);
 }
 
 size_t cuda_norm_backward_scratch(const NormBackward *a) {
@@ -104,7 +104,7 @@ static size_t lce_kept_bytes(Tensor weight, Tensor dx, Tensor dweight, int64_t r
 }
 
 size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
-  return cuda_segment_bytes(a->x.shape[0], a->x.shape[1]);
+  return cuda_segment_bytes(a->x.shape[0]);
 }
 
 size_t cuda_reduce_scratch(const Reduce *a) {
