@@ -66,12 +66,6 @@ static inline void cuda_check(cudaError_t error, const char *doing) {
          doing, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-static inline void cuda_check_launch(const char *op) {
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess)
-    fail("CUDA could not launch %s: %s (%s)", op, cudaGetErrorString(error), cudaGetErrorName(error));
-}
-
 template <typename T> static __host__ __device__ __forceinline__ T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }

@@ -5,8 +5,6 @@
 
 #include "kernels/cuda/hopper_store.cuh"
 
-#if defined(HOPPER_CODE)
-
 // Logits into E, in place: 2^(z scale - a scale), one FMA and one ex2. row_sums: E over the thread's entries of
 // its two rows, in fp32. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
 // factor; the sum is corrected by the rounding error. Only warps whose rows have a target in the tile, or columns beyond V,
@@ -42,12 +40,9 @@ static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], floa
   EACH (i, 2) row_sums[i] *= correction[i];
 }
 
-#endif
-
 struct LogitsExp : Epilogue {
   static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
   enum { STAGES = 5 };
-#if defined(HOPPER_CODE)
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
@@ -65,5 +60,4 @@ struct LogitsExp : Epilogue {
       }
     }
   }
-#endif
 };

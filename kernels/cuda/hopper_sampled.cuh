@@ -8,19 +8,14 @@ enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 // Barriers: of full buffers for each consumer, then of empty ones.
 enum { SUM_FULL = CONSUMERS * SUM_BUFFERS };
 
-#if defined(HOPPER_CODE)
-
 // Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
 static __device__ __forceinline__ int sum_column(int h, int pair) {
   return h * 64 + pair * SUM_COLUMNS;
 }
 
-#endif
-
 struct AddF32 : Epilogue {
   static constexpr bool A_K_MAJOR = false, SAMPLED = true, COLUMN_LISTS = true, LOADS = true;
   enum { WARP_BYTES = 0, CTA_BYTES = SUM_BUFFERS * SUM_BYTES, CTA_BARRIERS = SUM_FULL + SUM_BUFFERS };
-#if defined(HOPPER_CODE)
   // Brings what is added to into the buffers, half a tile at a time, and the next tile into L2; run by a warp of its own.
   // Without `accumulate` it only says when a buffer may be written. The consumers have full barriers of their own: one may reach
   // its next tile before the other one's half has arrived, and a parity does not distinguish two rounds.
@@ -84,5 +79,4 @@ struct AddF32 : Epilogue {
       mbarrier_arrive(&c.pipeline.barriers[SUM_FULL + pair]);
     }
   }
-#endif
 };

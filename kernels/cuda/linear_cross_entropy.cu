@@ -250,9 +250,10 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
     with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
-      exponential_kernel<T, W><<<(unsigned)rows, threads, 0, state->urgent>>>(
-          exps, a->exps.stride, s, s.tile[i], data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets),
-          first, (int)columns, inv_temperature_of(a->temperature));
+      launch_kernel({"the exponentials of a tile", state->urgent, dim3((unsigned)rows), threads},
+                    exponential_kernel<T, W>, exps, a->exps.stride, s, s.tile[i],
+                    data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets), first, (int)columns,
+                    inv_temperature_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
     if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends last
@@ -317,7 +318,6 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                       tile_sums_kernel<T>, *a);
     }
   });
-  cuda_check_launch("lce_logits_exp");
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
   Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
