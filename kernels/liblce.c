@@ -25,26 +25,49 @@ struct lce_context {
 // --- errors ------------------------------------------------------------------------------------------------
 // fail() ends a program; within a call, and in its thread alone, the sentence is kept and the call returns.
 
+// A call under way, on its function's stack. Its collective may call the library too, with another context.
+typedef struct Frame {
+  jmp_buf caller;
+  FailHandler outside; // the thread's handler, which the call replaces
+  lce_context *context;
+  struct Frame *around; // the call whose collective made this one
+} Frame;
+
+static _Thread_local Frame *frame; // the innermost
 static _Thread_local char last_error[2048];
-static _Thread_local jmp_buf caller;
-static _Thread_local FailHandler outside; // the thread's own handler, which a call replaces
 
 static void keep_sentence(const char *sentence) {
   snprintf(last_error, sizeof last_error, "%s", sentence);
-  longjmp(caller, 1);
+  longjmp(frame->caller, 1);
+}
+
+static void enter(Frame *call) {
+  call->around = frame;
+  call->outside = fail_set_thread_handler(keep_sentence);
+  frame = call;
 }
 
 static int leave(int status) {
-  fail_set_thread_handler(outside);
+  fail_set_thread_handler(frame->outside);
+  frame = frame->around;
   return status;
+}
+
+// Whether the context is in use by a call around this one, in whose collective this one is.
+static bool in_use(void) {
+  for (const Frame *f = frame->around; f; f = f->around)
+    if (f->context == frame->context) return true;
+  return false;
 }
 
 // After a failure: waits until the device is done with tensors and stack, or destroys the backend that was not finished. The
 // first error stays the last one.
-static int failed(lce_context *context) {
+static int failed(void) {
+  lce_context *context = frame->context;
+  if (in_use()) return leave(1);
   char first[sizeof last_error];
   memcpy(first, last_error, sizeof first);
-  if (!setjmp(caller)) {
+  if (!setjmp(frame->caller)) {
     backend_abandon();
     if (context->queued) backend_synchronize(context->backend);
   }
@@ -63,10 +86,25 @@ static bool there(const lce_context *context) {
 }
 
 // A call begins with this and ends with `return leave(0)`; where it fails between them it returns 1.
-#define ENTER(context)                                                                                       \
-  if (!there(context)) return 1;                                                                             \
-  outside = fail_set_thread_handler(keep_sentence);                                                          \
-  if (setjmp(caller)) return failed(context)
+#define ENTER(of)                                                                                            \
+  if (!there(of)) return 1;                                                                                  \
+  Frame entered = {.context = of};                                                                           \
+  enter(&entered);                                                                                           \
+  if (setjmp(entered.caller)) return failed()
+
+// Between these the call gives the device work, in its place on the caller's stream.
+static void start(lce_context *context, void *stream) {
+  if (in_use())
+    fail("the context is in use by the call that this collective is part of; give the collective its own");
+  context->queued = true;
+  context->stream = stream;
+  backend_follow(context->backend, stream); // first of all: it refuses another device's thread
+}
+
+static void end(lce_context *context) {
+  backend_precede(context->backend, context->stream);
+  context->queued = false;
+}
 
 EXPORTED const char *lce_last_error(void) {
   return last_error;
@@ -141,10 +179,8 @@ EXPORTED int64_t lce_held_bytes(const lce_context *context) {
 
 // --- ranks -------------------------------------------------------------------------------------------------
 
-static _Thread_local lce_context *active; // of the call in this thread
-
 static void exchange(Backend *backend, const Collective *a, lce_collective_kind kind) {
-  lce_context *c = active;
+  lce_context *c = frame->context;
   int dtype = a->x.dtype == DTYPE_F32 ? 0 : a->x.dtype == DTYPE_BF16 ? 1 : 2;
   backend_precede(backend, c->stream);
   if (c->collective(c->user, (int)kind, a->out.data, a->x.data, tensor_count(a->x), dtype))
@@ -360,11 +396,9 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
   ScaleBy call = {.out = scaled_tensor("out", out, out_dtype, count),
                   .x = scaled_tensor("x", x, x_dtype, count),
                   .factor = scaled_tensor("factor", factor, 0, 1)};
-  backend_follow(context->backend, stream);
-  context->queued = true;
+  start(context, stream);
   scale_by(context->backend, call);
-  backend_precede(context->backend, stream);
-  context->queued = false;
+  end(context);
   return leave(0);
 }
 
@@ -374,10 +408,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   Tensor ids = {0};
   const LinearCrossEntropy call = checked_call(args, backend, &ids);
   size_t bytes = planned_bytes(context->plan, call, ids);
-  context->queued = true;
-  context->stream = args->stream;
-  active = context;
-  backend_follow(backend, args->stream); // first of all: it refuses another device's thread
+  start(context, args->stream);
   if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
@@ -385,8 +416,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
     check_targets(backend, ids, args->vocab_size);
   run(backend, call, ids);
-  backend_precede(backend, args->stream);
-  context->queued = false;
+  end(context);
   context->held_bytes = bytes;
   return leave(0);
 }

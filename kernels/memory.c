@@ -170,16 +170,24 @@ void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory categ
   return data;
 }
 
-void memory_set_stack(Memory *memory, size_t capacity) {
-  if (memory->pushed_count)
-    fail("internal: the memory stack is remade while %s lies on it", memory->pushed[0].name);
+// The old stack goes first, so that both need not fit.
+static bool try_stack(Memory *memory, size_t capacity) {
   source_release(memory, memory->stack_base, memory->stack_capacity);
   memory->stack_base = NULL;
   memory->stack_capacity = 0;
-  if (memory->planning || !capacity) return;
+  if (memory->planning || !capacity) return true;
   memory->stack_base = source_allocate(memory, capacity);
-  if (!memory->stack_base) out_of_memory(memory, "the step's stack", capacity);
-  memory->stack_capacity = capacity;
+  if (memory->stack_base) memory->stack_capacity = capacity;
+  return memory->stack_base;
+}
+
+void memory_set_stack(Memory *memory, size_t capacity) {
+  if (memory->pushed_count)
+    fail("internal: the memory stack is remade while %s lies on it", memory->pushed[0].name);
+  size_t before = memory->stack_capacity;
+  if (try_stack(memory, capacity)) return;
+  try_stack(memory, before); // which was there a moment ago
+  out_of_memory(memory, "the step's stack", capacity);
 }
 
 static void *push(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {

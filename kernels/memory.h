@@ -108,7 +108,8 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
 // The same in the host's memory.
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 
-// Makes (or remakes) the stack; it must be empty. A plan's stack is boundless and needs no call.
+// Makes (or remakes) the stack; it must be empty. Where the memory is not there, it fails and the stack keeps its size. A
+// plan's stack is boundless and needs no call.
 void memory_set_stack(Memory *memory, size_t capacity);
 
 // A dense tensor on top of the stack, uninitialised. Fails with a sentence when the stack is full.

@@ -374,8 +374,12 @@ TEST(test_wrong_arguments) {
   assert_in_range(usage[1].ru_maxrss - usage[0].ru_maxrss, 0, 1023); // KiB
 #endif
   p.args.softcap = 0;
-  run(context, &p.args); // and the context still works
+  run(context, &p.args); // and the context still works, and holds no more than another
   check_results(&p);
+  lce_context *fresh = context_on_cpu();
+  run(fresh, &p.args);
+  assert_int_equal(lce_held_bytes(context), lce_held_bytes(fresh));
+  lce_destroy(fresh);
   lce_destroy(context);
 }
 
@@ -490,6 +494,46 @@ TEST(test_two_contexts) {
   lce_destroy(second);
   check_results(&a);
   check_results(&b);
+}
+
+// The only rank's collectives, which call the library themselves, and one of which fails.
+typedef struct {
+  lce_context *context, *other;
+  const lce_args *args;
+  int calls, failing, mistakes;
+} Rank;
+
+static int copy_and_call(void *user, int kind, void *out, const void *x, int64_t count, int dtype) {
+  Rank *r = user;
+  r->mistakes += !lce_linear_cross_entropy(r->other, NULL) || !strstr(lce_last_error(), "args must be there");
+  r->mistakes += !lce_linear_cross_entropy(r->context, r->args) || !strstr(lce_last_error(), "is in use");
+  r->mistakes += lce_linear_cross_entropy(r->other, r->args) || lce_synchronize(r->context);
+  memmove(out, x, (size_t)count * 4);
+  return ++r->calls == r->failing;
+}
+
+TEST(test_collectives) {
+  Rank rank = {.context = context_on_cpu(), .other = context_on_cpu()};
+  assert_int_equal(lce_join(rank.context, 0, 1, copy_and_call, &rank), 0);
+  Problem inner = small_problem(*state, true);
+  rank.args = &inner.args;
+  for (rank.failing = 1;; rank.failing++) { // until all have failed once
+    Problem p = make_problem(*state, (Shape){20 + rank.failing, 17, 101, .chunk = 8}); // needs more each time
+    p.args.rows = 101;
+    rank.calls = 0;
+    if (!lce_linear_cross_entropy(rank.context, &p.args)) break;
+    assert_non_null(strstr(lce_last_error(), "the caller's collective failed on rank 0 of 1"));
+    assert_int_equal(rank.calls, rank.failing);
+  }
+  rank.failing = 0;
+  Problem p = make_problem(*state, (Shape){100, 17, 101, .chunk = 8});
+  p.args.rows = 101;
+  run(rank.context, &p.args);
+  check_results(&p);
+  check_results(&inner);
+  assert_true(rank.calls > 4 && rank.mistakes == 0);
+  lce_destroy(rank.context);
+  lce_destroy(rank.other);
 }
 
 typedef struct {
