@@ -124,35 +124,74 @@ TEST(test_adamw) {
     }
 }
 
-// A step of a sixteenth of bf16's last bit: to nearest, nothing would ever move. At random, one number in 16
-// moves, and the mean is right.
+// An update without momentum: with a gradient g, w -= lr g / |g|, m = g and v = g^2.
+static AdamW plain_update(Harness *h, Dtype dtype, double gradient, float lr, int64_t count) {
+  double *values = host_values(h, count), one = 1;
+  Tensor m = vector_from(h, dtype, values, count), v = vector_from(h, dtype, values, count);
+  for (int64_t i = 0; i < count; i++) values[i] = gradient;
+  Tensor grad = vector_from(h, DTYPE_F32, values, count);
+  for (int64_t i = 0; i < count; i++) values[i] = 1.5;
+  return (AdamW){.weight = vector_from(h, dtype, values, count),
+                 .m = m,
+                 .v = v,
+                 .grad = grad,
+                 .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
+                 .lr = lr,
+                 .epsilon = 1e-12f,
+                 .step = 1,
+                 .seed = 3};
+}
+
+// A thousand steps of 1/64 of bf16's last bit: to nearest, nothing would ever move. At random, the mean is right, and the
+// deviation is that of draws which are new in each step.
+TEST(test_drift) {
+  Harness *h = *state;
+  enum { COUNT = 4096, STEPS = 1000 };
+  const double ulp = 0x1p-7, want = -STEPS * ulp / 64;
+  AdamW a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
+  for (a.step = 1; a.step <= STEPS; a.step++) adamw(h->backend, a);
+  double *got = values_of(h, a.weight), mean = 0, square = 0;
+  for (int i = 0; i < COUNT; i++) mean += (got[i] - 1.5) / COUNT;
+  for (int i = 0; i < COUNT; i++) square += pow(got[i] - 1.5 - mean, 2) / COUNT;
+  double deviation = h->dtype == DTYPE_BF16 ? sqrt(STEPS * 63) / 64 * ulp : 0;
+  if (fabs(mean - want) > 5 * deviation / sqrt(COUNT) - 1e-4 * want) fail_msg("%g, not %g", mean, want);
+  if (fabs(sqrt(square) - deviation) > 0.1 * deviation) fail_msg("%g, not %g", sqrt(square), deviation);
+}
+
+enum { DRAWS = 1 << 14 };
+
+// Which of the weights (m: of the moments), 1.5 plus half of bf16's last bit each, are rounded up: +1, else -1. At `first`
+// of what shares the seed.
+static double *draws(Harness *h, uint64_t seed, int64_t step, int64_t first, bool m) {
+  AdamW a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
+  a.seed = seed, a.step = step, a.first = first;
+  adamw(h->backend, a);
+  double *got = values_of(h, m ? a.m : a.weight);
+  for (int i = 0; i < DRAWS; i++) got[i] = fabs(got[i]) > 1.5 ? 1 : -1;
+  return got;
+}
+
+static void check_independent(const char *what, const double *a, const double *b, int count) {
+  double sum = 0;
+  for (int i = 0; i < count; i++) sum += a[i] * b[i];
+  if (fabs(sum) > 5 * sqrt(count)) fail_msg("draws of %s: a sum of %g over %d", what, sum, count);
+}
+
+// Elements, weights and moments, steps and seeds have draws of their own; a slice has those of the whole.
 TEST(test_random_rounding) {
   Harness *h = *state;
-  enum { COUNT = 1 << 20 };
   if (h->backend->device == ON_CPU) return; // which is fp32
-  double *values = host_values(h, COUNT), one = 1;
-  Tensor m = vector_from(h, DTYPE_F32, values, COUNT), v = vector_from(h, DTYPE_F32, values, COUNT);
-  for (int64_t i = 0; i < COUNT; i++) values[i] = 1.5;
-  Tensor weight = vector_from(h, DTYPE_BF16, values, COUNT), grad = vector_from(h, DTYPE_F32, values, COUNT);
-  // The first step moves every weight by the learning rate.
-  adamw(h->backend, (AdamW){.weight = weight,
-                            .m = m,
-                            .v = v,
-                            .grad = grad,
-                            .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
-                            .lr = 0x1p-11f,
-                            .beta1 = 0.9f,
-                            .beta2 = 0.95f,
-                            .epsilon = 1e-12f,
-                            .step = 1,
-                            .seed = 3});
-  double *got = values_of(h, weight), sum = 0;
-  for (int64_t i = 0; i < COUNT; i++) {
-    assert_true(got[i] == 1.5 || got[i] == 1.5 - 0x1p-7);
-    sum += got[i] - 1.5;
-  }
-  double deviation = 0x1p-7 * sqrt(COUNT / 16.0 * 15 / 16); // of a binomial count
-  assert_true(fabs(sum + COUNT * 0x1p-11) < 5 * deviation);
+  double *ones = host_values(h, DRAWS), *weight = draws(h, 3, 1, 0, false),
+         *slice = draws(h, 3, 1, 1024, false);
+  for (int i = 0; i < DRAWS; i++) ones[i] = 1;
+  check_independent("weights", weight, ones, DRAWS);
+  check_independent("weights and moments", weight, draws(h, 3, 1, 0, true), DRAWS);
+  check_independent("two steps", weight, draws(h, 3, 2, 0, false), DRAWS);
+  check_independent("two seeds", weight, draws(h, 4, 1, 0, false), DRAWS);
+  check_independent("the seed and the step", weight, draws(h, 1, 3, 0, false), DRAWS);
+  for (int apart = 1; apart <= 256; apart++)
+    check_independent("neighbours", weight, weight + apart, DRAWS - apart);
+  assert_memory_equal(weight + 1024, slice, (DRAWS - 1024) * sizeof *slice);
 }
 
 typedef struct {
