@@ -414,6 +414,31 @@ TEST(test_update) {
   check_update(open(LLAMA, "--lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings"), false);
 }
 
+static AdamW updates[64];
+static int update_count;
+
+static void record_update(Backend *backend, const AdamW *a) {
+  assert_in_range(update_count, 0, 63);
+  updates[update_count++] = *a;
+}
+
+// No two elements of a step share a seed and an index, from which the bits of random rounding follow.
+TEST(test_seeds_of_updates) {
+  Run *run = open(LLAMA, "--untie-word-embeddings");
+  BackendOps ops = *run->h->backend->ops;
+  ops.adamw = record_update;
+  run->h->backend->ops = &ops;
+  update_count = 0;
+  for (int step = 0; step < 2; step++) run_step(run, step);
+  assert_true(update_count >= 6); // three groups, twice
+  for (AdamW *a = updates; a < updates + update_count; a++)
+    for (AdamW *b = updates; b < a; b++)
+      if (a->seed == b->seed && a->step == b->step)
+        assert_true(a->first >= b->first + tensor_count(b->weight) ||
+                    b->first >= a->first + tensor_count(a->weight));
+  run_close(run);
+}
+
 // --- learning ----------------------------------------------------------------------------------------------
 
 // Token frequencies alone predict the source tree to its unigram entropy, about 3.5 nats. Whoever is a tenth
