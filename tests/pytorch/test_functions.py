@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations, in float64 and float32."""
+import array
 import itertools
 
 from setting import DEVICE, all_close, close, raises, run, torch
@@ -122,8 +123,20 @@ def any_upstream_gradient_and_twice():
             upstream = factor * torch.ones_like(loss)
             all_close(f"{reduction} times {factor}", results(loss, x, weight, bias, upstream=upstream, again=True),
                       results(want, *exact, upstream=upstream, again=True), 5e-6)
-    raises(RuntimeError, "does not require grad", lambda: torch.autograd.grad(
-        torch.autograd.grad(linear_cross_entropy(x, weight, target), x, create_graph=True)[0].sum(), weight))
+
+
+def no_second_derivative():
+    """Refused, and not taken for 0, whatever is differentiated: a penalty on a gradient of x, of weight, with upstream ones."""
+    for reduction in REDUCTIONS:
+        x, weight, _, target = problem()
+        for first, factor in ((x, 1), (weight, weight.sum())):
+            loss = factor * linear_cross_entropy(x, weight, target, reduction=reduction).sum()
+            gradient, = torch.autograd.grad(loss, first, create_graph=True)
+            raises(RuntimeError, "no second derivative", lambda: (loss + gradient.square().sum()).backward())
+            raises(RuntimeError, "no second derivative", lambda: torch.autograd.grad(gradient.sum(), weight))
+    loss = linear_cross_entropy(x, weight, target)
+    loss.backward(create_graph=True)  # which is fine as long as nobody uses the graph
+    close("create_graph", x.grad, torch.autograd.grad(reference(x, weight, target), x)[0], 5e-6)
 
 
 def numerical_derivatives():
@@ -309,6 +322,10 @@ def wrong_arguments():
              (ValueError, "bias has the shape", dict(bias=bias[1:])),
              (ValueError, "token_weights has the shape", dict(token_weights=torch.ones(3, device=DEVICE))),
              (ValueError, "class_weights has the shape", dict(class_weights=torch.ones(3, device=DEVICE))),
+             (TypeError, "x is of type NoneType, where a torch.Tensor is needed", dict(x=None)),
+             (TypeError, "weight is of type list", dict(weight=weight.tolist())),
+             (TypeError, "target is of type array", dict(target=array.array("i", [1]))),  # as numpy's, which need not be there
+             (TypeError, "bias is of type float", dict(bias=0.0)),
              (ValueError, "weight is on meta", dict(weight=weight.detach().to("meta"))),
              (TypeError, "x is torch.float64, where torch.bfloat16 or torch.float32 is needed", dict(x=x.double())),
              (TypeError, "target is torch.float32", dict(target=target.float())),
@@ -334,12 +351,14 @@ def the_module():
         close(f"{more}", head(x, target, **more), reference(x, head.weight, target, head.bias, label_smoothing=0.1, **more), 5e-6)
     assert torch.equal(head(x), F.linear(x, head.weight, head.bias))
     assert list(head.state_dict()) == ["weight", "bias"]
+    raises(TypeError, "'label_smothing' is no option", lambda: lce.LinearCrossEntropy(H, V, label_smothing=0.1))
     again = torch.utils.checkpoint.checkpoint(lambda x: head(2 * x, target), x, use_reentrant=False)
     close("checkpoint", torch.autograd.grad(again, x)[0], torch.autograd.grad(head(2 * x, target), x)[0], 1e-6)
 
 
 if __name__ == "__main__":
     tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
-             any_upstream_gradient_and_twice, numerical_derivatives, only_needed_gradients, bf16, autocast, main_grad,
-             torch_compile, the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments, the_module)
+             any_upstream_gradient_and_twice, no_second_derivative, numerical_derivatives, only_needed_gradients, bf16,
+             autocast, main_grad, torch_compile, the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments,
+             the_module)
     run({test.__name__: test for test in tests})

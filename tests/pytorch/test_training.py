@@ -101,6 +101,12 @@ def all_models():
     assert math.isfinite(lce.patch_transformers(again)(**batch).loss.item())
     gemma = model_of("gemma2", head_dim=8)
     raises(TypeError, "a gemma2 model whose head is Linear cannot be patched", lambda: lce.patch_transformers(gemma))
+    wrapped = torch.nn.Sequential(model_of("llama"))  # as a PeftModel has it
+    wrapped.config, wrapped.get_output_embeddings = wrapped[0].config, wrapped[0].get_output_embeddings
+    raises(TypeError, "a Sequential is no model of transformers; patch the one inside", lambda: lce.patch_transformers(wrapped))
+    raises(TypeError, "'smoothing' is no option", lambda: lce.patch_transformers(wrapped[0], smoothing=0.1))
+    again.lm_head = torch.nn.Sequential(again.lm_head)  # as an adapter does
+    raises(TypeError, "a new head since patch_transformers", lambda: again(**batch))
 
 
 def compiled_model():
@@ -226,6 +232,13 @@ def split_rank_main(rank, ranks, port):
     for kind, told, w, more in ((RuntimeError, "no bias, soft-cap", part, {}),
                                 (ValueError, "weight has the shape", weight, dict(reduction="sum"))):
         raises(kind, told, lambda: lce.linear_cross_entropy(x[local], w, target[local], **split, **more))
+    alike = dict(x=x[local], weight=part, target=target[local], group=dist.group.WORLD, vocab_size=v, reduction="sum")
+    for told, more in ((f"give {[n] * (ranks - 1) + [0]} tokens", lambda few: dict(x=x[:few], target=target[:few])),
+                       ("vocab_size says", lambda _: dict(vocab_size=None)),
+                       (f"the last of {ranks} ranks without a row", lambda _: dict(vocab_size=ranks - 1, weight=weight[:1]))):
+        if ranks == 3:  # of which the last has fewer rows
+            few = 0 if rank == ranks - 1 else n
+            raises(ValueError, told, lambda: lce.linear_cross_entropy(**{**alike, **more(few)}))
     dist.destroy_process_group()
 
 

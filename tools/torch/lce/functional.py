@@ -11,7 +11,6 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .library import KINDS, Args, Collective, load
 
@@ -32,6 +31,16 @@ class Context:
             self.group = dist.distributed_c10d._resolve_process_group(group_name)
             self.collective = Collective(self.exchange)  # kept: the library calls it
             self.require(self.library.lce_join(self.handle, self.group.rank(), self.group.size(), self.collective, None) == 0)
+
+    def agree(self, *sizes):
+        """Where the ranks' numbers of tokens or vocabularies differ, all ranks fail, and none waits for another."""
+        of_ranks = torch.empty(self.group.size(), 2, dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(of_ranks, torch.tensor([sizes], device=self.device), group=self.group)
+        tokens, vocabularies = of_ranks.t().tolist()
+        if len(set(tokens)) > 1:
+            raise ValueError(f"the group's ranks give {tokens} tokens, but need as many each: add some with a target of -100")
+        if len(set(vocabularies)) > 1:
+            raise ValueError(f"by their rows of weight the group's ranks have {vocabularies} in all; vocab_size says how many")
 
     def exchange(self, _, kind, out, x, count, dtype):
         """The library's collectives, by torch.distributed."""
@@ -96,14 +105,16 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if 0 <= temperature < 1e-6:
         raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")  # the library's 0 is none
     results = empty(x, weight, dtype, wanted)
+    lce, vocab_size = context(x.device, dtype, group), vocab_size or weight.shape[0]
+    if group:
+        lce.agree(x.shape[0], vocab_size)
     if not x.shape[0]:
         return tuple(t.zero_() for t in results)
     loss, *rest = results
     token_z_loss = torch.empty_like(loss) if z_loss else None
     entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
-    lce = context(x.device, dtype, group)
-    lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size or weight.shape[0],
+    lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
         sample_seed=seed, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
@@ -115,10 +126,10 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     return results
 
 
-def shard_of(group, vocab_size):
-    """This rank's rows of a head, as torch.chunk and DTensor's Shard(0) cut it."""
+def shard_of(group, vocab_size, rank=None):
+    """A rank's rows of a head, this one's by default, as torch.chunk and DTensor's Shard(0) cut it."""
     part = -(-vocab_size // group.size())
-    first = min(vocab_size, part * group.rank())
+    first = min(vocab_size, part * (group.rank() if rank is None else rank))
     return dict(first_row=first, rows=min(part, vocab_size - first))
 
 
@@ -181,6 +192,29 @@ def returned(ctx, gradients, factor=None):
     return tuple(results)
 
 
+class Constant(torch.autograd.Function):
+    """The first `count` tensors, which cannot be differentiated, though they depend on the others, too."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(t if t is None else t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        raise RuntimeError("linear_cross_entropy has no second derivative")
+
+
+def once(backward):
+    """PyTorch's once_differentiable takes a gradient for a constant where nothing upstream needs a gradient."""
+    def refusing(ctx, *upstream):
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # grad mode: create_graph=True
+            return gradients
+        return Constant.apply(len(gradients), *gradients, *ctx.saved_tensors[:3], *upstream)
+    return refusing
+
+
 class Reduced(torch.autograd.Function):
     """The sum or mean. Its gradients are made with it; a second backward pass makes them again."""
 
@@ -200,7 +234,7 @@ class Reduced(torch.autograd.Function):
         return total / counted.sum()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, upstream):
         gradients = ctx.gradients or gradients_of(ctx, ctx.saved_tensors[4], None, ctx.mean)
         if not torch.compiler.is_compiling():
@@ -222,7 +256,7 @@ class PerToken(torch.autograd.Function):
         return loss if token_weights is None else loss * token_weights, entropy
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, of_loss, of_entropy):
         if of_loss is None and of_entropy is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -237,21 +271,26 @@ class PerToken(torch.autograd.Function):
 
 def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights=None, class_weights=None):
     """The tensors with one axis of tokens, and the first options; or a sentence about what cannot be right."""
+    given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights)
+    for name, t in given.items():
+        if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):
+            raise TypeError(f"{name} is of type {type(t).__name__}, where a torch.Tensor is needed")
+        if hasattr(t, "to_local"):
+            raise TypeError(f"{name} is a DTensor; call the module whose hooks gather it, or give to_local() with its group")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has the shape {list(x.shape)} and weight {list(weight.shape)}; [..., H] and [V, H] are needed")
     tokens, vocab, rows = x.shape[:-1], weight.shape[:1], weight.shape[0]
     if group is not None:
         vocab = (vocab_size or rows * group.size(),)
         rows = shard_of(group, vocab[0])["rows"]
-    floats = {torch.float32, torch.bfloat16}
-    for name, t, shape, dtypes in (("x", x, x.shape, floats), ("weight", weight, (rows, x.shape[-1]), floats),
-                                   ("target", target, tokens, {torch.int32, torch.int64}), ("bias", bias, vocab, floats),
-                                   ("token_weights", token_weights, tokens, floats),
-                                   ("class_weights", class_weights, vocab, floats)):
+        if shard_of(group, vocab[0], group.size() - 1)["rows"] < 1 and vocab_size:
+            raise ValueError(f"a vocabulary of {vocab_size} leaves the last of {group.size()} ranks without a row of weight")
+    floats, integers = {torch.float32, torch.bfloat16}, {torch.int32, torch.int64}
+    shapes = dict(x=x.shape, weight=(rows, x.shape[-1]), bias=vocab, class_weights=vocab)
+    for name, t in given.items():
+        shape, dtypes = shapes.get(name, tokens), integers if name == "target" else floats
         if t is None:
             continue
-        if hasattr(t, "to_local"):
-            raise TypeError(f"{name} is a DTensor; call the module whose hooks gather it, or give to_local() with its group")
         if t.shape != shape:
             raise ValueError(f"{name} has the shape {list(t.shape)}, where {list(shape)} is needed")
         if t.dtype not in dtypes:
@@ -291,7 +330,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight is this
     rank's part, of vocab_size rows in all (None: all parts are equal), and class_weights is of all. Every rank gives its own
     tokens, as many as the others, and gets their losses and dx; dweight sums over all ranks' tokens. All ranks make the same
-    calls, backward passes too; a "sum" has the same upstream gradient on all. There is no "mean", bias or softcap.
+    calls, backward passes too; a "sum" has the same upstream gradient on all. There is no "mean", bias or softcap. Ranks
+    that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that in each call.
 
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of

@@ -1,5 +1,6 @@
 """LinearCrossEntropy, and patch_transformers, which puts it into Hugging Face's causal models."""
 import functools
+import inspect
 import types
 
 import torch
@@ -11,13 +12,23 @@ from .functional import linear_cross_entropy
 MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
+OPTIONS = [p.name for p in inspect.signature(linear_cross_entropy).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def known(options):
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{name!r} is no option of linear_cross_entropy; these are: {', '.join(OPTIONS)}")
+    return options
+
+
 class LinearCrossEntropy(torch.nn.Linear):
     """A head [V, H] that returns logits, or with `target` the loss of linear_cross_entropy, whose keywords `options` are."""
     options = {}
 
     def __init__(self, hidden_size, vocab_size, bias=False, *, device=None, dtype=None, **options):
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
-        self.options = options
+        self.options = known(options)
 
     def forward(self, x, target=None, **options):
         if target is None:
@@ -33,7 +44,11 @@ def patch_transformers(model, **options):
     labels is as before. The head's parameters, names and hooks stay, so checkpoints, DDP and FSDP are as before; patch
     before fully_shard. options: keywords of linear_cross_entropy.
     """
+    from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a {type(model).__name__} is no model of transformers; patch the one inside it (of a PeftModel: "
+                        f"get_base_model())")
     kind, head = getattr(model.config, "model_type", None), model.get_output_embeddings()
     if kind not in MODELS or type(head) is not torch.nn.Linear:
         raise TypeError(f"a {kind} model whose head is {type(head).__name__} cannot be patched; {', '.join(MODELS)} with "
@@ -46,7 +61,7 @@ def patch_transformers(model, **options):
             return original(self, *args, **kwargs)
         as_tuple = kwargs.pop("return_dict", None) is False
         head = self.get_output_embeddings()
-        if type(head) is torch.nn.Linear:  # resize_token_embeddings made another
+        if not isinstance(head, LinearCrossEntropy):  # resize_token_embeddings or an adapter made another
             raise TypeError("the model has a new head since patch_transformers; call that again")
         outputs = self.base_model(*args, **kwargs)
         hidden = outputs.last_hidden_state
@@ -60,6 +75,6 @@ def patch_transformers(model, **options):
                                          attentions=outputs.attentions)
         return outputs.to_tuple() if as_tuple else outputs
 
-    head.__class__, head.options = LinearCrossEntropy, options
+    head.__class__, head.options = LinearCrossEntropy, known(options)
     model.forward = types.MethodType(forward, model)
     return model
