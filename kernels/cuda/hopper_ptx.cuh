@@ -212,6 +212,8 @@ template <int N> static __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
+// Before the CTA ends, whose shared memory TMA may still read. No test guards this one or fence_proxy_async: the emulator
+// stores at once, and on a GPU their absence seldom shows. PTX's memory model demands both.
 static __device__ __forceinline__ void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -313,6 +313,9 @@ TEST(test_targets_out_of_range) {
     }
     check_results(&p);
   }
+  Problem p = make_problem(*state, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
+  ((int32_t *)p.args.targets)[4998] = 3;
+  REFUSED("targets[4998] is 3", a.mean = 0);
   lce_destroy(context);
 }
 
@@ -358,6 +361,7 @@ TEST(test_wrong_arguments) {
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("rows is -1", a.rows = -1);
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
+  REFUSED("3 rows from -1 on", (a.first_row = -1, a.rows = 3));
   REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));
   REFUSED("sampling acts on exponentials", (a.sample = 1, a.materialized = 1));
   REFUSED("sampling acts on exponentials", (a.sample = 1, a.softcap = 30));

@@ -433,7 +433,12 @@ TEST(test_permutation) {
   for (uint64_t seed = 0; seed < 3200; seed++) stretches[random_permute(seed, 1, 0, 1600) / 100]++;
   for (int i = 0; i < 16; i++) assert_in_range(stretches[i], 130, 270); // 200, 5 standard errors of 13.7
   // Beyond 32 bits.
-  for (uint64_t i = 0; i < 100; i++) assert_true(random_permute(1, 1, large - 1 - i, large) < large);
+  int high = 0;
+  for (uint64_t i = 0; i < 100; i++) {
+    assert_true(random_permute(1, 1, large - 1 - i, large) < large);
+    high += random_permute(1, 1, i, large) >= large / 2;
+  }
+  assert_in_range(high, 25, 75); // 50, 5 standard errors
 }
 
 // --- text --------------------------------------------------------------------------------------------------
