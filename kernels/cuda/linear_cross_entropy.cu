@@ -232,7 +232,7 @@ static void wait_for(cudaEvent_t event, cudaStream_t stream) {
 
 // The portable path: E, and the rows' sums, tile after tile. Events order the three streams: the side stream begins after
 // what is queued, a GEMM waits until its tile was read `tiles` turns ago, and the backend's stream waits for the last tile. The
-// emulator runs operations as they are queued, so no test guards the waits: change them with compute-sanitizer at hand.
+// emulator runs operations as they are queued, so no test guards these waits.
 template <typename T>
 static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const TileScratch &s) {
   CudaState *state = cuda_state(backend);
