@@ -220,9 +220,9 @@ TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
   lce_context *context = context_on_cpu();
-  Problem p[CALLS];
+  Problem p[CALLS] = {make_problem(*state, (Shape){N, H, V, 150, .terms = true})};
   for (int i = 0; i < CALLS; i++) {
-    p[i] = i ? p[0] : make_problem(*state, (Shape){N, H, V, 150, .terms = true});
+    p[i] = p[0];
     p[i].args.loss = elements(*state, N);
     p[i].args.dx = elements(*state, N * H);
     p[i].args.dweight = elements(*state, V * H);
