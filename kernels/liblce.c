@@ -258,8 +258,8 @@ static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype d
 
 // The tensor has possible sizes and an address for them, and shares nothing that is written with those `before` it.
 static void check_argument(const Argument *t, const Argument *before) {
-  uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
   check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
+  uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
   if (at % dtype_bytes(t->dtype))
     fail(CALL ": %s lies at %p, which is no multiple of the %zu bytes of its elements; give an aligned copy",
          t->name, t->data, dtype_bytes(t->dtype));
