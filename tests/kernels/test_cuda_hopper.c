@@ -192,10 +192,7 @@ static void gradient_case(Harness *h, const void *shape) {
   Tensor again = poisoned(h, s->dtype, rows, hidden);
   Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)s->scratch_bytes / 4);
   double *want = host_values(h, rows * hidden);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++)
-      for (int64_t i = 0; i < hidden; i++)
-        want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
+  reference_linear(want, exps, weight, true, NULL, NULL, rows, vocab, hidden);
   assert_true(hopper_dx(h->backend, out, e, w, scratch.data, s->scratch_bytes, true));
   check_values(h, "dX", out, want, within(2, (double)vocab));
   check_gaps(h, "dX", out);
@@ -300,29 +297,6 @@ TEST(test_refuses) {
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
   assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,
                              poisoned(h, DTYPE_BF16, 64, 32))); // tiles too few
-}
-
-// linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
-// not.
-static void layer_case(Harness *h, const void *shape) {
-  const int64_t *sizes = shape;
-  LossProblem p = loss_problem(h, sizes[0], sizes[1], sizes[2], 0.3 * sqrt((double)sizes[1]));
-  p.r.scale = (float)(1.0 / (double)sizes[0]);
-  reference_gradients(h, &p.r);
-  LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, sizes[3]);
-  a.outputs = (TokenOutputs){0};
-  a.dx = poisoned(h, DTYPE_F32, sizes[0], sizes[1]);
-  reference_loss(&p.r);
-  linear_cross_entropy(h->backend, a);
-  check_values(h, "loss", a.loss, p.r.loss, within(4, (double)sizes[1]));
-  check_values(h, "dx", a.dx, p.r.dx, within_stored(h, 2, 1));
-  check_values(h, "dweight", a.dweight, p.r.dweight, of_size(within_stored(h, 2, 1), p.r.scale));
-}
-
-TEST(test_layer) {
-  static const int64_t shapes[][4] = {
-      {300, 64, 1001, 128}, {300, 63, 1001, 128}, {129, 200, 770, 50}, {1700, 64, 1001, 1700}};
-  RUN_CASES(*state, layer_case, shapes);
 }
 
 int main(void) {

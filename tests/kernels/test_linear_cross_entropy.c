@@ -11,73 +11,12 @@ static LossProblem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_
   return p;
 }
 
-static void solve_reference(Harness *h, LossProblem *p) {
+static LinearCrossEntropy fused(Harness *h, LossProblem *p) {
   reference_gradients(h, &p->r);
-  reference_loss(&p->r);
-}
-
-// --- the pieces, put together by hand ----------------------------------------------------------------------
-
-typedef struct {
-  Tensor x, weight, targets;
-  Tensor exps, loss, dx, dweight, scaled_x;
-  LossRows rows;
-} Pieces;
-
-// What a pass over plain terms needs, with gradients.
-static LossRows poisoned_rows(Harness *h, int64_t count) {
-  return (LossRows){.target_z = poisoned_vector(h, DTYPE_F32, count),
-                    .anchor = poisoned_vector(h, DTYPE_F32, count),
-                    .row_sum = poisoned_vector(h, DTYPE_F32, count),
-                    .target_e = poisoned_vector(h, DTYPE_F32, count),
-                    .scale_non_target = poisoned_vector(h, DTYPE_F32, count),
-                    .scale_target = poisoned_vector(h, DTYPE_F32, count)};
-}
-
-// pad: what lies between the rows of exps; OF_BACKEND: as linear_cross_entropy lays them. dweight starts as zeros.
-enum { OF_BACKEND = -1 };
-
-static Pieces run_pieces(Harness *h, LossProblem *p, int64_t pad) {
-  Backend *backend = h->backend;
-  Pieces s = {.x = tensor_from(h, h->dtype, p->x, p->r.rows, p->r.hidden),
-              .weight = tensor_from(h, h->dtype, p->weight, p->r.vocab, p->r.hidden),
-              .targets = ids_from(h, p->targets, p->r.rows)};
-  int64_t stride = p->r.vocab + pad;
-  if (pad == OF_BACKEND) stride = backend->scratch->logits_stride(p->r.vocab, h->dtype);
-  s.exps = poisoned_strided(h, h->dtype, p->r.rows, p->r.vocab, stride);
-  s.dx = poisoned(h, DTYPE_F32, p->r.rows, p->r.hidden);
-  s.dweight = poisoned(h, DTYPE_F32, p->r.vocab, p->r.hidden);
-  s.scaled_x = poisoned(h, h->dtype, p->r.rows, p->r.hidden);
-  s.loss = poisoned_vector(h, DTYPE_F32, p->r.rows);
-  s.rows = poisoned_rows(h, p->r.rows);
-  lce_target_logits(
-      backend,
-      (LceTargetLogits){.target_z = s.rows.target_z, .x = s.x, .weight = s.weight, .targets = s.targets});
-  lce_logits_exp(backend, (LceLogitsExp){.exps = s.exps,
-                                         .dx_raw = s.dx,
-                                         .rows = s.rows,
-                                         .x = s.x,
-                                         .weight = s.weight,
-                                         .targets = s.targets});
-  lce_rows(backend, (LceRows){.loss = s.loss,
-                              .scaled_x = s.scaled_x,
-                              .rows = s.rows,
-                              .x = s.x,
-                              .targets = s.targets,
-                              .vocab_size = p->r.vocab});
-  lce_input_gradient(
-      backend,
-      (LceInputGradient){
-          .dx = s.dx, .rows = s.rows, .weight = s.weight, .targets = s.targets, .alpha = (float)p->r.scale});
-  linear_backward_weight(
-      backend, (LinearBackwardWeight){
-                   .dweight = s.dweight, .dout = s.exps, .x = s.scaled_x, .alpha = (float)p->r.scale});
-  lce_target_gradient(backend, (LceTargetGradient){.dweight = s.dweight,
-                                                   .scale_target = s.rows.scale_target,
-                                                   .x = s.x,
-                                                   .targets = s.targets,
-                                                   .alpha = (float)p->r.scale});
-  return s;
+  LinearCrossEntropy a = loss_call(h, &p->r, LCE_FUSED, p->r.rows);
+  a.outputs = (TokenOutputs){0};
+  linear_cross_entropy(h->backend, a);
+  return a;
 }
 
 // The logits' error (H terms) multiplies the exponentials; then V or N of those are summed.
@@ -85,48 +24,28 @@ static double terms_of(const LossProblem *p) {
   return (double)(p->r.hidden + p->r.vocab);
 }
 
-static void check_pieces(Harness *h, LossProblem *p, const Pieces *s) {
-  double over_rows = (double)(p->r.hidden + p->r.rows);
-  check_values(h, "loss", s->loss, p->r.loss, of_size(within(8, terms_of(p)), 1));
-  check_values(h, "dx", s->dx, p->r.dx, of_size(within_stored(h, 8, terms_of(p)), p->r.scale));
-  check_values(h, "dweight", s->dweight, p->r.dweight, of_size(within_stored(h, 8, over_rows), p->r.scale));
-  check_gaps(h, "exponentials", s->exps);
-}
-
-TEST(test_pieces) {
+// The operation by itself: what lies between the rows of E stays; without E its scratch has no width of V.
+TEST(test_logits_exp) {
   Harness *h = *state;
-  const int64_t shapes[][3] = {{1, 1, 1},     {7, 13, 1},     {1, 5, 17},    {5, 3, 1031},   {130, 7, 33},
-                               {131, 37, 29}, {257, 8, 4100}, {3, 67, 2053}, {127, 67, 4611}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    LossProblem p = make_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
-    Pieces s = run_pieces(h, &p, i % 2 ? 3 : 0);
-    solve_reference(h, &p);
-    check_pieces(h, &p, &s);
-    harness_pop(state);
-  }
-}
-
-// Without exps nothing of width V is kept, and the loss is the same.
-TEST(test_forward_only) {
-  Harness *h = *state;
-  LossProblem p = make_problem(h, 131, 3, 40009, 3);
-  Pieces with = run_pieces(h, &p, 0);
-  LossRows rows = poisoned_rows(h, p.r.rows);
-  Tensor loss = poisoned_vector(h, DTYPE_F32, p.r.rows);
-  LceLogitsExp pass = {.rows = rows, .x = with.x, .weight = with.weight, .targets = with.targets};
+  enum { ROWS = 131, HIDDEN = 3, VOCAB = 40009 };
+  LossProblem p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
+  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, ROWS);
+  Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
+  LceLogitsExp a = {.rows = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
+                             .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
+                             .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
+                             .target_e = tensor_flat(tensor_rows(rows, 3, 1))},
+                    .x = call.x,
+                    .weight = call.weight,
+                    .targets = call.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
-    assert_true(h->backend->scratch->lce_logits_exp(&pass) < tensor_bytes(with.exps));
-  lce_target_logits(h->backend, (LceTargetLogits){.target_z = rows.target_z,
-                                                  .x = pass.x,
-                                                  .weight = pass.weight,
-                                                  .targets = pass.targets});
-  lce_logits_exp(h->backend, pass);
-  lce_rows(
-      h->backend,
-      (LceRows){.loss = loss, .rows = rows, .x = with.x, .targets = with.targets, .vocab_size = p.r.vocab});
-  check_values(h, "loss without gradients", loss, values_of(h, with.loss),
-               of_size(within(4, terms_of(&p)), 1));
+    assert_true(h->backend->scratch->lce_logits_exp(&a) < ROWS * VOCAB * sizeof(float));
+  lce_target_logits(h->backend, (LceTargetLogits){a.rows.target_z, call.x, call.weight, call.targets});
+  a.exps = poisoned_strided(h, h->dtype, ROWS, VOCAB, VOCAB + 3);
+  a.dx_raw = poisoned(h, DTYPE_F32, ROWS, HIDDEN);
+  lce_logits_exp(h->backend, a);
+  check_gaps(h, "E", a.exps);
 }
 
 // --- rows that are hard ------------------------------------------------------------------------------------
@@ -136,22 +55,23 @@ TEST(test_overflow_repair) {
   LossProblem p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.r.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 5);
-    for (int64_t i = 0; i < p.r.rows; i++) p.x[n * p.r.hidden + i] = 0; // set_lead's axes are its rows' own
+    for (int64_t i = 0; i < p.r.rows; i++) p.x[n * p.r.hidden + i] = 0; // the axes of the rows below
   }
   loss_problem_lead(&p, 1, 1400, 500); // exp overflows by far
   loss_problem_lead(&p, 4, 3, 88.5);   // just below the largest number
   loss_problem_lead(&p, 5, 700, 86);   // E is no overflow yet, and E W would be
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
-  Pieces s = run_pieces(h, &p, 1);
-  solve_reference(h, &p);
-  double *loss = values_of(h, s.loss), *target_e = values_of(h, s.rows.target_e);
-  assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100 && target_e[1] < 1 && target_e[0] == 1);
-  check_values(h, "loss", s.loss, p.r.loss, within_stored(h, 4, (double)p.r.hidden));
-  check_pieces(h, &p, &s);
+  LinearCrossEntropy a = fused(h, &p);
+  reference_loss(&p.r);
+  double *loss = values_of(h, a.loss);
+  assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
+  check_loss(h, "repaired rows", &a, &p.r, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
+             of_size(within_stored(h, 8, 0), p.r.scale));
 }
 
-// Every logit far below the target's: the loss is tiny and all its digits count.
+// Every logit far below the target's: the loss is tiny and all its digits count, as those of p - 1, which is all that row
+// y[n] of dW holds in column n.
 TEST(test_nearly_certain) {
   Harness *h = *state;
   LossProblem p = make_problem(h, 5, 13, 17, 0.02);
@@ -162,29 +82,26 @@ TEST(test_nearly_certain) {
   for (int64_t n = 0; n < p.r.rows; n++)
     p.weight[n * p.r.hidden + n] = 20; // e^-20 = 2e-9 for each non-target
   for (int64_t n = 0; n < p.r.rows; n++) p.weight[(n + 8) * p.r.hidden + n] = -3;
-  Pieces s = run_pieces(h, &p, 0);
-  solve_reference(h, &p);
-  double *loss = values_of(h, s.loss), *scale_target = values_of(h, s.rows.scale_target);
+  LinearCrossEntropy a = fused(h, &p);
+  reference_loss(&p.r);
+  double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
   for (int64_t n = 0; n < p.r.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
-    double tolerance = 32 * dtype_epsilon(DTYPE_F32) * p.r.loss[n];
-    assert_true(p.r.loss[n] > 1e-9 && p.r.loss[n] < 1e-7);
-    assert_true(fabs(loss[n] - p.r.loss[n]) <= tolerance);
-    assert_true(fabs(scale_target[n] - expm1(-p.r.loss[n])) <= tolerance);
+    double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.r.loss[n];
+    int64_t entry = n * p.r.hidden + n;
+    assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
+    assert_true(fabs(dweight[entry] / p.r.dweight[entry] - 1) <= relative);
   }
 }
 
 // All rows but one are to the bit what they are where nothing is wrong with that one.
-static void check_other_rows(Harness *h, const Pieces *s, const Pieces *clean, int64_t wrong) {
-  for (int64_t n = 0; n < s->loss.shape[0]; n++) {
+static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntropy clean, int64_t wrong) {
+  for (int64_t n = 0; n < a.loss.shape[0]; n++) {
     if (n == wrong) continue;
-    check_bitwise_equal(h, "loss beside a wrong row", tensor_rows(s->loss, n, 1),
-                        tensor_rows(clean->loss, n, 1));
-    check_bitwise_equal(h, "dx beside a wrong row", tensor_rows(s->dx, n, 1), tensor_rows(clean->dx, n, 1));
-    check_bitwise_equal(h, "E beside a wrong row", tensor_rows(s->exps, n, 1),
-                        tensor_rows(clean->exps, n, 1));
+    check_bitwise_equal(h, "loss beside a wrong row", tensor_rows(a.loss, n, 1),
+                        tensor_rows(clean.loss, n, 1));
+    check_bitwise_equal(h, "dx beside a wrong row", tensor_rows(a.dx, n, 1), tensor_rows(clean.dx, n, 1));
   }
-  check_gaps(h, "E", in_pieces(s->exps));
 }
 
 // One row holds a NaN, then one whose logits beat its target's by hundreds and which is computed again: neither shows in the
@@ -194,18 +111,18 @@ static void wrong_rows_case(Harness *h, const void *shape) {
   LossProblem p = make_problem(h, sizes[0], hidden, sizes[2], 1);
   p.targets[1] = 5;
   p.targets[2] = (int32_t)last;
-  Pieces clean = run_pieces(h, &p, OF_BACKEND);
+  LinearCrossEntropy clean = fused(h, &p);
   double kept = p.x[3 * hidden + 2];
   p.x[3 * hidden + 2] = NAN;
-  Pieces s = run_pieces(h, &p, OF_BACKEND);
-  assert_true(isnan(values_of(h, s.loss)[3]) && isnan(values_of(h, s.dx)[3 * hidden]));
-  check_other_rows(h, &s, &clean, 3);
+  LinearCrossEntropy a = fused(h, &p);
+  assert_true(isnan(values_of(h, a.loss)[3]) && isnan(values_of(h, a.dx)[3 * hidden]));
+  check_other_rows(h, a, clean, 3);
   p.x[3 * hidden + 2] = kept;
   for (int64_t i = 0; i < hidden; i++)
     p.x[hidden + i] = 400 * (p.weight[last * hidden + i] - p.weight[5 * hidden + i]);
-  s = run_pieces(h, &p, OF_BACKEND);
-  assert_true(values_of(h, s.rows.target_e)[1] != 1);
-  check_other_rows(h, &s, &clean, 1);
+  a = fused(h, &p);
+  assert_true(values_of(h, a.loss)[1] > 100);
+  check_other_rows(h, a, clean, 1);
 }
 
 TEST(test_wrong_rows_stay_alone) {
@@ -329,12 +246,21 @@ static void layer_case(Harness *h, const void *shape) {
 
 TEST(test_layer) {
   static const LayerShape shapes[] = {
-      {1, 1, 1, 1, .ignored = 0},         {1, 7, 13, 5, .ignored = 0},
-      {13, 11, 1, 5, .ignored = 0},       {13, 11, 1, 5, .ignored = 3},
-      {29, 17, 101, 7, .ignored = 0},     {29, 17, 101, 7, .ignored = 2},
-      {29, 17, 101, 64, .ignored = 5},    {131, 13, 1031, 37, .ignored = 4},
-      {257, 5, 2003, 128, .ignored = 0},  {150, 66, 4099, 64, .ignored = 3},
-      {200, 5, 61, 200, .ignored = 2},    {6, 5, 7, 4, .ignored = 1}, // all of them
+      {1, 1, 1, 1, .ignored = 0},
+      {1, 7, 13, 5, .ignored = 0},
+      {13, 11, 1, 5, .ignored = 0},
+      {13, 11, 1, 5, .ignored = 3},
+      {29, 17, 101, 7, .ignored = 0},
+      {29, 17, 101, 7, .ignored = 2},
+      {29, 17, 101, 64, .ignored = 5},
+      {131, 13, 1031, 37, .ignored = 4},
+      {257, 5, 2003, 128, .ignored = 0},
+      {150, 66, 4099, 64, .ignored = 3},
+      {200, 5, 61, 200, .ignored = 2},
+      {6, 5, 7, 4, .ignored = 1}, // all of them
+      {130, 7, 33, 130, .ignored = 0},
+      {257, 8, 4100, 257, .ignored = 0},
+      {127, 67, 4611, 127, .ignored = 0},
       {20000, 4, 40, 4096, .ignored = 0}, // more tokens than targets are added at once
   };
   static const LayerShape mirrored[] = {
@@ -345,6 +271,9 @@ TEST(test_layer) {
       {1, 8, 1, 5, .deviation = 3},
       {3, 8, 255, 5, .deviation = 3, .accumulate = true},
       {300, 128, 50257, 256, .ignored = 3}, // several tiles
+      {290, 64, 1001, 128, .deviation = 2.4},
+      {290, 63, 1001, 128, .deviation = 2.4}, // rows that are misaligned
+      {1700, 64, 1001, 1700, .deviation = 2.4, .wide_dx = true},
   };
   for (int variant = 0; variant < 4; variant++)
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -367,10 +296,10 @@ TEST(test_bitwise_repeatable) {
   LossProblem p = make_problem(h, 113, 33, 9001, 2);
   for (int64_t n = 0; n < p.r.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
   int own = omp_get_max_threads(), threads[] = {own, own, 1, 3};
-  Pieces runs[4];
+  LinearCrossEntropy runs[4];
   for (int i = 0; i < (h->backend->device == ON_CPU ? 4 : 2); i++) {
     omp_set_num_threads(threads[i]);
-    runs[i] = run_pieces(h, &p, 0);
+    runs[i] = fused(h, &p);
     check_bitwise_equal(h, "loss", runs[i].loss, runs[0].loss);
     check_bitwise_equal(h, "dx", runs[i].dx, runs[0].dx);
     if (threads[i] == own || !strcmp(harness_backend(), "cpu-plain"))
