@@ -1,7 +1,10 @@
-// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
-// chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides.
+// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several chunks) and the
+// materialized one, with and without ignored targets, on shapes that nothing divides; and the float64 reference against PyTorch.
+
+#include <cjson/cJSON.h>
 
 #include "tests/loss_problem.h"
+#include "tests/process.h"
 
 // --- terms, each of which may be on ------------------------------------------------------------------------
 
@@ -49,6 +52,80 @@ TEST(test_reference) {
     Tensor dbias = vector_from(h, DTYPE_F32, p.r.dbias, 11);
     check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p.r, close);
   }
+}
+
+// What PyTorch makes of one small problem, every term alone and combined, in float64 with autograd
+// (tests/golden/make_loss_golden.py).
+static double number(const cJSON *object, const char *key) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+  if (!cJSON_IsNumber(item)) fail_msg("loss.json lacks the number %s", key);
+  return item->valuedouble;
+}
+
+static double *elements(Harness *h, const cJSON *object, const char *key, int64_t count) {
+  const cJSON *array = cJSON_GetObjectItemCaseSensitive(object, key), *item;
+  if (cJSON_GetArraySize(array) != count) fail_msg("%s in loss.json holds no %d elements", key, (int)count);
+  double *values = host_values(h, count);
+  int64_t i = 0;
+  cJSON_ArrayForEach(item, array) values[i++] = item->valuedouble;
+  return values;
+}
+
+// Inputs that a case does without are NULL.
+static ReferenceLoss golden_case(Harness *h, const cJSON *document, const cJSON *item) {
+  ReferenceLoss r = {.rows = (int64_t)number(document, "rows"),
+                     .hidden = (int64_t)number(document, "hidden"),
+                     .vocab = (int64_t)number(document, "vocab"),
+                     .label_smoothing = number(item, "label_smoothing"),
+                     .z_loss = number(item, "z_loss"),
+                     .softcap = number(item, "softcap"),
+                     .temperature = number(item, "temperature"),
+                     .scale = number(item, "scale"),
+                     .mean = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, "mean")),
+                     .objective = number(item, "objective")};
+  double *targets = elements(h, cJSON_HasObjectItem(item, "targets") ? item : document, "targets", r.rows);
+  int32_t *ids = random_ids(h, r.rows, 1);
+  for (int64_t n = 0; n < r.rows; n++) ids[n] = (int32_t)targets[n];
+  r.targets = ids;
+  for (const LossField *f = loss_fields; f->name; f++) {
+    char with[64];
+    snprintf(with, sizeof with, "with_%s", f->name);
+    bool without = cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(item, with));
+    if (without || (!strcmp(f->name, "dbias") && !r.bias)) continue;
+    *loss_values(&r, f) = elements(h, f->kind < LOSS_OUTPUT ? document : item, f->name, loss_count(&r, f));
+  }
+  return r;
+}
+
+// Two float64 computations of the same elements, by different formulas.
+static void check_double(const char *name, const char *what, const double *got, const double *want,
+                         int64_t count) {
+  double largest = 1;
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(want[i]));
+  for (int64_t i = 0; i < count; i++)
+    if (!(fabs(got[i] - want[i]) <= 1e-14 * largest))
+      fail_msg("%s: the reference's %s of %d is %.17g, should be %.17g", name, what, (int)i, got[i], want[i]);
+}
+
+TEST(test_reference_is_as_in_torch) {
+  char *text = read_text("tests/golden/loss.json");
+  cJSON *document = cJSON_Parse(text), *item;
+  int count = 0;
+  cJSON_ArrayForEach(item, cJSON_GetObjectItemCaseSensitive(document, "cases")) {
+    const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "name"));
+    ReferenceLoss want = golden_case(*state, document, item), r = want;
+    reference_outputs(*state, &r);
+    reference_gradients(*state, &r);
+    reference_loss(&r);
+    check_double(name, "objective", &r.objective, &want.objective, 1);
+    for (const LossField *f = loss_fields; f->name; f++)
+      if (*loss_values(&want, f))
+        check_double(name, f->name, *loss_values(&r, f), *loss_values(&want, f), loss_count(&want, f));
+    count++;
+  }
+  assert_in_range(count, 20, 1000);
+  cJSON_Delete(document);
+  free(text);
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
