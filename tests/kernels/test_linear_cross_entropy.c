@@ -5,31 +5,31 @@
 
 #include "tests/loss_problem.h"
 
-static LossProblem make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
-  LossProblem p = loss_problem(h, rows, hidden, vocab, deviation);
-  p.r.scale = 1.0 / (double)rows;
+static ReferenceLoss make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
+  ReferenceLoss p = loss_problem(h, rows, hidden, vocab, deviation);
+  p.scale = 1.0 / (double)rows;
   return p;
 }
 
-static LinearCrossEntropy fused(Harness *h, LossProblem *p) {
-  reference_gradients(h, &p->r);
-  LinearCrossEntropy a = loss_call(h, &p->r, LCE_FUSED, p->r.rows);
+static LinearCrossEntropy fused(Harness *h, ReferenceLoss *p) {
+  reference_gradients(h, p);
+  LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, p->rows);
   a.outputs = (TokenOutputs){0};
   linear_cross_entropy(h->backend, a);
   return a;
 }
 
 // The logits' error (H terms) multiplies the exponentials; then V or N of those are summed.
-static double terms_of(const LossProblem *p) {
-  return (double)(p->r.hidden + p->r.vocab);
+static double terms_of(const ReferenceLoss *p) {
+  return (double)(p->hidden + p->vocab);
 }
 
 // The operation by itself: what lies between the rows of E stays; without E its scratch has no width of V.
 TEST(test_logits_exp) {
   Harness *h = *state;
   enum { ROWS = 131, HIDDEN = 3, VOCAB = 40009 };
-  LossProblem p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
-  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, ROWS);
+  ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
+  LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, ROWS);
   Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
   LceLogitsExp a = {.rows = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
                              .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
@@ -52,10 +52,10 @@ TEST(test_logits_exp) {
 
 TEST(test_overflow_repair) {
   Harness *h = *state;
-  LossProblem p = make_problem(h, 9, 31, 1511, 1);
-  for (int64_t n = 0; n < p.r.rows; n++) {
+  ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
+  for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 5);
-    for (int64_t i = 0; i < p.r.rows; i++) p.x[n * p.r.hidden + i] = 0; // the axes of the rows below
+    for (int64_t i = 0; i < p.rows; i++) p.x[n * p.hidden + i] = 0; // the axes of the rows below
   }
   loss_problem_lead(&p, 1, 1400, 500); // exp overflows by far
   loss_problem_lead(&p, 4, 3, 88.5);   // just below the largest number
@@ -63,34 +63,33 @@ TEST(test_overflow_repair) {
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
   LinearCrossEntropy a = fused(h, &p);
-  reference_loss(&p.r);
+  reference_loss(&p);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
-  check_loss(h, "repaired rows", &a, &p.r, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
-             of_size(within_stored(h, 8, 0), p.r.scale));
+  check_loss(h, "repaired rows", &a, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
+             of_size(within_stored(h, 8, 0), p.scale));
 }
 
 // Every logit far below the target's: the loss is tiny and all its digits count, as those of p - 1, which is all that row
 // y[n] of dW holds in column n.
 TEST(test_nearly_certain) {
   Harness *h = *state;
-  LossProblem p = make_problem(h, 5, 13, 17, 0.02);
-  for (int64_t n = 0; n < p.r.rows; n++) {
+  ReferenceLoss p = make_problem(h, 5, 13, 17, 0.02);
+  for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)n;
     loss_problem_lead(&p, n, n + 8, 0);
   }
-  for (int64_t n = 0; n < p.r.rows; n++)
-    p.weight[n * p.r.hidden + n] = 20; // e^-20 = 2e-9 for each non-target
-  for (int64_t n = 0; n < p.r.rows; n++) p.weight[(n + 8) * p.r.hidden + n] = -3;
+  for (int64_t n = 0; n < p.rows; n++) p.weight[n * p.hidden + n] = 20; // e^-20 = 2e-9 for each non-target
+  for (int64_t n = 0; n < p.rows; n++) p.weight[(n + 8) * p.hidden + n] = -3;
   LinearCrossEntropy a = fused(h, &p);
-  reference_loss(&p.r);
+  reference_loss(&p);
   double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
-  for (int64_t n = 0; n < p.r.rows; n++) {
+  for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
-    double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.r.loss[n];
-    int64_t entry = n * p.r.hidden + n;
+    double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.loss[n];
+    int64_t entry = n * p.hidden + n;
     assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
-    assert_true(fabs(dweight[entry] / p.r.dweight[entry] - 1) <= relative);
+    assert_true(fabs(dweight[entry] / p.dweight[entry] - 1) <= relative);
   }
 }
 
@@ -108,7 +107,7 @@ static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntrop
 // others' bits.
 static void wrong_rows_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape, hidden = sizes[1], last = sizes[2] - 1;
-  LossProblem p = make_problem(h, sizes[0], hidden, sizes[2], 1);
+  ReferenceLoss p = make_problem(h, sizes[0], hidden, sizes[2], 1);
   p.targets[1] = 5;
   p.targets[2] = (int32_t)last;
   LinearCrossEntropy clean = fused(h, &p);
@@ -199,10 +198,10 @@ static void layer_case(Harness *h, const void *shape) {
   LayerShape s = *(const LayerShape *)shape;
   LceMode mode = s.materialized ? LCE_MATERIALIZED : LCE_FUSED;
   double deviation = s.deviation > 0 ? s.deviation : 2;
-  LossProblem p = make_problem(h, s.rows, s.hidden, s.vocab, deviation);
+  ReferenceLoss p = make_problem(h, s.rows, s.hidden, s.vocab, deviation);
   for (int64_t n = 0; n < s.rows && s.ignored; n += s.ignored) p.targets[n] = IGNORE_INDEX;
-  reference_gradients(h, &p.r);
-  LinearCrossEntropy a = loss_call(h, &p.r, mode, s.chunk);
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(h, &p, mode, s.chunk);
   a.outputs = (TokenOutputs){0};
   a.accumulate = s.accumulate;
   if (s.wide_dx) a.dx = poisoned(h, DTYPE_F32, s.rows, s.hidden);
@@ -219,25 +218,25 @@ static void layer_case(Harness *h, const void *shape) {
   forward.dx = forward.dweight = (Tensor){0};
   linear_cross_entropy(h->backend, forward);
   if (!s.materialized) check_bitwise_equal(h, "loss of the forward pass alone", forward.loss, a.loss);
-  if (!h->recording) reference_loss(&p.r);
-  for (int64_t i = 0; i < s.vocab * s.hidden && before; i++) p.r.dweight[i] += before[i];
+  if (!h->recording) reference_loss(&p);
+  for (int64_t i = 0; i < s.vocab * s.hidden && before; i++) p.dweight[i] += before[i];
   // Against float64: a random walk over all terms. Beside the CPU: logits reach about four deviations, and their error
   // multiplies the exponential. Fused, that is the error of a sum of `hidden` products in fp32; materialized, half a unit
   // of the dtype in which they are stored. E (or the gradient of the logits) and r x are stored, too: a unit more.
   double size = 4 * deviation, terms = terms_of(&p);
   Tolerance loss = s.materialized ? within_stored(h, 8, terms) : within(8, terms);
-  Tolerance dx = of_size(within_stored(h, 8, terms), p.r.scale);
-  Tolerance dweight = of_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.r.scale);
+  Tolerance dx = of_size(within_stored(h, 8, terms), p.scale);
+  Tolerance dweight = of_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.scale);
   if (h->recording) {
     bool fp32 = h->dtype == DTYPE_F32;
     Tolerance exact = within(8 * (1 + size), (double)s.hidden), rounded = within_stored(h, 1 + size / 2, 1);
     loss = fp32 || !s.materialized ? exact : rounded;
     dx = fp32 ? exact : rounded;
-    dweight = of_size(dx, p.r.scale);
+    dweight = of_size(dx, p.scale);
   }
-  check_values(h, "layer loss", a.loss, p.r.loss, of_size(loss, 1));
-  check_values(h, "layer dx", a.dx, p.r.dx, dx);
-  check_values(h, "layer dweight", a.dweight, p.r.dweight, dweight);
+  check_values(h, "layer loss", a.loss, p.loss, of_size(loss, 1));
+  check_values(h, "layer dx", a.dx, p.dx, dx);
+  check_values(h, "layer dweight", a.dweight, p.dweight, dweight);
 }
 
 TEST(test_layer) {
@@ -289,8 +288,8 @@ TEST(test_layer) {
 // either: not in loss and dx, and in dweight, which is one GEMM over the chunk, where the GEMM is our own.
 TEST(test_bitwise_repeatable) {
   Harness *h = *state;
-  LossProblem p = make_problem(h, 113, 33, 9001, 2);
-  for (int64_t n = 0; n < p.r.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
+  ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);
+  for (int64_t n = 0; n < p.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
   int own = omp_get_max_threads(), threads[] = {own, own, 1, 3};
   LinearCrossEntropy runs[4];
   for (int i = 0; i < (h->backend->device == ON_CPU ? 4 : 2); i++) {
@@ -306,9 +305,9 @@ TEST(test_bitwise_repeatable) {
 
 TEST(test_refusals) {
   Harness *h = *state;
-  LossProblem p = make_problem(h, 3, 4, 5, 1);
-  reference_gradients(h, &p.r);
-  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 1);
+  ReferenceLoss p = make_problem(h, 3, 4, 5, 1);
+  reference_gradients(h, &p);
+  LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 1);
   call.outputs = (TokenOutputs){0};
   Tensor two = poisoned_vector(h, DTYPE_F32, 2), wide = poisoned(h, h->dtype, 5, 6);
   ASSERT_REFUSED(h, call, "whose hidden sizes differ", a.weight = wide);

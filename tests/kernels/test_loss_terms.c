@@ -26,8 +26,8 @@ static const char *name_of(int terms) {
   return name[0] ? name : "plain";
 }
 
-static LossProblem make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
-  LossProblem p = loss_problem(h, rows, hidden, vocab, 2);
+static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
+  ReferenceLoss p = loss_problem(h, rows, hidden, vocab, 2);
   loss_problem_add(h, &p, terms);
   for (int64_t n = 1; n < rows && terms & (TERM_IGNORED | TERM_ROWS); n += 3) p.targets[n] = IGNORE_INDEX;
   return p;
@@ -40,17 +40,16 @@ TEST(test_reference) {
   Harness *h = *state;
   for (int all = 0; all < 2; all++) {
     int terms = all ? (1 << TERMS) - 1 : 0;
-    LossProblem p = make_problem(h, terms, 5, 7, 11);
-    reference_gradients(h, &p.r);
-    reference_loss(&p.r);
-    Tolerance close = of_size(within(4, 16), p.r.scale);
-    Tensor dx = tensor_from(h, DTYPE_F32, p.r.dx, 5, 7),
-           dweight = tensor_from(h, DTYPE_F32, p.r.dweight, 11, 7);
-    check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p.r, close);
-    check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p.r, close);
+    ReferenceLoss p = make_problem(h, terms, 5, 7, 11);
+    reference_gradients(h, &p);
+    reference_loss(&p);
+    Tolerance close = of_size(within(4, 16), p.scale);
+    Tensor dx = tensor_from(h, DTYPE_F32, p.dx, 5, 7), dweight = tensor_from(h, DTYPE_F32, p.dweight, 11, 7);
+    check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p, close);
+    check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p, close);
     if (!all) continue;
-    Tensor dbias = vector_from(h, DTYPE_F32, p.r.dbias, 11);
-    check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p.r, close);
+    Tensor dbias = vector_from(h, DTYPE_F32, p.dbias, 11);
+    check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p, close);
   }
 }
 
@@ -138,8 +137,8 @@ typedef struct {
 } Way;
 
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
-  LossProblem p = make_problem(h, terms, rows, hidden, vocab);
-  ReferenceLoss *r = &p.r;
+  ReferenceLoss p = make_problem(h, terms, rows, hidden, vocab);
+  ReferenceLoss *r = &p;
   if (!way.forward_only) reference_gradients(h, r);
   LinearCrossEntropy a = loss_call(h, r, way.mode, way.chunk);
   if (terms & TERM_ROWS) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
@@ -206,11 +205,11 @@ TEST(test_nothing_counts) {
   Harness *h = *state;
   double *zeros = host_values(h, 10 * 6);
   for (int way = 0; way < 4; way++) {
-    LossProblem p = loss_problem(h, 4, 6, 10, 1);
+    ReferenceLoss p = loss_problem(h, 4, 6, 10, 1);
     loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_MEAN | (way & 2 ? TERM_BIAS : 0));
     for (int n = 0; n < 4; n++) p.targets[n] = IGNORE_INDEX;
-    reference_gradients(h, &p.r);
-    LinearCrossEntropy a = loss_call(h, &p.r, way & 1 ? LCE_MATERIALIZED : LCE_FUSED, 3);
+    reference_gradients(h, &p);
+    LinearCrossEntropy a = loss_call(h, &p, way & 1 ? LCE_MATERIALIZED : LCE_FUSED, 3);
     if (way & 2) a.rows = ids_from(h, p.targets, 4); // not read
     linear_cross_entropy(h->backend, a);
     const Tensor results[] = {a.loss, a.dx, a.dweight, a.dbias};

@@ -24,7 +24,6 @@ typedef struct {
 
 typedef struct {
   ReferenceLoss r;
-  double *x;
   LossBefore before;
   LinearCrossEntropy call;
 } Problem;
@@ -39,7 +38,7 @@ static LinearCrossEntropy sampled_call(Harness *h, ReferenceLoss *r, int64_t chu
 
 static Problem make_problem(Harness *h, Case c) {
   h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes
-  LossProblem p = loss_problem(h, c.rows, c.hidden, c.vocab, 0.02 * sqrt((double)c.hidden));
+  ReferenceLoss p = loss_problem(h, c.rows, c.hidden, c.vocab, 0.02 * sqrt((double)c.hidden));
   for (int64_t i = 0; i < c.rows * c.hidden; i++) p.x[i] *= 0.05;
   for (int64_t n = 0; n < c.rows; n++) {
     p.x[n * c.hidden + n / RUN % KINDS] += 4;
@@ -50,10 +49,10 @@ static Problem make_problem(Harness *h, Case c) {
       if (j / LCE_TILE_COLUMNS % KINDS != k) p.weight[j * c.hidden + k] -= GAP / 4;
   if (c.terms)
     loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS);
-  p.r.temperature = c.terms ? 1.25 : 1, p.r.mean = c.mean;
-  p.r.full_mass = 50, p.r.seed = 7, p.r.chunk = c.size, p.r.counted_alone = c.packed;
-  Problem made = {.x = p.x, .call = sampled_call(h, &p.r, c.chunk)};
-  made.r = p.r;
+  p.temperature = c.terms ? 1.25 : 1, p.mean = c.mean;
+  p.full_mass = 50, p.seed = 7, p.chunk = c.size, p.counted_alone = c.packed;
+  Problem made = {.call = sampled_call(h, &p, c.chunk)};
+  made.r = p;
   if (c.accumulate) loss_call_adds(h, &made.call, &made.before);
   if (c.packed)
     made.call.rows = ids_from(h, counted_positions(h, p.targets, c.rows, &made.call.counted), c.rows);
@@ -177,8 +176,8 @@ TEST(test_nan) {
   Problem p = make_problem(h, (Case){ROWS, HIDDEN, VOCAB, ROWS, ROWS, .terms = false});
   double *stale = host_values(h, VOCAB * HIDDEN);
   for (int64_t i = 0; i < VOCAB * HIDDEN; i++) stale[i] = 1e6;
-  p.x[5 * HIDDEN + 3] = NAN;
-  p.call.x = tensor_from(h, h->dtype, p.x, ROWS, HIDDEN);
+  p.r.x[5 * HIDDEN + 3] = NAN;
+  p.call.x = tensor_from(h, h->dtype, p.r.x, ROWS, HIDDEN);
   p.call.dweight = tensor_from(h, DTYPE_F32, stale, VOCAB, HIDDEN);
   p.call.sampling.full_mass = 1e30f;
   linear_cross_entropy(h->backend, p.call);
@@ -193,11 +192,11 @@ TEST(test_nan) {
 TEST(test_certain) {
   Harness *h = *state;
   if (!samples(h, 16, 140)) skip();
-  LossProblem sure = loss_problem(h, 140, 16, 500, 1);
+  ReferenceLoss sure = loss_problem(h, 140, 16, 500, 1);
   for (int64_t n = 0; n < 140; n++) sure.targets[n] = 3;
   for (int64_t i = 0; i < 140 * 16; i++) sure.x[i] = i % 16 == 0 ? 8 : 0;
   for (int64_t j = 0; j < 500; j++) sure.weight[j * 16] = j == 3 ? 20 : 0;
-  LinearCrossEntropy call = sampled_call(h, &sure.r, 140);
+  LinearCrossEntropy call = sampled_call(h, &sure, 140);
   call.sampling.full_mass = 1;
   linear_cross_entropy(h->backend, call);
   assert_true(values_of(h, call.sampling.stats)[0] == 6);
@@ -208,12 +207,12 @@ TEST(test_certain) {
 TEST(test_redone_row) {
   Harness *h = *state;
   if (!samples(h, 24, 130)) skip();
-  LossProblem p = loss_problem(h, 130, 24, 500, 0x1p-7);
-  p.r.temperature = 0x1p-7;
-  loss_problem_lead(&p, 7, 450, 90 * p.r.temperature);
-  p.r.full_mass = 100, p.r.seed = 3, p.r.chunk = 130;
-  Problem made = {.call = sampled_call(h, &p.r, 130)};
-  made.r = p.r;
+  ReferenceLoss p = loss_problem(h, 130, 24, 500, 0x1p-7);
+  p.temperature = 0x1p-7;
+  loss_problem_lead(&p, 7, 450, 90 * p.temperature);
+  p.full_mass = 100, p.seed = 3, p.chunk = 130;
+  Problem made = {.call = sampled_call(h, &p, 130)};
+  made.r = p;
   check_problem(h, &made);
   assert_true(made.r.sampled[0] > 0 && made.r.sampled[0] < made.r.sampled[1] && made.r.margin > 0.002);
 }
