@@ -1,5 +1,5 @@
-// linear_cross_entropy against float64: its operations, the fused mode made of them, and the materialized mode,
-// on shapes that nothing divides and on rows that ordinary softmax code gets wrong.
+// linear_cross_entropy against float64: the fused and the materialized mode, on shapes that nothing divides and on rows that
+// ordinary softmax code gets wrong.
 
 #include <omp.h>
 
@@ -203,10 +203,9 @@ static void layer_case(Harness *h, const void *shape) {
   reference_gradients(h, &p);
   LinearCrossEntropy a = loss_call(h, &p, mode, s.chunk);
   a.outputs = (TokenOutputs){0};
-  a.accumulate = s.accumulate;
   if (s.wide_dx) a.dx = poisoned(h, DTYPE_F32, s.rows, s.hidden);
-  double *before = s.accumulate ? random_values(h, s.vocab * s.hidden, 1) : NULL;
-  if (before) a.dweight = tensor_from(h, DTYPE_F32, before, s.vocab, s.hidden);
+  LossBefore before = {0};
+  if (s.accumulate) loss_call_adds(h, &a, &before);
   if (s.ignored) {
     int32_t *positions = counted_positions(h, p.targets, s.rows, &a.counted);
     for (int64_t n = a.counted; n < s.rows; n++) positions[n] = positions[0]; // not read
@@ -219,7 +218,7 @@ static void layer_case(Harness *h, const void *shape) {
   linear_cross_entropy(h->backend, forward);
   if (!s.materialized) check_bitwise_equal(h, "loss of the forward pass alone", forward.loss, a.loss);
   if (!h->recording) reference_loss(&p);
-  for (int64_t i = 0; i < s.vocab * s.hidden && before; i++) p.dweight[i] += before[i];
+  for (int64_t i = 0; i < s.vocab * s.hidden && s.accumulate; i++) p.dweight[i] += before.dweight[i];
   // Against float64: a random walk over all terms. Beside the CPU: logits reach about four deviations, and their error
   // multiplies the exponential. Fused, that is the error of a sum of `hidden` products in fp32; materialized, half a unit
   // of the dtype in which they are stored. E (or the gradient of the logits) and r x are stored, too: a unit more.
