@@ -236,10 +236,10 @@ TEST(test_poison) {
   memory_set_stack(&m, 1024);
   assert_true(*(float *)memory_push_1d(&m, "plain", MEMORY_HEAD, DTYPE_F32, 64).data == 0);
   m.poison = true;
-  float *poisoned = memory_push_1d(&m, "poisoned", MEMORY_HEAD, DTYPE_F32, 65).data;
-  for (int i = 0; i < 128; i++) assert_true(isnan(poisoned[i])); // the padding too
+  Tensor t = memory_push_1d(&m, "poisoned", MEMORY_HEAD, DTYPE_F32, 65);
+  for (int i = 0; i < 128; i++) assert_true(isnan(((float *)t.data)[i])); // the padding too
   assert_int_equal(counter.poisoned, 512);
-  assert_true(isnan(bf16_to_f32(*(uint16_t *)poisoned)));
+  assert_true(isnan(bf16_to_f32(*(uint16_t *)t.data)));
   memory_destroy(&m);
 }
 
