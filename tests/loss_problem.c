@@ -1,39 +1,31 @@
 #include "tests/loss_problem.h"
 
-LossProblem loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
-  LossProblem p = {.x = random_values(h, rows * hidden, 1),
-                   .weight = random_values(h, vocab * hidden, deviation / sqrt((double)hidden)),
-                   .targets = random_ids(h, rows, vocab)};
-  p.r = (ReferenceLoss){.rows = rows,
-                        .hidden = hidden,
-                        .vocab = vocab,
-                        .x = p.x,
-                        .weight = p.weight,
-                        .targets = p.targets,
-                        .scale = 0.5};
-  reference_outputs(h, &p.r);
-  return p;
+ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
+  ReferenceLoss r = {.rows = rows, .hidden = hidden, .vocab = vocab, .scale = 0.5};
+  r.x = random_values(h, rows * hidden, 1);
+  r.weight = random_values(h, vocab * hidden, deviation / sqrt((double)hidden));
+  r.targets = random_ids(h, rows, vocab);
+  reference_outputs(h, &r);
+  return r;
 }
 
-void loss_problem_add(Harness *h, LossProblem *p, int terms) {
-  ReferenceLoss *r = &p->r;
+void loss_problem_add(Harness *h, ReferenceLoss *r, int terms) {
   if (terms & TERM_SMOOTHING) r->label_smoothing = (float)0.1;
   if (terms & TERM_Z_LOSS) r->z_loss = (float)0.02;
   if (terms & TERM_SOFTCAP) r->softcap = 3;
   if (terms & TERM_TEMPERATURE) r->temperature = 1.5;
   if (terms & TERM_CLASS_WEIGHTS) {
-    double *weights = random_values(h, r->vocab, 1);
-    for (int64_t j = 0; j < r->vocab; j++) weights[j] = 0.25 + fabs(weights[j]);
-    r->class_weights = weights;
+    r->class_weights = random_values(h, r->vocab, 1);
+    for (int64_t j = 0; j < r->vocab; j++) r->class_weights[j] = 0.25 + fabs(r->class_weights[j]);
   }
   if (terms & TERM_TOKEN_WEIGHTS) r->token_weights = random_values(h, r->rows, 1);
   if (terms & TERM_ENTROPY) r->entropy_weights = random_values(h, r->rows, 1);
-  if (terms & TERM_BIAS) r->bias = p->bias = random_values(h, r->vocab, 1);
+  if (terms & TERM_BIAS) r->bias = random_values(h, r->vocab, 1);
   r->mean = terms & TERM_MEAN;
 }
 
-void loss_problem_lead(LossProblem *p, int64_t n, int64_t column, double lead) {
-  int64_t hidden = p->r.hidden, axis = n % hidden;
+void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead) {
+  int64_t hidden = p->hidden, axis = n % hidden;
   for (int64_t i = 0; i < hidden; i++) p->x[n * hidden + i] = i == axis;
   p->weight[column * hidden + axis] = p->weight[p->targets[n] * hidden + axis] + lead;
 }

@@ -30,19 +30,13 @@ extern const LossField loss_fields[]; // a name of NULL ends it
 double **loss_values(const ReferenceLoss *r, const LossField *f);
 int64_t loss_count(const ReferenceLoss *r, const LossField *f);
 
-// All arrays are host values of the harness.
-typedef struct {
-  ReferenceLoss r;           // its outputs are there; its gradients once reference_gradients has been called
-  double *x, *weight, *bias; // what r reads, to be changed
-  int32_t *targets;
-} LossProblem;
-
-// x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits have about the deviation given; scale is 0.5.
-LossProblem loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation);
-void loss_problem_add(Harness *h, LossProblem *p, int terms);
+// A problem whose arrays are host values of the harness: its outputs are there, its gradients once reference_gradients has been
+// called. x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits have about the deviation given; scale is 0.5.
+ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation);
+void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
 // Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n mod hidden, so
 // that W[column] and W[target] alone decide.
-void loss_problem_lead(LossProblem *p, int64_t n, int64_t column, double lead);
+void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
 // Positions of the tokens that count, then of those that do not; *counted of them count.
 int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
 

@@ -32,9 +32,9 @@ void reference_cross_entropy(double *loss, const double *logits, const int32_t *
 // computed is written, not added. Ignored tokens give 0 everywhere.
 typedef struct {
   int64_t rows, hidden, vocab;
-  const double *x, *weight, *bias;
-  const int32_t *targets;
-  const double *class_weights, *token_weights, *entropy_weights;
+  double *x, *weight, *bias;
+  int32_t *targets;
+  double *class_weights, *token_weights, *entropy_weights;
   double label_smoothing, z_loss, softcap, temperature; // temperature 0 is read as 1
   double scale;
   bool mean; // scale by 1 / sum of the counted targets' class weights as well

@@ -196,32 +196,24 @@ static Run run_make(Harness *h, Problem *p) {
                .accumulate = p->before};
 }
 
-static AttentionForward forward_of(AttentionShape s, Run r) {
-  return (AttentionForward){.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
-}
-
-static AttentionBackward backward_of(AttentionShape s, Run r) {
-  return (AttentionBackward){.dqkv = r.dqkv,
-                             .dbias = r.dbias,
-                             .dout = r.dout,
-                             .out = r.out,
-                             .lse = r.lse,
-                             .qkv = r.qkv,
-                             .documents = r.documents,
-                             .shape = s,
-                             .accumulate = r.accumulate};
-}
-
-static void run_both_passes(Harness *h, AttentionShape s, Run r) {
-  attention_forward(h->backend, forward_of(s, r));
-  attention_backward(h->backend, backward_of(s, r));
-}
-
-// The tensor-core kernels that devices other than Hopper take, on whatever device this is.
-static void run_portable(Harness *h, AttentionShape s, Run r) {
+// Both passes, by the kernels for this device or by the tensor-core kernels that devices other than Hopper take.
+static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
+  AttentionForward forward = {.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
+  AttentionBackward backward = {.dqkv = r.dqkv,
+                                .dbias = r.dbias,
+                                .dout = r.dout,
+                                .out = r.out,
+                                .lse = r.lse,
+                                .qkv = r.qkv,
+                                .documents = r.documents,
+                                .shape = s,
+                                .accumulate = r.accumulate};
+  if (!portable) {
+    attention_forward(h->backend, forward);
+    attention_backward(h->backend, backward);
+    return;
+  }
 #ifdef HAVE_CUDA
-  AttentionForward forward = forward_of(s, r);
-  AttentionBackward backward = backward_of(s, r);
   int64_t count = (int64_t)(cuda_attention_statistics_bytes(s) / sizeof(float));
   backward.workspace = poisoned_vector(h, DTYPE_F32, count); // the statistics
   Tensor counters = poisoned_vector(h, DTYPE_I32, ATTENTION_COUNTERS);
@@ -230,27 +222,34 @@ static void run_portable(Harness *h, AttentionShape s, Run r) {
   attention_statistics(&backward, counters.data, cudaStreamPerThread);
   attention_tensor_core_backward(&backward, cudaStreamPerThread);
   assert_int_equal(cudaStreamSynchronize(cudaStreamPerThread), cudaSuccess);
-#else
-  (void)h, (void)s, (void)r;
 #endif
 }
 
 enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
 
-// Checks the first `kinds`, on whole sequences and packed documents. The reference, which takes longest, is computed once
-// for all.
+// Checks the first `kinds`, on whole sequences and packed documents, and that they give the same bits again. The reference,
+// which takes longest, is computed once for all.
 static void check_shape(Harness *h, AttentionShape s, int kinds) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, s, packed);
     run_make(h, &p); // rounds the operands
     problem_solve(&p, h->dtype);
     for (int portable = 0; portable < kinds; portable++) {
-      Run r = run_make(h, &p);
-      (portable ? run_portable : run_both_passes)(h, s, r);
-      check_bounds(h, portable ? "portable out" : "out", s, r.out, p.out, p.out_bound);
-      check_bounds(h, portable ? "portable lse" : "lse", s, r.lse, p.lse, p.lse_bound);
-      check_bounds(h, portable ? "portable dqkv" : "dqkv", s, r.dqkv, p.dqkv, p.dqkv_bound);
-      if (!portable) check_bounds(h, "dbias", s, r.dbias, p.dbias, p.dbias_bound);
+      Run r = run_make(h, &p), again = run_make(h, &p);
+      run_passes(h, s, r, portable);
+      run_passes(h, s, again, portable);
+      const struct {
+        const char *what;
+        Tensor got, again;
+        double *want, *bound;
+      } results[] = {{portable ? "portable out" : "out", r.out, again.out, p.out, p.out_bound},
+                     {portable ? "portable lse" : "lse", r.lse, again.lse, p.lse, p.lse_bound},
+                     {portable ? "portable dqkv" : "dqkv", r.dqkv, again.dqkv, p.dqkv, p.dqkv_bound},
+                     {"dbias", r.dbias, again.dbias, p.dbias, p.dbias_bound}};
+      for (int i = 0; i < (portable ? 3 : 4); i++) {
+        check_bounds(h, results[i].what, s, results[i].got, results[i].want, results[i].bound);
+        check_bitwise_equal(h, results[i].what, results[i].got, results[i].again);
+      }
     }
     harness_pop((void **)&h);
   }
@@ -274,7 +273,7 @@ TEST(test_tensor_cores) {
       const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
       check_shape(*state, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
     }
-  // More work tiles than SMs.
+  // More work tiles than SMs, so that who does what differs between the runs.
   check_shape(*state, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
   check_shape(*state, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
 }
@@ -286,24 +285,6 @@ TEST(test_other_shapes) {
                                           {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128},
                                           {1, 1, 3, 1, 64},  {3, 5, 4, 2, 2},    {2, 67, 6, 2, 10}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(*state, shapes[i], 1);
-}
-
-// More work than SMs, so that who does what differs between the runs.
-TEST(test_bitwise_repeatable) {
-  Harness *h = *state;
-  for (int packed = 0; packed < 2; packed++)
-    for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-      AttentionShape s = {4, small_shapes() || !has_tensor_cores(h) ? 100 : 1000, 12, 4, head_dim};
-      Problem p = problem_make(h, s, packed);
-      Run r = run_make(h, &p), again = run_make(h, &p);
-      run_both_passes(h, s, r);
-      run_both_passes(h, s, again);
-      check_bitwise_equal(h, "out", r.out, again.out);
-      check_bitwise_equal(h, "lse", r.lse, again.lse);
-      check_bitwise_equal(h, "dqkv", r.dqkv, again.dqkv);
-      check_bitwise_equal(h, "dbias", r.dbias, again.dbias);
-      harness_pop((void **)&h);
-    }
 }
 
 // The float64 gradients are the derivatives of the float64 results.
@@ -360,34 +341,28 @@ TEST(test_rope) {
 
 // Decoding in pieces of any length gives the rows that attending to the whole sequence gives.
 static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const int64_t *pieces) {
-  int64_t width = s.num_heads * s.head_dim, packed = qkv_width(s);
   Problem p = problem_make(h, s, false);
-  run_make(h, &p); // rounds the operands
+  Run r = run_make(h, &p);
   problem_solve(&p, h->dtype);
   Tensor keys = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
   Tensor values = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
   for (int64_t past = 0; past < s.seq_len; past += *pieces++) {
-    int64_t count = *pieces;
-    double *part = host_values(h, s.batch * count * packed),
-           *want_part = host_values(h, s.batch * count * width);
-    for (int64_t b = 0; b < s.batch; b++) {
-      int64_t first = b * s.seq_len + past;
-      memcpy(part + b * count * packed, p.qkv + first * packed, (size_t)(count * packed) * sizeof *part);
-      memcpy(want_part + b * count * width, p.out + first * width, (size_t)(count * width) * sizeof *part);
-    }
     AttentionShape step = s;
-    step.seq_len = count;
-    Tensor out = poisoned(h, h->dtype, s.batch * count, width);
-    attention_decode(h->backend,
-                     (AttentionDecode){.out = out,
-                                       .keys = keys,
-                                       .values = values,
-                                       .qkv = tensor_from(h, h->dtype, part, s.batch * count, packed),
-                                       .shape = step,
-                                       .past = past});
-    check_values(h, "decoded attention", out, want_part,
-                 of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
+    step.seq_len = *pieces;
+    int64_t count = s.batch * step.seq_len;
+    int32_t *of_piece = random_ids(h, count, 1);
+    for (int64_t i = 0; i < count; i++)
+      of_piece[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
+    Tensor rows = ids_from(h, of_piece, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
+           out = poisoned(h, h->dtype, count, p.out_width);
+    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .rows = rows});
+    attention_decode(
+        h->backend, (AttentionDecode){
+                        .out = out, .keys = keys, .values = values, .qkv = qkv, .shape = step, .past = past});
+    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .rows = rows});
   }
+  check_values(h, "decoded attention", r.out, p.out,
+               of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
 }
 
 TEST(test_attention_decode) {

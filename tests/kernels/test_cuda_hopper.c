@@ -15,29 +15,36 @@ enum { SCRATCH_BYTES = 48 << 20 };
 typedef struct {
   int64_t rows, hidden, vocab;
   Tensor x, weight, targets, anchor, exps;
-  double *exps_want, *sum_want, *sums;
+  double *z, *exps_want, *sum_want, *sums;
 } Logits;
+
+// With these anchors and targets.
+static void logits_expect(Harness *h, Logits *l, double *anchor, const int32_t *targets) {
+  l->targets = ids_from(h, targets, l->rows);
+  l->anchor = vector_from(h, DTYPE_F32, anchor, l->rows);
+  for (int64_t n = 0; n < l->rows; n++) {
+    l->sum_want[n] = 0;
+    for (int64_t j = 0; j < l->vocab; j++) {
+      bool counts = targets[n] != IGNORE_INDEX && j != targets[n];
+      l->sum_want[n] += l->exps_want[n * l->vocab + j] = counts ? exp(l->z[n * l->vocab + j] - anchor[n]) : 0;
+    }
+  }
+}
 
 static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double scale) {
   Logits l = {.rows = rows, .hidden = hidden, .vocab = vocab};
   double *x = random_values(h, rows * hidden, 1), *weight = random_values(h, vocab * hidden, scale);
+  double *anchor = host_values(h, rows);
   int32_t *targets = random_ids(h, rows, vocab);
   targets[0] = (int32_t)vocab - 1; // the last tile's last column
   l.x = tensor_from(h, DTYPE_BF16, x, rows, hidden);
   l.weight = tensor_from(h, DTYPE_BF16, weight, vocab, hidden);
-  l.targets = ids_from(h, targets, rows);
-  double *z = host_values(h, rows * vocab), *anchor = host_values(h, rows);
-  reference_linear(z, x, weight, false, NULL, NULL, rows, hidden, vocab);
-  for (int64_t n = 0; n < rows; n++) anchor[n] = z[n * vocab + targets[n]];
-  l.anchor = vector_from(h, DTYPE_F32, anchor, rows);
+  l.z = host_values(h, rows * vocab);
+  reference_linear(l.z, x, weight, false, NULL, NULL, rows, hidden, vocab);
+  for (int64_t n = 0; n < rows; n++) anchor[n] = l.z[n * vocab + targets[n]];
   l.exps_want = host_values(h, rows * vocab);
   l.sum_want = host_values(h, rows);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++) {
-      double e = j == targets[n] ? 0 : exp(z[n * vocab + j] - anchor[n]);
-      l.exps_want[n * vocab + j] = e;
-      l.sum_want[n] += e;
-    }
+  logits_expect(h, &l, anchor, targets);
   l.exps = poisoned_strided(h, DTYPE_BF16, rows, vocab, (vocab + 63) / 64 * 64);
   l.sums = host_values(h, rows);
   return l;
@@ -119,27 +126,15 @@ TEST(test_logits_in_groups) {
 // which must not show; what log2(e) itself lacks in fp32 does, 1.4e-8 for each unit of the exponent.
 TEST(test_nearly_certain) {
   Harness *h = *state;
-  int64_t rows = 130, hidden = 64, vocab = 500;
-  Logits l = logits_make(h, rows, hidden, vocab, 0.01);
-  double *x = values_of(h, l.x), *weight = values_of(h, l.weight), *anchor = host_values(h, rows);
-  double *z = host_values(h, rows * vocab), *want = host_values(h, rows);
-  int32_t *targets = malloc((size_t)rows * sizeof *targets);
-  assert_non_null(targets);
-  backend_to_host(h->backend, targets, l.targets);
-  reference_linear(z, x, weight, false, NULL, NULL, rows, hidden, vocab);
-  for (int64_t n = 0; n < rows; n++) {
-    anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
-    anchor[n] = (float)anchor[n];
-    for (int64_t j = 0; j < vocab; j++)
-      if (j != targets[n]) want[n] += exp(z[n * vocab + j] - anchor[n]);
-  }
-  l.anchor = vector_from(h, DTYPE_F32, anchor, rows);
+  Logits l = logits_make(h, 130, 64, 500, 0.01);
+  double *anchor = host_values(h, l.rows);
+  for (int64_t n = 0; n < l.rows; n++) anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
+  logits_expect(h, &l, anchor, random_ids(h, l.rows, l.vocab));
   logits_run(h, &l, true, SCRATCH_BYTES);
-  for (int64_t n = 0; n < rows; n++)
-    if (!(fabs(l.sums[n] - want[n]) <= (5e-7 + 1.4e-8 * anchor[n]) * want[n]))
+  for (int64_t n = 0; n < l.rows; n++)
+    if (!(fabs(l.sums[n] - l.sum_want[n]) <= (5e-7 + 1.4e-8 * anchor[n]) * l.sum_want[n]))
       fail_msg("row %lld with anchor %.2f sums to %.9g, not %.9g", (long long)n, anchor[n], l.sums[n],
-               want[n]);
-  free(targets);
+               l.sum_want[n]);
 }
 
 // A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is zeros, whatever
@@ -153,13 +148,9 @@ TEST(test_special_rows) {
   backend_to_host(h->backend, targets, l.targets);
   for (int64_t n = 0; n < l.rows; n++) {
     if (n % OVERFLOWS == 0) anchor[n] = -200 - 0.7 * (double)n;
-    if (n % IGNORED) continue;
-    targets[n] = IGNORE_INDEX;
-    l.sum_want[n] = 0;
-    for (int64_t j = 0; j < l.vocab; j++) l.exps_want[n * l.vocab + j] = 0;
+    if (n % IGNORED == 0) targets[n] = IGNORE_INDEX;
   }
-  l.anchor = vector_from(h, DTYPE_F32, anchor, l.rows);
-  l.targets = ids_from(h, targets, l.rows);
+  logits_expect(h, &l, anchor, targets);
   const uint16_t nan_bits = 0x7FC0;
   backend_to_device(h->backend, tensor_1d((char *)l.x.data + (NAN_ROW * 64 + 5) * 2, DTYPE_BF16, 1),
                     &nan_bits);
@@ -192,10 +183,7 @@ static void gradient_case(Harness *h, const void *shape) {
   Tensor again = poisoned(h, s->dtype, rows, hidden);
   Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)s->scratch_bytes / 4);
   double *want = host_values(h, rows * hidden);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t j = 0; j < vocab; j++)
-      for (int64_t i = 0; i < hidden; i++)
-        want[n * hidden + i] += exps[n * vocab + j] * weight[j * hidden + i];
+  reference_linear(want, exps, weight, true, NULL, NULL, rows, vocab, hidden);
   assert_true(hopper_dx(h->backend, out, e, w, scratch.data, s->scratch_bytes, true));
   check_values(h, "dX", out, want, within(2, (double)vocab));
   check_gaps(h, "dX", out);
@@ -300,29 +288,6 @@ TEST(test_refuses) {
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
   assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,
                              poisoned(h, DTYPE_BF16, 64, 32))); // tiles too few
-}
-
-// linear_cross_entropy in chunks, against float64: rows that are misaligned (the portable path) and rows that are
-// not.
-static void layer_case(Harness *h, const void *shape) {
-  const int64_t *sizes = shape;
-  LossProblem p = loss_problem(h, sizes[0], sizes[1], sizes[2], 0.3 * sqrt((double)sizes[1]));
-  p.r.scale = (float)(1.0 / (double)sizes[0]);
-  reference_gradients(h, &p.r);
-  LinearCrossEntropy a = loss_call(h, &p.r, LCE_FUSED, sizes[3]);
-  a.outputs = (TokenOutputs){0};
-  a.dx = poisoned(h, DTYPE_F32, sizes[0], sizes[1]);
-  reference_loss(&p.r);
-  linear_cross_entropy(h->backend, a);
-  check_values(h, "loss", a.loss, p.r.loss, within(4, (double)sizes[1]));
-  check_values(h, "dx", a.dx, p.r.dx, within_stored(h, 2, 1));
-  check_values(h, "dweight", a.dweight, p.r.dweight, of_size(within_stored(h, 2, 1), p.r.scale));
-}
-
-TEST(test_layer) {
-  static const int64_t shapes[][4] = {
-      {300, 64, 1001, 128}, {300, 63, 1001, 128}, {129, 200, 770, 50}, {1700, 64, 1001, 1700}};
-  RUN_CASES(*state, layer_case, shapes);
 }
 
 int main(void) {

@@ -3,6 +3,7 @@
 #include <float.h>
 
 #include "tests/harness.h"
+#include "tests/reference.h"
 
 // --- codes -------------------------------------------------------------------------------------------------
 
@@ -148,14 +149,8 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   if (variant & (RESIDUAL | IN_PLACE)) m.residual = addend;
   m.out = variant & IN_PLACE ? addend : poisoned_strided(h, dtype, rows, outputs, outputs + 16);
   double *x = decoded(h, a), *w = decoded(h, b), *want = host_values(h, rows * outputs);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t o = 0; o < outputs; o++) {
-      double sum = 0;
-      for (int64_t i = 0; i < inputs; i++) sum += x[n * inputs + i] * w[o * inputs + i];
-      if (variant & BIAS) sum += bias[o];
-      if (tensor_exists(m.residual)) sum += terms[n * outputs + o];
-      want[n * outputs + o] = sum;
-    }
+  reference_linear(want, x, w, false, variant & BIAS ? bias : NULL, tensor_exists(m.residual) ? terms : NULL,
+                   rows, inputs, outputs);
   matmul_fp8(h->backend, m);
   // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a bf16
   // result that is added to may be rounded before, too.

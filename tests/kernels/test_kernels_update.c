@@ -230,16 +230,6 @@ TEST(test_reduce) {
   RUN_MIRRORED(*state, reduce_case, mirrored);
 }
 
-static void clip_case(Harness *h, double square, float max_norm, double norm, double scale) {
-  ClipScale a = {.norm = poisoned_vector(h, DTYPE_F32, 1),
-                 .scale = poisoned_vector(h, DTYPE_F32, 1),
-                 .sum_of_squares = vector_from(h, DTYPE_F32, &square, 1),
-                 .max_norm = max_norm};
-  clip_scale(h->backend, a);
-  check_values(h, "norm", a.norm, &norm, within(2, 1));
-  check_values(h, "clip scale", a.scale, &scale, within(2, 1));
-}
-
 // From every dtype to every other, in place too, in pieces of 8 elements and one by one.
 TEST(test_scale_by) {
   Harness *h = *state;
@@ -259,12 +249,21 @@ TEST(test_scale_by) {
 }
 
 TEST(test_clip_scale) {
-  clip_case(*state, 16, 1, 4, 0.25);
-  clip_case(*state, 16, 8, 4, 1);
-  clip_case(*state, 16, 0, 4, 1);
-  clip_case(*state, 0, 1, 0, 1);
-  clip_case(*state, (double)INFINITY, 1, (double)INFINITY, (double)NAN);
-  clip_case(*state, (double)NAN, 1, (double)NAN, (double)NAN);
+  Harness *h = *state;
+  // The sum of squares and the greatest norm; the norm and the scale that they give.
+  const double cases[][4] = {
+      {16, 1, 4, 0.25},  {16, 8, 4, 1}, {16, 0, 4, 1}, {0, 1, 0, 1}, {INFINITY, 1, INFINITY, NAN},
+      {NAN, 1, NAN, NAN}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    double square = cases[i][0];
+    ClipScale a = {.norm = poisoned_vector(h, DTYPE_F32, 1),
+                   .scale = poisoned_vector(h, DTYPE_F32, 1),
+                   .sum_of_squares = vector_from(h, DTYPE_F32, &square, 1),
+                   .max_norm = (float)cases[i][1]};
+    clip_scale(h->backend, a);
+    check_values(h, "norm", a.norm, &cases[i][2], within(2, 1));
+    check_values(h, "clip scale", a.scale, &cases[i][3], within(2, 1));
+  }
 }
 
 // --- copies, collectives of one rank, what the system says -------------------------------------------------

@@ -15,38 +15,34 @@ static void set(const char *const *pairs) {
 
 #define LAUNCHED(...) (set((const char *const[]){__VA_ARGS__, NULL}), launch_read())
 
+// launcher rank/ranks local rank/local ranks address:port.
+static void check(Launch l, const char *want) {
+  char got[512];
+  snprintf(got, sizeof got, "%s %d/%d %d/%d %s:%d%s", l.launcher ? l.launcher : "none", l.rank, l.ranks,
+           l.local_rank, l.local_ranks, l.address, l.port, l.mpi ? " mpi" : "");
+  assert_string_equal(got, want);
+}
+
+#define TORCHRUN  "RANK", "3", "WORLD_SIZE", "8", "MASTER_ADDR", "a.b", "MASTER_PORT", "29500"
+#define SRUN(job) "SLURM_STEP_ID", "0", "SLURM_JOB_ID", job, "SLURM_PROCID", "5", "SLURM_NTASKS", "16"
+
 TEST(variables_of_launchers_are_read) {
-  set((const char *const[]){NULL});
-  Launch l = launch_read();
-  assert_null(l.launcher);
-  assert_int_equal(l.ranks, 1);
-  l = LAUNCHED("RANK", "3", "WORLD_SIZE", "8", "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2", "MASTER_ADDR",
-               "a.b", "MASTER_PORT", "29500");
-  assert_string_equal(l.launcher, "torchrun");
-  assert_true(l.rank == 3 && l.ranks == 8 && l.local_rank == 1 && l.local_ranks == 2 && l.port == 29500 &&
-              !l.mpi);
-  assert_string_equal(l.address, "a.b");
-  l = LAUNCHED("RANK", "3", "WORLD_SIZE", "8", "MASTER_ADDR", "a.b", "MASTER_PORT", "29500",
-               "TORCHELASTIC_RUN_ID", "x");
-  assert_int_equal(l.port, 29501); // torchrun's own store listens at the other
-  l = LAUNCHED("OMPI_COMM_WORLD_RANK", "2", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_RANK", "0",
-               "OMPI_COMM_WORLD_LOCAL_SIZE", "2");
-  assert_string_equal(l.launcher, "mpirun");
-  assert_true(l.rank == 2 && l.ranks == 4 && l.local_rank == 0 && l.local_ranks == 2 && l.mpi);
-  l = LAUNCHED("SLURM_STEP_ID", "0", "SLURM_JOB_ID", "77", "SLURM_PROCID", "5", "SLURM_NTASKS", "16",
-               "SLURM_LOCALID", "1", "SLURM_STEP_NODELIST", "gpu[03-06,9],x7");
-  assert_string_equal(l.launcher, "srun");
+  check(LAUNCHED("HOME", "/"), "none 0/1 0/0 :0");
+  check(LAUNCHED(TORCHRUN, "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2"), "torchrun 3/8 1/2 a.b:29500");
+  // torchrun's own store listens at the port it names.
+  check(LAUNCHED(TORCHRUN, "LOCAL_RANK", "1", "LOCAL_WORLD_SIZE", "2", "TORCHELASTIC_RUN_ID", "x"),
+        "torchrun 3/8 1/2 a.b:29501");
+  check(LAUNCHED("OMPI_COMM_WORLD_RANK", "2", "OMPI_COMM_WORLD_SIZE", "4", "OMPI_COMM_WORLD_LOCAL_RANK", "0",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        "mpirun 2/4 0/2 :0 mpi");
+  Launch l = LAUNCHED(SRUN("77"), "SLURM_LOCALID", "1", "SLURM_STEP_NODELIST", "gpu[03-06,9],x7");
   assert_true(l.rank == 5 && l.ranks == 16 && l.local_rank == 1 && l.port >= 20000 && !l.mpi);
+  assert_string_equal(l.launcher, "srun");
   assert_string_equal(l.address, "gpu03");
-  int port = l.port; // of job 77; that of job 277 is another
-  l = LAUNCHED("SLURM_STEP_ID", "0", "SLURM_JOB_ID", "277", "SLURM_PROCID", "5", "SLURM_NTASKS", "16",
-               "SLURM_STEP_NODELIST", "gpu03");
-  assert_int_not_equal(l.port, port);
+  assert_int_not_equal(LAUNCHED(SRUN("277"), "SLURM_STEP_NODELIST", "gpu03").port, l.port);
   // A batch script of Slurm is no step; a job of one process needs no others.
-  l = LAUNCHED("SLURM_PROCID", "0", "SLURM_NTASKS", "16");
-  assert_int_equal(l.ranks, 1);
-  l = LAUNCHED("OMPI_COMM_WORLD_RANK", "0", "OMPI_COMM_WORLD_SIZE", "1");
-  assert_null(l.launcher);
+  assert_int_equal(LAUNCHED("SLURM_PROCID", "0", "SLURM_NTASKS", "16").ranks, 1);
+  assert_null(LAUNCHED("OMPI_COMM_WORLD_RANK", "0", "OMPI_COMM_WORLD_SIZE", "1").launcher);
   ASSERT_FAILS(LAUNCHED("RANK", "8", "WORLD_SIZE", "8"), "RANK=8", "WORLD_SIZE=8");
   ASSERT_FAILS(LAUNCHED("RANK", "x", "WORLD_SIZE", "8"), "RANK=x");
   ASSERT_FAILS(LAUNCHED("RANK", "1", "WORLD_SIZE", "8", "MASTER_ADDR", "a"), "MASTER_PORT");

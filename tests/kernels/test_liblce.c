@@ -85,27 +85,27 @@ static const int32_t UNWRITTEN = 0x4640E6B7;
 
 // Every third token is ignored, but never all.
 static Problem make_problem(Harness *h, Shape s) {
-  LossProblem l = loss_problem(h, s.tokens, s.hidden, s.vocab, 1);
+  ReferenceLoss l = loss_problem(h, s.tokens, s.hidden, s.vocab, 1);
   if (s.terms)
     loss_problem_add(h, &l,
                      TERM_MEAN | TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS |
                          TERM_TOKEN_WEIGHTS);
   if (s.logits) loss_problem_add(h, &l, TERM_SOFTCAP | TERM_BIAS | TERM_ENTROPY);
   for (int64_t i = 1; i < s.tokens; i += 3) l.targets[i] = IGNORE_INDEX;
-  if (!s.forward_only) reference_gradients(h, &l.r);
+  if (!s.forward_only) reference_gradients(h, &l);
   Problem p = {.args = {.tokens = s.tokens,
                         .hidden_size = s.hidden,
                         .vocab_size = s.vocab,
                         .chunk = s.chunk,
                         .materialized = s.materialized,
                         .targets_int64 = s.wide,
-                        .mean = l.r.mean,
-                        .label_smoothing = (float)l.r.label_smoothing,
-                        .z_loss = (float)l.r.z_loss,
-                        .softcap = (float)l.r.softcap,
-                        .temperature = (float)l.r.temperature,
+                        .mean = l.mean,
+                        .label_smoothing = (float)l.label_smoothing,
+                        .z_loss = (float)l.z_loss,
+                        .softcap = (float)l.softcap,
+                        .temperature = (float)l.temperature,
                         .scale = 0.5f},
-               .want = l.r};
+               .want = l};
   for (const Field *f = fields; f->name; f++) {
     double *same = in_reference(&p.want, f);
     bool of_logits = f->at > offsetof(lce_args, logsumexp);

@@ -1,7 +1,10 @@
-// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
-// chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides.
+// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several chunks) and the
+// materialized one, with and without ignored targets, on shapes that nothing divides; and the float64 reference against PyTorch.
+
+#include <cjson/cJSON.h>
 
 #include "tests/loss_problem.h"
+#include "tests/process.h"
 
 // --- terms, each of which may be on ------------------------------------------------------------------------
 
@@ -23,8 +26,8 @@ static const char *name_of(int terms) {
   return name[0] ? name : "plain";
 }
 
-static LossProblem make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
-  LossProblem p = loss_problem(h, rows, hidden, vocab, 2);
+static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
+  ReferenceLoss p = loss_problem(h, rows, hidden, vocab, 2);
   loss_problem_add(h, &p, terms);
   for (int64_t n = 1; n < rows && terms & (TERM_IGNORED | TERM_ROWS); n += 3) p.targets[n] = IGNORE_INDEX;
   return p;
@@ -37,18 +40,91 @@ TEST(test_reference) {
   Harness *h = *state;
   for (int all = 0; all < 2; all++) {
     int terms = all ? (1 << TERMS) - 1 : 0;
-    LossProblem p = make_problem(h, terms, 5, 7, 11);
-    reference_gradients(h, &p.r);
-    reference_loss(&p.r);
-    Tolerance close = of_size(within(4, 16), p.r.scale);
-    Tensor dx = tensor_from(h, DTYPE_F32, p.r.dx, 5, 7),
-           dweight = tensor_from(h, DTYPE_F32, p.r.dweight, 11, 7);
-    check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p.r, close);
-    check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p.r, close);
+    ReferenceLoss p = make_problem(h, terms, 5, 7, 11);
+    reference_gradients(h, &p);
+    reference_loss(&p);
+    Tolerance close = of_size(within(4, 16), p.scale);
+    Tensor dx = tensor_from(h, DTYPE_F32, p.dx, 5, 7), dweight = tensor_from(h, DTYPE_F32, p.dweight, 11, 7);
+    check_gradient(h, "reference dx", dx, NULL, p.x, reference_objective, &p, close);
+    check_gradient(h, "reference dweight", dweight, NULL, p.weight, reference_objective, &p, close);
     if (!all) continue;
-    Tensor dbias = vector_from(h, DTYPE_F32, p.r.dbias, 11);
-    check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p.r, close);
+    Tensor dbias = vector_from(h, DTYPE_F32, p.dbias, 11);
+    check_gradient(h, "reference dbias", dbias, NULL, p.bias, reference_objective, &p, close);
   }
+}
+
+// What PyTorch makes of one small problem, every term alone and combined, in float64 with autograd
+// (tests/golden/make_loss_golden.py).
+static double number(const cJSON *object, const char *key) {
+  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
+  if (!cJSON_IsNumber(item)) fail_msg("loss.json lacks the number %s", key);
+  return item->valuedouble;
+}
+
+static double *elements(Harness *h, const cJSON *object, const char *key, int64_t count) {
+  const cJSON *array = cJSON_GetObjectItemCaseSensitive(object, key), *item;
+  if (cJSON_GetArraySize(array) != count) fail_msg("%s in loss.json holds no %d elements", key, (int)count);
+  double *values = host_values(h, count);
+  int64_t i = 0;
+  cJSON_ArrayForEach(item, array) values[i++] = item->valuedouble;
+  return values;
+}
+
+// Inputs that a case does without are NULL.
+static ReferenceLoss golden_case(Harness *h, const cJSON *document, const cJSON *item) {
+  ReferenceLoss r = {.rows = (int64_t)number(document, "rows"),
+                     .hidden = (int64_t)number(document, "hidden"),
+                     .vocab = (int64_t)number(document, "vocab"),
+                     .label_smoothing = number(item, "label_smoothing"),
+                     .z_loss = number(item, "z_loss"),
+                     .softcap = number(item, "softcap"),
+                     .temperature = number(item, "temperature"),
+                     .scale = number(item, "scale"),
+                     .mean = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(item, "mean")),
+                     .objective = number(item, "objective")};
+  double *targets = elements(h, cJSON_HasObjectItem(item, "targets") ? item : document, "targets", r.rows);
+  int32_t *ids = random_ids(h, r.rows, 1);
+  for (int64_t n = 0; n < r.rows; n++) ids[n] = (int32_t)targets[n];
+  r.targets = ids;
+  for (const LossField *f = loss_fields; f->name; f++) {
+    char with[64];
+    snprintf(with, sizeof with, "with_%s", f->name);
+    bool without = cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(item, with));
+    if (without || (!strcmp(f->name, "dbias") && !r.bias)) continue;
+    *loss_values(&r, f) = elements(h, f->kind < LOSS_OUTPUT ? document : item, f->name, loss_count(&r, f));
+  }
+  return r;
+}
+
+// Two float64 computations of the same elements, by different formulas.
+static void check_double(const char *name, const char *what, const double *got, const double *want,
+                         int64_t count) {
+  double largest = 1;
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(want[i]));
+  for (int64_t i = 0; i < count; i++)
+    if (!(fabs(got[i] - want[i]) <= 1e-14 * largest))
+      fail_msg("%s: the reference's %s of %d is %.17g, should be %.17g", name, what, (int)i, got[i], want[i]);
+}
+
+TEST(test_reference_is_as_in_torch) {
+  char *text = read_text("tests/golden/loss.json");
+  cJSON *document = cJSON_Parse(text), *item;
+  int count = 0;
+  cJSON_ArrayForEach(item, cJSON_GetObjectItemCaseSensitive(document, "cases")) {
+    const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "name"));
+    ReferenceLoss want = golden_case(*state, document, item), r = want;
+    reference_outputs(*state, &r);
+    reference_gradients(*state, &r);
+    reference_loss(&r);
+    check_double(name, "objective", &r.objective, &want.objective, 1);
+    for (const LossField *f = loss_fields; f->name; f++)
+      if (*loss_values(&want, f))
+        check_double(name, f->name, *loss_values(&r, f), *loss_values(&want, f), loss_count(&want, f));
+    count++;
+  }
+  assert_in_range(count, 20, 1000);
+  cJSON_Delete(document);
+  free(text);
 }
 
 // --- the layer ---------------------------------------------------------------------------------------------
@@ -61,8 +137,8 @@ typedef struct {
 } Way;
 
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
-  LossProblem p = make_problem(h, terms, rows, hidden, vocab);
-  ReferenceLoss *r = &p.r;
+  ReferenceLoss p = make_problem(h, terms, rows, hidden, vocab);
+  ReferenceLoss *r = &p;
   if (!way.forward_only) reference_gradients(h, r);
   LinearCrossEntropy a = loss_call(h, r, way.mode, way.chunk);
   if (terms & TERM_ROWS) a.rows = ids_from(h, counted_positions(h, p.targets, rows, &a.counted), rows);
@@ -129,11 +205,11 @@ TEST(test_nothing_counts) {
   Harness *h = *state;
   double *zeros = host_values(h, 10 * 6);
   for (int way = 0; way < 4; way++) {
-    LossProblem p = loss_problem(h, 4, 6, 10, 1);
+    ReferenceLoss p = loss_problem(h, 4, 6, 10, 1);
     loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_MEAN | (way & 2 ? TERM_BIAS : 0));
     for (int n = 0; n < 4; n++) p.targets[n] = IGNORE_INDEX;
-    reference_gradients(h, &p.r);
-    LinearCrossEntropy a = loss_call(h, &p.r, way & 1 ? LCE_MATERIALIZED : LCE_FUSED, 3);
+    reference_gradients(h, &p);
+    LinearCrossEntropy a = loss_call(h, &p, way & 1 ? LCE_MATERIALIZED : LCE_FUSED, 3);
     if (way & 2) a.rows = ids_from(h, p.targets, 4); // not read
     linear_cross_entropy(h->backend, a);
     const Tensor results[] = {a.loss, a.dx, a.dweight, a.dbias};

@@ -58,7 +58,9 @@ static Memory counted_memory(Counter *counter) {
 
 // What is not 0 of bytes by category.
 static const char *said(const size_t *bytes) {
-  static char text[512];
+  static char texts[4][512];
+  static int turn;
+  char *text = texts[turn++ % 4];
   text[0] = 0;
   for (int i = 0; i < MEMORY_CATEGORY_COUNT; i++)
     if (bytes[i])
@@ -67,120 +69,154 @@ static const char *said(const size_t *bytes) {
   return text;
 }
 
-// All of the memory, its peak; of them on the stack.
-static void check_ledger(const Memory *m, size_t total, size_t peak, size_t stack, size_t stack_peak) {
+// In use and at most; of that on the stack; by category, at the peak, and each one's most.
+static void check_ledger(const Memory *m, const char *want) {
   const Ledger *l = &m->ledger;
-  const size_t got[] = {l->total, l->peak, l->stack, l->stack_peak},
-               want[] = {total, peak, stack, stack_peak};
-  for (int i = 0; i < 4; i++) assert_int_equal(got[i], want[i]);
+  char got[2048];
+  snprintf(got, sizeof got, "%zu of %zu, stack %zu of %zu | %s | %s | %s", l->total, l->peak, l->stack,
+           l->stack_peak, said(l->now), said(l->at_peak), said(l->highest));
+  assert_string_equal(got, want);
 }
 
-TEST(test_reserving) {
-  Counter counter = {.limit = 4096};
-  Memory m = counted_memory(&counter);
-  char *a = memory_reserve(&m, "a", MEMORY_WEIGHTS, 1000), *b = memory_reserve(&m, "b", MEMORY_MOMENTS, 256);
-  assert_int_equal((uintptr_t)a % MEMORY_ALIGNMENT, 0);
-  assert_int_equal((uintptr_t)b % MEMORY_ALIGNMENT, 0);
-  for (int i = 0; i < 1000; i++) assert_int_equal(a[i], 0);
-  assert_string_equal(said(m.ledger.now), "weights 1024, optimizer moments 256");
-  check_ledger(&m, 1280, 1280, 0, 0);
-  assert_int_equal(counter.given, 1280);
-  memory_destroy(&m);
-  assert_int_equal(counter.blocks, 0);
-  assert_int_equal(counter.given, 0);
+static void check_events(const Memory *m) {
+  static const struct {
+    const char *name;
+    int step;
+    const char *bytes;
+  } want[] = {{"more", 7, "weights 1024, activations 1280"},
+              {"empty", 7, "weights 1024, activations 1280"},
+              {"head", 7, "weights 1024, activations 1280, lm_head, loss 512"},
+              {"head", 8, "weights 1024, activations 1280"},
+              {"empty", 8, "weights 1024, activations 1280"},
+              {"more", 8, "weights 1024, activations 256"},
+              {"table", 8, "weights 1024, tables and batch 256, activations 256"}};
+  assert_int_equal(m->ledger.event_count, sizeof want / sizeof *want);
+  for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+    const LedgerEvent *e = &m->ledger.events[i];
+    assert_string_equal(e->name, want[i].name);
+    assert_int_equal(e->step, want[i].step);
+    assert_string_equal(said(e->bytes), want[i].bytes);
+  }
 }
 
-// The stack hands out the same bytes again in the order last in, first out.
-TEST(test_stack) {
+// The stack hands out the same bytes again in the order last in, first out. A plan counts as what it plans for does, and its
+// tensors lie as far apart.
+static void check_memory(Memory *m) {
+  memory_set_stack(m, 4096);
+  char *weights = memory_reserve(m, "weights", MEMORY_WEIGHTS, 1000);
+  assert_int_equal((uintptr_t)weights % MEMORY_ALIGNMENT, 0);
+  for (int i = 0; i < 1000 && !m->planning; i++) assert_int_equal(weights[i], 0);
+  Tensor kept = memory_push_1d(m, "kept", MEMORY_ACTIVATIONS, DTYPE_F32, 64);
+  assert_true(tensor_exists(kept) && (m->planning || kept.data == m->stack_base));
+  MemoryMark mark = memory_mark(m);
+  m->ledger.recording = true;
+  m->ledger.step = 7;
+  Tensor more = memory_push_2d(m, "more", MEMORY_ACTIVATIONS, DTYPE_BF16, 7, 55); // 770 bytes: 1024
+  Tensor empty = memory_push_1d(m, "empty", MEMORY_HEAD, DTYPE_F32, 0);
+  Tensor head = memory_push_1d(m, "head", MEMORY_HEAD, DTYPE_F32, 128);
+  assert_string_equal(tensor_text(more).text, "bf16 [7, 55]");
+  assert_ptr_equal(more.data, (char *)kept.data + 256);
+  assert_ptr_equal(empty.data, (char *)more.data + 1024);
+  assert_ptr_equal(head.data, empty.data);
+  check_ledger(m, "2816 of 2816, stack 1792 of 1792 | weights 1024, activations 1280, lm_head, loss 512 | "
+                  "weights 1024, activations 1280, lm_head, loss 512 | "
+                  "weights 1024, activations 1280, lm_head, loss 512");
+  m->ledger.step = 8;
+  memory_pop_to(m, mark);
+  memory_reserve(m, "table", MEMORY_TABLES, 1);
+  m->ledger.recording = false;
+  check_events(m);
+  // The head's own peak comes later than the peak of all.
+  Tensor larger = memory_push_1d(m, "larger head", MEMORY_HEAD, DTYPE_F32, 256);
+  assert_ptr_equal(larger.data, more.data);
+  check_ledger(m, "2560 of 2816, stack 1280 of 1792 | "
+                  "weights 1024, tables and batch 256, activations 256, lm_head, loss 1024 | "
+                  "weights 1024, activations 1280, lm_head, loss 512 | "
+                  "weights 1024, tables and batch 256, activations 1280, lm_head, loss 1024");
+  memory_pop_to(m, mark);
+  ledger_reset_peak(&m->ledger);
+#define LEFT "weights 1024, tables and batch 256, activations 256"
+  check_ledger(m, "1536 of 1536, stack 256 of 256 | " LEFT " | " LEFT " | " LEFT);
+  // As high as before is no new peak: who held it first stays.
+  memory_push_1d(m, "head", MEMORY_HEAD, DTYPE_F32, 64);
+  memory_pop_to(m, mark);
+  memory_push_1d(m, "scratch", MEMORY_WORKSPACE, DTYPE_F32, 64);
+  check_ledger(m, "1792 of 1792, stack 512 of 512 | " LEFT ", workspace 256 | " LEFT
+                  ", lm_head, loss 256 | " LEFT ", lm_head, loss 256, workspace 256");
+  ASSERT_SAYS(memory_set_stack(m, 8192), "internal: the memory stack is remade while kept lies on it");
+  memory_pop_to(m, 0);
+  assert_int_equal(m->ledger.total, 1280);
+  m->ledger.recording = true;
+  for (int i = 0; i < 1000; i++) { // more events than the first array holds
+    memory_push_1d(m, "x", MEMORY_HEAD, DTYPE_F32, 1);
+    memory_pop_to(m, 0);
+  }
+  assert_int_equal(m->ledger.event_count, 7 + 2000);
+}
+
+TEST(test_ledger) {
   Counter counter = {.limit = 1 << 20};
-  Memory m = counted_memory(&counter);
-  memory_set_stack(&m, 2048);
-  Tensor a = memory_push_1d(&m, "a", MEMORY_ACTIVATIONS, DTYPE_F32, 65); // 260 bytes: 512
-  MemoryMark mark = memory_mark(&m);
-  Tensor b = memory_push_2d(&m, "b", MEMORY_HEAD, DTYPE_BF16, 3, 5);
-  Tensor empty = memory_push_1d(&m, "empty", MEMORY_HEAD, DTYPE_F32, 0);
-  assert_ptr_equal(a.data, m.stack_base);
-  assert_ptr_equal(b.data, (char *)a.data + 512);
-  assert_ptr_equal(empty.data, (char *)b.data + 256);
-  assert_string_equal(tensor_text(b).text, "bf16 [3, 5]");
-  memory_pop_to(&m, mark);
-  check_ledger(&m, 512, 768, 512, 768);
-  Tensor c = memory_push_1d(&m, "c", MEMORY_WORKSPACE, DTYPE_I32, 1);
-  assert_ptr_equal(c.data, b.data);
-  ASSERT_SAYS(memory_set_stack(&m, 4096), "internal: the memory stack is remade while a lies on it");
-  memory_pop_to(&m, 0);
-  assert_int_equal(m.ledger.total, 0);
-  memory_set_stack(&m, 4096); // the old one goes back
-  assert_int_equal(counter.given, 4096);
-  assert_int_equal(counter.blocks, 1);
+  Memory plan = memory_create(NULL), m = counted_memory(&counter);
+  check_memory(&plan);
+  memory_push_2d(&plan, "logits", MEMORY_HEAD, DTYPE_F32, 10000000, 128256); // terabytes cost nothing
+  assert_int_equal(plan.ledger.now[MEMORY_HEAD] >> 40, 4);
+  memory_destroy(&plan);
+  check_memory(&m);
+  assert_int_equal(counter.given, 1280 + 4096);
+  memory_set_stack(&m, 2048); // the old one goes back
+  assert_int_equal(counter.given, 1280 + 2048);
   memory_set_stack(&m, 0);
-  assert_int_equal(counter.blocks, 0);
+  assert_int_equal(counter.blocks, 2);
   memory_destroy(&m);
+  assert_int_equal(counter.given + counter.blocks, 0);
+}
+
+#define ASSERT_FULL(call, text)                                                                              \
+  ASSERT_SAYS((call, 0), "out of memory: " text                                                              \
+                         "; a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a "       \
+                         "smaller --lce-chunk needs less, and --plan says how much")
+
+// A limit below what the source has counts reservations and the stack, however much of that is pushed.
+static void check_full(size_t source, size_t limit) {
+  Counter counter = {.limit = source};
+  Memory m = counted_memory(&counter);
+  m.limit = limit;
+  ASSERT_FULL(memory_reserve(&m, "weights", MEMORY_WEIGHTS, 10000),
+              "weights needs 10.0 KiB more, and 0 B are in use (nothing yet)");
+  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
+  ASSERT_FULL(memory_set_stack(&m, 3073),
+              "the step's stack needs 3.0 KiB more, and 1.0 KiB are in use (weights 1.0 KiB)");
+  memory_set_stack(&m, 2048);
+  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 128);
+  ASSERT_FULL(memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1025),
+              "gradients needs 1.2 KiB more, and 1.5 KiB are in use (weights 1.0 KiB, activations 512 B)");
+  memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1024);
+  assert_int_equal(counter.given, 4096);
+  memory_push_1d(&m, "rest", MEMORY_HEAD, DTYPE_F32, 384); // to the last byte
+  ASSERT_FULL(memory_push_1d(&m, "one more", MEMORY_HEAD, DTYPE_F32, 1),
+              "one more needs 256 B more, and 4.0 KiB are in use (weights 1.0 KiB, gradients 1.0 KiB, "
+              "activations 512 B, lm_head, loss 1.5 KiB)");
+  memory_pop_to(&m, 0);
+  ASSERT_FULL(memory_set_stack(&m, 8192), "the step's stack needs 8.0 KiB more, and 2.0 KiB are in use "
+                                          "(weights 1.0 KiB, gradients 1.0 KiB)");
+  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 512); // the stack of before still holds it
+  memory_destroy(&m);
+  assert_int_equal(counter.blocks, 0);
 }
 
 TEST(test_out_of_memory) {
-  Counter counter = {.limit = 8192};
-  Memory m = counted_memory(&counter);
-#define ADVICE                                                                                               \
-  "; a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "    \
-  "less, and --plan says how much"
-  ASSERT_SAYS(memory_reserve(&m, "weights", MEMORY_WEIGHTS, 10000),
-              "out of memory: weights needs 10.0 KiB more, and 0 B are in use (nothing yet)" ADVICE);
-  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 2048);
-  memory_set_stack(&m, 1024);
-  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 128);
-  // Filled to the last byte, and one byte beyond.
-  MemoryMark mark = memory_mark(&m);
-  memory_push_1d(&m, "rest", MEMORY_HEAD, DTYPE_F32, 128);
-  ASSERT_SAYS(
-      memory_push_1d(&m, "one more", MEMORY_HEAD, DTYPE_F32, 1).data,
-      "out of memory: one more needs 256 B more, and 3.0 KiB are in use (weights 2.0 KiB, activations "
-      "512 B, lm_head, loss 512 B)" ADVICE);
-  memory_pop_to(&m, mark);
-  ASSERT_SAYS(memory_push_1d(&m, "logits", MEMORY_HEAD, DTYPE_F32, 129).data,
-              "out of memory: logits needs 768 B more, and 2.5 KiB are in use (weights 2.0 KiB, activations "
-              "512 B)" ADVICE);
-  memory_pop_to(&m, 0);
-  ASSERT_SAYS(
-      (memory_set_stack(&m, 8192), 0),
-      "out of memory: the step's stack needs 8.0 KiB more, and 2.0 KiB are in use (weights 2.0 KiB)" ADVICE);
-  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 256); // the stack of before still holds it
-  memory_destroy(&m);
-  assert_int_equal(counter.blocks, 0);
-
-  // Sizes whose product no 64 bits hold must not wrap around to small ones.
+  check_full(4096, 0);
+  check_full(1 << 20, 4096);
+  // Sizes whose product no 64 bits hold must not wrap around to small ones, nor must their sum.
   Memory plan = memory_create(NULL);
-  const int64_t huge = INT64_MAX / 2;
-  const char *text = "out of memory: huge needs 4194304.00 TiB more, and 0 B are in use (nothing yet)" ADVICE;
-  ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge, 8).data, text);
-  ASSERT_SAYS(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, (int64_t)1 << 32, (int64_t)1 << 32).data,
-              text);
-  ASSERT_SAYS(memory_push_1d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, huge).data, text);
-  // Nor must their sum.
-  memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59);
-  ASSERT_SAYS(memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, INT64_C(1) << 59).data,
-              "out of memory: half needs 2097152.00 TiB more, and 2097152.00 TiB are in use "
-              "(lm_head, loss 2097152.00 TiB)" ADVICE);
+#define HUGE "huge needs 4194304.00 TiB more, and 0 B are in use (nothing yet)"
+  ASSERT_FULL(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, INT64_MAX / 2, 8), HUGE);
+  ASSERT_FULL(memory_push_2d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, 1LL << 32, 1LL << 32), HUGE);
+  ASSERT_FULL(memory_push_1d(&plan, "huge", MEMORY_HEAD, DTYPE_F32, INT64_MAX / 2), HUGE);
+  memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, 1LL << 59);
+  ASSERT_FULL(memory_push_1d(&plan, "half", MEMORY_HEAD, DTYPE_F32, 1LL << 59),
+              "half needs 2097152.00 TiB more, and 2097152.00 TiB are in use (lm_head, loss 2097152.00 TiB)");
   memory_destroy(&plan);
-}
-
-// A limit below what the source has counts reservations and the stack, however much of that is pushed.
-TEST(test_limit) {
-  Counter counter = {.limit = 8192};
-  Memory m = counted_memory(&counter);
-  m.limit = 4096;
-  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
-  ASSERT_SAYS(
-      (memory_set_stack(&m, 3073), 0),
-      "out of memory: the step's stack needs 3.0 KiB more, and 1.0 KiB are in use (weights 1.0 KiB)" ADVICE);
-  memory_set_stack(&m, 2048);
-  memory_push_1d(&m, "residual", MEMORY_ACTIVATIONS, DTYPE_F32, 128);
-  ASSERT_SAYS(memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1025),
-              "out of memory: gradients needs 1.2 KiB more, and 1.5 KiB are in use (weights 1.0 KiB, "
-              "activations 512 B)" ADVICE);
-  memory_reserve(&m, "gradients", MEMORY_GRADIENTS, 1024);
-  assert_int_equal(counter.given, 4096);
-  memory_destroy(&m);
 }
 
 // Whole pages, which all go back; large blocks begin on a boundary of huge pages.
@@ -202,104 +238,13 @@ TEST(test_poison) {
   Counter counter = {.limit = 4096};
   Memory m = counted_memory(&counter);
   memory_set_stack(&m, 1024);
-  Tensor plain = memory_push_1d(&m, "plain", MEMORY_HEAD, DTYPE_F32, 64);
-  assert_true(((float *)plain.data)[0] == 0);
+  assert_true(*(float *)memory_push_1d(&m, "plain", MEMORY_HEAD, DTYPE_F32, 64).data == 0);
   m.poison = true;
   Tensor t = memory_push_1d(&m, "poisoned", MEMORY_HEAD, DTYPE_F32, 65);
   for (int i = 0; i < 128; i++) assert_true(isnan(((float *)t.data)[i])); // the padding too
   assert_int_equal(counter.poisoned, 512);
-  assert_true(isnan(bf16_to_f32(((uint16_t *)t.data)[0])));
+  assert_true(isnan(bf16_to_f32(*(uint16_t *)t.data)));
   memory_destroy(&m);
-}
-
-// At the peak: 1000 of weights, 300 of activations and 500 of the head. The head's own peak came later.
-TEST(test_peaks) {
-  Memory m = memory_create(NULL);
-  memory_reserve(&m, "weights", MEMORY_WEIGHTS, 1024);
-  memory_push_1d(&m, "kept", MEMORY_ACTIVATIONS, DTYPE_F32, 64);
-  MemoryMark mark = memory_mark(&m);
-  memory_push_1d(&m, "more", MEMORY_ACTIVATIONS, DTYPE_F32, 192);
-  memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 128);
-  check_ledger(&m, 2560, 2560, 1536, 1536);
-  memory_pop_to(&m, mark);
-  memory_push_1d(&m, "larger head", MEMORY_HEAD, DTYPE_F32, 256); // 1024, but less than before together
-  const Ledger *l = &m.ledger;
-  check_ledger(&m, 2304, 2560, 1280, 1536);
-  assert_string_equal(said(l->at_peak), "weights 1024, activations 1024, lm_head, loss 512");
-  assert_string_equal(said(l->highest), "weights 1024, activations 1024, lm_head, loss 1024");
-  memory_pop_to(&m, mark);
-  ledger_reset_peak(&m.ledger);
-  check_ledger(&m, 1280, 1280, 256, 256);
-  assert_string_equal(said(l->at_peak), "weights 1024, activations 256");
-  assert_string_equal(said(l->highest), "weights 1024, activations 256");
-  // As high as before is no new peak: who held it first stays.
-  memory_push_1d(&m, "head", MEMORY_HEAD, DTYPE_F32, 64);
-  memory_pop_to(&m, mark);
-  memory_push_1d(&m, "scratch", MEMORY_WORKSPACE, DTYPE_F32, 64);
-  assert_string_equal(said(l->at_peak), "weights 1024, activations 256, lm_head, loss 256");
-  memory_destroy(&m);
-}
-
-TEST(test_timeline) {
-  Memory m = memory_create(NULL);
-  memory_push_1d(&m, "unseen", MEMORY_HEAD, DTYPE_F32, 1);
-  m.ledger.recording = true;
-  m.ledger.step = 7;
-  MemoryMark mark = memory_mark(&m);
-  memory_push_1d(&m, "a", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
-  memory_push_1d(&m, "b", MEMORY_WORKSPACE, DTYPE_F32, 100);
-  m.ledger.step = 8;
-  memory_pop_to(&m, mark);
-  memory_reserve(&m, "r", MEMORY_TABLES, 1);
-  m.ledger.recording = false;
-  memory_pop_to(&m, 0);
-  static const struct {
-    const char *name;
-    int step;
-    const char *bytes;
-  } want[] = {{"a", 7, "activations 256, lm_head, loss 256"},
-              {"b", 7, "activations 256, lm_head, loss 256, workspace 512"},
-              {"b", 8, "activations 256, lm_head, loss 256"},
-              {"a", 8, "lm_head, loss 256"},
-              {"r", 8, "tables and batch 256, lm_head, loss 256"}};
-  assert_int_equal(m.ledger.event_count, sizeof want / sizeof *want);
-  for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
-    const LedgerEvent *e = &m.ledger.events[i];
-    assert_string_equal(e->name, want[i].name);
-    assert_int_equal(e->step, want[i].step);
-    assert_string_equal(said(e->bytes), want[i].bytes);
-  }
-  // Longer than its first array.
-  m.ledger.recording = true;
-  for (int i = 0; i < 1000; i++) {
-    memory_push_1d(&m, "x", MEMORY_HEAD, DTYPE_F32, 1);
-    memory_pop_to(&m, 0);
-  }
-  assert_int_equal(m.ledger.event_count, 5 + 2000);
-  memory_destroy(&m);
-}
-
-// A plan's addresses exist (a tensor is there), lie apart as allocated ones would, and point to nothing.
-TEST(test_planned_addresses) {
-  Counter counter = {.limit = 1 << 20};
-  Memory plan = memory_create(NULL), allocated = counted_memory(&counter);
-  memory_set_stack(&allocated, 1 << 16);
-  assert_non_null(memory_reserve(&plan, "weights", MEMORY_WEIGHTS, 1000));
-  Tensor a[2], b[2];
-  for (int i = 0; i < 2; i++) {
-    Memory *m = i ? &allocated : &plan;
-    a[i] = memory_push_2d(m, "a", MEMORY_HEAD, DTYPE_BF16, 7, 33);
-    b[i] = memory_push_1d(m, "b", MEMORY_HEAD, DTYPE_F32, 9);
-    assert_true(tensor_exists(a[i]) && tensor_exists(b[i]));
-    assert_int_equal((uintptr_t)b[i].data % MEMORY_ALIGNMENT, 0);
-  }
-  assert_int_equal((uintptr_t)b[0].data - (uintptr_t)a[0].data, (uintptr_t)b[1].data - (uintptr_t)a[1].data);
-  assert_int_equal(plan.ledger.stack, allocated.ledger.stack);
-  // Terabytes cost nothing.
-  memory_push_2d(&plan, "logits", MEMORY_HEAD, DTYPE_F32, 10000000, 128256);
-  assert_int_equal(plan.ledger.now[MEMORY_HEAD] >> 40, 4);
-  memory_destroy(&plan);
-  memory_destroy(&allocated);
 }
 
 // A plan has no operations, and the memory of what it plans for.

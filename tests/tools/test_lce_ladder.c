@@ -5,8 +5,8 @@
 #include "tools/ladder/ladder.h"
 
 // Every rung on the problem; `size` is that of the logits, whose fp32 error the loss inherits.
-static void check_rungs(Harness *h, LossProblem *p, int64_t chunk, double size) {
-  ReferenceLoss *r = &p->r;
+static void check_rungs(Harness *h, ReferenceLoss *p, int64_t chunk, double size) {
+  ReferenceLoss *r = p;
   r->scale = 1.0 / (double)r->rows;
   reference_gradients(h, r);
   for (int rung = 1; rung <= RUNGS; rung++) {
@@ -32,7 +32,7 @@ TEST(test_shapes) {
                                {130, 7, 33, 64},    {131, 40, 29, 99},  {257, 8, 4100, 1},
                                {3, 72, 2053, 4096}, {127, 64, 1283, 50}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-    LossProblem p = loss_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
+    ReferenceLoss p = loss_problem(h, shapes[i][0], shapes[i][1], shapes[i][2], 2);
     check_rungs(h, &p, shapes[i][3], 2);
   }
 }
@@ -40,15 +40,14 @@ TEST(test_shapes) {
 // Rung 0: Z = X W^T, dX = Z W, dW = Z^T X.
 TEST(test_matmuls) {
   Harness *h = *state;
-  LossProblem p = loss_problem(h, 37, 24, 301, 2);
-  reference_gradients(h, &p.r);
-  LinearCrossEntropy call = loss_call(h, &p.r, LCE_FUSED, 9);
+  ReferenceLoss p = loss_problem(h, 37, 24, 301, 2);
+  reference_gradients(h, &p);
+  LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 9);
   ladder_run(h->backend, 0, call);
-  int64_t hidden = p.r.hidden, elements = p.r.vocab * hidden;
-  double *dx = calloc((size_t)(p.r.rows * hidden), sizeof *dx),
-         *dweight = calloc((size_t)elements, sizeof *dx);
-  for (int64_t n = 0; n < p.r.rows; n++)
-    for (int64_t j = 0; j < p.r.vocab; j++) {
+  int64_t hidden = p.hidden, elements = p.vocab * hidden;
+  double *dx = calloc((size_t)(p.rows * hidden), sizeof *dx), *dweight = calloc((size_t)elements, sizeof *dx);
+  for (int64_t n = 0; n < p.rows; n++)
+    for (int64_t j = 0; j < p.vocab; j++) {
       const double *x = p.x + n * hidden, *w = p.weight + j * hidden;
       double z = 0;
       for (int64_t i = 0; i < hidden; i++) z += x[i] * w[i];
@@ -64,8 +63,8 @@ TEST(test_matmuls) {
 }
 
 TEST(test_ignored) {
-  LossProblem p = loss_problem(*state, 37, 24, 301, 2);
-  for (int64_t n = 0; n < p.r.rows; n++)
+  ReferenceLoss p = loss_problem(*state, 37, 24, 301, 2);
+  for (int64_t n = 0; n < p.rows; n++)
     if (n % 3 == 0 || n >= 27) p.targets[n] = IGNORE_INDEX; // the last chunks have no other
   check_rungs(*state, &p, 9, 2);
 }
@@ -74,22 +73,22 @@ TEST(test_ignored) {
 // that beats all others by 30.
 TEST(test_leads) {
   const double leads[] = {20, 88.5, 300, 1000, 0, 0};
-  LossProblem p = loss_problem(*state, 6, 16, 515, 0.1);
-  for (int64_t n = 0; n < p.r.rows; n++) {
+  ReferenceLoss p = loss_problem(*state, 6, 16, 515, 0.1);
+  for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 3);
     loss_problem_lead(&p, n, 514 - n, leads[n]);
   }
-  p.weight[p.targets[5] * p.r.hidden + 5] += 30;
+  p.weight[p.targets[5] * p.hidden + 5] += 30;
   check_rungs(*state, &p, 4, 1);
 }
 
 TEST(test_refusals) {
   Harness *h = *state;
   if (h->dtype != DTYPE_BF16) return; // the CPU takes everything
-  LossProblem p = loss_problem(h, 3, 12, 5, 1);
-  reference_gradients(h, &p.r);
+  ReferenceLoss p = loss_problem(h, 3, 12, 5, 1);
+  reference_gradients(h, &p);
   assert_fails(h, "a hidden size of 12 is no multiple",
-               ladder_run(h->backend, 5, loss_call(h, &p.r, LCE_FUSED, 2)));
+               ladder_run(h->backend, 5, loss_call(h, &p, LCE_FUSED, 2)));
 }
 
 int main(void) {
