@@ -1,7 +1,6 @@
-// The whole transformer: losses and logits against an independent float64 model, every parameter's gradient
-// against finite differences, and what must not change the result: recomputation, the mode of the last
-// layer, how a step is cut into micro-batches, what lay on the stack before. Every push is filled with NaN
-// first.
+// The whole transformer: losses against an independent float64 model, every parameter's gradient against finite differences,
+// and what must not change the result: recomputation, the mode of the last layer, chunks of the MLP, packed documents, what
+// lay on the stack before. Every push is filled with NaN first. test_golden.c has the logits.
 #include "model/transformer.h"
 #include "tests/harness.h"
 #include "tests/reference_model.h"
@@ -148,63 +147,6 @@ static double *evaluate(Case *c, TransformerOptions options) {
   return values_of(c->h, c->loss);
 }
 
-// --- forward -----------------------------------------------------------------------------------------------
-
-// Rounding grows through 2 layers of some ten operations each; 64 units of fp32's epsilon hold it.
-static Tolerance forward_tolerance(void) {
-  return within(64, 1);
-}
-
-TEST(test_losses) {
-  for (int i = 0; i < 2 * FAMILIES; i++) {
-    Case *c = case_open(tiny(i / 2), 2, 5, i % 2 * 3);
-    double *want = host_values(c->h, c->rows);
-    reference_model_losses(&c->reference, c->tokens, c->targets, c->batch, c->seq_len, want);
-    for (int mode = 0; mode < 2; mode++) {
-      TransformerOptions options = options_of((LceMode)mode, 3, RECOMPUTE_NONE);
-      train_once(c, options, 1);
-      check_values(c->h, "loss while training", c->loss, want, forward_tolerance());
-      evaluate(c, options);
-      check_values(c->h, "loss alone", c->loss, want, forward_tolerance());
-    }
-    case_close(c);
-  }
-}
-
-TEST(test_logits) {
-  for (int f = 0; f < FAMILIES; f++) {
-    Case *c = case_open(tiny(f), 2, 5, 0);
-    int64_t vocab = c->model.config.vocab_size;
-    const int32_t rows[] = {9, 0, 4};
-    enum { PICKED = sizeof rows / sizeof *rows };
-    double *all = host_values(c->h, c->rows * vocab), *want = host_values(c->h, PICKED * vocab);
-    reference_model_logits(&c->reference, c->tokens, c->batch, c->seq_len, all);
-    for (int i = 0; i < PICKED; i++)
-      memcpy(want + i * vocab, all + rows[i] * vocab, (size_t)vocab * sizeof *want);
-    Tensor logits = poisoned(c->h, DTYPE_F32, PICKED, vocab);
-    transformer_logits(c->h->backend, &c->model, &c->on_device, NULL, 0, ids_from(c->h, rows, PICKED),
-                       logits);
-    check_values(c->h, "logits", logits, want, forward_tolerance());
-    case_close(c);
-  }
-}
-
-// A token sees neither those after it nor those of other sequences.
-TEST(test_causal) {
-  for (int f = 0; f < FAMILIES; f++) {
-    Case *c = case_open(tiny(f), 3, 6, 0);
-    TransformerOptions options = options_of(LCE_FUSED, 7, RECOMPUTE_NONE);
-    double *before = evaluate(c, options);
-    int64_t changed = c->seq_len + 3; // in the second sequence
-    c->tokens[changed] = (c->tokens[changed] + 1) % (int32_t)c->model.config.vocab_size;
-    upload_batch(c);
-    double *after = evaluate(c, options);
-    for (int64_t n = 0; n < c->rows; n++)
-      assert_int_equal(before[n] != after[n], n >= changed && n < 2 * c->seq_len);
-    case_close(c);
-  }
-}
-
 // --- gradients against finite differences ------------------------------------------------------------------
 
 static double mean_of_losses(void *context) {
@@ -252,66 +194,6 @@ static void check_tensor_gradient(Case *c, int64_t i) {
   }
 }
 
-TEST(test_gradients) {
-  static const struct {
-    LceMode mode;
-    Recompute recompute;
-    int ignore_every;
-  } cases[] = {[GPT2] = {LCE_FUSED, RECOMPUTE_NONE, 0},
-               [LLAMA] = {LCE_MATERIALIZED, RECOMPUTE_NONE, 3},
-               [LLAMA_UNTIED] = {LCE_FUSED, RECOMPUTE_LAYER, 4},
-               [QWEN] = {LCE_FUSED, RECOMPUTE_ELEMENTWISE, 3}};
-  for (int f = 0; f < FAMILIES; f++) {
-    Case *c = case_open(tiny(f), 2, 5, cases[f].ignore_every);
-    train_once(c, options_of(cases[f].mode, 4, cases[f].recompute), (float)(1.0 / (double)c->counted));
-    for (int64_t i = 0; i < c->model.parameters.count; i++) check_tensor_gradient(c, i);
-    case_close(c);
-  }
-}
-
-// --- what must not matter ----------------------------------------------------------------------------------
-
-// What is computed again is computed from the same inputs by the same operations: the same bits.
-TEST(test_recompute) {
-  for (int f = 0; f < FAMILIES; f++) {
-    Case *c = case_open(tiny(f), 3, 7, 5);
-    const ParameterSet *p = &c->model.parameters;
-    Result want = train_once(c, options_of(LCE_FUSED, 8, RECOMPUTE_NONE), 0.25f);
-    for (int i = 0; i < 2 * RECOMPUTE_COUNT; i++) {
-      TransformerOptions options = options_of(LCE_FUSED, 8, (Recompute)(i / 2));
-      options.recompute_layers = i % 2; // of two
-      Result got = train_once(c, options, 0.25f);
-      assert_memory_equal(got.loss, want.loss, (size_t)c->rows * sizeof *want.loss);
-      for (int64_t t = 0; t < p->count; t++)
-        if (memcmp(got.gradients[t], want.gradients[t],
-                   (size_t)tensor_count(p->items[t].grad) * sizeof **got.gradients))
-          fail_msg("--recompute %s changes the gradient of %s", recompute_name(options.recompute),
-                   p->items[t].name);
-    }
-    case_close(c);
-  }
-}
-
-// Each level holds less than the one before while the last layer runs, and in some layers alone it holds something between.
-TEST(test_recompute_saves) {
-  for (int f = 0; f < FAMILIES; f++) {
-    size_t before = SIZE_MAX;
-    for (int i = 1; i < 2 * RECOMPUTE_COUNT; i++) { // none, elementwise in 2 layers, in all, mlp in 2, ...
-      ModelConfig config = tiny(f);
-      config.num_hidden_layers = 5;
-      Case *c = case_open(config, 3, 7, 0);
-      Ledger *ledger = &c->h->backend->memory.ledger;
-      ledger_reset_peak(ledger);
-      TransformerOptions options = options_of(LCE_FUSED, 8, (Recompute)(i / 2));
-      options.recompute_layers = i % 2 ? 0 : 2;
-      train_once(c, options, 1);
-      assert_true(ledger->highest[MEMORY_ACTIVATIONS] < before);
-      before = ledger->highest[MEMORY_ACTIVATIONS];
-      case_close(c);
-    }
-  }
-}
-
 // The same but for the order of sums. Gradients that are 0 but for rounding (those of q in a sequence of one token) carry
 // the rounding of all other elements, so the allowed error follows from the whole gradient.
 static void check_gradients_agree(Case *c, double **want) {
@@ -334,37 +216,56 @@ static void check_agreement(Case *c, TransformerOptions options, float scale, Re
   check_gradients_agree(c, want.gradients);
 }
 
-typedef struct {
-  int64_t batch, seq_len, vocab, chunk;
-  int ignore_every;
-} HeadCase;
+// Losses while training and alone, and gradients; the other mode sums the same terms in another order.
+TEST(test_losses_and_gradients) {
+  static const struct {
+    LceMode mode, other;
+    Recompute recompute;
+    int ignore_every;
+  } cases[] = {[GPT2] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_NONE, 0},
+               [LLAMA] = {LCE_MATERIALIZED, LCE_FUSED, RECOMPUTE_NONE, 3},
+               [LLAMA_UNTIED] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_LAYER, 4},
+               [QWEN] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE, 3}};
+  for (int f = 0; f < FAMILIES; f++) {
+    Case *c = case_open(tiny(f), 2, 5, cases[f].ignore_every);
+    TransformerOptions options = options_of(cases[f].mode, 4, cases[f].recompute),
+                       other = options_of(cases[f].other, 3, RECOMPUTE_NONE);
+    float scale = (float)(1.0 / (double)c->counted);
+    double *want = host_values(c->h, c->rows);
+    Tolerance rounding = within(64, 1); // which grows through 2 layers of some ten operations each
+    reference_model_losses(&c->reference, c->tokens, c->targets, c->batch, c->seq_len, want);
+    evaluate(c, options);
+    check_values(c->h, "loss alone", c->loss, want, rounding);
+    evaluate(c, other);
+    check_values(c->h, "loss alone", c->loss, want, rounding);
+    Result trained = train_once(c, options, scale);
+    check_values(c->h, "loss while training", c->loss, want, rounding);
+    for (int64_t i = 0; i < c->model.parameters.count; i++) check_tensor_gradient(c, i);
+    check_agreement(c, other, scale, trained);
+    case_close(c);
+  }
+}
 
-// Both modes sum the same terms in another order: they agree within fp32's rounding.
-TEST(test_modes_agree) {
-  static const HeadCase cases[] = {
-      {3, 7, 13, 8, 0},    // N 21, V 13, H 10 or 11, chunk 8: no two share a factor
-      {3, 7, 13, 8, 4},    // some ignored
-      {1, 7, 101, 5, 0},   //
-      {1, 7, 101, 5, 2},   //
-      {2, 5, 13, 64, 0},   // a chunk beyond N
-      {2, 5, 13, 64, 3},   //
-      {2, 5, 13, 1, 3},    // token by token
-      {1, 1, 13, 1, 0},    // one token
-      {1, 1, 1, 4, 0},     // one token, one word: certain
-      {3, 5, 1, 4, 2},     // V 1
-      {29, 7, 257, 129, 6} // chunks that are evened out in steps of 128
-  };
-  for (int f = 0; f < FAMILIES; f++)
-    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-      const HeadCase *s = &cases[k];
+// --- what must not matter ----------------------------------------------------------------------------------
+
+// Each level holds less than the one before while the last layer runs, and in some layers alone it holds something between.
+TEST(test_recompute_saves) {
+  for (int f = 0; f < FAMILIES; f++) {
+    size_t before = SIZE_MAX;
+    for (int i = 1; i < 2 * RECOMPUTE_COUNT; i++) { // none, elementwise in 2 layers, in all, mlp in 2, ...
       ModelConfig config = tiny(f);
-      config.vocab_size = s->vocab;
-      Case *c = case_open(config, s->batch, s->seq_len, s->ignore_every);
-      float scale = c->counted ? (float)(1.0 / (double)c->counted) : 0;
-      Result want = train_once(c, options_of(LCE_MATERIALIZED, 0, RECOMPUTE_NONE), scale);
-      check_agreement(c, options_of(LCE_FUSED, s->chunk, RECOMPUTE_NONE), scale, want);
+      config.num_hidden_layers = 5;
+      Case *c = case_open(config, 3, 7, 0);
+      Ledger *ledger = &c->h->backend->memory.ledger;
+      ledger_reset_peak(ledger);
+      TransformerOptions options = options_of(LCE_FUSED, 8, (Recompute)(i / 2));
+      options.recompute_layers = i % 2 ? 0 : 2;
+      train_once(c, options, 1);
+      assert_true(ledger->highest[MEMORY_ACTIVATIONS] < before);
+      before = ledger->highest[MEMORY_ACTIVATIONS];
       case_close(c);
     }
+  }
 }
 
 // The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in less memory.
@@ -381,85 +282,6 @@ TEST(test_mlp_chunks) {
       ledger_reset_peak(ledger);
       check_agreement(c, options, 0.25f, want);
       assert_true(chunk > 13 || ledger->highest[MEMORY_ACTIVATIONS] < whole);
-      case_close(c);
-    }
-}
-
-static void assert_all_zero(const char *what, const double *values, int64_t count) {
-  for (int64_t i = 0; i < count; i++)
-    if (values[i] != 0) fail_msg("%s: element %lld is %g", what, (long long)i, values[i]);
-}
-
-// Nothing to learn from: losses and gradients are zeros, whatever lay there before.
-TEST(test_all_ignored) {
-  for (int i = 0; i < 2 * FAMILIES; i++) {
-    Case *c = case_open(tiny(i / 2), 2, 5, 1);
-    const ParameterSet *p = &c->model.parameters;
-    TransformerOptions options = options_of((LceMode)(i % 2), 3, RECOMPUTE_NONE);
-    for (int pass = 0; pass < 2; pass++) {
-      Result got = train_once(c, options, 0.5f * (float)pass);
-      assert_all_zero("loss", got.loss, c->rows);
-      for (int64_t t = 0; t < p->count; t++)
-        assert_all_zero(p->items[t].name, got.gradients[t], tensor_count(p->items[t].grad));
-    }
-    assert_all_zero("loss alone", evaluate(c, options), c->rows);
-    case_close(c);
-  }
-}
-
-// How many tokens count must not decide how much memory a step takes: its stack was sized before the data came.
-TEST(test_ignored_memory) {
-  static const int ignore_every[] = {0, 2, 3, 5, 100, 1};
-  for (int mode = 0; mode < 2; mode++) {
-    size_t most = 0;
-    for (size_t k = 0; k < sizeof ignore_every / sizeof *ignore_every; k++) {
-      ModelConfig config = tiny(LLAMA);
-      config.num_hidden_layers = 1;
-      config.vocab_size = 301;
-      Case *c = case_open(config, 8, 125, ignore_every[k]);
-      int32_t *rows = random_ids(c->h, c->rows, 1);
-      for (int64_t n = 0; n < c->rows; n++) rows[n] = (int32_t)n;
-      if (!ignore_every[k]) c->on_device.rows = ids_from(c->h, rows, c->rows); // some might have been ignored
-      Ledger *ledger = &c->h->backend->memory.ledger;
-      size_t before = ledger->stack;
-      ledger_reset_peak(ledger);
-      train_once(c, options_of((LceMode)mode, 400, RECOMPUTE_NONE), 0.001f);
-      size_t taken = ledger->stack_peak - before;
-      if (!ignore_every[k]) most = taken;
-      assert_int_equal(taken, most);
-      case_close(c);
-    }
-  }
-}
-
-// One batch of 4 sequences, and the same in 4 parts added up, each divided by the count of the whole step.
-// The parts count 7, 5, 0 and 4 targets: a mean of means would be wrong.
-TEST(test_accumulation) {
-  enum { BATCH = 4, SEQ_LEN = 7 };
-  static const int counted[BATCH] = {7, 5, 0, 4};
-  for (int f = 0; f < FAMILIES; f++)
-    for (int mode = 0; mode < 2; mode++) {
-      Case *c = case_open(tiny(f), BATCH, SEQ_LEN, 0);
-      TransformerOptions options = options_of((LceMode)mode, 5, RECOMPUTE_NONE);
-      for (int b = 0; b < BATCH; b++)
-        for (int t = counted[b]; t < SEQ_LEN; t++) c->targets[b * SEQ_LEN + t] = IGNORE_INDEX;
-      upload_batch(c);
-      assert_int_equal(c->counted, 16);
-      Result want = train_once(c, options, 1.f / 16);
-
-      int32_t *tokens = c->tokens, *targets = c->targets;
-      c->batch = 1;
-      c->rows = SEQ_LEN;
-      poison_gradients(c);
-      for (int b = 0; b < BATCH; b++) {
-        c->tokens = tokens + b * SEQ_LEN;
-        c->targets = targets + b * SEQ_LEN;
-        upload_batch(c);
-        assert_int_equal(c->counted, counted[b]);
-        transformer_train(c->h->backend, &c->model, &c->on_device, &options, 1.f / 16, b > 0, c->loss);
-        check_values(c->h, "loss of a part", c->loss, want.loss + b * SEQ_LEN, within(32, 1));
-      }
-      check_gradients_agree(c, want.gradients);
       case_close(c);
     }
 }

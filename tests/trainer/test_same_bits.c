@@ -77,6 +77,8 @@ static const struct Case {
     {LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10", {ALL}},
     {LLAMA "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
     {GPT2 "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
+    {LLAMA "--num-layers 2 --total-batch 68", {RECOMPUTED}},
+    {GPT2 "--num-layers 2 --total-batch 68", {RECOMPUTED}},
     {FP8 "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1",
      {RECOMPUTED}},
     {FP8

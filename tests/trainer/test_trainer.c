@@ -181,7 +181,8 @@ TEST(test_loss_is_the_mean_of_what_counts) {
                {"masked.bin", "--materialized-logits"},
                {"packed.bin", "--pack documents"},
                {"words.txt", "--lce-chunk 20"},
-               {"nothing.bin", "--lce-chunk 20"}};
+               {"nothing.bin", "--lce-chunk 20"},
+               {"nothing.bin", "--materialized-logits"}};
   for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
     char options[160];
     snprintf(options, sizeof options, "--batch 2 --total-batch 102 --lr 0.01 --warmup 5 %s",
