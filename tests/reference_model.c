@@ -191,20 +191,6 @@ static void gpt2_mlp(const ReferenceModel *m, double *out, const double *x, int6
   free(inner);
 }
 
-static void gpt2_layer(const ReferenceModel *m, double *stream, int64_t layer, int64_t batch,
-                       int64_t seq_len) {
-  int64_t rows = batch * seq_len, count = rows * m->config->hidden_size;
-  double *normed = array(count), *change = array(count);
-  layer_norm(m, normed, stream, "transformer.h.%d.ln_1.weight", "transformer.h.%d.ln_1.bias", layer, rows);
-  gpt2_attention(m, change, normed, layer, batch, seq_len);
-  add(stream, change, count);
-  layer_norm(m, normed, stream, "transformer.h.%d.ln_2.weight", "transformer.h.%d.ln_2.bias", layer, rows);
-  gpt2_mlp(m, change, normed, layer, rows);
-  add(stream, change, count);
-  free(normed);
-  free(change);
-}
-
 // --- Llama (Touvron et al. 2023; Grattafiori et al. 2024) and those after it: matrices stored [out, in] -----
 
 static void llama_linear(const ReferenceModel *m, double *out, const double *x, const char *name,
@@ -271,21 +257,25 @@ static void llama_mlp(const ReferenceModel *m, double *out, const double *x, int
   free(up);
 }
 
-static void llama_layer(const ReferenceModel *m, double *stream, int64_t layer, int64_t batch,
-                        int64_t seq_len) {
+// --- the whole ---------------------------------------------------------------------------------------------
+
+static void layer(const ReferenceModel *m, double *stream, int64_t l, int64_t batch, int64_t seq_len) {
+  bool gpt2 = m->config->family == FAMILY_GPT2;
   int64_t rows = batch * seq_len, count = rows * m->config->hidden_size;
   double *normed = array(count), *change = array(count);
-  layer_norm(m, normed, stream, "model.layers.%d.input_layernorm.weight", NULL, layer, rows);
-  llama_attention(m, change, normed, layer, batch, seq_len);
+  layer_norm(m, normed, stream,
+             gpt2 ? "transformer.h.%d.ln_1.weight" : "model.layers.%d.input_layernorm.weight",
+             gpt2 ? "transformer.h.%d.ln_1.bias" : NULL, l, rows);
+  (gpt2 ? gpt2_attention : llama_attention)(m, change, normed, l, batch, seq_len);
   add(stream, change, count);
-  layer_norm(m, normed, stream, "model.layers.%d.post_attention_layernorm.weight", NULL, layer, rows);
-  llama_mlp(m, change, normed, layer, rows);
+  layer_norm(m, normed, stream,
+             gpt2 ? "transformer.h.%d.ln_2.weight" : "model.layers.%d.post_attention_layernorm.weight",
+             gpt2 ? "transformer.h.%d.ln_2.bias" : NULL, l, rows);
+  (gpt2 ? gpt2_mlp : llama_mlp)(m, change, normed, l, rows);
   add(stream, change, count);
   free(normed);
   free(change);
 }
-
-// --- the whole ---------------------------------------------------------------------------------------------
 
 void reference_model_logits(const ReferenceModel *m, const int32_t *tokens, int64_t batch, int64_t seq_len,
                             double *logits) {
@@ -298,12 +288,7 @@ void reference_model_logits(const ReferenceModel *m, const int32_t *tokens, int6
                       gpt2 ? weight(m, "transformer.wpe.weight", 0, c->max_position_embeddings, hidden)
                            : NULL,
                       rows, hidden, seq_len);
-  for (int64_t l = 0; l < c->num_hidden_layers; l++) {
-    if (gpt2)
-      gpt2_layer(m, stream, l, batch, seq_len);
-    else
-      llama_layer(m, stream, l, batch, seq_len);
-  }
+  for (int64_t l = 0; l < c->num_hidden_layers; l++) layer(m, stream, l, batch, seq_len);
   layer_norm(m, normed, stream, gpt2 ? "transformer.ln_f.weight" : "model.norm.weight",
              gpt2 ? "transformer.ln_f.bias" : NULL, 0, rows);
   const char *head = c->tie_word_embeddings ? table : "lm_head.weight";

@@ -271,7 +271,10 @@ static void check_round_trip(const char *name, Dtype dtype, size_t shard_bytes, 
   checkpoint_store_close(&store);
   TensorSet set = tensor_set_open(saved, "model"); // through the links
   assert_int_equal(set.count, files);
-  for (int i = 0; i < files; i++) assert_in_range(set.files[i].mapping.size, 1, shard_bytes + 4096);
+  for (int i = 0; i < files; i++) {
+    assert_in_range(set.files[i].mapping.size, 1, shard_bytes + 4096);
+    assert_int_equal(set.files[i].header.entries[0].offset % 8, 0);
+  }
   tensor_set_close(&set);
   check_same_bits(run, before, saved);
   run_close(run);

@@ -112,28 +112,6 @@ TEST(headers_are_read_or_refused) {
   free(bytes);
 }
 
-TEST(what_is_composed_is_read_again) {
-  const SafetensorsEntry entries[] = {
-      {.name = "a \"quoted\" \xC3\xA4", .dtype = "BF16", .rank = 2, .shape = {3, 5}, .bytes = 30},
-      {.name = "b", .dtype = "F32", .rank = 1, .shape = {2}, .bytes = 8}};
-  size_t length;
-  char *composed = safetensors_compose(entries, 2), *header = file_of(composed, -1, 38, &length);
-  assert_int_equal(strlen(composed) % 8, 0);
-  free(composed);
-  SafetensorsHeader h;
-  Reason reason;
-  assert_true(safetensors_parse(header, length, &h, &reason));
-  assert_int_equal(h.count, 2);
-  for (int i = 0; i < 2; i++) {
-    assert_string_equal(h.entries[i].name, entries[i].name);
-    assert_string_equal(h.entries[i].dtype, entries[i].dtype);
-    assert_int_equal(h.entries[i].bytes, entries[i].bytes);
-    assert_memory_equal(h.entries[i].shape, entries[i].shape, sizeof entries[i].shape);
-  }
-  safetensors_free(&h);
-  free(header);
-}
-
 // All 65,536 values of 16 bits.
 TEST(half_precision_widens_exactly) {
   enum { COUNT = 1 << 16 };
