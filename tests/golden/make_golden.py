@@ -5,7 +5,7 @@
                                  llm.c shard) and expected.safetensors: logits, loss, every gradient, and the losses,
                                  gradient norms and weights of 10 AdamW steps, all in fp32 on the CPU; and how far
                                  off transformers' own passes in bf16 are
-  make_golden.py --live ./train  trains each model here and there, and compares: losses, weights, the validation loss
+  make_golden.py --live ./train  trains each model here and there, and compares: weights, the validation loss
                                  of what was saved, what --dump writes, the bits of a model loaded and saved
   make_golden.py --live ./train --checkpoint DIR --shard FILE
                                  compares the loss of a saved model over the beginning of a shard
@@ -268,13 +268,8 @@ def compare(name, program):
             "--epsilon", ADAMW["eps"], "--weight-decay", ADAMW["weight_decay"], "--grad-clip", CLIP, "--eval-batches", 0,
             "--save", scratch / "trained", "--log", scratch / "log.jsonl", *common)
         log = [json.loads(line) for line in open(scratch / "log.jsonl")]
-        model = load(folder)
-        losses, norms = train(model, tokens, targets)
-        steps = [line for line in log if line["event"] == "step"]
-        assert len(steps) == STEPS
-        check("losses of 10 steps", max(abs(s["loss"] / l - 1) for s, l in zip(steps, losses)), 2e-5)
-        check("gradient norms of 10 steps", max(abs(s["grad_norm"] / n - 1) for s, n in zip(steps, norms)), 2e-5)
-        trained = load(scratch / "trained")
+        trained, model = load(scratch / "trained"), load(folder)
+        train(model, tokens, targets)
         ours = dict(trained.named_parameters())
         check("weights after 10 steps", max(relative(ours[k], p) for k, p in model.named_parameters()), 2e-5)
         theirs = stream_loss(trained, read_shard(shard), SEQ)
