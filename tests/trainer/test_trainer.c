@@ -190,6 +190,24 @@ TEST(test_loss_is_the_mean_of_what_counts) {
   }
 }
 
+// So are the gradients: those of the same batch, each target's over the number that counts.
+TEST(test_gradients_are_of_the_mean) {
+  Run *run = open_on(LLAMA, "masked.bin", "--lr 0");
+  Trainer *t = &run->trainer;
+  StepResult r = run_step(run, 0);
+  Batch batch = trainer_loaded_batch(t, 0, true);
+  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1 / (float)r.counted, false,
+                    t->loss);
+  double squares = 0;
+  for (int g = 0; g < GROUP_COUNT; g++) {
+    Tensor grad = t->model.parameters.grad[g];
+    const double *values = values_of(run->h, grad);
+    squares += reference_dot(values, values, tensor_count(grad));
+  }
+  assert_true(fabs(sqrt(squares) / r.grad_norm - 1) < 1e-5);
+  run_close(run);
+}
+
 // Variants of a run, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of fp32, the norms by a
 // thousandth. (At high learning rates training is chaotic and any rounding grows without bound.)
 TEST(test_one_curve) {
