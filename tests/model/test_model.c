@@ -15,16 +15,6 @@ static ModelConfig small(const char *preset) {
   return c;
 }
 
-static int open_cpu(void **state) {
-  *state = harness_open("cpu");
-  return *state == NULL;
-}
-
-static int close_cpu(void **state) {
-  harness_close(*state);
-  return 0;
-}
-
 // --- names and counts --------------------------------------------------------------------------------------
 
 // The families' names in help and messages, and those of the PyTorch patch, are those of the table.
@@ -317,5 +307,5 @@ TEST(test_impossible_sizes) {
 }
 
 int main(void) {
-  return tests_run("model", open_cpu, close_cpu);
+  return run_on_backend("cpu");
 }

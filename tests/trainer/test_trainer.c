@@ -438,21 +438,6 @@ TEST(test_seeds_of_updates) {
 
 // --- validation --------------------------------------------------------------------------------------------
 
-// The sum of all weights' bits.
-static uint64_t weights_of(Run *run) {
-  uint64_t sum = 0;
-  for (int g = 0; g < GROUP_COUNT; g++) {
-    Tensor t = trainer_model(&run->trainer)->parameters.value[g];
-    const double *values = values_of(run->h, t);
-    for (int64_t i = 0; i < tensor_count(t); i++) {
-      uint64_t bits;
-      memcpy(&bits, &values[i], sizeof bits);
-      sum = sum * 31 + bits;
-    }
-  }
-  return sum;
-}
-
 // 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13. 68 targets: one full batch, then a row
 // of 17 and two rows of nothing but padding. Or 11 windows that are held out, or documents.
 TEST(test_validation) {
@@ -475,7 +460,6 @@ TEST(test_validation) {
                      vocab_size = run->options.model.vocab_size;
     if (cases[i / 2].batches) assert_int_equal(batches, cases[i / 2].batches);
     run_step(run, 0); // the weights are not the first ones
-    uint64_t before = weights_of(run);
     double all = trainer_validate(t, &run->data.loader, 0);
     assert_true(trainer_validate(t, &run->data.loader, batches) == all);
     assert_true(trainer_validate(t, &run->data.loader, batches + 5) == all);
@@ -487,7 +471,7 @@ TEST(test_validation) {
     assert_true(fabs(all - reference_mean(run, -1, batches, &counted)) < 1e-5);
     double two = trainer_validate(t, &run->data.loader, 2);
     assert_true(fabs(two - reference_mean(run, -1, 2, &counted)) < 1e-5);
-    assert_true(weights_of(run) == before);
+    assert_true(trainer_validate(t, &run->data.loader, 0) == all); // no weight has changed
     run_close(run);
   }
 }
