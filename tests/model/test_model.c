@@ -306,6 +306,18 @@ TEST(test_impossible_sizes) {
   }
 }
 
+// Which the options have refused before; a caller of the library may not have.
+TEST(test_models_that_cannot_be_created) {
+  Harness *h = *state;
+  ModelConfig config = model_preset("gpt2-tiny");
+  Model model;
+  assert_fails(h, "--seq-len 1025 is longer than the 1024 positions of gpt2-tiny",
+               model_create(&model, &config, h->backend, all_fp32, 1025));
+  config.num_attention_heads = 3;
+  assert_fails(h, "3 attention heads cannot share 4 key/value heads",
+               model_create(&model, &config, h->backend, all_fp32, 16));
+}
+
 int main(void) {
   return run_on_backend("cpu");
 }
