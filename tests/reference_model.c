@@ -24,19 +24,13 @@ ReferenceModel reference_model_read(const Model *model, Backend *backend) {
     Tensor t = p->items[i].value;
     int64_t count = tensor_count(t);
     m.values[i] = array(count);
-    char *raw = malloc(tensor_bytes(t));
+    void *raw = malloc(tensor_bytes(t));
     if (!raw) fail("out of host memory for a reference model");
     backend_to_host(backend, raw, t);
-    for (int64_t k = 0; k < count; k++) {
-      float value;
-      uint16_t half;
-      memcpy(&half, raw + 2 * k, sizeof half);
-      if (t.dtype == DTYPE_F32)
-        memcpy(&value, raw + 4 * k, sizeof value);
-      else
-        value = bf16_to_f32(half);
-      m.values[i][k] = (double)value;
-    }
+    const float *floats = raw;
+    const uint16_t *halves = raw;
+    for (int64_t k = 0; k < count; k++)
+      m.values[i][k] = (double)(t.dtype == DTYPE_F32 ? floats[k] : bf16_to_f32(halves[k]));
     free(raw);
   }
   return m;

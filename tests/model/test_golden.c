@@ -52,10 +52,10 @@ static const float *elements(const TensorSet *set, int64_t count, const char *fo
   return (const void *)(t.file->mapping.bytes + t.entry->offset);
 }
 
-static Error error_of(const float *got, const float *want, int64_t count) {
+static Error error_of(const double *got, const float *want, int64_t count) {
   double error = 0, size = 0, worst = 0, largest = 0;
   for (int64_t i = 0; i < count; i++) {
-    double difference = (double)got[i] - (double)want[i];
+    double difference = got[i] - (double)want[i];
     error += difference * difference;
     size += (double)want[i] * (double)want[i];
     worst = fmax(worst, fabs(difference));
@@ -75,7 +75,7 @@ static Error allowed_error(Check *c, const char *name, Error error) {
 }
 
 // `name` in the golden file.
-static void check_close(Check *c, const char *name, const float *got, int64_t count) {
+static void check_close(Check *c, const char *name, const double *got, int64_t count) {
   Error error = error_of(got, elements(c->expected, count, "%s", name), count);
   Error allowed = allowed_error(c, name, error);
   double ratio = fmax(error.relative / allowed.relative, error.worst / allowed.worst);
@@ -100,27 +100,13 @@ static void conclude(Check *c) {
   if (!(together <= TOGETHER)) c->outside++;
 }
 
-static float *on_host(Run *run, Tensor t) {
-  int64_t count = tensor_count(t);
-  float *host = malloc((size_t)count * sizeof *host);
-  uint16_t *bits = malloc((size_t)count * sizeof *bits);
-  assert_true(host && bits);
-  bool rounded = t.dtype == DTYPE_BF16;
-  backend_to_host(run->h->backend, rounded ? (void *)bits : host, t);
-  for (int64_t i = 0; rounded && i < count; i++) host[i] = bf16_to_f32(bits[i]);
-  free(bits);
-  return host;
-}
-
 static void check_tensors(Check *c, Run *run, const char *format, bool gradients) {
   const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
   for (int64_t i = 0; i < p->count; i++) {
     char name[256];
     snprintf(name, sizeof name, format, p->items[i].name);
     Tensor t = gradients ? p->items[i].grad : p->items[i].value;
-    float *got = on_host(run, t);
-    check_close(c, name, got, tensor_count(t));
-    free(got);
+    check_close(c, name, values_of(run->h, t), tensor_count(t));
   }
 }
 
@@ -156,27 +142,23 @@ static void check_pass(Check *c, Run *run) {
   Tensor logits =
       memory_push_2d(&t->backend->memory, "logits", MEMORY_WORKSPACE, DTYPE_F32, ROWS, vocab_size);
   transformer_logits(t->backend, trainer_model(t), &batch, NULL, 0, t->rows, logits);
-  float *got = on_host(run, logits);
-  check_close(c, "logits", got, ROWS * vocab_size);
-  free(got);
+  check_close(c, "logits", values_of(run->h, logits), ROWS * vocab_size);
   memory_pop_to(&t->backend->memory, mark);
 
   transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / ROWS, false, t->loss);
-  float *losses = on_host(run, t->loss);
-  double sum = 0;
-  for (int n = 0; n < ROWS; n++) sum += (double)losses[n];
-  free(losses);
-  float loss = (float)(sum / ROWS);
+  const double *losses = values_of(run->h, t->loss);
+  double loss = 0;
+  for (int n = 0; n < ROWS; n++) loss += losses[n] / ROWS;
   check_close(c, "loss", &loss, 1);
   check_tensors(c, run, "grad.%s", true);
 }
 
 static void check_steps(Check *c, Run *run) {
-  float losses[STEPS], norms[STEPS];
+  double losses[STEPS], norms[STEPS];
   for (int step = 0; step < STEPS; step++) {
     StepResult result = run_step(run, step);
-    losses[step] = (float)result.loss;
-    norms[step] = (float)result.grad_norm;
+    losses[step] = result.loss;
+    norms[step] = result.grad_norm;
   }
   check_close(c, "losses", losses, STEPS);
   check_close(c, "norms", norms, STEPS);
