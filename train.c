@@ -45,14 +45,15 @@ static volatile sig_atomic_t stop_requested;
 
 static void request_stop(int signal_number) {
   stop_requested = 1;
-  // A second one ends the program at once; but a closed terminal sends several.
-  if (signal_number != SIGHUP) signal(signal_number, SIG_DFL);
+  // A second one ends the program at once; but a closed terminal sends several, and a CPU limit one a second.
+  if (signal_number != SIGHUP && signal_number != SIGXCPU) signal(signal_number, SIG_DFL);
 }
 
 // A run whose terminal or pipe is closed still saves its weights.
 static void handle_signals(void) {
   signal(SIGINT, request_stop);
   signal(SIGTERM, request_stop);
+  signal(SIGXCPU, request_stop);
   if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN); // nohup
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
@@ -83,7 +84,7 @@ static void validate(Run *run, int64_t step) {
   const Options *o = run->options;
   double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
   run->state.val_step = step;
-  report_validation(&run->report, step, loss, run->trainer.bits_per_byte);
+  report_validation(&run->report, step, loss, run->trainer.bits_per_byte, &run->data.loader);
   if (!isfinite(loss))
     fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
          step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
@@ -215,9 +216,11 @@ static void open_checkpoints(Run *run) {
     run->saved_step = o->first_step;
   }
   run->saves = o->save && !o->eval_only;
-  bool automatic = o->resumed_from && !strcmp(o->resume, "auto");
-  if (run->saves && o->rank == 0)
-    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, automatic);
+  if (run->saves && o->rank == 0) {
+    // From the newest whole checkpoint there: those after it are damaged.
+    bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
+    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, newest);
+  }
   run->store.keep = o->keep;
   run->store.dtype = o->save_dtype;
 }
@@ -287,6 +290,7 @@ int main(int argc, char **argv) {
     train(&run);
     report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.data.source), stopping(&run));
   }
+  if (!options.eval_only) report_resuming(&run.report, stopping(&run) && run.saved_step >= 0);
   write_timeline(&run);
   if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);
 

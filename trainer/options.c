@@ -130,7 +130,7 @@ const Option options_rows[] = {
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Validate every N steps and at the end; 0 only at the end")},
     {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING | TRAINING,
-     HELP("Batches of a validation; 0 takes all")},
+     HELP("Batches of a validation, spread evenly over all; 0 takes all")},
     {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Show a text sample every N steps; 0 for none")},
     {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
@@ -152,14 +152,15 @@ const Option options_rows[] = {
      HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
           "); instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
-     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
+     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with --resume DIR that "
+          "DIR, else nothing is saved)")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
-    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
+    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
-    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
+    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING | REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
      HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
@@ -372,7 +373,7 @@ static void resolve_job(Options *o) {
     o->schedule.peak = o->origin ? fine_tuning : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
   if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
-  if (o->schedule.warmup_steps > o->steps && !o->eval_only)
+  if (o->schedule.warmup_steps > o->steps && !o->eval_only && !o->resumed_from)
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))

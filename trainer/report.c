@@ -1,6 +1,8 @@
 #include "trainer/report.h"
 
+#include <ctype.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +32,26 @@ static void log_write(const Report *r, const RecordField *fields) {
   (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
 }
 #define LOG(...) log_write(r, EVENT(__VA_ARGS__))
+
+// A path as a shell takes it, without what a terminal would act on.
+static const char *shell_word(const char *path) {
+  static char quoted[2 * PATH_MAX], word[8 * PATH_MAX];
+  size_t length = 0, plain = 0;
+  while (path[plain] && (isalnum((unsigned char)path[plain]) || strchr("/._-+=,:@%", path[plain]))) plain++;
+  if (!path[plain]) return path;
+  for (; *path && length < sizeof quoted - 4; quoted[length++] = *path++)
+    if (*path == '\'' || *path == '\\') quoted[length++] = '\\';
+  memcpy(word, "$'", 2);
+  text_escape(word + 2, sizeof word - 4, quoted, length);
+  return strcat(word, "'");
+}
+
+static void print_saving(const Options *o) {
+  if (o->save)
+    printf("saves    %s\n", shell_word(o->save));
+  else
+    printf("nothing is saved: no --save\n");
+}
 
 // --- what the machine can do --------------------------------------------------------------------------------
 
@@ -139,6 +161,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)o->steps);
   else if (o->origin)
     printf("weights  %s\n", o->origin);
+  if (!o->eval_only) print_saving(o);
 }
 
 Report report_open(const Options *o, Backend *backend) {
@@ -249,11 +272,15 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
 
 // --- between steps -----------------------------------------------------------------------------------------
 
-void report_validation(Report *r, int64_t step, double loss, double bits_per_byte) {
-  char bits[48] = "";
+void report_validation(Report *r, int64_t step, double loss, double bits_per_byte, const Loader *loader) {
+  char bits[48] = "", part[64] = "";
+  int64_t batches = r->options->eval_batches, all = loader->validation_batches;
+  if (batches && batches < all)
+    snprintf(part, sizeof part, ", %lld of %lld batches", (long long)batches, (long long)all);
   if (!isnan(bits_per_byte)) snprintf(bits, sizeof bits, ", %.4f bits per byte", bits_per_byte);
   report_break(r);
-  printf("step %lld  validation loss %.4f (perplexity %.1f%s)\n", (long long)step, loss, exp(loss), bits);
+  printf("step %lld  validation loss %.4f (perplexity %.1f%s)%s\n", (long long)step, loss, exp(loss), bits,
+         part);
   LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
@@ -272,7 +299,7 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
-  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, r->options->save, seconds);
+  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, shell_word(r->options->save), seconds);
   LOG("checkpoint", NUMBER("step", step), NUMBER("seconds", seconds));
 }
 
@@ -378,6 +405,13 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       NUMBER("device_overhead_bytes", backend->device_overhead),
       {"profile", .number = groups ? 0 : NAN, .optional = true, .item = groups});
   if (!r->log) cJSON_Delete(groups);
+}
+
+void report_resuming(const Report *r, bool stopped) {
+  if (stopped && r->options->save)
+    printf("\nto go on: %s --resume %s\n", program_invocation_name, shell_word(r->options->save));
+  else if (!r->options->save)
+    print_saving(r->options);
 }
 
 void report_evaluation(Report *r, double val_loss) {

@@ -100,7 +100,7 @@ void trainer_store_step(const Trainer *trainer, Folder *folder);
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
 
-// The mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number
+// The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats per counted token: the same number
 // whatever the number of ranks, which share them. Sets bits_per_byte. Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 

@@ -458,7 +458,7 @@ def test_run(folder):
         output = train(job + f"{flag} --steps 7 --eval-every 3 --eval-batches 2 --sample-every 5 --prompt 'if (' "
                        f"--sample-tokens 9 --log {folder}/log").ok(
             "device   CPU, ", "model    llama-tiny: ", "step     96 tokens: 2 micro-batches of 3 x 16", "step 1/7  loss 5.",
-            "step 7/7  loss ", "step 3  validation loss ", "step 5  sample: if (", "is what token frequencies alone give",
+            "step 7/7  loss ", "step 3  validation loss ", "), 2 of ", "step 5  sample: if (", "is what token frequencies alone give",
             "all together (ledger)", "(VmHWM)")
         assert not output.err and "\r" not in output.out and "\033" not in output.out, output  # no terminal: plain lines
         log = read_log(folder / "log")
@@ -549,14 +549,16 @@ def test_timeline(folder):
 
 # Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
 def test_signals(folder):
-    for number, times in ((signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)):  # a closed terminal sends several
-        p = start(ENDLESS + f"--log {folder}/log")
+    for number, times, saving, says in ((signal.SIGINT, 1, "", "\nnothing is saved: no --save\n"),
+                                        (signal.SIGTERM, 1, f" --save {folder}/run", f"\nto go on: {TRAIN} --resume {folder}/run\n"),
+                                        (signal.SIGHUP, 2, "", ""), (signal.SIGXCPU, 2, "", "")):  # these are sent several times
+        p = start(ENDLESS + f"--log {folder}/log{saving}")
         p.wait_for("step 1/1000000")
         so_far = (folder / "log").read_text()  # a log is complete at any time
         assert '{"event":"step","step":1,' in so_far and so_far.endswith("\n")
         for _ in range(times):
             os.kill(p.pid, number)
-        output = p.finish().ok("all together (ledger)")
+        output = p.finish().ok("all together (ledger)", says)
         last = read_log(folder / "log")[-1]
         said = int(re.search("stopped after step (.*) on a signal", output.out)[1])
         assert not output.err and last["event"] == "summary" and last["stopped"] and last["val_loss"] > 0

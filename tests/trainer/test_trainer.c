@@ -154,7 +154,7 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
   ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t b = 0; b < batches; b++) {
     LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = batches, .ranks = 1};
-    *counted += step < 0 ? loader_validation_batch(loader, b, tokens, targets, documents)
+    *counted += step < 0 ? loader_validation_batch(loader, b, batches, tokens, targets, documents)
                          : loader_train_batch(loader, place, tokens, targets, documents);
     for (int64_t n = 0, length; n < rows; n += length) {
       length = documents ? documents[rows + n] + 1 : o->seq_len;
