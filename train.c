@@ -82,15 +82,11 @@ static void collect(Run *run, double since) {
 static void validate(Run *run, int64_t step) {
   if (!run->data.loader.validation_batches) return;
   const Options *o = run->options;
-  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
+  double loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
+  if (isnan(loss) && stopping(run)) return; // it was cut short
+  run->state.val_loss = loss;
   run->state.val_step = step;
   report_validation(&run->report, step, loss, run->trainer.bits_per_byte, &run->data.loader);
-  if (!isfinite(loss))
-    fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
-         step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
-         : o->origin          ? "there is NaN or infinity among the weights in "
-                              : "the weights drawn are too large for the model",
-         step == o->first_step && o->origin ? o->origin : "");
 }
 
 static void sample(Run *run, int64_t step) {
@@ -134,12 +130,12 @@ static void train(Run *run) {
   const Options *o = run->options;
   Ledger *ledger = &run->backend->memory.ledger;
   int64_t collect_every = 1, done = o->first_step;
+  run->trainer.stop = &stop_requested;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
     // Not of the first step, which also chooses algorithms.
     ledger->recording = o->timeline && done > o->first_step && done <= o->first_step + TIMELINE_STEPS;
     ledger->step = (int)done;
-    run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     if (o->profile && done == o->first_step + PROFILE_WARM_UP) profile_begin(run->backend);
     trainer_step(&run->trainer, &run->data.loader, done++);
@@ -159,6 +155,7 @@ static void train(Run *run) {
     if (run->saves && every(o->save_every, done) && done < o->steps) save(run, done);
     since = now_seconds();
   }
+  run->trainer.stop = NULL; // what follows is for a stopped run, too
   collect(run, since);
   report_break(&run->report);
   const char *why = report_log_lost(&run->report) ? "" : " on a signal";
@@ -171,7 +168,9 @@ static void train(Run *run) {
 }
 
 static void evaluate(Run *run) {
+  run->trainer.stop = &stop_requested;
   validate(run, run->options->first_step);
+  if (isnan(run->state.val_loss)) fail("stopped on a signal: not all is evaluated");
   report_evaluation(&run->report, run->state.val_loss);
 }
 

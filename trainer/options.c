@@ -208,7 +208,7 @@ const Option options_rows[] = {
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
 
     {GROUP("Output")},
-    {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary. With --plan: the plan in each mode")},
+    {TEXT("log", "FILE", log), HELP("Write one JSON object a line, the last the summary; a log of another run is kept as FILE.1. With --plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),

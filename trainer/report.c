@@ -168,7 +168,7 @@ Report report_open(const Options *o, Backend *backend) {
   Report r = {
       .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
   if (o->log && !o->rank)
-    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
+    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : KEEP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
@@ -214,6 +214,17 @@ static double mfu(const Report *r, double seconds_per_step) {
   return r->flops_per_step / r->peak / seconds_per_step;
 }
 
+// Why a loss is not finite; `updated`: the weights are no longer those that the run began with.
+static Reason why_lost(const Options *o, bool updated) {
+  Reason why;
+  refuse(&why,
+         updated     ? "the training has diverged, try a lower --lr or a longer --warmup"
+         : o->origin ? "there is NaN or infinity among the weights in %s"
+                     : "the weights drawn are too large for the model",
+         o->origin);
+  return why;
+}
+
 static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
   char where[128] = "";
   int64_t lost = trainer_first_lost_token(trainer), seq_len = r->options->seq_len;
@@ -221,9 +232,8 @@ static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
   if (lost >= 0)
     snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
              (long long)(lost % seq_len), (long long)(lost / seq_len));
-  fail("step %lld: the loss is %g%s and the gradient norm %g; the training has diverged, try a lower --lr or "
-       "a longer --warmup",
-       (long long)(s->step + 1), s->loss, where, s->grad_norm);
+  fail("step %lld: the loss is %g%s and the gradient norm %g; %s", (long long)(s->step + 1), s->loss, where,
+       s->grad_norm, why_lost(r->options, s->step > r->options->first_step || isfinite(s->loss)).text);
 }
 
 static void print_progress(Report *r, const StepResult *s, size_t bytes) {
@@ -281,6 +291,9 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
   report_break(r);
   printf("step %lld  validation loss %.4f (perplexity %.1f%s)%s\n", (long long)step, loss, exp(loss), bits,
          part);
+  if (!isfinite(loss))
+    fail("step %lld: the validation loss is %g; %s", (long long)step, loss,
+         why_lost(r->options, step > r->options->first_step).text);
   LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 

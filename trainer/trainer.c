@@ -191,6 +191,11 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, int
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 
+// A signal need not wait for a long validation, but ranks share its collectives.
+static bool cut_short(const Trainer *t) {
+  return t->backend->ranks == 1 && t->stop && *t->stop;
+}
+
 // Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches.
 static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches,
                             Counted *counted) {
@@ -201,7 +206,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
                               b->ranks * VALIDATION_ROUNDS);
   Tensor local = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
   fill_zero(b, local);
-  for (int64_t i = 0; i < end - first; i++) {
+  for (int64_t i = 0; i < end - first && !cut_short(t); i++) {
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
@@ -232,6 +237,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
+  if (cut_short(t)) return NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
 }
 
@@ -243,7 +249,8 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
                            .max_new_tokens = o->sample_tokens,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
-                           .seed = seed};
+                           .seed = seed,
+                           .cancel = t->stop};
   Model *model = trainer_model(t);
   MemoryMark mark = model_gather_head(model, t->backend);
   int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);

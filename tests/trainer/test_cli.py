@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
@@ -263,6 +264,13 @@ def test_outputs_replace_only_outputs(folder):
     for _ in range(2):  # over its own outputs
         train(f"{line} --log {log} --timeline {timeline}").ok()
     assert [event["event"] for event in read_log(log)].count("start") == 1
+    first = (folder / "log.jsonl.1").read_bytes()  # of an earlier run
+    train(f"{line} --log {log}").ok()
+    assert (folder / "log.jsonl.1").read_bytes() == first and len(read_log(folder / "log.jsonl.2")) == len(read_log(log)) == 4
+    for stream in ("/dev/stdout", folder / "both"):  # where standard output is as well, both write on
+        run("sh", "-c", f"{TRAIN} {line} --log {stream} >{folder}/both").ok()
+        lines = (folder / "both").read_text().splitlines()
+        assert sum(text.startswith('{"event":"') for text in lines) == 4 and "device   CPU, " in "\n".join(lines), lines
     for options, kept, part in ((f"--log {mine}", mine, "the log"), (f"--log {mine} --data {mine}", mine, "the log"),
                                 (f"--timeline {mine} --data {mine}", mine, "the timeline"),
                                 (f"--log {log} --data {log}", log, "this run reads it; name another file"),
@@ -563,6 +571,14 @@ def test_signals(folder):
         said = int(re.search("stopped after step (.*) on a signal", output.out)[1])
         assert not output.err and last["event"] == "summary" and last["stopped"] and last["val_loss"] > 0
         assert last["steps"] == said and 1 <= said < 1000000
+    # It does not wait for the end of a long sample or evaluation, nor does what was trained get lost.
+    p = start(TINY + f"--steps 9 --sample-every 1 --sample-tokens 1000000 --save {folder}/sampled")
+    p.wait_for("saves ")
+    time.sleep(1)
+    os.kill(p.pid, signal.SIGTERM)
+    p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
+    run("timeout", "-s", "TERM", 3, TRAIN, *f"--device cpu --eval-only --init {folder}/sampled".split(), "--seq-len", 1, "--batch", 1,
+        "--val-fraction", 0.9).refused("stopped on a signal: not all is evaluated", status=124)
     # What nohup ignores stays ignored.
     run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()

@@ -297,6 +297,7 @@ def test_weights_that_are_nan(folder):
         file.seek(-4, os.SEEK_END)
         file.write(struct.pack("<f", float("nan")))
     train(f"--device cpu --eval-only --init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
+    train(f"--device cpu --init {model} --data {shard} --steps 2").refused("step 1: the loss is nan", "there is NaN or infinity among the weights")
     run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
 
 
