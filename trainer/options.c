@@ -71,6 +71,7 @@ const Option options_rows[] = {
     {CHOICE("schedule", "KIND", schedule.kind, "cosine, linear, constant or wsd"), DEFAULT("cosine"),
      .flags = SETTING | TRAINING, HELP("cosine, linear, constant or wsd")},
     {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING | TRAINING,
+     NEEDS("schedule wsd", "says when the rate of wsd falls"),
      HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
     {NUMBER("beta1", "B", beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
      HELP("Decay of the first moment")},
@@ -380,6 +381,8 @@ static void resolve_job(Options *o) {
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
+  if (o->dump && o->first_step >= o->steps)
+    fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -425,17 +428,14 @@ void options_parse(Options *o, int argc, char **argv) {
           "Examples:\n"
           "  ./train --vocab 128256 --fused-lce\n"
           "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-          "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
+          "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   // DTYPE_COUNT: not given, until the device is known.
   *o = (Options){.prompt = "\n",
                  .save_dtype = DTYPE_COUNT,
                  .dtype = DTYPE_COUNT,
                  .dtypes = {.grad = DTYPE_COUNT, .master = true}};
-  FILE *errors = stderr;
-  if (ranks_self()->rank) stderr = stdout; // argp's messages are rank 0's alone
   option_table_parse(&table, o, o->given, argc, argv);
-  stderr = errors;
   if (o->eval_only) check_eval_only(o);
 }
 

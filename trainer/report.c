@@ -137,9 +137,10 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          m->tie_word_embeddings ? "tied" : "untied");
   char words[64];
   if (!o->eval_only)
-    printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
-           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
-           (long long)o->seq_len, options_words(o, "schedule", words), o->schedule.peak);
+    printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
+           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
+           o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
+           options_words(o, "schedule", words), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);

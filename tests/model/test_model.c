@@ -126,7 +126,7 @@ TEST(test_published_sizes) {
 TEST(test_presets) {
   Harness *h = *state;
   char names[256];
-  strcpy(names, model_preset_names());
+  strcpy(names, model_preset_names(""));
   int count = 0;
   for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {
     ModelConfig config = model_preset(name);

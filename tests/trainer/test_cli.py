@@ -89,16 +89,18 @@ def test_each_option_refuses_wrong_values(folder):
     assert not os.listdir(folder), "refused, and written all the same"
 
 
-# What argp itself refuses: an exit status of its own, and where to read on.
+# Words that are no options: what was meant, and nothing that a terminal would act on.
 def test_words_that_are_no_options(folder):
     for name, has_value in options().items():
-        line, says = (f"--{name}", "requires an argument") if has_value else (f"--{name}=7", "doesn't allow an argument")
-        output = train(line, cwd=folder)
-        assert output.status == 64 and f"option '--{name}' {says}" in output.err and "--help" in output.err, output
-    for line, says in {"--vocabulary 7": "unrecognized option '--vocabulary'", "-x": "invalid option -- 'x'",
-                       "--e": "option '--e' is ambiguous"}.items():
-        output = train(line, cwd=folder)
-        assert output.status == 64 and says in output.err and "--help" in output.err, output
+        line, says = (f"--{name}", f": give a value, --{name} ") if has_value else (f"--{name}=7", f"=7: --{name} takes no value")
+        if name not in ("help", "usage", "version"):
+            train(line, cwd=folder).refused(f"lce: --{name}{says}")
+    for line, says in {"--vocabulary 7": "--vocabulary is not an option; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
+                       "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
+                       "--max-steps 9": "try --steps", "--batch_size 4": "try --batch", "--$(printf 'a\\033b')": "--a\\x1Bb is not",
+                       "--weight_decay 1": "--weight_decay: give a value, --weight-decay D"}.items():
+        run("sh", "-c", f"{TRAIN} {line}").refused(says)
+    assert train("-h").ok().out == train("--help").ok().out
 
 
 EXCLUSIONS = [
@@ -143,6 +145,7 @@ def test_possible_combinations(folder):
 
 REFUSED = [
     ("--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"),
+    ("--model gpt2", "no model preset is called 'gpt2'; there are gpt2-tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m\n"),
     ("--offload weights,moments", "give one or more of weights, gradients, optimizer"),
     ("--offload weights,", "--offload weights,: give one or more of "),
     ("--prompt ''", "--prompt: give at least one character"),
@@ -169,6 +172,8 @@ REFUSED = [
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
+    ("--decay-share 0.5", "--decay-share says when the rate of wsd falls: add --schedule wsd"),
+    (TINY + "--dump x", "--dump: there is no step to run; raise --steps above 0"),
     ("--logit-softcap 30 --lce-sample 1", "--lce-sample has no logit soft-cap, and llama-tiny has one, of 30; leave it out, or"),
     (TINY + "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"),
     ("--batch 3 --seq-len 64 --total-batch 500",
@@ -300,7 +305,9 @@ def test_data_that_changes(folder):
 def test_help(folder):
     output = train("--help").ok("Model (", "Job", "Optimizer (", "LM head + loss", "Data", "Checkpoints", "Machine and memory",
                                 "Output", "--model=PRESET", "--batch=B", "on cuda 1024", "(default 4)", "Examples:")
-    assert not output.err
+    assert not output.err and max(map(len, output.out.splitlines())) < 80
+    assert output.out[output.out.index("Examples:"):].count("\n  ./train --") == 3, output
+    assert all(line.startswith("  ./train") for line in output.out.split("Examples:\n")[1].split("\n")[:3]), output
     for names in TAKES.values():
         assert set(names.split()) <= options().keys(), names
     assert train("--version").ok().out.startswith("lce.c ")
