@@ -95,7 +95,7 @@ def test_words_that_are_no_options(folder):
         line, says = (f"--{name}", f": give a value, --{name} ") if has_value else (f"--{name}=7", f"=7: --{name} takes no value")
         if name not in ("help", "usage", "version"):
             train(line, cwd=folder).refused(f"lce: --{name}{says}")
-    for line, says in {"--vocabulary 7": "--vocabulary is not an option; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
+    for line, says in {"--vocabulary 7": "--vocabulary is not an option: try --vocab; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
                        "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
                        "--max-steps 9": "try --steps", "--batch_size 4": "try --batch", "--$(printf 'a\\033b')": "--a\\x1Bb is not",
                        "--weight_decay 1": "--weight_decay: give a value, --weight-decay D"}.items():

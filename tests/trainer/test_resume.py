@@ -167,7 +167,8 @@ def test_stopped_runs_save(folder):
     p = start(RUN + f"--save {folder}/stopped --save-every 6 --log {folder}/log")
     p.wait_for("step 1/")
     os.kill(p.pid, signal.SIGINT)
-    p.finish().ok("saved in")
+    ended = p.finish().ok("saved in").out.split("stopped after")[1]  # it may soon be killed: it saves before it validates
+    assert 0 < ended.find("saved in") < ended.find("validation loss"), ended
     for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do, and nothing changes
         output = train(RUN + f"--resume auto --save {folder}/stopped {line}").ok("resumed  ")
         same_files(straight() / LAST, folder / "stopped" / LAST)

@@ -309,6 +309,14 @@ TEST(test_draws_differ) {
     odd += dropped % 2;
   }
   assert_true(least < most && odd > 0);
+  // No two micro-batches draw alike: a step of two draws what two steps of one do.
+  Run *single = open(LLAMA, SAMPLING "--lce-sample 40 --lr 0 --total-batch 51");
+  for (int step = 0; step < 8; step++) {
+    int dropped = (int)lround(12 * run_step(run, step).dropped_tiles);
+    for (int m = 0; m < 2; m++) dropped -= (int)lround(6 * run_step(single, 2 * step + m).dropped_tiles);
+    assert_int_equal(dropped, 0);
+  }
+  run_close(single);
   run_close(run);
 }
 
