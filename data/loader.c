@@ -158,7 +158,7 @@ static int64_t validation_rows(const Loader *loader, int64_t batches) {
 static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
   const LoaderOptions *o = &loader->options;
   if (validated >= 0 && number >= validated) return -1;
-  if (validated >= 0 && validated < loader->validation_windows)
+  if (validated > 0 && validated < loader->validation_windows)
     number = (number * loader->validation_windows + loader->validation_windows / 2) / validated;
   if (validated >= 0) return o->validation_source ? number : split_window(loader, number);
   uint64_t windows = (uint64_t)loader->train_windows, epoch = (uint64_t)number / windows,
