@@ -45,14 +45,15 @@ static volatile sig_atomic_t stop_requested;
 
 static void request_stop(int signal_number) {
   stop_requested = 1;
-  // A second one ends the program at once; but a closed terminal sends several.
-  if (signal_number != SIGHUP) signal(signal_number, SIG_DFL);
+  // A second one ends the program at once; but a closed terminal sends several, and a CPU limit one a second.
+  if (signal_number != SIGHUP && signal_number != SIGXCPU) signal(signal_number, SIG_DFL);
 }
 
 // A run whose terminal or pipe is closed still saves its weights.
 static void handle_signals(void) {
   signal(SIGINT, request_stop);
   signal(SIGTERM, request_stop);
+  signal(SIGXCPU, request_stop);
   if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN); // nohup
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
@@ -81,15 +82,11 @@ static void collect(Run *run, double since) {
 static void validate(Run *run, int64_t step) {
   if (!run->data.loader.validation_batches) return;
   const Options *o = run->options;
-  double loss = run->state.val_loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
+  double loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
+  if (isnan(loss) && stopping(run)) return; // it was cut short
+  run->state.val_loss = loss;
   run->state.val_step = step;
-  report_validation(&run->report, step, loss, run->trainer.bits_per_byte);
-  if (!isfinite(loss))
-    fail("step %lld: the validation loss is %g; %s%s", (long long)step, loss,
-         step > o->first_step ? "the training has diverged, try a lower --lr or a longer --warmup"
-         : o->origin          ? "there is NaN or infinity among the weights in "
-                              : "the weights drawn are too large for the model",
-         step == o->first_step && o->origin ? o->origin : "");
+  report_validation(&run->report, step, loss, run->trainer.bits_per_byte, &run->data.loader);
 }
 
 static void sample(Run *run, int64_t step) {
@@ -133,12 +130,12 @@ static void train(Run *run) {
   const Options *o = run->options;
   Ledger *ledger = &run->backend->memory.ledger;
   int64_t collect_every = 1, done = o->first_step;
+  run->trainer.stop = &stop_requested;
   double since = now_seconds();
   while (done < o->steps && !stopping(run)) {
     // Not of the first step, which also chooses algorithms.
     ledger->recording = o->timeline && done > o->first_step && done <= o->first_step + TIMELINE_STEPS;
     ledger->step = (int)done;
-    run->trainer.stop_requested = stop_requested;
     run->trainer.step_seconds = run->report.smoothed_seconds;
     if (o->profile && done == o->first_step + PROFILE_WARM_UP) profile_begin(run->backend);
     trainer_step(&run->trainer, &run->data.loader, done++);
@@ -158,6 +155,7 @@ static void train(Run *run) {
     if (run->saves && every(o->save_every, done) && done < o->steps) save(run, done);
     since = now_seconds();
   }
+  run->trainer.stop = NULL; // what follows is for a stopped run, too
   collect(run, since);
   report_break(&run->report);
   const char *why = report_log_lost(&run->report) ? "" : " on a signal";
@@ -170,7 +168,9 @@ static void train(Run *run) {
 }
 
 static void evaluate(Run *run) {
+  run->trainer.stop = &stop_requested;
   validate(run, run->options->first_step);
+  if (isnan(run->state.val_loss)) fail("stopped on a signal: not all is evaluated");
   report_evaluation(&run->report, run->state.val_loss);
 }
 
@@ -215,9 +215,11 @@ static void open_checkpoints(Run *run) {
     run->saved_step = o->first_step;
   }
   run->saves = o->save && !o->eval_only;
-  bool automatic = o->resumed_from && !strcmp(o->resume, "auto");
-  if (run->saves && o->rank == 0)
-    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, automatic);
+  if (run->saves && o->rank == 0) {
+    // From the newest whole checkpoint there: those after it are damaged.
+    bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
+    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, newest);
+  }
   run->store.keep = o->keep;
   run->store.dtype = o->save_dtype;
 }
@@ -287,6 +289,7 @@ int main(int argc, char **argv) {
     train(&run);
     report_summary(&run.report, &run.trainer, &run.state, source_entropy(run.data.source), stopping(&run));
   }
+  if (!options.eval_only) report_resuming(&run.report, stopping(&run) && run.saved_step >= 0);
   write_timeline(&run);
   if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);
 

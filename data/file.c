@@ -82,13 +82,40 @@ static bool is_output(const char *what, const char *path, const char *mark) {
   return true;
 }
 
-FILE *file_create(const char *what, const char *path, const char *mark, bool append) {
+// The regular file `path` where the shell has opened it for standard output or error, else NULL.
+static FILE *same_stream(const char *path) {
+  struct stat named, open_already;
+  for (int stream = STDOUT_FILENO; stream <= STDERR_FILENO; stream++)
+    if (!stat(path, &named) && !fstat(stream, &open_already) && S_ISREG(named.st_mode) &&
+        named.st_ino == open_already.st_ino && named.st_dev == open_already.st_dev)
+      return fdopen(dup(stream), "a");
+  return NULL;
+}
+
+static void move_away(const char *path) {
+  for (int64_t number = 1, moved = 0; !moved; number++) {
+    char *kept = text_format("%s.%lld", path, (long long)number);
+    moved = !renameat2(AT_FDCWD, path, AT_FDCWD, kept, RENAME_NOREPLACE) || errno != EEXIST;
+    free(kept);
+  }
+}
+
+FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier) {
+  FILE *shared = same_stream(path);
+  if (shared) return shared;
+  bool append = earlier == APPEND;
   bool regular = is_output(what, path, mark);
   int flags = O_CREAT | O_CLOEXEC | (append ? O_APPEND : 0) | (regular ? O_RDWR : O_WRONLY);
   int file = open(path, flags, 0666);
   // Until it is closed, other outputs are kept out, this program's too. Some file systems have no locks.
   if (regular && file >= 0 && flock(file, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
     fail("cannot write %s %s: another output is written there; name another file", what, path);
+  struct stat status;
+  if (earlier == KEEP && regular && file >= 0 && !fstat(file, &status) && status.st_size > 0) {
+    move_away(path);
+    close(file);
+    return file_create(what, path, mark, REPLACE);
+  }
   off_t end = regular && append && file >= 0 ? lseek(file, 0, SEEK_END) : 0;
   char last; // a full disk may have cut the last line
   while (end > 0 && pread(file, &last, 1, end - 1) == 1 && last != '\n') end--;

@@ -18,7 +18,10 @@ bool path_make_folders(const char *path, Reason *reason); // the folder and thos
 
 // Opens an output `what` ("the log"). Fails unless it may be written: nothing is there, or a pipe or character device, or
 // an empty file, or one that begins with `mark`, as earlier outputs of this kind do; and nothing else writes there.
-FILE *file_create(const char *what, const char *path, const char *mark, bool append);
+// KEEP renames what is there to PATH.1, or the next free number. Where standard output or error goes to the same file both
+// write on at one place.
+typedef enum { REPLACE, APPEND, KEEP } EarlierOutput;
+FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 
 // The whole file with a 0 behind it, which *length does not count; NULL when there is none. The caller frees it. Fails
 // naming the file when it is no regular file (a pipe or a device might never end), a link that leads nowhere, cannot be

@@ -147,11 +147,20 @@ static int64_t split_window(const Loader *loader, int64_t place) {
   return window;
 }
 
-// The window of row `number`, counted from the first one of training or of validation; -1: there is none.
-static int64_t window_of(const Loader *loader, bool validation, int64_t number) {
+// The rows of `batches` validation batches (0: all).
+static int64_t validation_rows(const Loader *loader, int64_t batches) {
+  bool all = !batches || batches >= loader->validation_batches;
+  return all ? loader->validation_windows : batches * loader->options.batch;
+}
+
+// The window of row `number`, counted from the first one of training (validated < 0) or, of `validated` rows spread evenly
+// over all, of validation; -1: there is none.
+static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
   const LoaderOptions *o = &loader->options;
-  if (validation && number >= loader->validation_windows) return -1;
-  if (validation) return o->validation_source ? number : split_window(loader, number);
+  if (validated >= 0 && number >= validated) return -1;
+  if (validated > 0 && validated < loader->validation_windows)
+    number = (number * loader->validation_windows + loader->validation_windows / 2) / validated;
+  if (validated >= 0) return o->validation_source ? number : split_window(loader, number);
   uint64_t windows = (uint64_t)loader->train_windows, epoch = (uint64_t)number / windows,
            place = (uint64_t)number % windows;
   if (o->order == ORDER_SHUFFLED) place = random_permute(o->seed, order_stream + epoch, place, windows);
@@ -159,14 +168,14 @@ static int64_t window_of(const Loader *loader, bool validation, int64_t number) 
 }
 
 // Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted targets.
-static int64_t fill_batch(const Loader *loader, bool validation, int64_t number, int32_t *tokens,
+static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t number, int32_t *tokens,
                           int32_t *targets, int32_t *documents) {
   const LoaderOptions *o = &loader->options;
-  const Source *source = validation && o->validation_source ? o->validation_source : o->source;
+  const Source *source = validated >= 0 && o->validation_source ? o->validation_source : o->source;
   const Packing *packing = &source->packing;
   int64_t counted = 0, at = 0, all = o->batch * o->seq_len;
   for (int64_t row = 0; row < o->batch; row++) {
-    int64_t window = window_of(loader, validation, number + row), first = window * stride(o, source);
+    int64_t window = window_of(loader, validated, number + row), first = window * stride(o, source);
     PackedSpan whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
     const PackedSpan *piece = &whole, *last = piece + (window >= 0);
     if (packing->starts && window >= 0)
@@ -192,13 +201,14 @@ int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens
   assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
   int64_t batches = (at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
-  return fill_batch(loader, false, batches * loader->options.batch, tokens, targets, documents);
+  return fill_batch(loader, -1, batches * loader->options.batch, tokens, targets, documents);
 }
 
-int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
-                                int32_t *documents) {
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,
+                                int32_t *targets, int32_t *documents) {
   assert(index >= 0);
-  return fill_batch(loader, true, index * loader->options.batch, tokens, targets, documents);
+  return fill_batch(loader, validation_rows(loader, batches), index * loader->options.batch, tokens, targets,
+                    documents);
 }
 
 // Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
@@ -226,17 +236,14 @@ static uint32_t add_checksum(const Source *source, uint32_t crc) {
 void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches) {
   const LoaderOptions *o = &loader->options;
   const Source *sources[] = {o->source, o->validation_source ? o->validation_source : o->source};
-  if (!validation_batches || validation_batches > loader->validation_batches)
-    validation_batches = loader->validation_batches;
-  int64_t rows[] = {training ? loader->train_windows : 0,
-                    min_i64(validation_batches * o->batch, loader->validation_windows)};
+  int64_t rows[] = {training ? loader->train_windows : 0, validation_rows(loader, validation_batches)};
   Loader by_row = *loader; // a batch may exceed the memory
   by_row.options.batch = 1;
   int32_t *tokens = host_alloc(2 * o->seq_len, sizeof *tokens, "a sequence"), *targets = tokens + o->seq_len;
   for (int validation = 0; validation < 2; validation++) {
     int64_t counted = rows[validation] == 0;
     for (int64_t row = 0; !counted && row < rows[validation]; row++)
-      counted = fill_batch(&by_row, validation, row, tokens, targets, NULL);
+      counted = fill_batch(&by_row, validation ? rows[1] : -1, row, tokens, targets, NULL);
     if (!counted)
       fail("%s: no target of the %s counts, for the masks leave all out: name other %s",
            sources[validation]->name, validation ? "validation batches" : "training windows",

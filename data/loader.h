@@ -73,12 +73,12 @@ typedef struct {
 int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets,
                            int32_t *documents);
 
-// The same for validation batch `index`. Rows past the last window have token 0 and ignored targets; an index
-// at or past validation_batches is a batch of such rows (returns 0).
-int64_t loader_validation_batch(const Loader *loader, int64_t index, int32_t *tokens, int32_t *targets,
-                                int32_t *documents);
+// The same for validation batch `index` of `batches` (0: all), whose windows are spread evenly over all. Rows past the last
+// window have token 0 and ignored targets; a batch past the last one has such rows alone (returns 0).
+int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,
+                                int32_t *targets, int32_t *documents);
 
-// Fails when masks leave out every target that training, or the first validation batches (0: all), would have. Reads up
+// Fails when masks leave out every target that training, or so many validation batches (0: all), would have. Reads up
 // to the first one that counts.
 void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches);
 

@@ -78,18 +78,22 @@ static const Preset presets[] = {
 };
 enum { PRESET_COUNT = sizeof presets / sizeof *presets };
 
-const char *model_preset_names(void) {
+const char *model_preset_names(const char *begin) {
   static char names[256];
   size_t length = 0;
+  *names = 0;
   for (int i = 0; i < PRESET_COUNT; i++)
-    length += (size_t)snprintf(names + length, sizeof names - length, "%s%s", i ? ", " : "", presets[i].name);
+    if (!strncmp(presets[i].name, begin, strlen(begin)))
+      length += (size_t)snprintf(names + length, sizeof names - length, "%s%s", length ? ", " : "",
+                                 presets[i].name);
   return names;
 }
 
 static const Preset *find(const char *name) {
   for (int i = 0; i < PRESET_COUNT; i++)
     if (strcmp(presets[i].name, name) == 0) return &presets[i];
-  fail("no model preset is called '%s'; there are %s", name, model_preset_names());
+  const char *begin = *model_preset_names(name) ? name : "";
+  fail("no model preset is called '%s'; there are %s", name, model_preset_names(begin));
 }
 
 double model_preset_learning_rate(const char *name) {

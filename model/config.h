@@ -77,7 +77,7 @@ extern const Family model_families[FAMILY_COUNT];
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
-const char *model_preset_names(void);                     // "gpt2-tiny, gpt2-124m, ..."
+const char *model_preset_names(const char *begin); // of those that begin so: "gpt2-tiny, gpt2-124m, ..."
 
 // The longest sequence that can be computed: of all positions, or no longer than the sliding window, within which
 // attention is full.

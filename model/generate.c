@@ -154,7 +154,7 @@ static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
     double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
     tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
     if (g->on_token) g->on_token(g->context, tokens[have]);
-    stopped = is_stop(g, tokens[have]);
+    stopped = is_stop(g, tokens[have]) || (g->cancel && *g->cancel);
   }
   free(logits);
   *count = have;

@@ -1,6 +1,8 @@
 // Text from a model. Keys and values are cached, so that a new token costs one token's arithmetic.
 #pragma once
 
+#include <signal.h>
+
 #include "model/transformer.h"
 
 // How the next token is drawn from its logits: first they are divided by the temperature, then all but the
@@ -24,6 +26,7 @@ typedef struct {
   uint64_t seed;       // token number i is drawn with (seed, i) alone
   const int32_t *stop; // ids that end the text
   int64_t stop_count;
+  const volatile sig_atomic_t *cancel;            // not 0: no further token; NULL: nothing cancels
   void (*on_token)(void *context, int32_t token); // called for every new token at once, or NULL
   void *context;
 } Generation;

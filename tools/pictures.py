@@ -81,8 +81,9 @@ def save(figure, path, fontsize=9.5):
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
                       fontsize=fontsize, bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
+    form = os.path.splitext(path)[1][1:] or "png"
     with open(path, "wb") as file:
-        figure.savefig(file, format=os.path.splitext(path)[1][1:] or "png")
+        figure.savefig(file, format=form, metadata={"Software" if form == "png" else "Creator": "lce.c"})
     plt.close(figure)
 
 

@@ -200,7 +200,7 @@ static void check_exclusions(const Option *rows, const void *values, const bool 
 
 // --- the command line --------------------------------------------------------------------------------------
 
-enum { FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
+enum { USAGE = 999, FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
 
 typedef struct {
   const OptionTable *table;
@@ -208,8 +208,50 @@ typedef struct {
   bool *given;
 } Parsing;
 
+// What a word may mean that is no option, or NULL: the option whose name is its beginning or its end, or whose help says it.
+static const char *likely(const Option *rows, const char *word) {
+  for (const Option *o = rows; o->type != OPTION_END; o++) {
+    size_t length = strlen(word), own = o->name ? strlen(o->name) : length + 1;
+    bool begins = own <= length && !strncmp(word, o->name, own) && strchr("-", word[own]);
+    bool ends = own < length && !strcmp(word + length - own, o->name) && word[length - own - 1] == '-';
+    if (begins || ends) return o->name;
+  }
+  char words[64];
+  snprintf(words, sizeof words, "%s", word);
+  for (char *at = words; (at = strchr(at, '-'));) *at = ' ';
+  for (const Option *o = rows; o->type != OPTION_END; o++)
+    if (o->name && strcasestr(o->help, words)) return o->name;
+  return NULL;
+}
+
+// What is wrong with a word that argp does not take.
+static void refuse_word(const Option *rows, const struct argp_state *state) {
+  const char *word = state->argv[state->next - 1],
+             *next = state->next < state->argc ? state->argv[state->next] : "";
+  if (*next == '-' && next[1] != '-') word = next; // of several letters, which argp has not passed
+  char name[64];
+  snprintf(name, sizeof name, "%s", word + strspn(word, "-"));
+  name[strcspn(name, "=")] = 0;
+  for (char *at = name; (at = strchr(at, '_'));) *at = '-';
+  int count = 0, row = option_row(rows, name);
+  for (int i = 0; rows[i].type != OPTION_END && row < 0; i++)
+    count += rows[i].name && !strncmp(rows[i].name, name, strlen(name));
+  if (row >= 0 && rows[row].type == OPTION_FLAG) fail("%s: --%s takes no value", word, name);
+  if (row >= 0) fail("%s: give a value, --%s %s", word, name, rows[row].argument);
+  const char *meant = count || strlen(name) < 3 ? NULL : likely(rows, name);
+  fail("%s %s%s%s; --help lists the options", word,
+       count > 1 ? "is how several options begin" : "is not an option", meant ? ": try --" : "",
+       meant ? meant : "");
+}
+
 static error_t parse_one(int key, char *text, struct argp_state *state) {
   const Parsing *p = state->input;
+  if (key == ARGP_KEY_ERROR) refuse_word(p->table->rows, state);
+  if (key == '?' || key == 'h' || key == USAGE) {
+    argp_help(state->root_argp, stdout, key == USAGE ? ARGP_HELP_USAGE : ARGP_HELP_STD_HELP, state->name);
+    exit(0);
+  }
+  if (key == 'V') exit(puts(argp_program_version) < 0);
   const char *stray = p->table->stray;
   if (key == ARGP_KEY_ARG)
     fail("'%s' is not an option; %s%s", text, stray ? stray : "",
@@ -222,7 +264,7 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
 
 // The rows as argp has them, with "(default ...)" behind what each one does.
 typedef struct {
-  struct argp_option options[OPTION_ROWS_MAX + 1];
+  struct argp_option options[OPTION_ROWS_MAX + 5];
   char help[OPTION_ROWS_MAX][512];
   struct argp argp;
 } Rows;
@@ -231,13 +273,20 @@ static struct argp *make_rows(const OptionTable *table) {
   static Rows rows, *const r = &rows;
   rows = (Rows){0};
   r->argp = (struct argp){.options = r->options, .parser = parse_one, .doc = table->doc};
-  for (int i = 0; table->rows[i].type != OPTION_END; i++) {
+  int i = 0;
+  for (; table->rows[i].type != OPTION_END; i++) {
     const Option *o = &table->rows[i];
     if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
     snprintf(r->help[i], sizeof r->help[i], o->initial ? "%s (default %s)" : "%s", o->help, o->initial);
     r->options[i] = (struct argp_option){.name = o->name, .arg = o->argument, .doc = r->help[i]};
     if (o->name) r->options[i].key = FIRST_KEY + i;
   }
+  // argp's own are silent where its errors are.
+  const struct argp_option standard[] = {{"help", '?', 0, 0, "Give this help list", -1},
+                                         {NULL, 'h', 0, OPTION_ALIAS, NULL, 0},
+                                         {"usage", USAGE, 0, 0, "Give a short usage message", -1},
+                                         {"version", 'V', 0, 0, "Print program version", -1}};
+  memcpy(&r->options[i], standard, sizeof standard);
   return &r->argp;
 }
 
@@ -247,7 +296,7 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   output_check_at_exit();
   for (const Option *o = table->rows; o->type != OPTION_END; o++)
     if (o->initial) option_set(o, values, o->initial);
-  error_t error = argp_parse(make_rows(table), argc, argv, 0, NULL, &parsing);
+  error_t error = argp_parse(make_rows(table), argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
   check_exclusions(table->rows, values, parsing.given);
 }

@@ -49,8 +49,7 @@ typedef struct {
 // Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
 // every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
 // which values are right, and so do two options that exclude each other: flags that write the same field, and what
-// a row `excludes`, unless a number of the two is 0 or a choice its first. An unknown option ends it as argp does, with
-// status 64.
+// a row `excludes`, unless a number of the two is 0 or a choice its first. So does what is no option.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line.

@@ -71,6 +71,7 @@ const Option options_rows[] = {
     {CHOICE("schedule", "KIND", schedule.kind, "cosine, linear, constant or wsd"), DEFAULT("cosine"),
      .flags = SETTING | TRAINING, HELP("cosine, linear, constant or wsd")},
     {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING | TRAINING,
+     NEEDS("schedule wsd", "says when the rate of wsd falls"),
      HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
     {NUMBER("beta1", "B", beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
      HELP("Decay of the first moment")},
@@ -130,7 +131,7 @@ const Option options_rows[] = {
     {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Validate every N steps and at the end; 0 only at the end")},
     {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING | TRAINING,
-     HELP("Batches of a validation; 0 takes all")},
+     HELP("Batches of a validation, spread evenly over all; 0 takes all")},
     {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Show a text sample every N steps; 0 for none")},
     {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
@@ -152,14 +153,15 @@ const Option options_rows[] = {
      HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
           "); instead of --model")},
     {TEXT("save", "DIR", save), .flags = REFUSED,
-     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers")},
+     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with --resume DIR that "
+          "DIR, else nothing is saved)")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
-    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = REFUSED,
+    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
      NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
-    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = REFUSED,
+    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING | REFUSED,
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
      HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
@@ -207,7 +209,7 @@ const Option options_rows[] = {
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
 
     {GROUP("Output")},
-    {TEXT("log", "FILE", log), HELP("Write one JSON object a line; the last is the summary. With --plan: the plan in each mode")},
+    {TEXT("log", "FILE", log), HELP("Write one JSON object a line, the last the summary; a log of another run is kept as FILE.1. With --plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
@@ -372,13 +374,15 @@ static void resolve_job(Options *o) {
     o->schedule.peak = o->origin ? fine_tuning : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
   if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
-  if (o->schedule.warmup_steps > o->steps && !o->eval_only)
+  if (o->schedule.warmup_steps > o->steps && !o->eval_only && !o->resumed_from)
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
+  if (o->dump && o->first_step >= o->steps)
+    fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -424,17 +428,14 @@ void options_parse(Options *o, int argc, char **argv) {
           "Examples:\n"
           "  ./train --vocab 128256 --fused-lce\n"
           "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-          "  ./train --model gpt2-124m --data 'shards/train_*.bin' --val-data shards/val.bin --batch 64\n",
+          "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   // DTYPE_COUNT: not given, until the device is known.
   *o = (Options){.prompt = "\n",
                  .save_dtype = DTYPE_COUNT,
                  .dtype = DTYPE_COUNT,
                  .dtypes = {.grad = DTYPE_COUNT, .master = true}};
-  FILE *errors = stderr;
-  if (ranks_self()->rank) stderr = stdout; // argp's messages are rank 0's alone
   option_table_parse(&table, o, o->given, argc, argv);
-  stderr = errors;
   if (o->eval_only) check_eval_only(o);
 }
 

@@ -67,7 +67,7 @@ typedef struct {
   char *origin;               // the folder whose weights the run begins with; NULL: they are random
   struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
   int64_t first_step;         // 0 unless the run resumes
-  const char *save;           // NULL: nothing is saved
+  const char *save;           // NULL: nothing is saved; with --resume DIR that one unless it is given
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
   // ranks

@@ -442,7 +442,7 @@ void plan_print(Options *o) {
   bool split = o->dtypes.vocab_parallel && o->ranks > 1;
   plan_print_table(columns, split ? 3 : 2, device);
   if (o->log) {
-    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", false);
+    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", REPLACE);
     bool written = true;
     for (int m = 0; m < 2; m++) // fused as the run would be
       written &=
@@ -569,7 +569,7 @@ void plan_compare_modes(Trainer *trainer) {
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
   static const char columns[] = "event,step,at,block,total";
-  FILE *out = file_create("the timeline", path, columns, false);
+  FILE *out = file_create("the timeline", path, columns, REPLACE);
   fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));

@@ -1,6 +1,8 @@
 #include "trainer/report.h"
 
+#include <ctype.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,6 +32,26 @@ static void log_write(const Report *r, const RecordField *fields) {
   (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
 }
 #define LOG(...) log_write(r, EVENT(__VA_ARGS__))
+
+// A path as a shell takes it, without what a terminal would act on.
+static const char *shell_word(const char *path) {
+  static char quoted[2 * PATH_MAX], word[8 * PATH_MAX];
+  size_t length = 0, plain = 0;
+  while (path[plain] && (isalnum((unsigned char)path[plain]) || strchr("/._-+=,:@%", path[plain]))) plain++;
+  if (!path[plain]) return path;
+  for (; *path && length < sizeof quoted - 4; quoted[length++] = *path++)
+    if (*path == '\'' || *path == '\\') quoted[length++] = '\\';
+  memcpy(word, "$'", 2);
+  text_escape(word + 2, sizeof word - 4, quoted, length);
+  return strcat(word, "'");
+}
+
+static void print_saving(const Options *o) {
+  if (o->save)
+    printf("saves    %s\n", shell_word(o->save));
+  else
+    printf("nothing is saved: no --save\n");
+}
 
 // --- what the machine can do --------------------------------------------------------------------------------
 
@@ -115,9 +137,10 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          m->tie_word_embeddings ? "tied" : "untied");
   char words[64];
   if (!o->eval_only)
-    printf("step     %s tokens: %lld micro-batches of %lld x %lld, %s learning rate to %.1e\n",
-           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks), (long long)o->batch,
-           (long long)o->seq_len, options_words(o, "schedule", words), o->schedule.peak);
+    printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
+           text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
+           o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
+           options_words(o, "schedule", words), o->schedule.peak);
   if (o->mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);
@@ -139,13 +162,14 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)o->steps);
   else if (o->origin)
     printf("weights  %s\n", o->origin);
+  if (!o->eval_only) print_saving(o);
 }
 
 Report report_open(const Options *o, Backend *backend) {
   Report r = {
       .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
   if (o->log && !o->rank)
-    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from != NULL);
+    r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : KEEP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
   if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
@@ -191,6 +215,17 @@ static double mfu(const Report *r, double seconds_per_step) {
   return r->flops_per_step / r->peak / seconds_per_step;
 }
 
+// Why a loss is not finite; `updated`: the weights are no longer those that the run began with.
+static Reason why_lost(const Options *o, bool updated) {
+  Reason why;
+  refuse(&why,
+         updated     ? "the training has diverged, try a lower --lr or a longer --warmup"
+         : o->origin ? "there is NaN or infinity among the weights in %s"
+                     : "the weights drawn are too large for the model",
+         o->origin);
+  return why;
+}
+
 static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
   char where[128] = "";
   int64_t lost = trainer_first_lost_token(trainer), seq_len = r->options->seq_len;
@@ -198,9 +233,8 @@ static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
   if (lost >= 0)
     snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
              (long long)(lost % seq_len), (long long)(lost / seq_len));
-  fail("step %lld: the loss is %g%s and the gradient norm %g; the training has diverged, try a lower --lr or "
-       "a longer --warmup",
-       (long long)(s->step + 1), s->loss, where, s->grad_norm);
+  fail("step %lld: the loss is %g%s and the gradient norm %g; %s", (long long)(s->step + 1), s->loss, where,
+       s->grad_norm, why_lost(r->options, s->step > r->options->first_step || isfinite(s->loss)).text);
 }
 
 static void print_progress(Report *r, const StepResult *s, size_t bytes) {
@@ -249,11 +283,18 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
 
 // --- between steps -----------------------------------------------------------------------------------------
 
-void report_validation(Report *r, int64_t step, double loss, double bits_per_byte) {
-  char bits[48] = "";
+void report_validation(Report *r, int64_t step, double loss, double bits_per_byte, const Loader *loader) {
+  char bits[48] = "", part[64] = "";
+  int64_t batches = r->options->eval_batches, all = loader->validation_batches;
+  if (batches && batches < all)
+    snprintf(part, sizeof part, ", %lld of %lld batches", (long long)batches, (long long)all);
   if (!isnan(bits_per_byte)) snprintf(bits, sizeof bits, ", %.4f bits per byte", bits_per_byte);
   report_break(r);
-  printf("step %lld  validation loss %.4f (perplexity %.1f%s)\n", (long long)step, loss, exp(loss), bits);
+  printf("step %lld  validation loss %.4f (perplexity %.1f%s)%s\n", (long long)step, loss, exp(loss), bits,
+         part);
+  if (!isfinite(loss))
+    fail("step %lld: the validation loss is %g; %s", (long long)step, loss,
+         why_lost(r->options, step > r->options->first_step).text);
   LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
@@ -272,7 +313,7 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
-  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, r->options->save, seconds);
+  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, shell_word(r->options->save), seconds);
   LOG("checkpoint", NUMBER("step", step), NUMBER("seconds", seconds));
 }
 
@@ -378,6 +419,13 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       NUMBER("device_overhead_bytes", backend->device_overhead),
       {"profile", .number = groups ? 0 : NAN, .optional = true, .item = groups});
   if (!r->log) cJSON_Delete(groups);
+}
+
+void report_resuming(const Report *r, bool stopped) {
+  if (stopped && r->options->save)
+    printf("\nto go on: %s --resume %s\n", program_invocation_name, shell_word(r->options->save));
+  else if (!r->options->save)
+    print_saving(r->options);
 }
 
 void report_evaluation(Report *r, double val_loss) {

@@ -38,12 +38,16 @@ bool report_log_lost(const Report *report); // it could not be written
 void report_start(Report *report, const Backend *backend, const char *data_name);
 // `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
-void report_validation(Report *report, int64_t step, double loss, double bits_per_byte); // NaN: not known
+void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, // NaN: not known
+                       const Loader *loader);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
 void report_checkpoint(Report *report, int64_t step, double seconds);
 // At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
 void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
 void report_evaluation(Report *report, double val_loss);
+
+// What became of the weights: the command that resumes a run that was stopped, or that nothing is saved.
+void report_resuming(const Report *report, bool stopped);
 
 // Ends a progress line that rewrites itself, so that something else can be printed below it.
 void report_break(Report *report);

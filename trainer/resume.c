@@ -13,13 +13,14 @@
 
 // --- finding -----------------------------------------------------------------------------------------------
 
-static char *find_checkpoint(const Options *o) {
+static char *find_checkpoint(Options *o) {
   bool automatic = !strcmp(o->resume, "auto");
   if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
   bool any;
   const char *directory = automatic ? o->save : o->resume;
   char *found = checkpoint_newest(directory, &any);
   if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
+  if (found && !o->save && !o->eval_only) o->save = o->resume; // it goes on where it was
   if (found || automatic) return found;
   checkpoint_require_whole(o->resume);
   return text_format("%s", o->resume);
@@ -47,6 +48,7 @@ void resume_find(Options *o) {
 static bool has_effect(const Options *o, const char *name) {
   if (!strcmp(name, "lce-chunk")) return o->mode == LCE_FUSED;
   if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
+  if (!strcmp(name, "save-dtype")) return options_given(o, name); // else it follows --dtype
   return true;
 }
 

@@ -279,7 +279,7 @@ static void sum_tokens(Trainer *t, int slot, bool accumulate) {
 static void sum_results(Trainer *t, int slot) {
   Tensor shared = tensor_rows(t->results, RESULTS * slot + RESULT_STOP, 2);
   Tensor summed = tensor_rows(t->results, RESULTS * slot, RESULT_NORM);
-  const float values[2] = {t->stop_requested, (float)t->step_seconds};
+  const float values[2] = {t->stop && *t->stop, (float)t->step_seconds};
   backend_to_device(t->backend, shared, values);
   all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
 }

@@ -181,25 +181,33 @@ typedef struct {
   int64_t tokens, bytes;
 } Counted;
 
-// Batch `index` on the host; a plan has none.
-static void load_validation(Trainer *t, const Loader *loader, int64_t index, Counted *counted) {
+// Batch `index` of `batches` on the host; a plan has none.
+static void load_validation(Trainer *t, const Loader *loader, int64_t index, int64_t batches,
+                            Counted *counted) {
   if (!loader) return;
   counted->tokens +=
-      loader_validation_batch(loader, index, t->host_tokens, t->host_targets, t->host_documents);
+      loader_validation_batch(loader, index, batches, t->host_tokens, t->host_targets, t->host_documents);
   for (int64_t n = 0; t->token_bytes && n < tokens_of(t); n++)
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 
-// Batches [first, end), dealt to the ranks in order; their losses are added in the order of the batches.
-static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t end, Counted *counted) {
+// A signal need not wait for a long validation, but ranks share its collectives.
+static bool cut_short(const Trainer *t) {
+  return t->backend->ranks == 1 && t->stop && *t->stop;
+}
+
+// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches.
+static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches,
+                            Counted *counted) {
+  int64_t end = min_i64(first + (int64_t)t->backend->ranks * VALIDATION_ROUNDS, batches);
   Backend *b = t->backend;
   MemoryMark mark = memory_mark(&b->memory);
   Tensor all = memory_push_1d(&b->memory, "validation losses", MEMORY_WORKSPACE, DTYPE_F32,
                               b->ranks * VALIDATION_ROUNDS);
   Tensor local = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
   fill_zero(b, local);
-  for (int64_t i = 0; i < end - first; i++) {
-    load_validation(t, loader, first + i, counted); // all ranks count all batches
+  for (int64_t i = 0; i < end - first && !cut_short(t); i++) {
+    load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
@@ -225,10 +233,11 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
   for (int64_t first = 0; first < batches; first += at_once)
-    sum += validate_some(t, loader, first, min_i64(first + at_once, batches), &counted);
+    sum += validate_some(t, loader, first, batches, &counted);
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
+  if (cut_short(t)) return NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
 }
 
@@ -240,7 +249,8 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
                            .max_new_tokens = o->sample_tokens,
                            .window = o->seq_len,
                            .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
-                           .seed = seed};
+                           .seed = seed,
+                           .cancel = t->stop};
   Model *model = trainer_model(t);
   MemoryMark mark = model_gather_head(model, t->backend);
   int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);

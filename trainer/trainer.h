@@ -1,6 +1,8 @@
 // A training run on one backend: the model, its optimizer, the batch, and what a step does with them.
 #pragma once
 
+#include <signal.h>
+
 #include "data/loader.h"
 #include "model/checkpoint/weights.h"
 #include "model/transformer.h"
@@ -64,7 +66,7 @@ typedef struct {
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   // What this rank shares with each step; see StepResult.
-  bool stop_requested;
+  const volatile sig_atomic_t *stop; // not 0 once a signal asks to stop; NULL: none does
   double step_seconds;
   double wire_bytes; // that this rank sent in the last step
 } Trainer;
@@ -100,8 +102,9 @@ void trainer_store_step(const Trainer *trainer, Folder *folder);
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
 
-// The mean loss over the first `batches` validation batches (0: all), in nats per counted token: the same number
-// whatever the number of ranks, which share them. Sets bits_per_byte. Call it on all ranks.
+// The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats per counted token: the same number
+// whatever the number of ranks, which share them. Sets bits_per_byte. NaN where a signal cuts it short, which happens
+// with one rank. Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt

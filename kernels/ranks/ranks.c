@@ -17,7 +17,7 @@
 #include <mpi.h>
 #endif
 
-// Waits: of a rank other than 0 before it prints why it fails; beyond the timeout in a collective; for MPI_Abort.
+// Waits: of a rank other than 0 before it prints why it fails; beyond the timeout in a collective, at most; for MPI_Abort.
 enum { RANK_0_FIRST_MILLISECONDS = 1500, WAITING_SECONDS = 5, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};
@@ -164,7 +164,9 @@ static void *watch(void *unused) {
     uint64_t now = atomic_load(&progress);
     if (now != seen) idle = 0;
     seen = now;
-    if (idle >= timeout + (operation ? WAITING_SECONDS : 0)) end_without_progress(idle, operation, about);
+    // Who holds up the others says so before they do.
+    double more = !operation ? 0 : timeout < 40 ? 1 + timeout / 10 : WAITING_SECONDS;
+    if (idle >= timeout + more) end_without_progress(idle, operation, about);
   }
   return unused;
 }

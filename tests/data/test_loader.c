@@ -66,7 +66,7 @@ TEST(no_position_is_trained_on_twice_or_validated) {
       mark_row(seen, tokens, targets, T);
     }
     for (int64_t b = 0; b <= wide.validation_batches; b++) { // the last one is padded, the next one padding
-      int64_t counted = loader_validation_batch(&wide, b, tokens, targets, NULL);
+      int64_t counted = loader_validation_batch(&wide, b, 0, tokens, targets, NULL);
       for (int64_t at = 0; at < counted; at += T) mark_row(seen, tokens + at, targets + at, T);
       assert_padding(tokens, targets, counted, B * T);
     }
@@ -171,7 +171,7 @@ TEST(a_validation_source_is_predicted_once_throughout) {
     int64_t next = 1;
     for (int64_t index = 0; index < loader.validation_batches + 2; index++) {
       int32_t tokens[B * T], targets[B * T];
-      int64_t counted = loader_validation_batch(&loader, index, tokens, targets, NULL);
+      int64_t counted = loader_validation_batch(&loader, index, 0, tokens, targets, NULL);
       assert_int_equal(counted > 0, index < loader.validation_batches);
       for (int64_t i = 0; i < counted; i++) {
         assert_int_equal(targets[i], next++);
@@ -180,6 +180,15 @@ TEST(a_validation_source_is_predicted_once_throughout) {
       assert_padding(tokens, targets, counted, B * T);
     }
     assert_int_equal(next, count);
+    // Some of the batches: windows spread evenly over all, in order.
+    for (int64_t batches = 1; batches < loader.validation_batches; batches++)
+      for (int64_t row = 0, rows = batches * B, windows = loader.validation_windows; row < rows; row++) {
+        int32_t tokens[B * T], targets[B * T];
+        loader_validation_batch(&loader, row / B, batches, tokens, targets, NULL);
+        int64_t window = tokens[row % B * T] / T, middle = (2 * row + 1) * windows / (2 * rows);
+        assert_true(window >= middle - 1 && window <= middle + 1);
+        assert_int_equal(tokens[row % B * T], window * T);
+      }
     source_close(own);
   }
   source_close(source);
@@ -276,7 +285,7 @@ TEST(sequential_windows_overlap_by_a_token) {
   assert_int_equal(train_batch(&loader, 8, tokens, targets), B * T);
   assert_rows(tokens, targets, B, T, 0, T); // the second epoch is as the first
   for (int64_t i = 0; i < 2; i++) {
-    assert_int_equal(loader_validation_batch(&loader, i, tokens, targets, NULL), B * T);
+    assert_int_equal(loader_validation_batch(&loader, i, 0, tokens, targets, NULL), B * T);
     assert_rows(tokens, targets, B, T, (16 + i * B) * T, T);
   }
   source_close(source);
@@ -343,7 +352,7 @@ TEST(packed_windows_hold_every_pair_once) {
       char *seen = calloc((size_t)sizes, 1);
       int64_t pairs = 0, counted = 0;
       for (int64_t i = 0; i < loader.validation_batches; i++) {
-        counted += loader_validation_batch(&loader, i, tokens, targets, documents);
+        counted += loader_validation_batch(&loader, i, 0, tokens, targets, documents);
         for (int64_t n = 0; n < B; n++)
           pairs += check_packed_row(ends, tokens + n * T, targets + n * T, documents + n * T,
                                     documents + (B + n) * T, T, seen);

@@ -43,7 +43,7 @@ static void read_all(const Loader *loader) {
     check(BATCH * SEQ_LEN, targets, true);
   }
   for (int64_t i = 0; i < loader->validation_batches; i++) {
-    loader_validation_batch(loader, i, tokens, targets, NULL);
+    loader_validation_batch(loader, i, 0, tokens, targets, NULL);
     check(BATCH * SEQ_LEN, tokens, false);
     check(BATCH * SEQ_LEN, targets, true);
   }

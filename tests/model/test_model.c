@@ -45,7 +45,7 @@ TEST(test_presets) {
                    {"qwen3-1.7b", 1720574976}, {"qwen3-4b", 4022468096}};
   enum { PUBLISHED = sizeof published / sizeof *published, TINY = 2 };
   char names[256];
-  strcpy(names, model_preset_names());
+  strcpy(names, model_preset_names(""));
   int count = 0, found = 0;
   for (char *name = strtok(names, ", "); name; name = strtok(NULL, ", "), count++) {
     ModelConfig config = model_preset(name);

@@ -244,7 +244,7 @@ REFUSALS = {
     "not allowed with argument": "--timeline --sweep tokens;--recipe batch-512 --sweep vocab;--recipe batch-512 --timeline",
     "exclude --values": "--timeline --values 16;--recipe batch-512 --values 16;--timeline --layer-only",
     "'soup' (choose from ": "--recipe soup", "--patience": "--patience never;--patience 0",
-    "--device-memory": "--device-memory 0", "--tokenz": "--tokenz 5",
+    "--device-memory": "--device-memory 0", "without effect here": "--save {};--save={};--steps 9", "--tokenz": "--tokenz 5",
     "100": "--model gpt2-tiny --num-layers 12 --sweep hidden --values 100", "/proc/nothing": "--out /proc/nothing", "/dev/null": "--out /dev/null"}
 
 
@@ -326,6 +326,11 @@ def test_plot_run(folder):
     assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
     assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB")
+    (folder / "mine.png").write_bytes(b"\x89PNG, by another program")
+    tool("plot_run", log, "--out", folder / "mine.png").fails("is not from this program")
+    tool("plot_run", log, "--out", folder / "run.png").ok()  # over its own
+    escape = write("a\x1b[31m-1.jsonl", [start, *steps])
+    assert "\n| a\\x1b[31m | " in tool("plot_run", "--groups", escape, "--out", folder / "groups.png").ok().out
     tool("plot_run", log, "--out", "/dev/full").fails("cannot write the picture /dev/full")
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
@@ -88,16 +89,18 @@ def test_each_option_refuses_wrong_values(folder):
     assert not os.listdir(folder), "refused, and written all the same"
 
 
-# What argp itself refuses: an exit status of its own, and where to read on.
+# Words that are no options: what was meant, and nothing that a terminal would act on.
 def test_words_that_are_no_options(folder):
     for name, has_value in options().items():
-        line, says = (f"--{name}", "requires an argument") if has_value else (f"--{name}=7", "doesn't allow an argument")
-        output = train(line, cwd=folder)
-        assert output.status == 64 and f"option '--{name}' {says}" in output.err and "--help" in output.err, output
-    for line, says in {"--vocabulary 7": "unrecognized option '--vocabulary'", "-x": "invalid option -- 'x'",
-                       "--e": "option '--e' is ambiguous"}.items():
-        output = train(line, cwd=folder)
-        assert output.status == 64 and says in output.err and "--help" in output.err, output
+        line, says = (f"--{name}", f": give a value, --{name} ") if has_value else (f"--{name}=7", f"=7: --{name} takes no value")
+        if name not in ("help", "usage", "version"):
+            train(line, cwd=folder).refused(f"lce: --{name}{says}")
+    for line, says in {"--vocabulary 7": "--vocabulary is not an option: try --vocab; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
+                       "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
+                       "--max-steps 9": "try --steps", "--batch_size 4": "try --batch", "--$(printf 'a\\033b')": "--a\\x1Bb is not",
+                       "--weight_decay 1": "--weight_decay: give a value, --weight-decay D"}.items():
+        run("sh", "-c", f"{TRAIN} {line}").refused(says)
+    assert train("-h").ok().out == train("--help").ok().out
 
 
 EXCLUSIONS = [
@@ -142,6 +145,7 @@ def test_possible_combinations(folder):
 
 REFUSED = [
     ("--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"),
+    ("--model gpt2", "no model preset is called 'gpt2'; there are gpt2-tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m\n"),
     ("--offload weights,moments", "give one or more of weights, gradients, optimizer"),
     ("--offload weights,", "--offload weights,: give one or more of "),
     ("--prompt ''", "--prompt: give at least one character"),
@@ -168,6 +172,8 @@ REFUSED = [
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
+    ("--decay-share 0.5", "--decay-share says when the rate of wsd falls: add --schedule wsd"),
+    (TINY + "--dump x", "--dump: there is no step to run; raise --steps above 0"),
     ("--logit-softcap 30 --lce-sample 1", "--lce-sample has no logit soft-cap, and llama-tiny has one, of 30; leave it out, or"),
     (TINY + "--vocab 100000000 --lce-memory 1", "--lce-memory 1: even a chunk of one token needs 3"),
     ("--batch 3 --seq-len 64 --total-batch 500",
@@ -263,6 +269,13 @@ def test_outputs_replace_only_outputs(folder):
     for _ in range(2):  # over its own outputs
         train(f"{line} --log {log} --timeline {timeline}").ok()
     assert [event["event"] for event in read_log(log)].count("start") == 1
+    first = (folder / "log.jsonl.1").read_bytes()  # of an earlier run
+    train(f"{line} --log {log}").ok()
+    assert (folder / "log.jsonl.1").read_bytes() == first and len(read_log(folder / "log.jsonl.2")) == len(read_log(log)) == 4
+    for stream in ("/dev/stdout", folder / "both"):  # where standard output is as well, both write on
+        run("sh", "-c", f"{TRAIN} {line} --log {stream} >{folder}/both").ok()
+        lines = (folder / "both").read_text().splitlines()
+        assert sum(text.startswith('{"event":"') for text in lines) == 4 and "device   CPU, " in "\n".join(lines), lines
     for options, kept, part in ((f"--log {mine}", mine, "the log"), (f"--log {mine} --data {mine}", mine, "the log"),
                                 (f"--timeline {mine} --data {mine}", mine, "the timeline"),
                                 (f"--log {log} --data {log}", log, "this run reads it; name another file"),
@@ -292,7 +305,9 @@ def test_data_that_changes(folder):
 def test_help(folder):
     output = train("--help").ok("Model (", "Job", "Optimizer (", "LM head + loss", "Data", "Checkpoints", "Machine and memory",
                                 "Output", "--model=PRESET", "--batch=B", "on cuda 1024", "(default 4)", "Examples:")
-    assert not output.err
+    assert not output.err and max(map(len, output.out.splitlines())) < 80
+    assert output.out[output.out.index("Examples:"):].count("\n  ./train --") == 3, output
+    assert all(line.startswith("  ./train") for line in output.out.split("Examples:\n")[1].split("\n")[:3]), output
     for names in TAKES.values():
         assert set(names.split()) <= options().keys(), names
     assert train("--version").ok().out.startswith("lce.c ")
@@ -458,7 +473,7 @@ def test_run(folder):
         output = train(job + f"{flag} --steps 7 --eval-every 3 --eval-batches 2 --sample-every 5 --prompt 'if (' "
                        f"--sample-tokens 9 --log {folder}/log").ok(
             "device   CPU, ", "model    llama-tiny: ", "step     96 tokens: 2 micro-batches of 3 x 16", "step 1/7  loss 5.",
-            "step 7/7  loss ", "step 3  validation loss ", "step 5  sample: if (", "is what token frequencies alone give",
+            "step 7/7  loss ", "step 3  validation loss ", "), 2 of ", "step 5  sample: if (", "is what token frequencies alone give",
             "all together (ledger)", "(VmHWM)")
         assert not output.err and "\r" not in output.out and "\033" not in output.out, output  # no terminal: plain lines
         log = read_log(folder / "log")
@@ -549,18 +564,28 @@ def test_timeline(folder):
 
 # Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
 def test_signals(folder):
-    for number, times in ((signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 2)):  # a closed terminal sends several
-        p = start(ENDLESS + f"--log {folder}/log")
+    for number, times, saving, says in ((signal.SIGINT, 1, "", "\nnothing is saved: no --save\n"),
+                                        (signal.SIGTERM, 1, f" --save {folder}/run", f"\nto go on: {TRAIN} --resume {folder}/run\n"),
+                                        (signal.SIGHUP, 2, "", ""), (signal.SIGXCPU, 2, "", "")):  # these are sent several times
+        p = start(ENDLESS + f"--log {folder}/log{saving}")
         p.wait_for("step 1/1000000")
         so_far = (folder / "log").read_text()  # a log is complete at any time
         assert '{"event":"step","step":1,' in so_far and so_far.endswith("\n")
         for _ in range(times):
             os.kill(p.pid, number)
-        output = p.finish().ok("all together (ledger)")
+        output = p.finish().ok("all together (ledger)", says)
         last = read_log(folder / "log")[-1]
         said = int(re.search("stopped after step (.*) on a signal", output.out)[1])
         assert not output.err and last["event"] == "summary" and last["stopped"] and last["val_loss"] > 0
         assert last["steps"] == said and 1 <= said < 1000000
+    # It does not wait for the end of a long sample or evaluation, nor does what was trained get lost.
+    p = start(TINY + f"--steps 9 --sample-every 1 --sample-tokens 1000000 --save {folder}/sampled")
+    p.wait_for("saves ")
+    time.sleep(1)
+    os.kill(p.pid, signal.SIGTERM)
+    p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
+    run("timeout", "-s", "TERM", 3, TRAIN, *f"--device cpu --eval-only --init {folder}/sampled".split(), "--seq-len", 1, "--batch", 1,
+        "--val-fraction", 0.9).refused("stopped on a signal: not all is evaluated", status=124)
     # What nohup ignores stays ignored.
     run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()

@@ -13,7 +13,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start,  # noqa: E402
+from program import (ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start, tensors,  # noqa: E402
                      train, write_shard)
 
 # Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
@@ -46,8 +46,17 @@ def straight_log():
     return straight().with_suffix(".jsonl")
 
 
-# With nothing but --resume: the settings, and the data, come from the checkpoint.
+# With nothing but --resume: the settings, and the data, come from the checkpoint; of a directory of some, where and how to
+# save as well. What a shell or a terminal would act on is quoted in the command.
 def test_a_resumed_run_equals_an_unbroken_one(folder):
+    saved, quoted = folder / "it's \x1b", f"$'{folder}/it\\'s \\x1B'"
+    assert "nothing is saved" not in train(RUN + "--steps 6 --save-every 3 --keep 1 --save-dtype bf16 --save", saved).ok(
+        f"saves    {quoted}\n", f"saved in {quoted} (").out
+    train("--device cpu --steps 3 --resume", saved).ok("after step 6 of 3")  # a warm-up that nobody gave is no reason to refuse
+    train("--device cpu --steps 12 --resume", saved).ok("after step 6 of 12", f"saves    {quoted}\n")
+    assert [path.name for path in saved.glob("step-*")] == [LAST]
+    assert tensors(saved / "model.safetensors")["model.norm.weight"].dtype == "BF16"
+    train("--device cpu --resume", saved / LAST).ok("\nnothing is saved: no --save\n")
     output = train(RESUME + f"{straight()}/step-000006 --save {folder}/half --log {folder}/log --sample-tokens 3").ok(
         "after step 6 of 12", "step 7  sample")
     assert not output.err
@@ -67,7 +76,7 @@ def test_any_run_resumes(folder):
     train(RESUME + f"{folder}/packed/step-000006 --save {folder}/half --sample-tokens 3").ok()
     same_files(folder / "packed" / LAST, folder / "half" / LAST)
     train(RUN + f"--save {folder}/rounded --save-every 6 --save-dtype bf16").ok()
-    train(RESUME + f"{folder}/rounded/step-000006 --save {folder}/again").ok()
+    train(RESUME + f"{folder}/rounded/step-000006 --save-dtype fp32 --save {folder}/again").ok()
     weights = "model.safetensors"
     assert (straight() / LAST / weights).read_bytes() == (folder / "again" / LAST / weights).read_bytes()
     assert (folder / "rounded" / weights).stat().st_size < 0.6 * (straight() / weights).stat().st_size
@@ -145,7 +154,7 @@ def test_damaged_checkpoints_are_skipped(folder):
             path.unlink()
         train(RESUME + f"{saved}/{LAST}").refused(name)
         if i in (0, 5):
-            output = train(RUN + f"--resume auto --save {saved}").ok("after step 6 of 12")
+            output = train(f"{RESUME} {saved}" if i else f"{RUN} --resume auto --save {saved}").ok("after step 6 of 12")
             assert name in output.err and f"{LAST} is passed over" in output.err, output
             same_files(straight() / LAST, saved / LAST)
     for path in saved.glob("step-*/model.safetensors"):
@@ -158,7 +167,8 @@ def test_stopped_runs_save(folder):
     p = start(RUN + f"--save {folder}/stopped --save-every 6 --log {folder}/log")
     p.wait_for("step 1/")
     os.kill(p.pid, signal.SIGINT)
-    p.finish().ok("saved in")
+    ended = p.finish().ok("saved in").out.split("stopped after")[1]  # it may soon be killed: it saves before it validates
+    assert 0 < ended.find("saved in") < ended.find("validation loss"), ended
     for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do, and nothing changes
         output = train(RUN + f"--resume auto --save {folder}/stopped {line}").ok("resumed  ")
         same_files(straight() / LAST, folder / "stopped" / LAST)
@@ -192,7 +202,7 @@ def test_killed_runs_lose_nothing(folder):
     kills, killed, survived, seed = int(os.environ.get("LCE_KILLS", 5)), 0, 0, int(time.time())
     saving, directory, log = RUN + "--save-every 1 ", folder / "killed", folder / "log"  # a checkpoint says how often it is saved
     before = time.monotonic()
-    train(saving + f"--save {folder}/unbroken").ok()
+    train(saving + f"--save {folder}/unbroken --keep 2").ok()
     longest, draw = time.monotonic() - before, random.Random(seed)
     line = saving + f"--resume auto --save {directory} --keep 2 --log {log} "
     while killed < kills and survived < 10 * kills:
@@ -227,8 +237,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(folder):
         "no checkpoint after step 12")
     assert sorted(path.name for path in saved.glob("*step-*")) == ["step-000006"]
     train(RUN + f"--resume auto --save {saved} --keep 1").ok("after step 6 of 12")
-    same_files(straight() / LAST, saved / LAST)
-    assert (saved / "model.safetensors").read_bytes() == (straight() / "model.safetensors").read_bytes()  # by the links
+    for name in ("model.safetensors", f"{LAST}/training_state.safetensors"):  # the first by the links
+        assert (saved / name).read_bytes() == (straight() / name).read_bytes()
     assert not (saved / "step-000006").exists()
 
 
@@ -288,6 +298,7 @@ def test_weights_that_are_nan(folder):
         file.seek(-4, os.SEEK_END)
         file.write(struct.pack("<f", float("nan")))
     train(f"--device cpu --eval-only --init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
+    train(f"--device cpu --init {model} --data {shard} --steps 2").refused("step 1: the loss is nan", "there is NaN or infinity among the weights")
     run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
 
 

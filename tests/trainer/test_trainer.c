@@ -139,7 +139,7 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
   ReferenceModel reference = reference_model_read(trainer_model(&run->trainer), run->h->backend);
   for (int64_t b = 0; b < batches; b++) {
     LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = batches, .ranks = 1};
-    *counted += step < 0 ? loader_validation_batch(loader, b, tokens, targets, documents)
+    *counted += step < 0 ? loader_validation_batch(loader, b, batches, tokens, targets, documents)
                          : loader_train_batch(loader, place, tokens, targets, documents);
     for (int64_t n = 0, length; n < rows; n += length) {
       length = documents ? documents[rows + n] + 1 : o->seq_len;
@@ -307,6 +307,16 @@ TEST(test_draws_differ) {
     run_close(run);
   }
   assert_true(first[0].loss == first[1].loss && first[0].grad_norm != first[1].grad_norm);
+  // A step of two micro-batches draws what two steps of one do: no two draw alike.
+  Run *run = open(LLAMA, SAMPLING "--lce-sample 40 --lr 0"),
+      *single = open(LLAMA, SAMPLING "--lce-sample 40 --lr 0 --total-batch 51");
+  for (int step = 0; step < 8; step++) {
+    int dropped = (int)lround(12 * run_step(run, step).dropped_tiles);
+    for (int m = 0; m < 2; m++) dropped -= (int)lround(6 * run_step(single, 2 * step + m).dropped_tiles);
+    assert_int_equal(dropped, 0);
+  }
+  run_close(single);
+  run_close(run);
 }
 
 // At the start every token is as likely as any other; statistics that were not requested are absent.
