@@ -72,22 +72,24 @@ static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const Ke
   return logits;
 }
 
-TEST(test_cached_logits_equal_uncached) {
+static void cached_case(const char *preset) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  for (int p = 0; p < PRESETS; p++) {
-    Case c = case_open("cpu", presets[p]);
-    sharpen(&c);
-    int64_t vocab_size = c.model.config.vocab_size;
-    int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
-    double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
-    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
-    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
-      check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
-                   want + past * vocab_size, within(64, 20));
-    assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
-    case_close(&c);
-  }
+  Case c = case_open("cpu", preset);
+  sharpen(&c);
+  int64_t vocab_size = c.model.config.vocab_size;
+  int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
+  double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
+  KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+  for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
+    check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
+                 want + past * vocab_size, within(64, 20));
+  assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
+  case_close(&c);
+}
+
+TEST(test_cached_logits_equal_uncached) {
+  for (int p = 0; p < PRESETS; p++) cached_case(presets[p]);
 }
 
 // --- texts -------------------------------------------------------------------------------------------------
