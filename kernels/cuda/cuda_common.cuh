@@ -107,12 +107,13 @@ struct KernelLaunch {
   dim3 grid; // of no blocks: nothing is launched
   dim3 block;
   bool pdl = false;
-  size_t shared_bytes = 0; // of dynamic shared memory
-  unsigned cluster = 0;    // CTAs of a cluster; 0: no clusters
+  size_t shared_bytes = 0;  // of dynamic shared memory
+  unsigned cluster = 0;     // CTAs of a cluster; 0: no clusters
+  bool cooperative = false; // all blocks run at the same time
 };
 
 struct LaunchConfig : cudaLaunchConfig_t {
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
 
   template <typename Kernel> LaunchConfig(const KernelLaunch &l, Kernel *kernel) : cudaLaunchConfig_t() {
     gridDim = l.grid, blockDim = l.block, dynamicSmemBytes = l.shared_bytes, stream = l.stream;
@@ -121,6 +122,10 @@ struct LaunchConfig : cudaLaunchConfig_t {
     if (l.cluster) {
       attributes[numAttrs].id = cudaLaunchAttributeClusterDimension;
       attributes[numAttrs++].val.clusterDim = {l.cluster, 1, 1};
+    }
+    if (l.cooperative) {
+      attributes[numAttrs].id = cudaLaunchAttributeCooperative;
+      attributes[numAttrs++].val.cooperative = 1;
     }
     constexpr size_t ALWAYS_ALLOWED = 48 << 10;
     if (l.shared_bytes > ALWAYS_ALLOWED)

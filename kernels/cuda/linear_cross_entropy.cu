@@ -8,10 +8,13 @@
 // between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
 // stream of higher priority.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are computed again by the kernel that finalizes the sums, each by a whole block. On sm_90
-// kernels are launched with PDL (programmatic dependent launch), which hides launches in small chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host: the kernel that
+// finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL (programmatic dependent
+// launch), which hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
+#include <cooperative_groups.h>
+
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/loss_row.h"
@@ -124,6 +127,15 @@ static __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) s.sum[row] = (first ? s.sum[row] : 0) + sum;
 }
 
+// Floats are ordered as their bits are, read as integers, and the other way around below zero.
+static __device__ void raise_to(float *max, float x) {
+  x += 0.0f; // -0 becomes 0
+  if (x >= 0)
+    atomicMax(reinterpret_cast<int *>(max), __float_as_int(x));
+  else
+    atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
+}
+
 template <typename T> struct FinalizeParams {
   T *exps; // NULL: not kept
   int64_t exps_stride, x_stride;
@@ -136,6 +148,7 @@ template <typename T> struct FinalizeParams {
   const double *sum;  // [rows], or
   const float *parts; // [rows, across]: what is still to be added
   int across;
+  float *shares;    // [rows, blocks]; may overlap parts
   Tensor tile_sums; // [rows, tiles]; written where a row is repaired; absent: not kept
 };
 
@@ -157,59 +170,76 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
   if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
 }
 
-// The row with its maximum as anchor, by the whole block. Rare, so each logit is simply computed twice.
-template <typename T, int W> static __device__ void repair_row(const FinalizeParams<T> &a, int64_t row) {
-  __shared__ float max_of_warp[32];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  T *exps = a.exps ? a.exps + row * a.exps_stride : nullptr;
-  auto logit = [&](int64_t v) {
-    return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
-  };
-  float max = -INFINITY, sum = 0;
-  for (int64_t v = warp; v < a.vocab_size; v += warps) max = fmaxf(max, logit(v));
-  max_of_warp[warp] = max;
-  __syncthreads();
-  for (int i = 0; i < warps; i++) max = fmaxf(max, max_of_warp[i]);
-  for (int64_t v = warp; v < a.vocab_size; v += warps) {
-    float e = v == a.targets[row] ? 0.0f : __expf((logit(v) - max) * a.inv_temperature);
-    if (lane) continue;
-    sum += e;
-    if (exps) exps[v] = from_float<T>(e);
-  }
-  sum = block_sum(sum); // and all of E is there
-  for (int64_t t = warp; a.tile_sums.data && t < a.tile_sums.shape[1]; t += warps) {
-    float part = tile_sum(exps, t, a.vocab_size);
-    if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
-  }
-  if (threadIdx.x) return;
-  write(a.row.anchor, row, max);
-  write(a.row.row_sum, row, sum);
-  write(a.row.target_e, row, __expf((data_of<float>(a.row.target_z)[row] - max) * a.inv_temperature));
-}
-
-// The rows' sums and anchors, one warp a row. The block then repairs those of its rows whose sum is too large: as a rule none.
+// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every block returns;
+// else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {
-  int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  int64_t first = (int64_t)blockIdx.x * warps, row = first + threadIdx.x / 32;
+  cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  float *anchor = data_of<float>(a.row.anchor), *row_sum = data_of<float>(a.row.row_sum);
+  float *target_e = data_of<float>(a.row.target_e);
+  const float *target_z = data_of<float>(a.row.target_z);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  double sum = 0;
-  if (row < a.rows) {
-    if (lane == 0 && a.sum) sum = a.sum[row];
+  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
+       row += (int64_t)gridDim.x * warps) {
+    double sum = lane == 0 && a.sum ? a.sum[row] : 0;
 #pragma unroll 8
     for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
     sum = warp_sum(sum);
-    if (lane == 0) {
-      write(a.row.row_sum, row, (float)sum);
-      write(a.row.target_e, row, 1);
-      write(a.row.anchor, row, anchor_of(data_of<float>(a.row.target_z)[row], a.targets[row]));
-    }
+    if (lane) continue;
+    row_sum[row] = (float)sum;
+    target_e[row] = 1;
+    anchor[row] = anchor_of(target_z[row], a.targets[row]);
   }
-  if (!__syncthreads_or((float)sum > LCE_LARGEST_SUM)) return;
-  for (row = first; row < min(a.rows, first + warps); row++)
-    if (data_of<float>(a.row.row_sum)[row] > LCE_LARGEST_SUM) repair_row<T, W>(a, row);
+  grid.sync();
+  auto repaired = [&](int64_t row) { return row_sum[row] > LCE_LARGEST_SUM; };
+  bool any = false;
+  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= repaired(row);
+  if (!__syncthreads_or(any)) return;
+
+  int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(a.vocab_size, begin + share);
+  auto logit = [&](int64_t row, int64_t v) {
+    return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
+  };
+  for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
+    if (repaired(row)) anchor[row] = -INFINITY;
+  grid.sync();
+  for (int64_t row = 0; row < a.rows; row++) {
+    if (!repaired(row)) continue;
+    float max = -INFINITY;
+    for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v));
+    if (lane == 0) raise_to(&anchor[row], max);
+  }
+  grid.sync();
+  for (int64_t row = 0; row < a.rows; row++) {
+    if (!repaired(row)) continue;
+    float sum = 0;
+    for (int64_t v = begin + warp; v < end; v += warps) {
+      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - anchor[row]) * a.inv_temperature);
+      if (lane) continue;
+      sum += e;
+      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) a.shares[row * gridDim.x + blockIdx.x] = sum;
+  }
+  grid.sync();
+  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
+    if (!repaired(row)) continue;
+    float sum = 0;
+    for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
+    sum = warp_sum(sum);
+    for (int64_t t = 0; a.tile_sums.data && t < a.tile_sums.shape[1]; t++) {
+      float part = tile_sum(a.exps + row * a.exps_stride, t, a.vocab_size);
+      if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
+    }
+    if (lane) continue;
+    row_sum[row] = sum;
+    target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
+  }
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
@@ -277,6 +307,8 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   if (rows == 0) return;
   TileScratch s = tile_scratch(backend, a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
+  // As many as run at the same time, and whose shares fit in the scratch.
+  int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     int64_t done = 0;
@@ -307,12 +339,14 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .sum = on_hopper ? nullptr : s.sum,
                                   .parts = parts,
                                   .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
+                                  .shares = s.tile[0],
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
       with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        launch_kernel({"the rows' sums", cuda_stream(backend), dim3((unsigned)ceil_div(done, 32)), 1024,
-                       hopper_runs(backend)},
-                      finalize_rows_kernel<T, W>, params);
+        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), dim3((unsigned)blocks), 1024,
+                               hopper_runs(backend)};
+        launch.cooperative = true;
+        launch_kernel(launch, finalize_rows_kernel<T, W>, params);
       });
       if (!on_hopper && keep)
         launch_kernel({"the row sums of tiles", cuda_stream(backend),
