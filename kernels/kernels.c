@@ -378,6 +378,24 @@ static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
       FIELD(scale_target, "fp32 [C]"), FIELD(targets, "int32 [C]"))
 
+#define KNOWN_ROWS                                                                                           \
+  NAMED("lse", a->rows.lse, "fp32 [N]"), NAMED("per_p", a->rows.per_p, "fp32 [N]"),                          \
+      NAMED("per_distance", a->rows.per_distance, "fp32 [N]"),                                               \
+      NAMED("at_target", a->rows.at_target, "fp32 [N]"), FIELD(targets, "int32 [N]")
+
+static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
+  loss_terms(op, &a->terms, a->vocab_size);
+  CHECK(REFUSE(a->terms.softcap > 0 || a->terms.label_smoothing > 0,
+               "a soft-cap and label smoothing do not follow from log_prob"),
+        KNOWN_ROWS, FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"),
+        FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
+        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
+        FIELD(factor, "fp32 [1] or absent"));
+}
+
+NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H]"), FIELD(weight, "T [V, H]"),
+      FIELD(dlogits, "T [N, V] strided"))
+
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
   loss_terms(op, &a->terms, a->logits.shape[1]);
   size_t from = dtype_bytes(a->logits.dtype), to = dtype_bytes(a->dlogits.dtype);
@@ -399,7 +417,7 @@ NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "
       FIELD(loss, "fp32 [N] or absent"))
 
 #define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
-NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1]"))
+NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
 NEEDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
       FIELD(columns, "fp32 [H]"))

@@ -461,10 +461,48 @@ typedef struct {
   Tensor workspace;
 } LceTargetGradient;
 
+// The gradients of tokens whose log p[y], and with entropy_weights whose entropy, is known from an earlier call. With nll = -log
+// p[y], s = alpha factor[0] token_weights[n] / T and t = alpha factor[0] entropy_weights[n] / T:
+//   lse          = v[y] + nll
+//   per_p        = s (w[y] + 2 lambda lse) - t entropy
+//   per_distance = -t
+//   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
+// and 0, with an lse of 0, where the target is IGNORE_INDEX.
+typedef union {
+  struct {
+    Tensor lse, per_p, per_distance, at_target; // fp32 [N]
+  };
+  Tensor all[4];
+} KnownRows;
+
+typedef struct {
+  KnownRows rows;                        // written
+  Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
+  Tensor entropy;                        // fp32 [N]; there when entropy_weights are
+  Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
+  Tensor token_weights, entropy_weights; // fp32 [N], or absent
+  Tensor factor;                         // fp32 [1], or absent
+  LossTerms terms;                       // label_smoothing and softcap are 0
+  int64_t vocab_size;
+  float alpha;
+} LceKnownRows;
+
+// The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])),  p = exp(v - lse[n]),  v = x[n] . W[j] / T
+//                   at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
+typedef struct {
+  Tensor dlogits;   // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
+  KnownRows rows;   // read
+  Tensor x, weight; // fp32/bf16 [N, H] and [V, H]
+  Tensor targets;   // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  float temperature;
+  Tensor workspace;
+} LceLogitsGradient;
+
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
-  Tensor factor; // fp32 [1]
+  Tensor factor; // fp32 [1], or absent: 1
 } ScaleBy;
 
 // out[v, h] += alpha rows[v] columns[h].
@@ -563,6 +601,8 @@ typedef struct {
   X(shard_indices, ShardIndices, EMBEDDING)                      /* cpu_shard_indices cuda_shard_indices */ \
   X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
   S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
+  X(lce_known_rows, LceKnownRows, HEAD_LOSS)                     /* cpu_lce_known_rows cuda_lce_known_rows */ \
+  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS)           /* cpu_lce_logits_gradient cuda_lce_logits_gradient */ \
   X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
   X(lce_rows, LceRows, HEAD_LOSS)                                /* cpu_lce_rows cuda_lce_rows */ \
   S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \

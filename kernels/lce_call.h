@@ -89,6 +89,9 @@ void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
 void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate); // instead of exponentials
 
+// lce_known.c: log p[y] of every token is known.
+void lce_known_gradients(const Call *c);
+
 // lce_counted.c: only the counted tokens are computed.
 Tokens lce_counted_buffers(const Call *c, int64_t count);
 void lce_counted_begin(const Call *c, const Chunk *buffers, int64_t size);

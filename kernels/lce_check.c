@@ -39,6 +39,23 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
          backend->ranks);
 }
 
+static void check_known(const LinearCrossEntropy *a) {
+  bool outputs = tensor_exists(a->loss);
+  for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
+    outputs |= tensor_exists(a->outputs.all[i]);
+  if (outputs)
+    fail("linear_cross_entropy: with known_log_prob there are gradients alone; leave out loss and outputs");
+  if (tensor_exists(a->entropy_weights) != tensor_exists(a->known_entropy))
+    fail("linear_cross_entropy: entropy_weights is %s and known_entropy is %s; with known_log_prob they "
+         "belong together",
+         tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
+  if (a->mode == LCE_MATERIALIZED || tensor_exists(a->bias) || a->terms.softcap > 0 ||
+      a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 || a->shard.vocab_size > 0 ||
+      tensor_exists(a->rows))
+    fail("linear_cross_entropy: with known_log_prob there is no bias, soft-cap, label smoothing, sampling, "
+         "split head, list of counted tokens or materialized mode");
+}
+
 void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   const char *op = "linear_cross_entropy";
   if (a->x.rank != 2 || a->weight.rank != 2 || a->x.shape[1] != a->weight.shape[1])
@@ -53,9 +70,11 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   if (tensor_exists(a->dbias) != (tensor_exists(a->bias) && tensor_exists(a->dweight)))
     fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a->bias).text, tensor_text(a->dbias).text);
-  if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32)
+  bool known = tensor_exists(a->known_log_prob);
+  if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32 &&
+      !(known && a->dweight.dtype == a->weight.dtype && !a->accumulate))
     fail("%s: dweight is %s, but sums over chunks need fp32", op, tensor_text(a->dweight).text);
-  if (a->loss.rank != 1 || a->loss.shape[0] != tokens || a->targets.rank != 1 ||
+  if ((!known && (a->loss.rank != 1 || a->loss.shape[0] != tokens)) || a->targets.rank != 1 ||
       a->targets.shape[0] != tokens)
     fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a->loss).text,
          tensor_text(a->targets).text, (long long)tokens);
@@ -64,6 +83,9 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("rows", a->rows, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);
+  per_token("known_log_prob", a->known_log_prob, tokens);
+  per_token("known_entropy", a->known_entropy, tokens);
+  if (known) check_known(a);
   check_sampling(a);
   check_shard(backend, a);
   if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))

@@ -16,7 +16,8 @@
 // and `c` the call.)
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
-// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_check.c.
+// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_known.c (gradients where
+// log p[y] is known), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
@@ -259,6 +260,10 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
 
 static void run_call(Backend *backend, LinearCrossEntropy *a) {
   Call c = begin_call(backend, a);
+  if (tensor_exists(a->known_log_prob)) {
+    lce_known_gradients(&c);
+    return;
+  }
   int64_t tokens = a->x.shape[0], counted = c.counted ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
   int64_t max = a->mode == LCE_MATERIALIZED ? tokens : lce_used_chunk(tokens, a->chunk);

@@ -52,16 +52,22 @@ typedef struct {
 // names ignored tokens after the counted ones. What lce_needs_logits, the mean and the materialized mode are not
 // for shards.
 //
+// With known_log_prob, the output log_prob of an earlier call with the same x, weight, targets and temperature, the call
+// makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how
+// much memory they take, entropy_weights need known_entropy likewise, and dweight may have W's dtype. There is no loss and no
+// output, and no bias, soft-cap, label smoothing, sampling, shard, `rows` or materialized mode.
+//
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
 // other's.
 typedef struct {
   LceMode mode;
-  int64_t chunk;          // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
-  Tensor loss;            // fp32 [N]; 0 where the target is IGNORE_INDEX
-  TokenOutputs outputs;   // any of them, likewise
-  Tensor dx;              // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  Tensor dweight;         // fp32 [V, H], or absent, likewise. Always fp32: sums over chunks in bf16 drift
+  int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
+  Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX. Absent with known_log_prob
+  TokenOutputs outputs; // any of them, likewise
+  Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
+  Tensor
+      dweight; // fp32 [V, H], or absent, likewise; fp32, since sums over chunks in bf16 drift. With known_log_prob or W's dtype
   Tensor dbias;           // fp32 [V]; there when bias and dweight are
   Tensor x;               // fp32/bf16 [N, H]
   Tensor weight;          // fp32/bf16 [V, H]
@@ -69,9 +75,10 @@ typedef struct {
   Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
-  LossTerms terms;        // class_weight_sum is filled in here; class_weights is of the whole vocabulary
-  TileSampling sampling;  // of the gradients; {0}: they are exact
-  VocabShard shard;       // this rank's rows of the head, or {0}: all of them are here
+  Tensor known_log_prob, known_entropy; // fp32 [N], or absent
+  LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
+  TileSampling sampling; // of the gradients; {0}: they are exact
+  VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here
   Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
   int64_t counted; // how many; read only when rows is there
   float scale;

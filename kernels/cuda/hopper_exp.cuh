@@ -1,4 +1,5 @@
-// The epilogue of the GEMMs on Hopper (hopper_kernel.cuh) that turns logits into the loss's exponentials and sums their rows.
+// The epilogues of the GEMMs on Hopper (hopper_kernel.cuh) that turn logits into the loss's exponentials and sum their rows, or
+// into their gradients where the rows' sums are known.
 #pragma once
 
 #include <math.h>
@@ -58,6 +59,45 @@ struct LogitsExp : Epilogue {
         if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
           c.params.tile_sums[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = row_sums[i];
       }
+    }
+  }
+};
+
+// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t).
+static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
+                                                         const EpilogueParams &params, int row,
+                                                         int first_column, int column) {
+  constexpr float LN_2 = 0.6931471805599453f;
+  float shift[2], per_p[2], per_t[2], at_target[2];
+  int target[2];
+  EACH (i, 2) {
+    int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
+    int32_t of_row = params.targets[n];
+    target[i] = of_row - first_column;
+    // Finite, for 0 times infinity is not 0.
+    shift[i] = of_row == IGNORE_INDEX ? -1e30f : -params.rows.lse[n] * LOG2_E;
+    per_p[i] = params.rows.per_p[n];
+    per_t[i] = params.rows.per_distance[n] * LN_2;
+    at_target[i] = params.rows.at_target[n];
+  }
+  EACH (j, TILE_N / 2) {
+    int at = j / 4 * 8 + column + j % 2, i = j / 2 % 2;
+    float t = fmaf(z[j], params.scale, shift[i]);
+    z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
+    if (at == target[i]) z[j] = at_target[i];
+    if (first_column + at >= s.n) z[j] = 0;
+  }
+}
+
+struct LogitsGradient : Epilogue {
+  static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
+  enum { STAGES = 5 };
+  template <typename K>
+  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+    const ThreadCoord me;
+    EACH (h, TILE_M / 64) {
+      epilogue_gradient(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);
+      epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
     }
   }
 };

@@ -197,6 +197,21 @@ int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t byt
   return rows;
 }
 
+bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
+  using K = KernelTraits<LogitsGradient>;
+  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) ||
+      !tma_takes(a->dlogits))
+    return false;
+  EpilogueParams params = {.targets = data_of<int32_t>(a->targets),
+                           .scale = LOG2_E * inv_temperature,
+                           .rows = {data_of<float>(a->rows.lse), data_of<float>(a->rows.per_p),
+                                    data_of<float>(a->rows.per_distance), data_of<float>(a->rows.at_target)}};
+  launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
+            tma_map(backend, a->dlogits, STORE_ROWS),
+            schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);
+  return true;
+}
+
 // Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.
 static double split_time(int splits) {
   return 1.0 / splits + (splits > 1 ? 0.01 : 0);

@@ -22,6 +22,9 @@ int64_t hopper_sum_parts(int64_t vocab_size);
 int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
                           float inv_temperature, Tensor x, Tensor weight, const int32_t *targets);
 
+// LceLogitsGradient, in bf16 with rows that start on 16 bytes.
+bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature);
+
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
 // partials go through `scratch` and are added in a fixed order. Unless `always`, only where it takes less time than
 // cuBLASLt.

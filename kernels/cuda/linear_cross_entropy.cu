@@ -243,10 +243,10 @@ static __global__ void __launch_bounds__(1024)
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_gemm(Backend *backend, cudaStream_t stream, const LceLogitsExp *a, float *tile,
+static void logits_gemm(Backend *backend, cudaStream_t stream, Tensor x, Tensor weight, float *tile,
                         int64_t stride, int64_t first, int64_t columns) {
-  Tensor out = tensor_2d(tile, DTYPE_F32, a->x.shape[0], columns);
-  Gemm g = gemm_of(out, a->x, false, tensor_rows(a->weight, first, columns), true);
+  Tensor out = tensor_2d(tile, DTYPE_F32, x.shape[0], columns);
+  Gemm g = gemm_of(out, x, false, tensor_rows(weight, first, columns), true);
   g.out_stride = stride;
   g.stream = stream;
   cuda_gemm(backend, &g);
@@ -276,7 +276,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
     int i = turn % s.tiles;
     cudaStream_t stream = turn % 2 ? state->side : state->stream;
     if (turn >= s.tiles) wait_for(state->joined[i], stream);
-    logits_gemm(backend, stream, a, s.tile[i], s.columns, first, columns);
+    logits_gemm(backend, stream, a->x, a->weight, s.tile[i], s.columns, first, columns);
     record(state->forked[i], stream);
     wait_for(state->forked[i], state->urgent);
     with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
@@ -511,11 +511,69 @@ void cuda_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
               a->alpha, true, a->workspace.data);
 }
 
+// --- gradients of known log-probabilities ------------------------------------------------------------------
+
+static __global__ void known_rows_kernel(const __grid_constant__ LceKnownRows a, float inv_temperature) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= a.targets.shape[0]) return;
+  int target = data_of<int32_t>(a.targets)[n];
+  bool counts = target != IGNORE_INDEX;
+  float scale = counts ? inv_temperature * a.alpha * read(a.factor, 0, 1) : 0;
+  KnownRow r = {};
+  if (counts)
+    r = known_row(inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
+                  read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
+                  scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
+  write(a.rows.lse, n, r.lse);
+  write(a.rows.per_p, n, r.per_p);
+  write(a.rows.per_distance, n, r.per_distance);
+  write(a.rows.at_target, n, r.at_target);
+}
+
+void cuda_lce_known_rows(Backend *backend, const LceKnownRows *a) {
+  launch_kernel(per_element(backend, "lce_known_rows", a->targets.shape[0]), known_rows_kernel, *a,
+                inv_temperature_of(a->terms.temperature));
+}
+
+// The portable path: cuBLASLt makes fp32 logits, a tile of `columns` from `first` on at a time; a block then takes a row.
+template <typename T>
+static __global__ void __launch_bounds__(256)
+    logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
+                           int columns, float inv_temperature) {
+  int64_t row = blockIdx.x;
+  int target = data_of<int32_t>(a.targets)[row];
+  float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
+  float per_distance = data_of<float>(a.rows.per_distance)[row];
+  T *out = data_of<T>(a.dlogits) + row * a.dlogits.stride + first;
+  for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+    float distance = tile[row * columns + i] * inv_temperature - lse;
+    float d = __expf(distance) * (per_p + per_distance * distance);
+    if (first + i == target) d = data_of<float>(a.rows.at_target)[row];
+    out[i] = from_float<T>(target == IGNORE_INDEX ? 0 : d);
+  }
+}
+
+void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
+  float inv_temperature = inv_temperature_of(a->temperature), *tile = data_of<float>(a->workspace);
+  if (hopper_logits_gradient(backend, a, inv_temperature)) return;
+  int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
+  for (int64_t first = 0; first < vocab_size; first += columns) {
+    columns = min_i64(columns, vocab_size - first);
+    logits_gemm(backend, cuda_stream(backend), a->x, a->weight, tile, columns, first, columns);
+    with_float(a->x.dtype, [&](auto type) {
+      launch_kernel(per_row(backend, "lce_logits_gradient", rows, columns),
+                    logits_gradient_kernel<decltype(type)>, *a, (const float *)tile, first, (int)columns,
+                    inv_temperature);
+    });
+  }
+}
+
 // A thread takes W elements.
 template <typename TO, typename T, int W>
 static __global__ void __launch_bounds__(256)
     scale_by_kernel(TO *out, const T *x, const float *factor, int64_t count) {
-  float by = *factor, values[W];
+  float by = factor ? *factor : 1, values[W];
   int64_t i = (blockIdx.x * 256ll + threadIdx.x) * W;
   if ((by == 1 && (const void *)out == x) || i >= count) return;
   load(values, x + i);

@@ -49,6 +49,11 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) + memory_padded((size_t)rows * sizeof(double));
 }
 
+// A tile of logits.
+size_t cuda_lce_logits_gradient_scratch(const LceLogitsGradient *a) {
+  return tile_bytes(a->x.shape[0], a->weight.shape[0]);
+}
+
 // dX's lists of k-steps, then sums over parts of V.
 size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];

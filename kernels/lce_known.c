@@ -1,0 +1,84 @@
+// linear_cross_entropy where log p[y] of every token is known from an earlier call: the gradients alone.
+//
+// The sums over the vocabulary are then known too, so the loop takes the vocabulary in blocks of W rows, not the tokens in
+// chunks. A block's gradient of the logits, G [N, W], is final as soon as it is computed:
+//
+//     G           = gradient of x W_block^T        (LceLogitsGradient; the target's own entry included)
+//     dX         += G W_block                      in fp32
+//     dW of block = G^T X                          written once, over all tokens, in fp32 or in W's dtype
+//
+// Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and dW, whose
+// sum is the GEMM's own.
+#include "kernels/integers.h"
+#include "kernels/lce_call.h"
+
+// Rows of W at a time, such that G takes half of what a chunk's exponentials would.
+static int64_t block_rows(const LinearCrossEntropy *a) {
+  int64_t vocab_size = a->weight.shape[0], chunk = lce_used_chunk(a->x.shape[0], a->chunk);
+  int64_t tiles = chunk * ceil_div(vocab_size, LCE_TILE_COLUMNS) / (2 * a->x.shape[0]);
+  return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
+}
+
+static KnownRows push_rows(const Call *c) {
+  KnownRows r;
+  static const char *const names[] = {"logsumexp", "factors of p", "factors of p times distance",
+                                      "target entries"};
+  for (int i = 0; i < 4; i++) r.all[i] = push_vector(c, names[i], DTYPE_F32, c->a->x.shape[0]);
+  return r;
+}
+
+static KnownRows known_rows(const Call *c) {
+  const LinearCrossEntropy *a = c->a;
+  Tensor target_z = push_vector(c, "target logits", DTYPE_F32, a->x.shape[0]);
+  KnownRows rows = push_rows(c);
+  lce_target_logits(
+      c->backend,
+      (LceTargetLogits){.target_z = target_z, .x = a->x, .weight = a->weight, .targets = a->targets});
+  lce_known_rows(c->backend, (LceKnownRows){.rows = rows,
+                                            .target_z = target_z,
+                                            .log_prob = a->known_log_prob,
+                                            .entropy = a->known_entropy,
+                                            .targets = a->targets,
+                                            .token_weights = a->token_weights,
+                                            .entropy_weights = a->entropy_weights,
+                                            .factor = c->factor,
+                                            .terms = a->terms,
+                                            .vocab_size = c->vocab_size,
+                                            .alpha = a->scale});
+  return rows;
+}
+
+void lce_known_gradients(const Call *c) {
+  const LinearCrossEntropy *a = c->a;
+  int64_t tokens = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = c->vocab_size;
+  int64_t size = block_rows(a), stride = c->backend->scratch->logits_stride(size, a->x.dtype);
+  KnownRows rows = known_rows(c);
+  Tensor targets = push_vector(c, "targets in the block", DTYPE_I32, tokens), dx = a->dx;
+  Tensor buffer = push_matrix(c, "gradient of logits", a->x.dtype, tokens, stride);
+  if (tensor_exists(dx) && dx.dtype != DTYPE_F32)
+    dx = push_matrix(c, "sum of dx", DTYPE_F32, tokens, hidden_size);
+  for (int64_t first = 0; first < vocab_size; first += size) {
+    int64_t count = min_i64(size, vocab_size - first);
+    Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
+    shard_indices(c->backend,
+                  (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
+    lce_logits_gradient(c->backend, (LceLogitsGradient){.dlogits = dlogits,
+                                                        .rows = rows,
+                                                        .x = a->x,
+                                                        .weight = weight,
+                                                        .targets = targets,
+                                                        .temperature = a->terms.temperature});
+    if (tensor_exists(dx))
+      linear_backward_input(
+          c->backend,
+          (LinearBackwardInput){.dx = dx, .dout = dlogits, .weight = weight, .accumulate = first > 0});
+    if (tensor_exists(a->dweight))
+      linear_backward_weight(c->backend,
+                             (LinearBackwardWeight){.dweight = tensor_rows(a->dweight, first, count),
+                                                    .dout = dlogits,
+                                                    .x = a->x,
+                                                    .accumulate = a->accumulate});
+  }
+  if (tensor_exists(dx) && dx.data != a->dx.data)
+    scale_by(c->backend, (ScaleBy){.out = tensor_flat(a->dx), .x = tensor_flat(dx)});
+}
