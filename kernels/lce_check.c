@@ -41,6 +41,8 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
 
 static void check_known(const LinearCrossEntropy *a) {
   bool outputs = tensor_exists(a->loss);
+  if (!tensor_exists(a->known_log_prob))
+    fail("linear_cross_entropy: known_entropy is there without known_log_prob");
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     outputs |= tensor_exists(a->outputs.all[i]);
   if (outputs)
@@ -71,9 +73,15 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
     fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a->bias).text, tensor_text(a->dbias).text);
   bool known = tensor_exists(a->known_log_prob);
+  bool one_write = !a->accumulate && !a->shard.vocab_size && a->sampling.full_mass == 0 &&
+                   a->terms.label_smoothing == 0 &&
+                   (known || a->mode == LCE_MATERIALIZED || a->chunk >= tokens);
   if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32 &&
-      !(known && a->dweight.dtype == a->weight.dtype && !a->accumulate))
-    fail("%s: dweight is %s, but sums over chunks need fp32", op, tensor_text(a->dweight).text);
+      !(one_write && a->dweight.dtype == a->weight.dtype))
+    fail(
+        "%s: dweight is %s; fp32 is needed, or weight's type where it is written once: by one chunk, without "
+        "sampling, label smoothing, split head or accumulate",
+        op, tensor_text(a->dweight).text);
   if ((!known && (a->loss.rank != 1 || a->loss.shape[0] != tokens)) || a->targets.rank != 1 ||
       a->targets.shape[0] != tokens)
     fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a->loss).text,
@@ -85,7 +93,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
     per_token("an output", a->outputs.all[i], tokens);
   per_token("known_log_prob", a->known_log_prob, tokens);
   per_token("known_entropy", a->known_entropy, tokens);
-  if (known) check_known(a);
+  if (known || tensor_exists(a->known_entropy)) check_known(a);
   check_sampling(a);
   check_shard(backend, a);
   if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))

@@ -299,7 +299,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
                           .accumulate = a->accumulate};
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
   if (a->rows) c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
-  enum { NEEDED = 4 }; // the first
+  const int needed = a->known_log_prob ? 3 : 4; // the first
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c.x},
       {"weight", a->weight, rows_of_head, h, dtype, false, &c.weight},
@@ -309,8 +309,10 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c.terms.class_weights},
       {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c.token_weights},
       {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
+      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &c.known_log_prob},
+      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &c.known_entropy},
       {"dx", a->dx, n, h, dtype, true, &c.dx},
-      {"dweight", a->dweight, rows_of_head, h, DTYPE_F32, true, &c.dweight},
+      {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},
       {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c.outputs.z_loss},
       {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c.outputs.log_prob},
@@ -320,7 +322,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
       {"correct", a->correct, n, 0, DTYPE_F32, true, &c.outputs.correct},
       {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c.outputs.predicted}};
   for (const Argument *t = tensors; t < tensors + sizeof tensors / sizeof *tensors; t++) {
-    if (!t->data && t < tensors + NEEDED)
+    if (!t->data && t < tensors + needed)
       fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", t->name);
     if (!t->data) continue;
     check_argument(t, tensors);
@@ -366,7 +368,8 @@ static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
   read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = vocab_size});
   if (call.scale == 0) drop_gradients(backend, &call);
   linear_cross_entropy(backend, call);
-  read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = vocab_size});
+  if (tensor_exists(call.loss))
+    read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = vocab_size});
   memory_pop_to(&backend->memory, mark);
 }
 

@@ -54,7 +54,7 @@ typedef struct {
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, targets and temperature, the call
 // makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how
-// much memory they take, entropy_weights need known_entropy likewise, and dweight may have W's dtype. There is no loss and no
+// much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
 // output, and no bias, soft-cap, label smoothing, sampling, shard, `rows` or materialized mode.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
@@ -66,8 +66,9 @@ typedef struct {
   Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX. Absent with known_log_prob
   TokenOutputs outputs; // any of them, likewise
   Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  Tensor
-      dweight; // fp32 [V, H], or absent, likewise; fp32, since sums over chunks in bf16 drift. With known_log_prob or W's dtype
+  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written once: by one chunk or
+  // with known_log_prob, without sampling, label smoothing, shard or accumulate
+  Tensor dweight;
   Tensor dbias;           // fp32 [V]; there when bias and dweight are
   Tensor x;               // fp32/bf16 [N, H]
   Tensor weight;          // fp32/bf16 [V, H]

@@ -55,11 +55,12 @@ def targets_of(case, wide=False):
     return array.array("q" if wide else "i", case.get("targets", golden["targets"]))
 
 
-def run(lce, context, case, dweight=None, wide=False, **more):
+def run(lce, context, case, dweight=None, wide=False, without=None, **more):
     """The tensors of a call that computes the case."""
     targets = targets_of(case, wide)
     t = dict(x=floats(golden["x"]), weight=floats(golden["weight"]), targets=targets,
              loss=floats([0] * N), dx=floats([9] * N * H), dweight=dweight or floats([9] * V * H))
+    t.pop(without, None)
     args = Args(tokens=N, hidden_size=H, vocab_size=V, scale=case["scale"], mean=case["mean"],
                 label_smoothing=case["label_smoothing"], z_loss=case["z_loss"], temperature=case["temperature"],
                 chunk=4, targets_int64=wide, **{name: address(elements) for name, elements in t.items()}, **more)
@@ -93,6 +94,13 @@ def every_field_arrives(lce):
         once = got["dweight"]
         again = run(lce, context, case, once, softcap=case["softcap"], accumulate=1, **more)["dweight"]
         close(f"{case['name']}: dweight twice", again, [2 * number for number in case["dweight"]])
+        if case["with_bias"] or case["softcap"] or case["label_smoothing"]:
+            continue
+        known = {f"known_{name}": address(got[name]) for name in ("log_prob", "entropy")}
+        alone = run(lce, context, case, without="loss", **known,
+                    **{name: address(given[name]) for name in given if name != "bias"})
+        for what in ("dx", "dweight"):
+            close(f"{case['name']}: {what} of known outputs", alone[what], case[what])
     lce.lce_destroy(context)
 
 

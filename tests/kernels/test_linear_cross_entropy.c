@@ -312,7 +312,15 @@ TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "whose hidden sizes differ", a.weight = wide);
   ASSERT_REFUSED(h, call, "a chunk of 0 tokens", a.chunk = 0);
   ASSERT_REFUSED(h, call, "give dx, too", (a.dx.data = NULL, a.sampling.full_mass = 1));
-  ASSERT_REFUSED(h, call, "sums over chunks need fp32", a.dweight.dtype = DTYPE_BF16);
+  ASSERT_REFUSED(h, call, "where it is written once", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
+  ASSERT_REFUSED(h, call, "leave out loss and outputs", a.known_log_prob = a.loss);
+  ASSERT_REFUSED(
+      h, call, "known_entropy is fp32 [3]; with known_log_prob they belong together",
+      (a.known_log_prob = a.known_entropy = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0}));
+  ASSERT_REFUSED(h, call, "there is no bias, soft-cap",
+                 (a.known_log_prob = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0},
+                  a.terms.label_smoothing = 0.1f));
+  ASSERT_REFUSED(h, call, "known_log_prob is fp32 [2] for 3 tokens", a.known_log_prob = two);
   ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));
   ASSERT_REFUSED(h, call, "rows is int32 [2] for 3 tokens",
                  (a.rows = tensor_rows(a.targets, 0, 2), a.counted = 2));

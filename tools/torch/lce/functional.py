@@ -96,15 +96,16 @@ context = functools.lru_cache(None)(Context)
 
 # --- the operator -----------------------------------------------------------------------------------------------
 
-def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, dtype, group, vocab_size, label_smoothing,
-         z_loss, softcap, temperature, chunk, sampling, mean, wanted):
-    """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1."""
+def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, dtype, group, vocab_size,
+         label_smoothing, z_loss, softcap, temperature, chunk, sampling, mean, dweight_dtype, wanted):
+    """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1; with the log_prob of
+    an earlier call, and its entropy where entropy_weights are there, gradients alone."""
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
 
     if 0 <= temperature < 1e-6:
         raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")  # the library's 0 is none
-    results = empty(x, weight, dtype, wanted)
+    results = empty(x, weight, dtype, dweight_dtype, wanted)
     lce, vocab_size = context(x.device, dtype, group), vocab_size or weight.shape[0]
     if group:
         lce.agree(x.shape[0], vocab_size)
@@ -112,15 +113,16 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         return tuple(t.zero_() for t in results)
     loss, *rest = results
     token_z_loss = torch.empty_like(loss) if z_loss else None
-    entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
+    wanted_entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
-        sample_seed=seed, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
+        sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
         bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
-        token_weights=dense(token_weights), entropy_weights=dense(entropy_weights), loss=loss, token_z_loss=token_z_loss,
-        entropy=entropy, dx=dx, dweight=dweight, dbias=dbias)
+        token_weights=dense(token_weights), entropy_weights=dense(entropy_weights), known_log_prob=dense(log_prob),
+        known_entropy=dense(entropy), loss=loss if log_prob is None else None, token_z_loss=token_z_loss,
+        entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
     if z_loss:
         loss += token_z_loss
     return results
@@ -133,10 +135,10 @@ def shard_of(group, vocab_size, rank=None):
     return dict(first_row=first, rows=min(part, vocab_size - first))
 
 
-def empty(x, weight, dtype, wanted):
+def empty(x, weight, dtype, dweight_dtype, wanted):
     """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight and dbias (fp32)."""
     (n, h), v = x.shape, weight.shape[0]
-    shapes = ((n,), torch.float32), ((n, h), dtype), ((v, h), torch.float32), ((v,), torch.float32)
+    shapes = ((n,), torch.float32), ((n, h), dtype), ((v, h), dweight_dtype), ((v,), torch.float32)
     return x.new_empty(n, dtype=torch.float32), *(x.new_empty(shape if w else 0, dtype=d)
                                                   for (shape, d), w in zip(shapes, wanted))
 
@@ -146,9 +148,10 @@ operator = torch.library.custom_op(
     "lce::linear_cross_entropy", call, mutates_args=(),
     tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)],
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
-           "Tensor? class_weights, ScalarType dtype, str group, SymInt vocab_size, float label_smoothing, float z_loss, "
-           "float softcap, float temperature, SymInt chunk, float sampling, bool mean, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-operator.register_fake(lambda x, weight, *more: empty(x, weight, more[5], more[-1]))
+           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, ScalarType dtype, str group, SymInt vocab_size, "
+           "float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, float sampling, bool mean, "
+           "ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+operator.register_fake(lambda x, weight, *more: empty(x, weight, more[7], *more[-2:]))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------
@@ -160,11 +163,19 @@ def gradients_wanted(needs, bias, sampling):
     return [needs[0] or bool(sampling and of_weight), of_weight, of_weight and bias is not None]
 
 
-def gradients_of(ctx, token_weights, entropy_weights=None, mean=False):
-    x, weight, bias, target, _, class_weights = ctx.saved_tensors
+def dweight_dtype(x, weight, options, known=False):
+    """That of weight, where the library writes dweight once: what one GEMM sums. Else fp32."""
+    dtype, group, _, label_smoothing, *_, chunk, sampling = options
+    once = known or (chunk or (1024 if x.is_cuda else 128)) >= x.shape[0]  # the default chunk is no smaller
+    narrow = once and dtype == weight.dtype and not (group or label_smoothing or sampling or hasattr(weight, "main_grad"))
+    return dtype if narrow else torch.float32
+
+
+def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None):
+    x, weight, bias, target, _, class_weights = ctx.saved_tensors[:6]
     wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
-    return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, *ctx.options, mean,
-                    [False, *wanted])[2:]
+    return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, *ctx.options,
+                    mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted])[2:]
 
 
 def returned(ctx, gradients, factor=None):
@@ -221,8 +232,8 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, mean, needs):
         wanted = gradients_wanted(needs, bias, options[-1])
-        loss, _, dx, dweight, dbias = operator(x, weight, bias, target, token_weights, None, class_weights, *options, mean,
-                                               [False, *wanted])
+        loss, _, dx, dweight, dbias = operator(x, weight, bias, target, token_weights, None, class_weights, None, None,
+                                               *options, mean, dweight_dtype(x, weight, options), [False, *wanted])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
         ctx.options, ctx.mean, ctx.gradients = options, mean, (dx, dweight, dbias)
         total = (loss if token_weights is None else loss * token_weights).sum()
@@ -247,9 +258,12 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, want_entropy):
-        loss, entropy, *_ = operator(x, weight, bias, target, None, None, class_weights, *options, False,
-                                     [want_entropy, False, False, False])
-        ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
+        loss, entropy, *_ = operator(x, weight, bias, target, None, None, class_weights, None, None, *options, False,
+                                     torch.float32, [want_entropy, False, False, False])
+        _, group, _, label_smoothing, z_loss, softcap, *_, sampling = options
+        known = not (group or label_smoothing or z_loss or softcap or sampling) and bias is None and class_weights is None
+        ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights, -loss if known else None,
+                              entropy.clone() if known and want_entropy else None)
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs no logits
@@ -262,9 +276,11 @@ class PerToken(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if of_loss is None:
             of_loss = torch.zeros_like(of_entropy)
-        weights = ctx.saved_tensors[4]
+        weights, _, log_prob, entropy = ctx.saved_tensors[4:]
         of_loss = of_loss if weights is None else of_loss * weights
-        return returned(ctx, gradients_of(ctx, of_loss, of_entropy if ctx.want_entropy else None))
+        if not ctx.want_entropy or of_entropy is None:
+            of_entropy = entropy = None
+        return returned(ctx, gradients_of(ctx, of_loss, of_entropy, False, log_prob, entropy))
 
 
 # --- functions --------------------------------------------------------------------------------------------------
@@ -335,7 +351,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
-    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call.
+    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32, or where one chunk takes all tokens
+    written in weight's dtype at once.
     Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
@@ -354,8 +371,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
-    They are 0 where the target is ignore_index. An entropy needs logits in fp32, a chunk at a time, and so does its gradient:
-    entropy=False returns None for it and is faster, and a group has none. The other arguments: linear_cross_entropy.
+    They are 0 where the target is ignore_index. An entropy needs logits in fp32, a chunk at a time: entropy=False returns None
+    for it and is faster, and a group has none. Without bias, softcap and group the backward pass takes weight's rows in blocks,
+    and holds no fp32 sum of dweight. The other arguments: linear_cross_entropy.
     """
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)

@@ -3,14 +3,16 @@ import ctypes
 import os
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
-TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "loss", "dx", "dweight",
-           "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit", "correct", "predicted")
+TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "known_log_prob",
+           "known_entropy", "loss", "dx", "dweight", "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit",
+           "correct", "predicted")
 
 
 class Args(ctypes.Structure):
     """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
-                [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64", "check_targets")] +
+                [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64", "narrow_dweight",
+                                              "check_targets")] +
                 [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")] +
                 [("sample_seed", c_uint64), ("first_row", c_int64), ("rows", c_int64)] +
                 [(name, c_void_p) for name in (*TENSORS, "stream")])
