@@ -294,8 +294,8 @@ LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
   NAMED(#field, a->rows.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
 #define LOSS_ROWS(needed)                                                                                    \
   ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
-      ROW(rescale, needed), ROW(scale_non_target, needed), ROW(scale_target, needed),                        \
-      ROW(scale_uniform, needed)
+      ROW(e_distance, needed), ROW(rescale, needed), ROW(scale_non_target, needed),                          \
+      ROW(scale_target, needed), ROW(scale_uniform, needed)
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
 #define SCALES   "scale_non_target, scale_target"
 
@@ -312,7 +312,9 @@ NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T
 NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
       FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
       BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
-      BACKWARD(tile_sums, "fp32 [C, B]"), LOSS_ROWS(ROW_SUMS))
+      BACKWARD(tile_sums, "fp32 [C, B]"), LOSS_ROWS(ROW_SUMS),
+      REFUSE(tensor_exists(a->tile_sums) && tensor_exists(a->rows.e_distance),
+             "tile_sums and rows.e_distance exclude each other"))
 
 NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"), SIZE(P, 2 * a->targets.shape[0] * backend->ranks),
       FIELD(parts, "fp32 [P]"), LOSS_ROWS(ROW_SUMS ", rescale"))
@@ -336,10 +338,10 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
         FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
-// The last four need a row's logits side by side, which lce_rows does not have.
+// The last three need a row's logits side by side, which lce_rows does not have.
 #define TOKEN_OUTPUTS(fp32, int32)                                                                           \
   FIELD(outputs.z_loss, "fp32 [N] or absent"), FIELD(outputs.log_prob, "fp32 [N] or absent"),                \
-      FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, fp32),                          \
+      FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, "fp32 [N] or absent"),          \
       FIELD(outputs.max_logit, fp32), FIELD(outputs.predicted, int32), FIELD(outputs.correct, fp32)
 #define ROW_SUMS_ALONE "absent: it does not follow from row sums alone"
 
@@ -352,6 +354,8 @@ static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
         FIELD(factor, "fp32 [1] or absent"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"), SIZE(N, a->targets.shape[0]),
         TOKEN_OUTPUTS(ROW_SUMS_ALONE, ROW_SUMS_ALONE),
+        REFUSE(tensor_exists(a->outputs.entropy) && !tensor_exists(a->rows.e_distance),
+               "an entropy needs rows.e_distance"),
         LOSS_ROWS(!backward    ? ROW_SUMS
                   : !smoothing ? ROW_SUMS SCALES
                                : ROW_SUMS SCALES "scale_uniform"));

@@ -326,15 +326,16 @@ typedef struct {
 // LceCombine, writes anchor, row_sum and target_e; LceRows the scales.
 typedef union {
   struct {
-    Tensor target_z; // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
-    Tensor anchor;   // a: z[target], or max_j z[j] where the row was repaired; infinite for IGNORE_INDEX
-    Tensor row_sum;  // R = sum of E[j] over j != target
-    Tensor target_e; // exp((z[target] - anchor) / T): 1 unless the row was repaired
-    Tensor rescale;  // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
+    Tensor target_z;   // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
+    Tensor anchor;     // a: z[target], or max_j z[j] where the row was repaired; infinite for IGNORE_INDEX
+    Tensor row_sum;    // R = sum of E[j] over j != target
+    Tensor target_e;   // exp((z[target] - anchor) / T): 1 unless the row was repaired
+    Tensor e_distance; // sum of E[j] (z[j] - anchor) / T over j != target, for an entropy; or absent
+    Tensor rescale;    // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
     // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
     Tensor scale_non_target, scale_target, scale_uniform;
   };
-  Tensor all[8];
+  Tensor all[9];
 } LossRows;
 
 // Rows [first, first + count) of every vector that is there.
@@ -365,7 +366,7 @@ typedef struct {
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   Tensor
       tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps
-  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e
+  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e and, without tile_sums, e_distance
   Tensor x, weight;  // fp32/bf16 [C, H] and [V, H]
   Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature; // T; 0 is read as 1
@@ -393,9 +394,9 @@ typedef struct {
 //   scaled_x      = scale_non_target * x
 typedef struct {
   Tensor loss;          // fp32 [C], or absent where scaled_x is there
-  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp
+  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp, and entropy where rows.e_distance is there
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
-  LossRows rows;        // reads the first five; writes the scales, scale_uniform with label smoothing alone
+  LossRows rows;        // reads the first six; writes the scales, scale_uniform with label smoothing alone
   Tensor x, targets;    // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights; // fp32 [C], or absent
   Tensor factor;        // fp32 [1], or absent; alpha comes later, through the GEMMs

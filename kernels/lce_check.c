@@ -21,7 +21,7 @@ static void check_sampling(const LinearCrossEntropy *a) {
          tensor_text(stats).text, mass);
   if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
-  if (mass > 0 && (a->mode == LCE_MATERIALIZED || lce_needs_logits(a)))
+  if (mass > 0 && (a->mode == LCE_MATERIALIZED || (lce_needs_logits(a) || tensor_exists(a->outputs.entropy))))
     fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
          "a bias, soft-cap, entropy, largest logits and predictions, which need logits");
 }
@@ -33,7 +33,7 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a) || a->mean)
+  if (a->mode == LCE_MATERIALIZED || (lce_needs_logits(a) || tensor_exists(a->outputs.entropy)) || a->mean)
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
          "statistics alone: no bias, soft-cap, entropy, largest logits, predictions or mean",
          backend->ranks);

@@ -73,7 +73,7 @@ typedef struct {
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
   int32_t narrow_dweight; // dweight has the context's dtype; in one chunk or with known_log_prob alone
   int32_t check_targets;  // 1: refuse targets out of range; -1: do not; 0: on the CPU
-  float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
+  float scale;            // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap,
       temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
   float sample;                 // the mass from which a tile is kept; 0: exact gradients

@@ -155,6 +155,8 @@ static LossRows push_loss_rows(const Call *c, int64_t rows) {
                 .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
                 .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
                 .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
+  if (tensor_exists(c->a->outputs.entropy))
+    r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
   if (c->split) r.rescale = push_vector(c, "scales between anchors", DTYPE_F32, rows);
   if (!c->backward) return r;
   r.scale_non_target = push_vector(c, "scales of non-targets", DTYPE_F32, rows);
@@ -228,8 +230,8 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
 
 bool lce_needs_logits(const LinearCrossEntropy *a) {
   return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->entropy_weights) ||
-         tensor_exists(a->outputs.entropy) || tensor_exists(a->outputs.max_logit) ||
-         tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct);
+         tensor_exists(a->outputs.max_logit) || tensor_exists(a->outputs.predicted) ||
+         tensor_exists(a->outputs.correct);
 }
 
 static Call begin_call(Backend *backend, LinearCrossEntropy *a) {

@@ -36,7 +36,7 @@ typedef struct {
 // reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
-// A bias, a soft-cap, entropy_weights and the outputs entropy, max_logit, predicted and correct need a row's
+// A bias, a soft-cap, entropy_weights and the outputs max_logit, predicted and correct need a row's
 // logits side by side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their
 // gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
 // dweight that label smoothing costs.

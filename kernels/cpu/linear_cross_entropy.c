@@ -50,8 +50,8 @@ static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
 
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
-  double *sums; // [slices * C]: row sums
-  float *wide;  // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
+  double *sums, *distances; // [slices * C]: row sums; of E times distance for an entropy, else NULL
+  float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
@@ -60,10 +60,14 @@ static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
   return min_i64(ceil_div(vocab, LCE_TILE_COLUMNS) * chunk, UNITS * min_i64(chunk, LCE_TILE_ROWS) + beyond);
 }
 
+static size_t sums_of(const LceLogitsExp *a) {
+  return tensor_exists(a->rows.e_distance) ? 2 : 1;
+}
+
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
   size_t rows = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]);
-  return rows * (sizeof(double) + (size_t)width * sizeof(float));
+  return rows * (sums_of(a) * sizeof(double) + (size_t)width * sizeof(float));
 }
 
 size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
@@ -71,9 +75,11 @@ size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
 }
 
 static Scratch split_scratch(const LceLogitsExp *a) {
-  char *base = a->workspace.data;
-  size_t sums_bytes = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]) * sizeof(double);
-  return (Scratch){.sums = a->workspace.data, .wide = (void *)(base + sums_bytes)};
+  double *sums = a->workspace.data;
+  int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
+  return (Scratch){.sums = sums,
+                   .distances = sums_of(a) > 1 ? sums + rows : NULL,
+                   .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
 }
 
 // Part `part` of `parts` of `count` floats, into the second-level cache.
@@ -110,12 +116,14 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->rows.anchor.data + first_row;
   double *sums = scratch->sums + slice * chunk + first_row;
+  double *distances = scratch->distances ? scratch->distances + slice * chunk + first_row : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
   float *scratch_tile = scratch->wide + (slice * chunk + first_row) * LCE_TILE_COLUMNS;
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
   float inv_temperature = cpu_inv_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) sums[i] = maxima ? -INFINITY : 0;
+  for (int64_t i = 0; distances && i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) distances[i] = 0;
   for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
     Tile tile = tile_of(chunk, vocab, block, t);
     float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
@@ -132,6 +140,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
       }
       int64_t target = targets[i] - tile.column;
       if (target >= 0 && target < tile.columns) z[target] = -INFINITY; // its exponential is exactly 0
+      if (distances) distances[i] += exp_times_distance(z, anchor[i], inv_temperature, tile.columns);
       double sum = exp_and_sum(z, anchor[i], inv_temperature, tile.columns, z);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
@@ -176,9 +185,13 @@ static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Gr
   for (int64_t block = 0; block < g->blocks; block++) {
     if (!block_unfinished(a, block)) continue;
     for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(rows, (block + 1) * LCE_TILE_ROWS); n++) {
-      double sum = 0.0;
-      for (int64_t slice = 0; slice < g->slices; slice++) sum += s->sums[slice * rows + n];
-      ((float *)a->rows.row_sum.data)[n] = (float)sum;
+      double sum = 0.0, distance = 0.0;
+      for (int64_t slice = 0; slice < g->slices; slice++) {
+        sum += s->sums[slice * rows + n];
+        if (s->distances) distance += s->distances[slice * rows + n];
+      }
+      cpu_store(a->rows.row_sum, n, sum);
+      cpu_store(a->rows.e_distance, n, distance);
       if (tensor_exists(a->dx_raw))
         add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
     }
@@ -379,7 +392,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
-    RowLoss row = loss_of_row((RowSums){
+    RowSums sums = {
         .row_sum = row_sum[n],
         .target_e = target_e[n],
         .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
@@ -390,11 +403,13 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
         .vocab_size = (double)a->vocab_size,
         .label_smoothing = terms->label_smoothing,
         .z_loss = terms->z_loss,
-        .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0});
+        .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0};
+    RowLoss row = loss_of_row(sums);
     cpu_store(a->loss, n, counts ? row.loss : 0);
     cpu_store(a->outputs.z_loss, n, counts ? row.z_loss : 0);
     cpu_store(a->outputs.log_prob, n, counts ? -row.nll : 0);
     cpu_store(a->outputs.logsumexp, n, counts ? row.lse : 0);
+    cpu_store(a->outputs.entropy, n, counts ? entropy_of_row(sums, row, cpu_read(r->e_distance, n, 0)) : 0);
     if (!tensor_exists(a->scaled_x)) continue;
     float scale = (float)(row.per_e * cpu_read(r->rescale, n, 1));
     cpu_store(r->scale_non_target, n, scale);

@@ -114,6 +114,17 @@ static inline double exp_and_sum(const float *z, float anchor, float inv_tempera
   return total;
 }
 
+// The sum of exp(d[j]) d[j], d[j] = (z[j] - anchor) * inv_temperature, over the finite ones.
+static inline double exp_times_distance(const float *z, float anchor, float inv_temperature, int64_t count) {
+  double total = 0.0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = 0; j < count; j++) {
+    float d = (z[j] - anchor) * inv_temperature;
+    total += d == -INFINITY ? 0.0f : exp_f32(d) * d;
+  }
+  return total;
+}
+
 // The largest of the elements that are not NaN; -infinity when there are none.
 static inline float maximum_of(const float *z, int64_t count) {
   enum { LANES = 16 }; // by hand: not every compiler makes vectors of a maximum that passes NaN over

@@ -89,7 +89,7 @@ template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t cl
 }
 
 Hopper *hopper_create(Backend *backend) {
-  using Any = KernelTraits<LogitsExp>; // the others run as many clusters: a CTA takes an SM
+  using Any = KernelTraits<LogitsExp<false>>; // the others run as many clusters: a CTA takes an SM
   Hopper *h = new Hopper();
   if (hopper_has_code((const void *)gemm_kernel<Any>)) h->encode = tma_encoder();
   if (!h->encode) return h;
@@ -175,26 +175,35 @@ int64_t hopper_sum_parts(int64_t vocab_size) {
   return ceil_div(vocab_size, TILE_N);
 }
 
-int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
-                          float inv_temperature, Tensor x, Tensor weight, const int32_t *targets) {
-  using K = KernelTraits<LogitsExp>;
-  if (x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
-  bool store = tensor_exists(exps);
-  if (!tma_takes(x) || !tma_takes(weight) || (store && !tma_takes(exps))) return 0;
-  int64_t rows = x.shape[0], vocab_size = weight.shape[0];
-  int64_t fit = (int64_t)(bytes / sizeof *sums) / hopper_sum_parts(vocab_size);
+template <bool ENTROPY>
+static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+                          float inv_temperature) {
+  using K = KernelTraits<LogitsExp<ENTROPY>>;
+  bool store = tensor_exists(a->exps);
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0], parts = hopper_sum_parts(vocab_size);
+  int64_t fit = (int64_t)(bytes / sizeof *sums) / (parts * (1 + ENTROPY));
   if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
-  CUtensorMap x_map = tma_map(backend, tensor_rows(x, 0, rows), K::ROWS),
-              weight_map = tma_map(backend, weight, TILE_N / CLUSTER),
-              out_map = store ? tma_map(backend, tensor_rows(exps, 0, rows), STORE_ROWS) : x_map;
-  EpilogueParams params = {.anchor = anchor,
-                           .targets = targets,
+  CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
+              weight_map = tma_map(backend, a->weight, TILE_N / CLUSTER),
+              out_map = store ? tma_map(backend, tensor_rows(a->exps, 0, rows), STORE_ROWS) : x_map;
+  EpilogueParams params = {.anchor = data_of<float>(a->rows.target_z),
+                           .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
                            .tile_sums = sums,
+                           .tile_distances = sums + rows * parts,
                            .store = store};
-  launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, x.shape[1]), params);
+  launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
+            params);
   return rows;
+}
+
+int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+                          float inv_temperature) {
+  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
+  if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
+  auto run = tensor_exists(a->rows.e_distance) ? logits_exp<true> : logits_exp<false>;
+  return run(backend, a, sums, bytes, inv_temperature);
 }
 
 bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {

@@ -14,13 +14,12 @@ bool hopper_runs(Backend *backend);
 // How many parts the sum of a row over V columns comes in.
 int64_t hopper_sum_parts(int64_t vocab_size);
 
-// E[c, j] = exp((x[c] . weight[j] - anchor[c]) * inv_temperature) for j != targets[c], 0 for j = targets[c] and in
-// rows whose target is IGNORE_INDEX, written to exps (bf16, may be strided) unless that is absent. The parts of
-// sum_j E[c, j], from before E is rounded, go to sums[c, hopper_sum_parts(V)]. x [C, H] and weight [V, H] are bf16
-// with rows that start on 16 bytes. Does as many of the first rows as `bytes` of sums hold, and returns how many;
-// 0 where it does not run, or not even 256 rows fit.
-int64_t hopper_logits_exp(Backend *backend, Tensor exps, float *sums, size_t bytes, const float *anchor,
-                          float inv_temperature, Tensor x, Tensor weight, const int32_t *targets);
+// E of LceLogitsExp with target_z as anchor, written to exps unless that is absent. The parts of its row sums, from before E is
+// rounded, go to sums[c, hopper_sum_parts(V)], and after them those of e_distance where that is there. Tensors are bf16 with rows
+// that start on 16 bytes. Does as many of the first rows as `bytes` of sums hold, and returns how many; 0 where it does not
+// run, or not even 256 rows fit.
+int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+                          float inv_temperature);
 
 // LceLogitsGradient, in bf16 with rows that start on 16 bytes.
 bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature);

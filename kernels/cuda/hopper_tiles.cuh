@@ -29,6 +29,7 @@ struct EpilogueParams {
   const int32_t *targets; // logits: [m]
   float scale;            // logits: log2(e) / T; dW: alpha
   float *tile_sums;       // logits: [m, n_tiles]
+  float *tile_distances;  // logits, with an entropy: likewise
   bool store;             // logits: whether E is kept
   KnownRowsOf rows;       // logits' gradient
   float *out;             // dX in fp32: [m, n]

@@ -24,7 +24,7 @@ static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a ti
 // The portable path's scratch, in this order (scratch.c adds up the same sizes).
 struct TileScratch {
   float *tile[CUDA_LCE_TILES + 1]; // [rows, columns], dense
-  double *sum;                     // [rows]
+  double *sum, *distance;          // [rows]; the second for an entropy, or NULL
   int64_t columns;
   int tiles; // how many there are
 };
@@ -44,6 +44,7 @@ static TileScratch tile_scratch(Backend *backend, const LceLogitsExp *a) {
   if (bytes <= CUDA_GEMM_WORKSPACE_BYTES)
     s.tile[s.tiles++] = static_cast<float *>(cuda_state(backend)->gemm_workspace);
   s.sum = reinterpret_cast<double *>(at);
+  s.distance = tensor_exists(a->rows.e_distance) ? s.sum + rows : nullptr;
   return s;
 }
 
@@ -104,7 +105,13 @@ static __global__ void __launch_bounds__(1024)
                        const int32_t *targets, int64_t first, int columns, float inv_temperature) {
   int64_t row = blockIdx.x;
   tile += row * s.columns;
-  float a = anchor_of(target_z[row], targets[row]), sum = 0;
+  float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0;
+  auto exponential = [&](float z, bool is_target) {
+    float d = (z - a) * inv_temperature, e = is_target ? 0.0f : __expf(d);
+    sum += e;
+    if (s.distance && e > 0) distance += e * d;
+    return e;
+  };
   int target = (int)(targets[row] - first); // may lie outside of the tile
   if (exps) exps += row * exps_stride + first;
   int body = columns / W * W, tail = body + threadIdx.x;
@@ -112,19 +119,18 @@ static __global__ void __launch_bounds__(1024)
   for (int i = threadIdx.x * W; i < body; i += blockDim.x * W) {
     float z[W];
     load(z, tile + i);
-    EACH (k, W) {
-      z[k] = i + k == target ? 0.0f : __expf((z[k] - a) * inv_temperature);
-      sum += z[k];
-    }
+    EACH (k, W) z[k] = exponential(z[k], i + k == target);
     if (exps) store(exps + i, z);
   }
   if (tail < columns) {
-    float e = tail == target ? 0.0f : __expf((tile[tail] - a) * inv_temperature);
-    sum += e;
+    float e = exponential(tile[tail], tail == target);
     if (exps) exps[tail] = from_float<T>(e);
   }
   sum = block_sum(sum);
-  if (threadIdx.x == 0) s.sum[row] = (first ? s.sum[row] : 0) + sum;
+  if (s.distance) distance = block_sum(distance);
+  if (threadIdx.x) return;
+  s.sum[row] = (first ? s.sum[row] : 0) + sum;
+  if (s.distance) s.distance[row] = (first ? s.distance[row] : 0) + distance;
 }
 
 // Floats are ordered as their bits are, read as integers, and the other way around below zero.
@@ -145,11 +151,11 @@ template <typename T> struct FinalizeParams {
   int64_t rows, vocab_size;
   int hidden_size;
   float inv_temperature;
-  const double *sum;  // [rows], or
-  const float *parts; // [rows, across]: what is still to be added
+  const double *sum, *distance;        // [rows], or
+  const float *parts, *distance_parts; // [rows, across]: what is still to be added
   int across;
-  float *shares;    // [rows, blocks]; may overlap parts
-  Tensor tile_sums; // [rows, tiles]; written where a row is repaired; absent: not kept
+  float *shares, *distance_shares; // [rows, blocks]; may overlap parts
+  Tensor tile_sums;                // [rows, tiles]; written where a row is repaired; absent: not kept
 };
 
 // One tile's part of a row of E, by a warp.
@@ -179,17 +185,22 @@ static __global__ void __launch_bounds__(1024)
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   float *anchor = data_of<float>(a.row.anchor), *row_sum = data_of<float>(a.row.row_sum);
   float *target_e = data_of<float>(a.row.target_e);
+  float *e_distance = data_of<float>(a.row.e_distance);
   const float *target_z = data_of<float>(a.row.target_z);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
        row += (int64_t)gridDim.x * warps) {
-    double sum = lane == 0 && a.sum ? a.sum[row] : 0;
+    auto total = [&](const double *sums, const float *parts) {
+      double sum = lane == 0 && sums ? sums[row] : 0;
 #pragma unroll 8
-    for (int i = lane; i < a.across; i += 32) sum += (double)a.parts[row * a.across + i];
-    sum = warp_sum(sum);
+      for (int i = lane; i < a.across; i += 32) sum += (double)parts[row * a.across + i];
+      return (float)warp_sum(sum);
+    };
+    float sum = total(a.sum, a.parts), distance = e_distance ? total(a.distance, a.distance_parts) : 0;
     if (lane) continue;
-    row_sum[row] = (float)sum;
+    row_sum[row] = sum;
+    if (e_distance) e_distance[row] = distance;
     target_e[row] = 1;
     anchor[row] = anchor_of(target_z[row], a.targets[row]);
   }
@@ -216,28 +227,35 @@ static __global__ void __launch_bounds__(1024)
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!repaired(row)) continue;
-    float sum = 0;
+    float sum = 0, distance = 0;
     for (int64_t v = begin + warp; v < end; v += warps) {
-      float z = logit(row, v), e = v == a.targets[row] ? 0.0f : __expf((z - anchor[row]) * a.inv_temperature);
+      float d = (logit(row, v) - anchor[row]) * a.inv_temperature, e = v == a.targets[row] ? 0.0f : __expf(d);
       if (lane) continue;
       sum += e;
+      if (e > 0) distance += e * d;
       if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
     }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) a.shares[row * gridDim.x + blockIdx.x] = sum;
+    sum = block_sum(sum), distance = block_sum(distance);
+    if (threadIdx.x) continue;
+    a.shares[row * gridDim.x + blockIdx.x] = sum;
+    a.distance_shares[row * gridDim.x + blockIdx.x] = distance;
   }
   grid.sync();
   for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
     if (!repaired(row)) continue;
-    float sum = 0;
-    for (unsigned i = lane; i < gridDim.x; i += 32) sum += a.shares[row * gridDim.x + i];
-    sum = warp_sum(sum);
+    float sum = 0, distance = 0;
+    for (unsigned i = lane; i < gridDim.x; i += 32) {
+      sum += a.shares[row * gridDim.x + i];
+      distance += a.distance_shares[row * gridDim.x + i];
+    }
+    sum = warp_sum(sum), distance = warp_sum(distance);
     for (int64_t t = 0; a.tile_sums.data && t < a.tile_sums.shape[1]; t++) {
       float part = tile_sum(a.exps + row * a.exps_stride, t, a.vocab_size);
       if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
     }
     if (lane) continue;
     row_sum[row] = sum;
+    if (e_distance) e_distance[row] = distance;
     target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
   }
 }
@@ -308,6 +326,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   TileScratch s = tile_scratch(backend, a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   // As many as run at the same time, and whose shares fit in the scratch.
+  int64_t across = hopper_sum_parts(vocab_size);
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -317,9 +336,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
       bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
       float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile[0];
       size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
-      done = hopper_logits_exp(backend, rest.exps, parts, bytes, data_of<float>(rest.rows.target_z),
-                               inv_temperature_of(a->temperature), rest.x, a->weight,
-                               data_of<int32_t>(rest.targets));
+      done = hopper_logits_exp(backend, &rest, parts, bytes, inv_temperature_of(a->temperature));
       bool on_hopper = done > 0;
       if (!on_hopper) {
         logits_exp_tiles<T>(backend, a, s);
@@ -337,9 +354,12 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .hidden_size = (int)hidden_size,
                                   .inv_temperature = inv_temperature_of(a->temperature),
                                   .sum = on_hopper ? nullptr : s.sum,
+                                  .distance = on_hopper ? nullptr : s.distance,
                                   .parts = parts,
-                                  .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
+                                  .distance_parts = parts + done * across,
+                                  .across = on_hopper ? (int)across : 0,
                                   .shares = s.tile[0],
+                                  .distance_shares = s.tile[1],
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
       with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -427,24 +447,26 @@ static __global__ void __launch_bounds__(256)
     for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) weighted += to_float(x[i]) * smoothing_row[i];
     weighted = inv_temperature * block_sum(weighted);
   }
-  RowLoss l = loss_of_row(
-      {.row_sum = data_of<float>(a.rows.row_sum)[row],
-       .target_e = data_of<float>(a.rows.target_e)[row],
-       .offset = (data_of<float>(a.rows.anchor)[row] - target_z) * inv_temperature,
-       .target_v = target_z * inv_temperature,
-       .weighted = weighted,
-       .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
-       .class_weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size),
-       .vocab_size = (float)a.vocab_size,
-       .label_smoothing = terms.label_smoothing,
-       .z_loss = terms.z_loss,
-       .scale = counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0});
+  RowSums sums = {.row_sum = data_of<float>(a.rows.row_sum)[row],
+                  .target_e = data_of<float>(a.rows.target_e)[row],
+                  .offset = (data_of<float>(a.rows.anchor)[row] - target_z) * inv_temperature,
+                  .target_v = target_z * inv_temperature,
+                  .weighted = weighted,
+                  .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
+                  .class_weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size),
+                  .vocab_size = (float)a.vocab_size,
+                  .label_smoothing = terms.label_smoothing,
+                  .z_loss = terms.z_loss,
+                  .scale =
+                      counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
+  RowLoss l = loss_of_row(sums);
   float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
     write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
     write(a.outputs.log_prob, row, counts ? -l.nll : 0);
     write(a.outputs.logsumexp, row, counts ? l.lse : 0);
+    write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.rows.e_distance, row, 0)) : 0);
     if (backward) {
       write(a.rows.scale_non_target, row, r);
       write(a.rows.scale_target, row, counts ? l.target : 0);
