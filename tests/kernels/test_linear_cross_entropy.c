@@ -48,6 +48,19 @@ TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
+// The gradients again, by a call that knows what the forward pass put out.
+static LinearCrossEntropy of_known(Harness *h, LinearCrossEntropy a) {
+  LinearCrossEntropy forward = a;
+  forward.dx = forward.dweight = (Tensor){0};
+  a.known_log_prob = forward.outputs.log_prob = poisoned_vector(h, DTYPE_F32, a.x.shape[0]);
+  linear_cross_entropy(h->backend, forward);
+  a.loss = (Tensor){0};
+  a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
+  a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
+  linear_cross_entropy(h->backend, a);
+  return a;
+}
+
 // --- rows that are hard ------------------------------------------------------------------------------------
 
 TEST(test_overflow_repair) {
@@ -62,12 +75,16 @@ TEST(test_overflow_repair) {
   loss_problem_lead(&p, 5, 700, 86);   // E is no overflow yet, and E W would be
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
-  LinearCrossEntropy a = fused(h, &p);
+  LinearCrossEntropy a = fused(h, &p), with_entropy = a, known = of_known(h, a);
   reference_loss(&p);
+  with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
+  linear_cross_entropy(h->backend, with_entropy);
+  Tolerance gradients = of_size(within_stored(h, 8, 0), p.scale);
+  check_loss(h, "repaired rows, known", &known, &p, 0, (LossBefore){0}, gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
-  check_loss(h, "repaired rows", &a, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
-             of_size(within_stored(h, 8, 0), p.scale));
+  check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
+             gradients);
 }
 
 // Every logit far below the target's: the loss is tiny and all its digits count, as those of p - 1, which is all that row
@@ -84,12 +101,14 @@ TEST(test_nearly_certain) {
   LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
+  double *known = values_of(h, of_known(h, a).dweight);
   for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
     double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.loss[n];
     int64_t entry = n * p.hidden + n;
     assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
     assert_true(fabs(dweight[entry] / p.dweight[entry] - 1) <= relative);
+    assert_true(fabs(known[entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
   }
 }
 
