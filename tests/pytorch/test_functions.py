@@ -114,6 +114,28 @@ def targets_that_do_not_count():
     assert linear_log_probs(x[:0], weight, target[:0])[1].shape == target[:0].shape
 
 
+def ignored_tokens_are_skipped():
+    """The library sees those that count alone; results and gradients are the same."""
+    counts, real = [], functional.operator
+    functional.operator = lambda *a: counts.append(len(a[3])) or real(*a)
+    try:
+        for ignored in (1, 3):  # all; a third
+            x, weight, bias, target = problem(bias=True, ignored=ignored)
+            upstream = torch.rand(N, device=DEVICE)
+            for options in (dict(reduction="mean"), dict(reduction="sum"), dict(reduction="none", token_weights=upstream)):
+                if ignored == 1 and options["reduction"] == "mean":
+                    continue  # NaN
+                got, want = (results(linear_cross_entropy(x, weight, target, bias, skip_ignored=skip, **options),
+                                     x, weight, bias) for skip in (True, False))
+                all_close(f"{options}", got, want, 1e-6)
+            got, want = (linear_log_probs(x, weight, target, skip_ignored=skip) for skip in (True, False))
+            all_close("log p", (*got, *results((got[0] - got[1]), x, weight)), (*want, *results(want[0] - want[1], x, weight)), 1e-6)
+        assert set(counts) == {0, 28, 42}, counts
+    finally:
+        functional.operator = real
+    raises(ValueError, "not for a group", lambda: functional.counted_alone((), True, "a group"))
+
+
 def any_upstream_gradient_and_twice():
     for reduction in REDUCTIONS:
         x, weight, bias, target = problem(bias=True, ignored=5)
@@ -358,7 +380,7 @@ def the_module():
 
 if __name__ == "__main__":
     tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
-             any_upstream_gradient_and_twice, no_second_derivative, numerical_derivatives, only_needed_gradients, bf16,
-             autocast, main_grad, torch_compile, the_operator, log_probs_and_entropy, sampling, memory, wrong_arguments,
-             the_module)
+             any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative, numerical_derivatives,
+             only_needed_gradients, bf16, autocast, main_grad, torch_compile, the_operator, log_probs_and_entropy, sampling,
+             memory, wrong_arguments, the_module)
     run({test.__name__: test for test in tests})

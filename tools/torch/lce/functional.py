@@ -327,9 +327,23 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
     return tensors, (dtype, group.group_name if group is not None else "", vocab[0])
 
 
+def counted_alone(tensors, skip_ignored, group):
+    """The tensors with the tokens that count alone, and a function that puts a result per token in its place among all."""
+    if not skip_ignored:
+        return tensors, lambda result: result
+    if group is not None:
+        raise ValueError("skip_ignored is not for a group, whose ranks must give equal numbers of tokens")
+    x, weight, bias, target, token_weights, class_weights = tensors
+    kept = (target != IGNORED).nonzero()[:, 0]  # on a GPU the host waits for it
+    x, target, token_weights = (t if t is None else t.index_select(0, kept) for t in (x, target, token_weights))
+    tokens = len(tensors[3])
+    return (x, weight, bias, target, token_weights, class_weights), lambda result: (
+        result.new_zeros(tokens).index_copy(0, kept, result))
+
+
 def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
                          z_loss=0.0, softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0,
-                         sampling=0.0, group=None, vocab_size=None):
+                         sampling=0.0, skip_ignored=False, group=None, vocab_size=None):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z / temperature),
@@ -341,7 +355,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
     PyTorch, which no token_weights change; without any token it is NaN and its gradient 0. Results are fp32.
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
-    (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws.
+    (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
+    on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
 
     group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight is this
     rank's part, of vocab_size rows in all (None: all parts are equal), and class_weights is of all. Every rank gives its own
@@ -360,22 +375,24 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
     options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
+    tensors, in_place = counted_alone(tensors, skip_ignored, group)
     if reduction == "none":
-        return PerToken.apply(*tensors, options, False)[0].view(target.shape)
+        return in_place(PerToken.apply(*tensors, options, False)[0]).view(target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
     return Reduced.apply(*tensors, options, reduction == "mean", needs)
 
 
 def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
-                     group=None, vocab_size=None):
+                     skip_ignored=False, group=None, vocab_size=None):
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
-    They are 0 where the target is ignore_index. An entropy needs logits in fp32, a chunk at a time: entropy=False returns None
-    for it and is faster, and a group has none. Without bias, softcap and group the backward pass takes weight's rows in blocks,
-    and holds no fp32 sum of dweight. The other arguments: linear_cross_entropy.
+    They are 0 where the target is ignore_index. entropy=False returns None for entropies, and a group has none. Without bias,
+    softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a bias or softcap
+    entropies need logits in fp32, a chunk at a time. The other arguments: linear_cross_entropy.
     """
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
+    tensors, in_place = counted_alone(tensors, skip_ignored, group)
     loss, entropies = PerToken.apply(*tensors, options, entropy)
-    return -loss.view(target.shape), entropies.view(target.shape) if entropy else None
+    return -in_place(loss).view(target.shape), in_place(entropies).view(target.shape) if entropy else None
