@@ -586,6 +586,13 @@ def test_signals(folder):
     p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
     run("timeout", "-s", "TERM", 3, TRAIN, *f"--device cpu --eval-only --init {folder}/sampled".split(), "--seq-len", 1, "--batch", 1,
         "--val-fraction", 0.9).refused("stopped on a signal: not all is evaluated", status=124)
+    # Nor for that of the last validation, after which it would end by itself; a second signal ends the one after the save.
+    p = start(TINY + f"--steps 1 --sample-every 0 --seq-len 1 --batch 1 --val-fraction 0.9 --eval-batches 0 --save {folder}/last")
+    p.wait_for("step 1/1")
+    for said in ("saved in ", ""):
+        os.kill(p.pid, signal.SIGTERM)
+        p.wait_for(said)
+    assert p.finish(20).status == -signal.SIGTERM
     # What nohup ignores stays ignored.
     run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
