@@ -41,6 +41,11 @@ def why_not():
 count = "{:,.0f}".format
 
 
+def shown(text):
+    """What a terminal would act on is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def unit_of(value, units=((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))):
     return next((unit for unit in units if value >= unit[0]), units[-1])
 
