@@ -167,6 +167,7 @@ REFUSED = [
     ("--resume auto", "--resume auto looks for checkpoints in --save DIR; give that too"),
     ("--keep 2", "--keep says how many checkpoints to keep, and not where: add --save DIR"),
     ("--save-every 2", "--save-every says when to save, and not where: add --save DIR"),
+    ("--save-dtype fp32", "--save-dtype says how to save, and not where: add --save DIR"),
     ("--vocab-parallel", "add --zero 1 or --zero 2"),
     ("--vocab-parallel --zero 1 --logit-softcap 30", "--vocab-parallel has no logit soft-cap"),
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
