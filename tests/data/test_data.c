@@ -308,7 +308,7 @@ TEST(damaged_shards_are_refused) {
 TEST(ids_outside_the_vocabulary_are_found) {
   write_shard16("ids16.bin", (const uint16_t[]){5, 299, 300, 301}, 4);
   ASSERT_FAILS(open_one("ids16.bin", 300), "ids16.bin", "token 2 (byte 1028)", "id 300", "has 300",
-               "at least 302", "tokenizer");
+               "--vocab 302 or more", "tokenizer");
   source_close(open_one("ids16.bin", 302));
   write_shard32("ids32.bin", (const uint32_t[]){5, 4294967295u, 128256}, 3);
   ASSERT_FAILS(open_one("ids32.bin", 128256), "ids32.bin", "token 1 (byte 1028)", "id 4294967295",
