@@ -167,7 +167,7 @@ def test_a_signal_stops_all_ranks(folder):
     p.wait_for("loaded ")
     time.sleep(1)
     os.kill(p.of_rank(1), signal.SIGTERM)
-    p.finish(20).fails("stopped on a signal: not all is evaluated")
+    p.finish(20).fails("lce: stopped on a signal: not all is evaluated")
 
 
 # --- data parallel ------------------------------------------------------------------------------------------------
