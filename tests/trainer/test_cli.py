@@ -499,7 +499,6 @@ def test_run(folder):
         assert_planned(job + flag, last["peak_bytes"])
         planned = row(train(job + flag + " --plan").ok().out, "LM head + loss alone, at its peak")[mode == "materialized"]
         assert abs(planned / last["head_peak_bytes"] - 1) < 2e-3, (planned, last)
-    train(TINY + "--total-batch 9600 --steps 1 --eval-every 0 --sample-every 0").ok("  0s left\n")  # a step of a second
 
 
 # Each step's shares of tiles and of mass dropped, and their means over the steps in the summary.
