@@ -83,7 +83,8 @@ static void validate(Run *run, int64_t step) {
   if (!run->data.loader.validation_batches) return;
   const Options *o = run->options;
   double loss = trainer_validate(&run->trainer, &run->data.loader, o->eval_batches);
-  if (isnan(loss) && stopping(run)) return; // it was cut short
+  run->stop |= run->trainer.cut_short;
+  if (run->trainer.cut_short) return;
   run->state.val_loss = loss;
   run->state.val_step = step;
   report_validation(&run->report, step, loss, run->trainer.bits_per_byte, &run->data.loader);
@@ -155,13 +156,13 @@ static void train(Run *run) {
     if (run->saves && every(o->save_every, done) && done < o->steps) save(run, done);
     since = now_seconds();
   }
-  run->trainer.stop = NULL; // what follows is for a stopped run, too
   collect(run, since);
+  // The last checkpoint has the last validation's loss. A run that is stopped may soon be killed: it saves first.
+  if (!stopping(run)) validate(run, done);
+  run->trainer.stop = NULL; // what follows is for a stopped run, too
   report_break(&run->report);
   const char *why = report_log_lost(&run->report) ? "" : " on a signal";
   if (stopping(run)) printf("stopped after step %lld%s\n", (long long)done, why);
-  // The last checkpoint has the last validation's loss. A run that is stopped may soon be killed: it saves first.
-  if (!stopping(run)) validate(run, done);
   bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
   if (!validated) validate(run, done);

@@ -249,21 +249,27 @@ static uint32_t widen(const SourceFile *piece, int64_t first, int64_t count, int
   return largest;
 }
 
-// Names the first id from `first` on that is none of the vocabulary, and the largest.
-static void fail_outside(const Source *source, const SourceFile *piece, int64_t first) {
+// Names the first id from `first` on that is none of the vocabulary, and the largest. What check_ids has passed has changed.
+static void fail_outside(const Source *source, const SourceFile *piece, int64_t first, bool passed) {
   int32_t id;
   while (widen(piece, first, 1, &id) < source->vocab_size && first + 1 < piece->stored) first++;
+  char at[64];
+  snprintf(at, sizeof at, "token %lld (byte %lld)", (long long)first,
+           (long long)((const char *)piece->tokens - piece->file.bytes + first * piece->kind));
+  if (passed)
+    fail("%s has changed since it was opened: %s has id %u now and the vocabulary has %lld; put back what "
+         "was there and "
+         "start again",
+         piece->path, at, (uint32_t)id, (long long)source->vocab_size);
   uint32_t largest = (uint32_t)id;
   for (int64_t i = first; i < piece->stored; i++) {
     uint32_t other = widen(piece, i, 1, &(int32_t){0});
     if (other > largest) largest = other;
   }
-  fail("%s: token %lld (byte %lld) has id %u and the vocabulary has %lld: raise --vocab to at least %lld or "
-       "%s",
-       piece->path, (long long)first,
-       (long long)((const char *)piece->tokens - piece->file.bytes + first * piece->kind), (uint32_t)id,
-       (long long)source->vocab_size, (long long)largest + 1,
-       piece->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer");
+  fail("%s: %s has id %u and the vocabulary has %lld: %s, or train a new model with --vocab %lld or more",
+       piece->path, at, (uint32_t)id, (long long)source->vocab_size,
+       piece->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer",
+       (long long)largest + 1);
 }
 
 static void check_ids(const Source *source, const SourceFile *piece) {
@@ -277,7 +283,7 @@ static void check_ids(const Source *source, const SourceFile *piece) {
       uint32_t found = widen(piece, start, min_i64(end - start, BLOCK), ids);
       if (found > largest) largest = found;
     }
-    if (largest >= source->vocab_size) fail_outside(source, piece, first);
+    if (largest >= source->vocab_size) fail_outside(source, piece, first, false);
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
     file_done_with(&piece->file, 0, piece->file.size);
   }
@@ -406,9 +412,8 @@ static int64_t read_tokens(const Source *source, int64_t first, int64_t count, i
   int64_t counted = count;
   for (const SourceFile *piece = count ? file_at(source, first) : NULL; count > 0; piece++) {
     int64_t start = first - piece->first;
-    int64_t taken = min_i64(piece->stored - start, count);     // 0 when `first` is the separator itself
-    if (widen(piece, start, taken, out) >= source->vocab_size) // the file has changed since it was opened
-      fail_outside(source, piece, start);
+    int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
+    if (widen(piece, start, taken, out) >= source->vocab_size) fail_outside(source, piece, start, true);
     for (int64_t i = 0; targets && piece->mask && i < taken; i++)
       if (!is_set(piece->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;

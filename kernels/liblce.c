@@ -136,8 +136,7 @@ static int open_context(lce_context *context, const char *device, int ordinal, c
   Backend *backend = context->backend = open_backend(device, ordinal, dtype);
   context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->no_sampling = backend->no_sampling;
-  backend->memory.advice = context->plan->memory.advice =
-      "a smaller chunk, or fewer tokens in one call, needs less";
+  memory_set_advice("a smaller chunk, or fewer tokens in one call, needs less");
   return leave(0);
 }
 

@@ -109,6 +109,12 @@ void memory_destroy(Memory *memory) {
   *memory = (Memory){0};
 }
 
+static _Atomic(const char *) advice;
+
+void memory_set_advice(const char *text) {
+  advice = text;
+}
+
 static _Noreturn void out_of_memory(const Memory *memory, const char *name, size_t bytes) {
   char holders[1024] = "";
   size_t length = 0;
@@ -117,12 +123,10 @@ static _Noreturn void out_of_memory(const Memory *memory, const char *name, size
       length +=
           (size_t)snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
                            memory_category_name((MemoryCategory)c), text_bytes(memory->ledger.now[c]).text);
-  const char *advice = memory->advice
-                           ? memory->advice
-                           : "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a "
-                             "smaller --lce-chunk needs less, and --plan says how much";
-  fail("out of memory: %s needs %s more, and %s are in use (%s); %s", name, text_bytes(bytes).text,
-       text_bytes(memory->ledger.total).text, length ? holders : "nothing yet", advice);
+  const char *hint = advice;
+  fail("out of memory: %s needs %s more, and %s are in use (%s)%s%s", name, text_bytes(bytes).text,
+       text_bytes(memory->ledger.total).text, length ? holders : "nothing yet", hint ? "; " : "",
+       hint ? hint : "");
 }
 
 size_t ledger_host_bytes(const Ledger *ledger) {

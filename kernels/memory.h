@@ -84,10 +84,9 @@ typedef struct {
 
 typedef struct Memory {
   MemorySource source;
-  bool planning;      // no source: addresses are made up
-  bool poison;        // fill every push with NaN first (tests)
-  size_t limit;       // bytes that may be in use, as on a smaller device; 0: what the source has
-  const char *advice; // what to do when memory runs out; NULL: the trainer's options
+  bool planning; // no source: addresses are made up
+  bool poison;   // fill every push with NaN first (tests)
+  size_t limit;  // bytes that may be in use, as on a smaller device; 0: what the source has
   Ledger ledger;
   MemoryBlock *reserved;
   int64_t reserved_count, reserved_capacity;
@@ -96,6 +95,9 @@ typedef struct Memory {
   MemoryBlock *pushed; // from the bottom of the stack up
   int64_t pushed_count, pushed_capacity;
 } Memory;
+
+// What the program's user can do when memory runs out, which ends the sentence: "a smaller chunk needs less". Of all memories.
+void memory_set_advice(const char *advice);
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
 Memory memory_create(const MemorySource *source);

@@ -45,6 +45,9 @@
 #include "trainer/option_rows.h"
 #include "trainer/report.h"
 
+static const char advice[] =
+    "give fewer --tokens, a smaller --chunk or, with --checkpoint, a shorter --seq-len";
+
 enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // of a list; of --repeat
 
 typedef struct {
@@ -392,8 +395,8 @@ static size_t plan_works(Bench *b, size_t usable) {
     while ((w->held = held_by(b, w)) > left && usable && w == b->works && w->call.chunk > 1)
       w->call.chunk = b->gemm_rows = ceil_div(b->gemm_rows, 2);
     if (usable && w->held > left)
-      fail("%s needs %s, and this device has %s for it; give fewer --tokens or a smaller --chunk", w->name,
-           text_bytes(ledger->total + w->held).text, text_bytes(usable).text);
+      fail("%s needs %s, and this device has %s for it; %s", w->name,
+           text_bytes(ledger->total + w->held).text, text_bytes(usable).text, advice);
     if (w->held > most) most = w->held;
     Work alone = *w;
     alone.call.dx = alone.call.dweight = alone.call.dbias = (Tensor){0};
@@ -527,6 +530,7 @@ static void run(Bench *b) {
 int main(int argc, char **argv) {
   static Bench b;
   ranks_begin();
+  memory_set_advice(advice);
   Settings o = parse(argc, argv);
   if (o.checkpoint) b.state = read_state(&o);
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = o.plan ? NULL : open_backend(&o);

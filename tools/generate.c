@@ -29,6 +29,8 @@ typedef struct {
   bool go_on; // past the token that ends a text
 } Wanted;
 
+static const char advice[] = "lower --tokens or use another --device";
+
 #define OPTION_VALUES Wanted
 enum { MANY = 1000000000 };
 static const char *const of_train[] = {"init",  "tokenizer", "prompt", "temperature", "top-k",
@@ -121,14 +123,14 @@ static size_t plan_stack(const Options *o, const Backend *backend, const Generat
   model_destroy(&model);
   backend_destroy(plan);
   if (usable && needed > usable)
-    fail("a text of %lld tokens needs %s and the device has %s to give; lower --tokens or use another "
-         "--device",
-         (long long)g->window, text_bytes(needed).text, text_bytes(usable).text);
+    fail("a text of %lld tokens needs %s and the device has %s to give; %s", (long long)g->window,
+         text_bytes(needed).text, text_bytes(usable).text, advice);
   return stack;
 }
 
 int main(int argc, char **argv) {
   if (launch_read().rank) return 0; // several processes are no faster than one
+  memory_set_advice(advice);
   Wanted w = parse(argc, argv);
   Options *o = &w.train;
   Prompt prompt = prompt_open(o, NULL);

@@ -41,6 +41,11 @@ def why_not():
 count = "{:,.0f}".format
 
 
+def shown(text):
+    """What a terminal would act on is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def unit_of(value, units=((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))):
     return next((unit for unit in units if value >= unit[0]), units[-1])
 
@@ -88,10 +93,10 @@ def save(figure, path, fontsize=9.5):
 
 
 def panel(figure, cell, title, unit=""):
-    """With a title, and under it what its y axis counts."""
+    """With a title, and under it what its y axis counts; below both is space for a label of a point at the top."""
     ax = figure.add_subplot(cell)
-    ax.set_title(title, pad=22 if unit else 8, weight="bold", fontsize=10.5)
-    ax.annotate(unit, (0, 1), xycoords="axes fraction", xytext=(0, 7), textcoords="offset points", color=MUTED, fontsize=9)
+    ax.set_title(title, pad=32 if unit else 8, weight="bold", fontsize=10.5)
+    ax.annotate(unit, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=MUTED, fontsize=9)
     return ax
 
 
@@ -123,7 +128,8 @@ def label(ax, places, right=9, up=0.0):
             bold = k == 0 and color != MUTED
             ax.annotate(text, (x, y), xytext=(right, up + new - old + height / 2 - 12.5 * (k + 0.5)), textcoords="offset points",
                         ha="right" if right < 0 else "left", va="center", color=MUTED if k else color, annotation_clip=False,
-                        weight="bold" if bold else "normal", fontsize=9.5 if bold else 9)
+                        weight="bold" if bold else "normal", fontsize=9.5 if bold else 9,
+                        zorder=7, bbox=dict(fc="white", ec="none", pad=0.5, alpha=0.8))
 
 
 def linear_axis(ax, high, in_bytes=True, most=5):
@@ -308,7 +314,7 @@ def grid(s, rows, path):
     def teraflops(row):
         return row["layer_seconds"] and 6e-12 * row["tokens"] * row["vocab_size"] * row["hidden_size"] / row["layer_seconds"]
     kinds = [("memory held", layer_bytes, size), ("TFLOP/s", teraflops, count)][:1 + any(map(teraflops, rows))]
-    figure, cells = picture(12, 2.6 + 2.3 * len(kinds), s["title"], setting(s, rows), foot(s, rows), (0.95, 0.95, 1.85, 0.85),
+    figure, cells = picture(12, 2.75 + 2.3 * len(kinds), s["title"], setting(s, rows), foot(s, rows), (0.95, 0.95, 2, 0.85),
                             nrows=len(kinds), ncols=len(s["sweeps"]), wspace=1, hspace=0.75)
     for k, (unit, y, form) in enumerate(kinds):
         for column, sweep in enumerate(s["sweeps"]):
@@ -375,9 +381,9 @@ def timeline(s, rows, path):
     left_out, base = (STAYING, stays) if stays > 0.55 * peak else ({}, 0)
     names = [name for name in STACK if name not in left_out and max(row[name] for row in rows) > 0.004 * peak]
     beyond = f" beyond the {size(stays)} of weights, gradients and optimizer state" if left_out else ""
-    figure, cells = picture(10.8, 2.5 + 2.35 * len(modes), s["title"] or f"Training {s['model']}: memory over three steps", setting(s),
+    figure, cells = picture(10.8, 2.65 + 2.35 * len(modes), s["title"] or f"Training {s['model']}: memory over three steps", setting(s),
                             NO_TIMES if planned else "Bytes that the ledger counts on the device, dated after waiting for it.",
-                            (0.9, 2.15, 1.75, 0.95), nrows=len(modes), hspace=0.62)
+                            (0.9, 2.15, 1.9, 0.95), nrows=len(modes), hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
         top, spike, last, right = max(rows, key=total), max(rows, key=lambda row: row[HEAD]), rows[-1], max(end.values())
         title = titles[mode]

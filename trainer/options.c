@@ -162,6 +162,7 @@ const Option options_rows[] = {
      NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING | REFUSED,
+     NEEDS("save DIR", "says how to save, and not where"),
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
      HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
@@ -395,7 +396,8 @@ static void resolve_job(Options *o) {
     o->eval_batches = o->sample_every = 0;
   }
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (!o->eval_only || !(options_rows[i].flags & TRAINING)) option_require_needs(options_rows, o, i);
+    if (o->given[i] && (!o->eval_only || !(options_rows[i].flags & TRAINING)))
+      option_require_needs(options_rows, o, i);
   if (o->recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);

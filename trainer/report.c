@@ -314,6 +314,7 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
   printf("step %lld  saved in %s (%.1fs)\n", (long long)step, shell_word(r->options->save), seconds);
+  output_taken(); // a validation may follow
   LOG("checkpoint", NUMBER("step", step), NUMBER("seconds", seconds));
 }
 

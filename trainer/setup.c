@@ -1,9 +1,13 @@
 #include "trainer/setup.h"
 
+#include "kernels/memory.h"
 #include "trainer/plan.h"
 #include "trainer/resume.h"
 
 void setup_options(Options *o, int argc, char **argv) {
+  memory_set_advice(
+      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
+      "less, and --plan says how much");
   options_parse(o, argc, argv);
   resume_find(o);
   if (o->resumed_from) resume_take_settings(o);

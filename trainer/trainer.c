@@ -191,12 +191,20 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, int
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 
-// A signal need not wait for a long validation, but ranks share its collectives.
-static bool cut_short(const Trainer *t) {
-  return t->backend->ranks == 1 && t->stop && *t->stop;
+// Whether a signal ends the validation, which need not wait for all batches: some rank's, after the same batch of each. `flag` is
+// fp32 [1] and overwritten.
+static bool cut_short(Trainer *t, Tensor flag) {
+  float stop = t->stop && *t->stop;
+  if (t->stop && t->backend->ranks > 1) {
+    backend_to_device(t->backend, flag, &stop);
+    all_reduce(t->backend, (Collective){.out = flag, .x = flag});
+    backend_to_host(t->backend, &stop, flag);
+  }
+  return stop > 0;
 }
 
-// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches.
+// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches. NaN where a signal cuts
+// it short.
 static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches,
                             Counted *counted) {
   int64_t end = min_i64(first + (int64_t)t->backend->ranks * VALIDATION_ROUNDS, batches);
@@ -206,17 +214,19 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
                               b->ranks * VALIDATION_ROUNDS);
   Tensor local = tensor_rows(all, b->rank * VALIDATION_ROUNDS, VALIDATION_ROUNDS);
   fill_zero(b, local);
-  for (int64_t i = 0; i < end - first && !cut_short(t); i++) {
+  for (int64_t i = 0; i < end - first && !t->cut_short; i++) {
+    Tensor loss = tensor_rows(local, i / b->ranks, 1);
+    if (i % b->ranks == 0) t->cut_short = cut_short(t, loss);
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
-    reduce(b, (Reduce){.sum = tensor_rows(local, i / b->ranks, 1), .x = t->loss});
+    reduce(b, (Reduce){.sum = loss, .x = t->loss});
   }
   all_gather(b, (Collective){.out = all, .x = local});
   float *losses = host_alloc(b->ranks * VALIDATION_ROUNDS, sizeof *losses, "the losses of a validation");
   backend_to_host(b, losses, all);
-  double sum = 0;
+  double sum = t->cut_short ? NAN : 0;
   for (int64_t i = 0; i < end - first; i++)
     sum += (double)losses[i % b->ranks * VALIDATION_ROUNDS + i / b->ranks];
   free(losses);
@@ -232,12 +242,12 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   Model *model = trainer_model(t);
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
-  for (int64_t first = 0; first < batches; first += at_once)
+  t->cut_short = false;
+  for (int64_t first = 0; first < batches && !t->cut_short; first += at_once)
     sum += validate_some(t, loader, first, batches, &counted);
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
-  if (cut_short(t)) return NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
 }
 

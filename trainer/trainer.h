@@ -65,6 +65,7 @@ typedef struct {
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
+  bool cut_short;       // the last validation, by a signal
   // What this rank shares with each step; see StepResult.
   const volatile sig_atomic_t *stop; // not 0 once a signal asks to stop; NULL: none does
   double step_seconds;
@@ -103,8 +104,8 @@ void trainer_store_step(const Trainer *trainer, Folder *folder);
 int64_t trainer_first_lost_token(Trainer *trainer);
 
 // The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats per counted token: the same number
-// whatever the number of ranks, which share them. Sets bits_per_byte. NaN where a signal cuts it short, which happens
-// with one rank. Call it on all ranks.
+// whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short where a signal to a rank cuts it short (NaN).
+// Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
 // Continues `prompt` by options->sample_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt

@@ -1,5 +1,6 @@
 #include "kernels/ranks/ranks.h"
 
+#include <math.h>
 #include <omp.h>
 #include <pthread.h>
 #include <signal.h>
@@ -12,13 +13,14 @@
 #include <unistd.h>
 
 #include "kernels/fail.h"
+#include "kernels/system.h"
 
 #ifdef HAVE_MPI
 #include <mpi.h>
 #endif
 
-// Waits: of a rank other than 0 before it prints why it fails; beyond the timeout in a collective, at most; for MPI_Abort.
-enum { RANK_0_FIRST_MILLISECONDS = 1500, WAITING_SECONDS = 5, ABORT_SECONDS = 5 };
+// Waits: of a rank other than 0 before it prints why it fails; between two looks of the watchdog; for MPI_Abort.
+enum { RANK_0_FIRST_MILLISECONDS = 1500, WATCH_MILLISECONDS = 200, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};
 static bool mpi; // initialised
@@ -82,14 +84,14 @@ void ranks_broadcast(void *bytes, int count) {}
 
 // --- failing -----------------------------------------------------------------------------------------------
 
-// When several threads fail, only the first prints. `sentence` may be NULL on rank 0. The process ends by
-// _exit: libraries that wait for other ranks at exit would never return.
-static void end_job(const char *sentence, int status) {
+// When several threads fail, only the first prints. `sentence` may be NULL on rank 0. Other ranks wait, one a little longer
+// than the other. The process ends by _exit: libraries that wait for other ranks at exit would never return.
+static void end_job(const char *sentence, int status, int milliseconds, int more_each) {
   static pthread_mutex_t printing = PTHREAD_MUTEX_INITIALIZER;
   pthread_mutex_lock(&printing);
   if (self.rank) {
     signal(SIGTERM, SIG_DFL); // from the launcher, when rank 0 has printed it
-    pause_for(RANK_0_FIRST_MILLISECONDS + 100 * (self.rank < 16 ? self.rank : 16)); // one after the other
+    pause_for(milliseconds + more_each * (self.rank < 16 ? self.rank : 16));
   }
   if (!ftrylockfile(stdout)) { // another thread may never release it
     fflush(stdout);
@@ -104,7 +106,7 @@ static void end_job(const char *sentence, int status) {
 }
 
 static void on_fail(const char *sentence) {
-  end_job(sentence, 1);
+  end_job(sentence, 1, RANK_0_FIRST_MILLISECONDS, 100);
 }
 
 // --- the watchdog ------------------------------------------------------------------------------------------
@@ -140,32 +142,34 @@ void ranks_watch_device(RanksDevice function, void *context) {
   pthread_mutex_unlock(&device_lock);
 }
 
-static void end_without_progress(int seconds, const char *operation, const char *where) {
+static void end_without_progress(double seconds, const char *operation, const char *where) {
   char sentence[1024], about[520] = "";
   if (*where) snprintf(about, sizeof about, " (%s)", where);
-  snprintf(sentence, sizeof sentence, "no progress for %d s%s%s%s: %s; the job ends (--timeout)", seconds,
+  snprintf(sentence, sizeof sentence, "no progress for %.0f s%s%s%s: %s; the job ends (--timeout)", seconds,
            operation ? " in " : ", between collectives", operation ? operation : "", about,
            operation ? "another rank has not reached it, or has ended" : "this rank holds up the others");
-  end_job(sentence, 1);
+  end_job(sentence, 1, 0, 50);
 }
 
-// Time is counted in the thread's own seconds: a process that was stopped and continued has not hung.
 static void *watch(void *unused) {
   uint64_t seen = 0;
-  for (int idle = 0;; idle++) {
-    pause_for(1000);
+  double idle = 0;
+  for (double before = now_seconds();;) {
+    pause_for(WATCH_MILLISECONDS);
+    double passed = now_seconds() - before;
+    before += passed;
+    idle += fmin(passed, 1); // a process that was stopped and continued has not hung
     char about[480] = "";
     pthread_mutex_lock(&device_lock);
     bool broken = device && device(device_context, about, sizeof about);
     pthread_mutex_unlock(&device_lock);
-    if (broken) end_job(about, 1);
+    if (broken) on_fail(about);
     const char *operation = atomic_load(&waiting_in);
     if (!operation && *about) operation = "collectives"; // the host runs ahead of the GPU
     uint64_t now = atomic_load(&progress);
     if (now != seen) idle = 0;
     seen = now;
-    // Who holds up the others says so before they do.
-    double more = !operation ? 0 : timeout < 40 ? 1 + timeout / 10 : WAITING_SECONDS;
+    double more = operation ? fmin(1 + timeout / 75, 5) : 0; // who holds up the others says so before they do
     if (idle >= timeout + more) end_without_progress(idle, operation, about);
   }
   return unused;
@@ -194,7 +198,7 @@ static void share_cores(void) {
 static void end(int status, void *unused) {
   char sentence[96];
   snprintf(sentence, sizeof sentence, "exits with status %d; its command run alone may say why", status);
-  if (status) end_job(self.rank ? sentence : NULL, status);
+  if (status) end_job(self.rank ? sentence : NULL, status, RANK_0_FIRST_MILLISECONDS, 100);
   if (mpi) mpi_end();
 }
 

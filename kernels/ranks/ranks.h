@@ -40,7 +40,7 @@ void ranks_alive(void);                  // progress, reported by whatever may t
 void ranks_enter(const char *operation); // a literal; waits for other ranks or the device
 void ranks_leave(void);
 
-// What the watchdog queries about the device from its own thread, every second: an error as a sentence (true);
+// What the watchdog queries about the device from its own thread, five times a second: an error as a sentence (true);
 // or false, and how far the device is in collectives that it has not finished (empty: it has finished all).
 // NULL: nothing.
 typedef bool (*RanksDevice)(void *context, char *text, size_t size);

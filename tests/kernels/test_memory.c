@@ -171,10 +171,7 @@ TEST(test_ledger) {
   assert_int_equal(counter.given + counter.blocks, 0);
 }
 
-#define ASSERT_FULL(call, text)                                                                              \
-  ASSERT_SAYS((call, 0), "out of memory: " text                                                              \
-                         "; a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a "       \
-                         "smaller --lce-chunk needs less, and --plan says how much")
+#define ASSERT_FULL(call, text) ASSERT_SAYS((call, 0), "out of memory: " text "; take less")
 
 // A limit below what the source has counts reservations and the stack, however much of that is pushed.
 static void check_full(size_t source, size_t limit) {
@@ -205,6 +202,7 @@ static void check_full(size_t source, size_t limit) {
 }
 
 TEST(test_out_of_memory) {
+  memory_set_advice("take less");
   check_full(4096, 0);
   check_full(1 << 20, 4096);
   // Sizes whose product no 64 bits hold must not wrap around to small ones, nor must their sum.

@@ -412,9 +412,14 @@ TEST(the_newest_are_kept) {
         directory);
   ModelConfig config = hf_config_read(directory);
   assert_string_equal(config.name, "llama-tiny");
+  shell("mkdir %s/step-2000000", directory); // of a later step: neither removed nor counted
+  save_steps(run, &store, (const int64_t[]){1000001}, 1);
+  shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-1000001 step-2000000'", directory);
+  shell("mv %s %s.away && mkdir %s", directory, directory, directory); // made anew, it is locked anew
+  save_steps(run, &store, (const int64_t[]){1000002}, 1);
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
   checkpoint_store_close(&store);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000000 is there",
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000002 is there",
                "--resume auto");
   run_close(run);
 }
@@ -512,16 +517,19 @@ TEST(companions_travel_along) {
   } cases[] = {{"by-file", "base", "given/mine.json", "mine", NULL},
                {"by-folder", "base", "given", "another", NULL},
                {"no-model", NULL, "given/mine.json", "mine", NULL},
+               {"no-settings", NULL, "bare", "mine", NULL},
                {"resumed", "by-file", NULL, "mine", NULL},
                {"by-model", "base", NULL, "the model's", "the model's"}};
   static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
-                    nothing[] = "{\"_from_model_config\": true}\n";
+                    top_p[] = "{\"top_p\": 1}", nothing[] = "{\"_from_model_config\": true}\n";
   shell("cp -r tests/golden/llama %s", temp_path("base"));
   WRITE_TEXTS({"base/tokenizer.json", "the model's"}, {"base/merges.txt", "the model's"},
               {"base/tokenizer_config.json", limit}, {"base/special_tokens_map.json", "{}"},
               {"base/generation_config.json", top_k}, {"given/mine.json", "mine"},
               {"given/tokenizer.json", "another"}, {"given/tokenizer_config.json", limit},
-              {"given/special_tokens_map.json", "{}"});
+              {"given/special_tokens_map.json", "{}"}, {"given/generation_config.json", top_p});
+  shell("cd %s && cp -r given bare && cd bare && rm generation_config.json && mv mine.json tokenizer.json",
+        temp_path("."));
   Run *run =
       run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("base"), temp_path("base"));
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -535,7 +543,9 @@ TEST(companions_travel_along) {
                                     {"merges.txt", cases[i].merges},
                                     {"tokenizer_config.json", limit},
                                     {"special_tokens_map.json", "{}"},
-                                    {"generation_config.json", origin ? top_k : nothing}};
+                                    {"generation_config.json", origin                      ? top_k
+                                                               : strstr(tokenizer, "bare") ? nothing
+                                                                                           : top_p}};
     for (int k = 0; k < 5; k++) {
       size_t length;
       char *found = file_read(path_in(temp_path(cases[i].store), texts[k][0]).text, &length);

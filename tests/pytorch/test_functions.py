@@ -344,6 +344,7 @@ def wrong_arguments():
              (ValueError, "bias has the shape", dict(bias=bias[1:])),
              (ValueError, "token_weights has the shape", dict(token_weights=torch.ones(3, device=DEVICE))),
              (ValueError, "class_weights has the shape", dict(class_weights=torch.ones(3, device=DEVICE))),
+             (ValueError, f"vocab_size is {V + 1} and weight has {V} rows", dict(vocab_size=V + 1)),
              (TypeError, "x is of type NoneType, where a torch.Tensor is needed", dict(x=None)),
              (TypeError, "weight is of type list", dict(weight=weight.tolist())),
              (TypeError, "target is of type array", dict(target=array.array("i", [1]))),  # as numpy's, which need not be there

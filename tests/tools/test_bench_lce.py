@@ -113,6 +113,8 @@ def test_refusals(folder):
             ("--sample: give at most 32\n", "--sample", ",".join("1" * 33)), ("--chunk 0: give a whole number", "--chunk", "8,0"),
             ("the CPU computes in fp32 only", "--dtype", "bf16"), ("a plan computes nothing", "--plan", "--ladder"),
             ("the ladder has six rungs", "--ladder", "--terms"), ("--device cuda: ", "--device", "cuda"),
+            ("a smaller --chunk or, with --checkpoint, a shorter --seq-len\n",
+             "--plan", "--json", "--tokens", 2**31 - 1, "--hidden-size", 2**31 - 1),
             ("materialized needs ", "--json", "--tokens", 2**22, "--vocab", 2**22, "--chunk", 1, "--materialized")):
         refused = bench(*words).refused(part)
         assert not refused.out, refused

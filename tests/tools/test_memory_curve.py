@@ -268,6 +268,9 @@ def test_pictures_of_sweeps(folder):
     curve(folder / "cpu", MEASURED + " --values 32,64 --format svg").ok("wrote " + str(folder / "cpu" / "curve.svg"))
     assert_says(folder / "cpu" / "curve.svg", "measured on CPU", "Time of a step", "counted by the device", "agree to the byte at 4 of 4")
     curve(folder / "cpu", "--redraw").ok()
+    for words, says in (("--plan-only", "\nwrote "), ("--batch 3", " holds a sweep with ")):  # nothing that a terminal acts on
+        done = curve(folder / "\x1b[31m", words)
+        assert says in done.out + done.err and "\x1b" not in done.out + done.err, done
     assert (folder / "cpu" / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     # Time against memory.
     curve(folder / "chunk", MEASURED + " --sweep chunk --values 8,16,48 --format svg").ok()

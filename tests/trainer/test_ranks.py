@@ -117,8 +117,8 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
         train(f"{DEVICE} --resume {folder}/{rank}-{number} --plan").ok()
     killed, waits = "signal 9 (Killed)", "another rank has not reached it, or has ended"
     together(end, [(1, signal.SIGKILL, 10, (0, 1), "rank 1 ", killed), (0, signal.SIGKILL, 10, (0, 1), "rank 0 ", killed),
-                   (1, signal.SIGSTOP, 25, (1,), "lce: no progress for ", waits),
-                   (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for ", waits)])
+                   (1, signal.SIGSTOP, 25, (1,), "lce: no progress for 4 s", waits),  # little more than --timeout
+                   (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for 4 s", waits)])
 
 
 # A rank that makes no progress between collectives, here since nobody reads its output, reports that before those that wait.
@@ -162,6 +162,12 @@ def test_a_signal_stops_all_ranks(folder):
         assert "lce:" not in output.err and (folder / f"{rank}/step-{stopped:06}").exists(), output
         train(f"{DEVICE} --resume auto --save {folder}/{rank} --steps {stopped + 2}", ranks=2).ok()
         assert (folder / f"{rank}/step-{stopped + 2:06}").exists()
+    # Nor do they wait for the end of a long evaluation.
+    p = start(f"{DEVICE} --eval-only --init {folder}/0 --seq-len 1 --batch 1 --val-fraction 0.9", ranks=2)
+    p.wait_for("loaded ")
+    time.sleep(1)
+    os.kill(p.of_rank(1), signal.SIGTERM)
+    p.finish(20).fails("lce: stopped on a signal: not all is evaluated")
 
 
 # --- data parallel ------------------------------------------------------------------------------------------------

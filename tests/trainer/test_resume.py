@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import struct
@@ -50,9 +51,11 @@ def straight_log():
 # save as well. What a shell or a terminal would act on is quoted in the command.
 def test_a_resumed_run_equals_an_unbroken_one(folder):
     saved, quoted = folder / "it's \x1b", f"$'{folder}/it\\'s \\x1B'"
-    assert "nothing is saved" not in train(RUN + "--steps 6 --save-every 3 --keep 1 --save-dtype bf16 --save", saved).ok(
+    output = train(RUN + "--steps 6 --save-every 3 --keep 1 --save-dtype bf16 --save", saved).ok(
         f"saves    {quoted}\n", f"saved in {quoted} (").out
-    train("--device cpu --steps 3 --resume", saved).ok("after step 6 of 3")  # a warm-up that nobody gave is no reason to refuse
+    assert "nothing is saved" not in output
+    losses = re.search(r"\nloss +[\d.]+ at first, [\d.]+ at last; [\d.]+ on", output)[0]
+    train("--device cpu --steps 3 --resume", saved).ok("after step 6 of 3", losses)  # nobody gave the warm-up that is longer
     train("--device cpu --steps 12 --resume", saved).ok("after step 6 of 12", f"saves    {quoted}\n")
     assert [path.name for path in saved.glob("step-*")] == [LAST]
     assert tensors(saved / "model.safetensors")["model.norm.weight"].dtype == "BF16"
@@ -101,6 +104,11 @@ def test_differences_are_printed(folder):
         assert part in output.err, output
     train(RESUME + f"{straight()} --vocab 301").refused("--vocab is 301")
     train(RESUME + "tests/golden/llama").refused("tests/golden/llama")
+    # Other data have no validation data of before; what follows from the device is no setting.
+    train(RUN + f"--steps 3 --val-data Makefile --save {folder}/validated").ok()
+    train(RESUME + f"{folder}/validated --steps 4 --data {TEXT} --save {folder}/other").ok()
+    state = json.loads((folder / "other/step-000004" / STATE).read_text())
+    assert state["val_data_paths"] == [] and state["data_paths"] == [str(TEXT)] and "save-dtype" not in state["settings"]
     # Other data of the same size are noticed.
     text = bytearray((ROOT / TEXT).read_bytes())
     (folder / "data.txt").write_bytes(text)

@@ -301,6 +301,8 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
         rows = shard_of(group, vocab[0])["rows"]
         if shard_of(group, vocab[0], group.size() - 1)["rows"] < 1 and vocab_size:
             raise ValueError(f"a vocabulary of {vocab_size} leaves the last of {group.size()} ranks without a row of weight")
+    elif vocab_size not in (None, rows):
+        raise ValueError(f"vocab_size is {vocab_size} and weight has {rows} rows, which without a group are all")
     floats, integers = {torch.float32, torch.bfloat16}, {torch.int32, torch.int64}
     shapes = dict(x=x.shape, weight=(rows, x.shape[-1]), bias=vocab, class_weights=vocab)
     for name, t in given.items():
