@@ -434,9 +434,28 @@ NEEDS(scatter_rows, MoveRows, MOVED(x, out))
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-NEEDS(adamw, AdamW, FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"),
-      FIELD(m, "fp32|bf16 [N]"), FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"),
-      FIELD(grad_scale, "fp32 [1]"), REFUSE(a->step < 1, "step %lld, but steps count from 1", a->step))
+#define UPDATED                                                                                              \
+  FIELD(weight, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"),                                              \
+      REFUSE(a->step < 1, "step %lld, but steps count from 1", a->step)
+
+NEEDS(adamw, Update, UPDATED, FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp32|bf16 [N]"),
+      FIELD(v, "fp32|bf16 [N]"), FIELD(grad_scale, "fp32 [1]"))
+
+NEEDS(nesterov, Update, UPDATED, FIELD(master, "absent: nesterov has none"), FIELD(m, "fp32|bf16 [N]"),
+      FIELD(grad_scale, "fp32 [1]"))
+
+NEEDS(descend, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
+
+#define APART(field)                                                                                         \
+  REFUSE(a->count > 1 && a->field.apart % 128, #field "'s matrices lie %lld elements apart", a->field.apart)
+
+NEEDS(normalize, Normalize, FIELD(x.first, "T [M, N] strided"), FIELD(out.first, "T [M, N] strided"),
+      APART(x), APART(out))
+
+NEEDS(multiply, Multiply, FIELD(out.first, "T [M, N] strided"),
+      FIELD(left.first, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
+      FIELD(right.first, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"),
+      FIELD(addend.first, "T [M, N] strided or absent"), APART(out), APART(left), APART(right), APART(addend))
 
 NEEDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 

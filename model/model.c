@@ -89,6 +89,7 @@ static void add_weight(Model *m, void *owner, const char *prefix, const WeightRo
                                       : GROUP_MATRICES,
                      .rank = norm ? 1 : 2,
                      .shape = {in_out ? inputs : outputs, in_out ? outputs : inputs},
+                     .column_blocks = in_out && w->kind & QKV ? 3 : 1,
                      .init = norm ? INIT_ONES : INIT_NORMAL,
                      .stddev = c->initializer_range};
     if (scaled) p->stddev /= sqrt(2.0 * (double)c->num_hidden_layers);

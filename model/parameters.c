@@ -8,16 +8,6 @@
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 
-static void update_adamw(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]) {
-  settings.m = states[0];
-  settings.v = states[1];
-  adamw(backend, settings);
-}
-
-const Optimizer optimizers[] = {
-    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw},
-};
-
 int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
@@ -69,7 +59,10 @@ enum { NO_GROUP = 0, HEAD = 1 << GROUP_HEAD, MATRICES = 1 << GROUP_MATRICES, ALL
 
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
-  int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
+  int64_t count = p->group_elements[group];
+  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers)
+    count = p->sharding.before_layers;
+  if (sharded) count /= p->sharding.parts;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
     count = min_i64(count, p->sharding.before_layers + 2 * p->sharding.layer);
@@ -98,7 +91,7 @@ static void reserve_role(const ParameterSet *p, Memory *memory, const char *name
   }
 }
 
-// At zero 2 buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
+// At zero 2, and where layers are updated as wholes, buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
 static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
   int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;
@@ -110,7 +103,8 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    p->bucket[g] = g == GROUP_MATRICES && p->sharding.zero == 2 ? bucket_of_layer(p, usual) : usual;
+    bool of_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
+    p->bucket[g] = of_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
     p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
@@ -187,7 +181,7 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS, grads_on_host = d.offload & OFFLOAD_GRADIENTS;
   bool grads_buffered = grads_on_host && s->zero < 2;
   int optimizer_host = d.offload & OFFLOAD_OPTIMIZER ? ALL : NO_GROUP;
-  p->optimizer = &optimizers[0];
+  p->optimizer = &optimizers[d.optimizer];
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight, s->split_head_weights ? HEAD : NO_GROUP,
                weights_on_host ? MATRICES : NO_GROUP, p->value);
@@ -276,12 +270,21 @@ Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
 }
 
 static bool is_sharded(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
-  return tensor_count(role[group]) != p->group_elements[group];
+  return p->sharding.parts > 1 && tensor_count(role[group]) * p->sharding.parts <= p->group_elements[group];
+}
+
+// Elements of a role over all ranks.
+static int64_t role_elements(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
+  return tensor_count(role[group]) * (is_sharded(p, role, group) ? p->sharding.parts : 1);
+}
+
+bool shards_hold(const ParameterSet *p, const Tensor *role, ParameterGroup group, int64_t element) {
+  return element < role_elements(p, role, group);
 }
 
 Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
   int64_t slice = b.count / p->sharding.parts;
-  if (!tensor_exists(role[group])) return role[group];
+  if (!shards_hold(p, role, group, b.first)) return (Tensor){0};
   return tensor_rows(
       role[group],
       is_sharded(p, role, group) ? b.first / p->sharding.parts : b.first + p->sharding.part * slice, slice);
@@ -315,7 +318,7 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
     backend_to_device(backend, tensor_rows(role[group], begin, count), values);
     return;
   }
-  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+  for (Bucket b = {role_elements(p, role, group), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
@@ -347,7 +350,7 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
     return;
   }
-  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+  for (Bucket b = {role_elements(p, role, group), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, most = read_at_once(p, group, dtype, slice), each;
     Tensor shard = shards_part(p, role, group, b);

@@ -28,7 +28,8 @@ typedef struct {
   char name[96];
   ParameterGroup group;
   int rank;
-  int64_t shape[2]; // rank 1: [0] alone
+  int64_t shape[2];  // rank 1: [0] alone
+  int column_blocks; // matrices side by side: q, k and v in GPT-2's layout; else 1
   InitKind init;
   double stddev;      // of INIT_NORMAL
   Weight *view;       // spans this tensor and its neighbours of the same view
@@ -52,6 +53,7 @@ typedef struct {
   bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
   Dtype moment;        // of the optimizer's states
+  int optimizer;       // of optimizers[]
   int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
@@ -60,19 +62,8 @@ typedef struct {
   bool fp8;
 } ParameterDtypes;
 
-// What an optimizer keeps for every weight, and how it updates them.
 enum { OPTIMIZER_STATES = 2 };
-
-typedef struct {
-  const char *name;
-  struct {
-    const char *name,
-        *label; // "NAME.PARAMETER" in a checkpoint, and what a plan calls it; NULL after the last
-  } states[OPTIMIZER_STATES];
-  void (*update)(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]);
-} Optimizer;
-
-extern const Optimizer optimizers[]; // AdamW
+typedef struct Optimizer Optimizer; // below
 
 // How the parameters are sharded over ranks, as below. {0, 0, 1} shards nothing.
 typedef struct {
@@ -158,7 +149,9 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
 
-// The rank's slice of a bucket in one role (parameters->value, ...), whole or sharded. What is absent stays absent.
+// Whether the role (parameters->value, ...) has this element of the group; of some states not all of a group are there.
+bool shards_hold(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, int64_t element);
+// The rank's slice of a bucket in one role, whole or sharded. What is absent stays absent.
 Tensor shards_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
 
 // Whether the group's gradients are those of two layers, a double buffer.
@@ -182,3 +175,22 @@ void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor 
 
 // Pushes and pops what shards_read needs at most, for a plan.
 void shards_plan_read(const ParameterSet *parameters, Backend *backend);
+
+// --- the optimizers (optimizer.c) ---------------------------------------------------------------------------
+
+// What an optimizer keeps for every weight, and how it updates them.
+struct Optimizer {
+  const char *name;
+  struct {
+    const char *name,
+        *label; // "NAME.PARAMETER" in a checkpoint, and what a plan calls it; NULL after the last
+  } states[OPTIMIZER_STATES];
+  // A bucket's part that this rank updates, whose weights are then gathered (collectives_join waits). `settings` has no
+  // tensors but grad_scale, and the run's seed.
+  void (*update)(Backend *backend, const ParameterSet *parameters, ParameterGroup group, Bucket bucket,
+                 Update settings);
+  // The layers' matrices, all at once, and without the second state; NULL: they are updated as the others.
+  void (*update_layers)(Backend *backend, const ParameterSet *parameters, Update settings);
+};
+
+extern const Optimizer optimizers[]; // AdamW, Muon

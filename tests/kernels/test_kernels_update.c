@@ -85,18 +85,18 @@ static void adamw_case(Harness *h, const void *shape) {
   if (!s.narrow) grad[s.offset] = m[s.offset] = v[s.offset] = 0; // 0 / (sqrt(0) + epsilon)
   Tensor master = s.master ? part_from(h, false, weight, s) : (Tensor){0};
   double *rounded = copied_values(h, weight, whole);
-  AdamW a = {.weight = part_from(h, s.narrow & WEIGHT, rounded, s),
-             .master = master,
-             .m = part_from(h, s.narrow & MOMENTS, m, s),
-             .v = part_from(h, s.narrow & MOMENTS, v, s),
-             .grad = part_from(h, s.narrow & GRAD, grad, s),
-             .grad_scale = vector_from(h, DTYPE_F32, scale, 1),
-             .lr = 1e-2f,
-             .beta1 = 0.9f,
-             .beta2 = 0.95f,
-             .epsilon = 1e-8f,
-             .weight_decay = 0.1f,
-             .seed = 1};
+  Update a = {.weight = part_from(h, s.narrow & WEIGHT, rounded, s),
+              .master = master,
+              .m = part_from(h, s.narrow & MOMENTS, m, s),
+              .v = part_from(h, s.narrow & MOMENTS, v, s),
+              .grad = part_from(h, s.narrow & GRAD, grad, s),
+              .grad_scale = vector_from(h, DTYPE_F32, scale, 1),
+              .lr = 1e-2f,
+              .beta1 = 0.9f,
+              .beta2 = 0.95f,
+              .epsilon = 1e-8f,
+              .weight_decay = 0.1f,
+              .seed = 1};
   int steps = s.narrow ? 1 : 3;
   for (int step = 1; step <= steps; step++) {
     a.step = step;
@@ -125,21 +125,21 @@ TEST(test_adamw) {
 }
 
 // An update without momentum: with a gradient g, w -= lr g / |g|, m = g and v = g^2.
-static AdamW plain_update(Harness *h, Dtype dtype, double gradient, float lr, int64_t count) {
+static Update plain_update(Harness *h, Dtype dtype, double gradient, float lr, int64_t count) {
   double *values = host_values(h, count), one = 1;
   Tensor m = vector_from(h, dtype, values, count), v = vector_from(h, dtype, values, count);
   for (int64_t i = 0; i < count; i++) values[i] = gradient;
   Tensor grad = vector_from(h, DTYPE_F32, values, count);
   for (int64_t i = 0; i < count; i++) values[i] = 1.5;
-  return (AdamW){.weight = vector_from(h, dtype, values, count),
-                 .m = m,
-                 .v = v,
-                 .grad = grad,
-                 .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
-                 .lr = lr,
-                 .epsilon = 1e-12f,
-                 .step = 1,
-                 .seed = 3};
+  return (Update){.weight = vector_from(h, dtype, values, count),
+                  .m = m,
+                  .v = v,
+                  .grad = grad,
+                  .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
+                  .lr = lr,
+                  .epsilon = 1e-12f,
+                  .step = 1,
+                  .seed = 3};
 }
 
 // A thousand steps of 1/64 of bf16's last bit: to nearest, nothing would ever move. At random, the mean is right, and the
@@ -148,7 +148,7 @@ TEST(test_drift) {
   Harness *h = *state;
   enum { COUNT = 4096, STEPS = 1000 };
   const double ulp = 0x1p-7, want = -STEPS * ulp / 64;
-  AdamW a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
+  Update a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
   for (a.step = 1; a.step <= STEPS; a.step++) adamw(h->backend, a);
   double *got = values_of(h, a.weight), mean = 0, square = 0;
   for (int i = 0; i < COUNT; i++) mean += (got[i] - 1.5) / COUNT;
@@ -163,7 +163,7 @@ enum { DRAWS = 1 << 14 };
 // Which of the weights (m: of the moments), 1.5 plus half of bf16's last bit each, are rounded up: +1, else -1. At `first`
 // of what shares the seed.
 static double *draws(Harness *h, uint64_t seed, int64_t step, int64_t first, bool m) {
-  AdamW a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
+  Update a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
   a.seed = seed, a.step = step, a.first = first;
   adamw(h->backend, a);
   double *got = values_of(h, m ? a.m : a.weight);

@@ -421,10 +421,10 @@ TEST(test_update) {
   check_update(open(LLAMA, "--lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings"), false);
 }
 
-static AdamW updates[64];
+static Update updates[64];
 static int update_count;
 
-static void record_update(Backend *backend, const AdamW *a) {
+static void record_update(Backend *backend, const Update *a) {
   assert_in_range(update_count, 0, 63);
   updates[update_count++] = *a;
 }
@@ -438,8 +438,8 @@ TEST(test_seeds_of_updates) {
   update_count = 0;
   for (int step = 0; step < 2; step++) run_step(run, step);
   assert_true(update_count >= 6); // three groups, twice
-  for (AdamW *a = updates; a < updates + update_count; a++)
-    for (AdamW *b = updates; b < a; b++)
+  for (Update *a = updates; a < updates + update_count; a++)
+    for (Update *b = updates; b < a; b++)
       if (a->seed == b->seed && a->step == b->step)
         assert_true(a->first >= b->first + tensor_count(b->weight) ||
                     b->first >= a->first + tensor_count(a->weight));
