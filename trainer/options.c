@@ -61,7 +61,7 @@ const Option options_rows[] = {
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
      HELP("Seed of the weights and of the order of the data")},
 
-    {GROUP("Optimizer")},
+    {GROUP("Optimizer (AdamW, or Muon)")},
     {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING | TRAINING,
      HELP("adamw, or muon: orthogonalized momentum for the layers' matrices, which then have one moment, and AdamW for "
           "all else; the same rates and decay serve")},

@@ -103,7 +103,7 @@ def test_the_optimizer_cannot_change(folder):
     for saved, now, then in ((folder / "muon", "adamw", "muon"), (straight(), "muon", "adamw")):
         train(RESUME + f"{saved} --optimizer {now}").refused(f"of --optimizer {then}, which {now} cannot continue; leave out")
         train(f"--device cpu --init {saved} --optimizer {now} --data {TEXT} --steps 0").ok()
-        train(RESUME + f"{saved} --optimizer {then} --steps 13").ok()
+        train(RESUME + f"{saved} --optimizer {then} --steps 13 --save {folder}/more-{then}").ok()
         train(RESUME + f"{saved} --eval-only").ok()
     states = [sum(name.startswith(prefix) for name in tensors(folder / "muon" / LAST / "training_state.safetensors"))
               for prefix in ("m.", "v.")]
