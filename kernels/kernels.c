@@ -446,16 +446,15 @@ NEEDS(nesterov, Update, UPDATED, FIELD(master, "absent: nesterov has none"), FIE
 
 NEEDS(descend, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
 
-#define APART(field)                                                                                         \
-  REFUSE(a->count > 1 && a->field.apart % 128, #field "'s matrices lie %lld elements apart", a->field.apart)
+#define MATRICES(field, form)                                                                                \
+  FIELD(field.first, form), REFUSE(a->count > 1 && a->field.apart % 128,                                     \
+                                   #field "'s matrices lie %lld elements apart", a->field.apart)
 
-NEEDS(normalize, Normalize, FIELD(x.first, "T [M, N] strided"), FIELD(out.first, "T [M, N] strided"),
-      APART(x), APART(out))
+NEEDS(normalize, Normalize, MATRICES(x, "T [M, N] strided"), MATRICES(out, "T [M, N] strided"))
 
-NEEDS(multiply, Multiply, FIELD(out.first, "T [M, N] strided"),
-      FIELD(left.first, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
-      FIELD(right.first, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"),
-      FIELD(addend.first, "T [M, N] strided or absent"), APART(out), APART(left), APART(right), APART(addend))
+NEEDS(multiply, Multiply, MATRICES(out, "T [M, N] strided"), MATRICES(addend, "T [M, N] strided or absent"),
+      MATRICES(left, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
+      MATRICES(right, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"))
 
 NEEDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 

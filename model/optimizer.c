@@ -46,9 +46,9 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
                                  int64_t count) {
   const Sharding *s = &p->sharding;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
-    int64_t offset = t->offset - s->before_layers, columns = t->shape[1] / max_i64(t->column_blocks, 1);
-    if (t->group != GROUP_MATRICES || offset < 0 || offset >= s->layer) continue; // of the first layer
-    Tensor all = tensor_rows(updates, from * s->layer + offset, parameter_elements(t));
+    if (t->group != GROUP_MATRICES || t->offset >= s->layer) continue; // of the first layer
+    int64_t columns = t->shape[1] / t->column_blocks;
+    Tensor all = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
     for (int b = 0; b < t->column_blocks; b++) {
       Tensor x = tensor_columns(tensor_reshape_2d(all, t->shape[0], t->shape[1]), b * columns, columns);
       float scale = 0.2f * sqrtf((float)max_i64(t->shape[0], columns));
@@ -96,11 +96,10 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
 }
 
 static void update_layers_muon(Backend *backend, const ParameterSet *p, Update settings) {
-  int64_t layer = p->sharding.layer, end = p->group_elements[GROUP_MATRICES];
-  int64_t at_once = LAYERS_BYTES / (layer * (int64_t)dtype_bytes(backend->dtype));
-  int64_t most = layer * max_i64(at_once, p->sharding.parts);
-  for (int64_t first; end > p->sharding.before_layers; end = first) {
-    first = max_i64(end - most, p->sharding.before_layers);
+  int64_t at_once = LAYERS_BYTES / (p->sharding.layer * (int64_t)dtype_bytes(backend->dtype));
+  int64_t most = p->sharding.layer * max_i64(at_once, p->sharding.parts);
+  for (int64_t end = p->group_elements[GROUP_MATRICES], first; end > 0; end = first) {
+    first = max_i64(end - most, 0);
     update_some(backend, p, first, end, settings);
   }
 }

@@ -55,17 +55,20 @@ void parameters_add(ParameterSet *p, Weight *view, const Parameter *tensors, int
     split_head(p, tensors->shape[0], tensors->shape[1]);
 }
 
-enum { NO_GROUP = 0, HEAD = 1 << GROUP_HEAD, MATRICES = 1 << GROUP_MATRICES, ALL = (1 << GROUP_COUNT) - 1 };
+enum {
+  NO_GROUP = 0,
+  HEAD = 1 << GROUP_HEAD,
+  MATRICES = 1 << GROUP_MATRICES | 1 << GROUP_EMBEDDINGS,
+  ALL = (1 << GROUP_COUNT) - 1
+};
 
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
-  int64_t count = p->group_elements[group];
-  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers)
-    count = p->sharding.before_layers;
-  if (sharded) count /= p->sharding.parts;
+  int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
+  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers) count = 0;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
-    count = min_i64(count, p->sharding.before_layers + 2 * p->sharding.layer);
+    count = min_i64(count, 2 * p->sharding.layer);
   bool head_grad = (role == p->grad || role == p->grad_shard) && group == GROUP_HEAD;
   return tensor_1d(NULL, head_grad ? DTYPE_F32 : dtype, count);
 }
@@ -91,7 +94,8 @@ static void reserve_role(const ParameterSet *p, Memory *memory, const char *name
   }
 }
 
-// At zero 2, and where layers are updated as wholes, buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
+// At zero 2, and where layers are updated apart, buckets end where layers do: a layer is cut into as many equal ones as make
+// about the usual size.
 static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
   int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;
@@ -112,10 +116,7 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
 
 // Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
 static int64_t buffered(const ParameterSet *p, int64_t element) {
-  int64_t before = p->sharding.before_layers, layer = p->sharding.layer;
-  if (element < before) return element;
-  int64_t index = (element - before) / layer;
-  return before + index % 2 * layer + (element - before) % layer;
+  return element % (2 * p->sharding.layer);
 }
 
 // The double buffer of an offloaded group.
@@ -126,8 +127,7 @@ static Tensor reserve_layers(const ParameterSet *p, Memory *memory, const char *
 }
 
 Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
-  return tensor_rows(role[GROUP_MATRICES], p->sharding.before_layers + layer * p->sharding.layer,
-                     p->sharding.layer);
+  return tensor_rows(role[GROUP_MATRICES], layer * p->sharding.layer, p->sharding.layer);
 }
 
 Tensor parameters_layer_buffer(const ParameterSet *p, Tensor buffer, int64_t layer) {
@@ -138,10 +138,10 @@ Tensor parameters_layer_buffer(const ParameterSet *p, Tensor buffer, int64_t lay
 static Tensor view_of(const ParameterSet *p, bool grad, const Parameter *parameter) {
   ParameterGroup group = parameter->group;
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
-  int64_t offset = parameter->offset, before = p->sharding.before_layers, rows = parameter->shape[0];
-  bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
+  int64_t offset = parameter->offset, rows = parameter->shape[0];
+  bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES;
   if (offloaded || (grad && shards_double_buffered(p, group))) offset = buffered(p, offset);
-  if (offloaded) slab = buffer, offset -= before;
+  if (offloaded) slab = buffer;
   if (group == GROUP_HEAD && (grad ? p->sharding.split_head : p->sharding.split_head_weights))
     rows = p->sharding.head_rows;
   if (!tensor_exists(slab)) return slab;
@@ -159,14 +159,12 @@ static Tensor joined(Tensor a, Tensor b) {
 
 // Codes, transposed codes and amax of each matrix of the layers, one after the other.
 static void reserve_fp8(ParameterSet *p, Memory *memory) {
-  int64_t all = p->group_elements[GROUP_MATRICES] - p->sharding.before_layers;
-  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : all);
+  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : p->group_elements[GROUP_MATRICES]);
   size_t bytes = 2 * coded + (size_t)p->count * MEMORY_ALIGNMENT;
   uintptr_t first = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes), at = first;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
-    int64_t in_layers = t->offset - p->sharding.before_layers;
-    if (t->group != GROUP_MATRICES || in_layers < 0 || tensor_exists(t->view->fp8.codes)) continue;
-    if (p->fp8_by_layer && in_layers % p->sharding.layer == 0) at = first;
+    if (t->group != GROUP_MATRICES || tensor_exists(t->view->fp8.codes)) continue;
+    if (p->fp8_by_layer && t->offset % p->sharding.layer == 0) at = first;
     int64_t rows = t->view->value.shape[0], columns = t->view->value.shape[1];
     uintptr_t count = (uintptr_t)(rows * columns);
     t->view->fp8 = (Fp8){.codes = tensor_2d((void *)at, DTYPE_E4M3, rows, columns),
@@ -270,21 +268,12 @@ Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
 }
 
 static bool is_sharded(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
-  return p->sharding.parts > 1 && tensor_count(role[group]) * p->sharding.parts <= p->group_elements[group];
-}
-
-// Elements of a role over all ranks.
-static int64_t role_elements(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
-  return tensor_count(role[group]) * (is_sharded(p, role, group) ? p->sharding.parts : 1);
-}
-
-bool shards_hold(const ParameterSet *p, const Tensor *role, ParameterGroup group, int64_t element) {
-  return element < role_elements(p, role, group);
+  return tensor_count(role[group]) != p->group_elements[group];
 }
 
 Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
   int64_t slice = b.count / p->sharding.parts;
-  if (!shards_hold(p, role, group, b.first)) return (Tensor){0};
+  if (!tensor_exists(role[group])) return role[group];
   return tensor_rows(
       role[group],
       is_sharded(p, role, group) ? b.first / p->sharding.parts : b.first + p->sharding.part * slice, slice);
@@ -318,7 +307,7 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
     backend_to_device(backend, tensor_rows(role[group], begin, count), values);
     return;
   }
-  for (Bucket b = {role_elements(p, role, group), 0}; b.first > begin;) {
+  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
@@ -350,7 +339,7 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
     return;
   }
-  for (Bucket b = {role_elements(p, role, group), 0}; b.first > begin;) {
+  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, most = read_at_once(p, group, dtype, slice), each;
     Tensor shard = shards_part(p, role, group, b);

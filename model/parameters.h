@@ -1,6 +1,6 @@
 // Every weight of a model: a table of tensors with Hugging Face's names and shapes.
 //
-// The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
+// The tensors of one role (weights, gradients, moments, ...) lie in one slab, in four groups, each of which the
 // optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
 // a Weight spans them all, and the table names each, as a slice.
 #pragma once
@@ -8,9 +8,10 @@
 #include "kernels/kernels.h"
 
 typedef enum {
-  GROUP_HEAD,     // the head's matrix: decayed, and its gradient is always fp32
-  GROUP_MATRICES, // all other matrices: decayed
-  GROUP_VECTORS,  // norms and biases: not decayed
+  GROUP_HEAD,       // the head's matrix: decayed, and its gradient is always fp32
+  GROUP_EMBEDDINGS, // tables of positions, and of tokens unless that is the head: decayed
+  GROUP_MATRICES,   // of the layers, all of which have as many elements: decayed
+  GROUP_VECTORS,    // norms and biases: not decayed
   GROUP_COUNT
 } ParameterGroup;
 
@@ -38,7 +39,7 @@ typedef struct {
 } Parameter;
 
 // What lies in the host's memory. GROUP_MATRICES' weights and gradients are copied layer by layer to and from a double
-// buffer of two layers on the device; the embedding's rows, and all that the optimizer reads, are accessed in place.
+// buffer of two layers on the device; the embeddings' rows, and all that the optimizer reads, are accessed in place.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
@@ -67,9 +68,9 @@ typedef struct Optimizer Optimizer; // below
 
 // How the parameters are sharded over ranks, as below. {0, 0, 1} shards nothing.
 typedef struct {
-  int zero;                     // 0 to 2
-  int part, parts;              // this rank's shard, of how many
-  int64_t before_layers, layer; // elements of GROUP_MATRICES before the first layer, and of a layer
+  int zero;        // 0 to 2
+  int part, parts; // this rank's shard, of how many
+  int64_t layer;   // elements of GROUP_MATRICES in a layer
   // Vocabulary-parallel: the head's gradients are those of the local rows, and its weights as well unless they are the
   // embedding's.
   bool split_head, split_head_weights;
@@ -149,9 +150,7 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
 
-// Whether the role (parameters->value, ...) has this element of the group; of some states not all of a group are there.
-bool shards_hold(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, int64_t element);
-// The rank's slice of a bucket in one role, whole or sharded. What is absent stays absent.
+// The rank's slice of a bucket in one role (parameters->value, ...), whole or sharded. What is absent stays absent.
 Tensor shards_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
 
 // Whether the group's gradients are those of two layers, a double buffer.

@@ -70,24 +70,19 @@ static const char *value_words(const Option *row, const char *text) {
   return *text ? text : "set";
 }
 
-// The optimizer alone cannot change: what it keeps is its own.
-static void require_same_optimizer(const Options *o, const Option *row, const cJSON *settings) {
-  char now[64];
-  const char *then = value_words(row, json_text(settings, row->name));
-  if (o->eval_only || strcmp(row->name, "optimizer") || !option_text(row, o, now) || !strcmp(now, then))
-    return;
-  fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or give "
-       "--init in place "
-       "of --resume to start from the weights alone",
-       o->origin, then, now);
-}
-
 void resume_take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
+  char now[64];
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    if (o->given[i]) require_same_optimizer(o, row, settings);
+    const char *then = value_words(row, json_text(settings, row->name));
+    if (o->given[i] && !o->eval_only && !strcmp(row->name, "optimizer") && option_text(row, o, now) &&
+        strcmp(now, then))
+      fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or give "
+           "--init in "
+           "place of --resume to start from the weights alone",
+           o->origin, then, now);
     bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
     if (row->flags & GPU_SETTING) {
       dtypes_given |= o->given[i];

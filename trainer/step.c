@@ -178,14 +178,14 @@ typedef struct {
 
 // Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
 static bool next_range(const ParameterSet *p, UpdateRange *range) {
-  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
+                                                    GROUP_VECTORS};
   int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
   while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
   if (range->place == GROUP_COUNT) return false;
   range->group = order[range->place];
-  int64_t above = end - p->sharding.before_layers;
-  bool whole = p->sharding.parts == 1, of_layer = whole && range->group == GROUP_MATRICES && above > 0;
-  range->layer = of_layer ? above / p->sharding.layer - 1 : -1;
+  bool whole = p->sharding.parts == 1, of_layer = whole && range->group == GROUP_MATRICES;
+  range->layer = of_layer ? end / p->sharding.layer - 1 : -1;
   int64_t count = of_layer ? p->sharding.layer : end;
   range->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
   return true;
@@ -229,10 +229,9 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
   t->update.async = true;
   if (layers_apart) p->optimizer->update_layers(t->backend, p, settings);
   for (UpdateRange range = {0}; next_range(p, &range);) {
-    bool of_layers = range.group == GROUP_MATRICES && range.bucket.first >= p->sharding.before_layers;
-    // Of deferred updates, what the forward pass begins with.
-    if (of_layers && (layers_apart || (t->update_deferred && range.layer > 0))) continue;
-    p->optimizer->update(t->backend, p, range.group, range.bucket, settings);
+    if (layers_apart && range.group == GROUP_MATRICES) continue;
+    if (range.layer <= 0 || !t->update_deferred) // what the forward pass begins with
+      p->optimizer->update(t->backend, p, range.group, range.bucket, settings);
   }
   collectives_join(t->backend, 0);
 }
@@ -241,7 +240,7 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
 static void update_layer(void *trainer, int64_t layer) {
   Trainer *t = trainer;
   const ParameterSet *p = &t->model.parameters;
-  Bucket bucket = {p->sharding.before_layers + layer * p->sharding.layer, p->sharding.layer};
+  Bucket bucket = {layer * p->sharding.layer, p->sharding.layer};
   p->optimizer->update(t->backend, p, GROUP_MATRICES, bucket, t->update);
 }
 

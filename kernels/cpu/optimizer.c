@@ -1,4 +1,4 @@
-// AdamW over a slab, Muon's operations, the sum under the global norm, and the factor that clips it.
+// AdamW over a slab, Muon's two passes, the sum under the global norm, and the factor that clips it.
 //
 // AdamW moves 28 bytes for a weight (reads weight, gradient, m, v; writes weight, m, v) and is limited by
 // them. Sums are cut into blocks of fixed length, so that the order of summation depends on the size alone.
@@ -56,39 +56,6 @@ void cpu_descend(Backend *backend, const Update *a) {
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < a->weight.shape[0]; i++)
     weight[i] = master[i] = master[i] - (lr * direction[i] + decay * master[i]);
-}
-
-static CpuMatrix matrix(Matrices m, int64_t i, bool transposed) {
-  return (CpuMatrix){(const float *)m.first.data + i * m.apart, m.first.stride, transposed};
-}
-
-static void scale_rows(Tensor shape, CpuMatrix out, CpuMatrix x, float factor) {
-  EACH_PARALLEL (i, shape.shape[0])
-    for (int64_t j = 0; j < shape.shape[1]; j++)
-      ((float *)out.data)[i * out.stride + j] = factor * x.data[i * x.stride + j];
-}
-
-void cpu_normalize(Backend *backend, const Normalize *a) {
-  for (int64_t m = 0; m < a->count; m++) {
-    CpuMatrix x = matrix(a->x, m, false);
-    double squares = 0.0;
-    for (int64_t i = 0; i < a->x.first.shape[0]; i++)
-      for (int64_t j = 0; j < a->x.first.shape[1]; j++)
-        squares += (double)x.data[i * x.stride + j] * x.data[i * x.stride + j];
-    float norm = (float)sqrt(squares), factor = 1.0f / (norm < 1e-7f ? 1e-7f : norm);
-    scale_rows(a->x.first, matrix(a->out, m, false), x, factor);
-  }
-}
-
-void cpu_multiply(Backend *backend, const Multiply *a) {
-  bool adds = tensor_exists(a->addend.first);
-  const int64_t *shape = a->out.first.shape, terms = a->left.first.shape[!a->left_transposed];
-  for (int64_t m = 0; m < a->count; m++) {
-    CpuMatrix out = matrix(a->out, m, false);
-    if (adds) scale_rows(a->out.first, out, matrix(a->addend, m, false), a->beta);
-    cpu_gemm(backend, shape[0], shape[1], terms, a->alpha, matrix(a->left, m, a->left_transposed),
-             matrix(a->right, m, a->right_transposed), adds, (float *)out.data, out.stride);
-  }
 }
 
 void cpu_reduce(Backend *backend, const Reduce *a) {

@@ -116,12 +116,11 @@ static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns,
   cublasLtMatrixLayout_t out;
   lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(dtype), (uint64_t)rows, (uint64_t)columns, stride),
            "describing a matrix");
-  if (batch == 1) return out;
-  lt_check(cublasLtMatrixLayoutSetAttribute(out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch),
-           "describing a batch");
-  lt_check(cublasLtMatrixLayoutSetAttribute(out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &apart,
-                                            sizeof apart),
-           "describing a batch");
+  auto set_batch = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
+    lt_check(cublasLtMatrixLayoutSetAttribute(out, attribute, &value, sizeof value), "describing a batch");
+  };
+  set_batch(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, batch);
+  set_batch(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, apart);
   return out;
 }
 

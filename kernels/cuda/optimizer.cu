@@ -106,7 +106,7 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
 template <UpdateKind KIND> static void update(Backend *backend, const Update *a, const char *op) {
   cudaStream_t stream = a->async ? side_begin(backend, STREAM_COPY_IN) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
-  double correction = KIND == ADAMW ? 1.0 - pow((double)a->beta1, (double)a->step) : 1.0;
+  double correction = 1.0 - (KIND == ADAMW ? pow((double)a->beta1, (double)a->step) : 0.0);
   UpdateParams params = {.rate = (float)(a->lr / correction),
                          .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
                          .beta1 = KIND == NESTEROV ? a->momentum : a->beta1,

@@ -361,7 +361,7 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
     const Parameter *p = &all->items[i];
     weights[i] = parameter_to_store(NULL, all, p, role, dtype);
     for (int s = 0; s < OPTIMIZER_STATES; s++)
-      if (shards_hold(all, all->state[s], p->group, p->offset))
+      if (tensor_exists(all->state[s][p->group]))
         rest[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
                                            all->state[s][p->group].dtype);
     if (dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
@@ -380,7 +380,7 @@ void optimizer_load(Model *model, Backend *backend, const char *folder) {
     for (int s = 0; s <= OPTIMIZER_STATES; s++) {
       bool master = s == OPTIMIZER_STATES; // which not every run stores
       const Tensor *role = master ? all->value : all->state[s];
-      if (!shards_hold(all, role, p->group, p->offset)) continue;
+      if (!tensor_exists(role[p->group])) continue;
       TensorToStore stored = parameter_to_store(master ? "master" : all->optimizer->states[s].name, all, p,
                                                 role, role[p->group].dtype);
       StoredTensor t = tensor_set_find(&set, stored.name);
