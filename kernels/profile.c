@@ -85,11 +85,6 @@ static double bytes_of(Tensor t) {
   return tensor_exists(t) ? (double)tensor_bytes(t) : 0;
 }
 
-static double update_bytes(const Update *a) {
-  return bytes_of(a->grad) +
-         2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v));
-}
-
 static Amount amount_of(int op, const void *arguments) {
 #define OF(name, Arguments, flops, bytes)                                                                    \
   case OP_##name: {                                                                                          \
@@ -116,12 +111,12 @@ static Amount amount_of(int op, const void *arguments) {
     OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
     OF(quantize, Quantize, 0,
        bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))
-    OF(adamw, Update, 0, update_bytes(a))
-    OF(nesterov, Update, 0, update_bytes(a) - bytes_of(a->weight))
-    OF(normalize, Normalize, 0, 3 * (double)a->count * bytes_of(a->x.first))
+    OF(adamw, Update, 0,
+       bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
+    OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))
     OF(multiply, Multiply,
        (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
-    OF(descend, Update, 0, update_bytes(a))
+    OF(descend, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
     OF(reduce, Reduce, 0, bytes_of(a->x))
     OF(fill_zero, Tensor, 0, bytes_of(*a))
     OF(all_reduce, Collective, 0, bytes_of(a->x))

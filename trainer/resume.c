@@ -79,9 +79,8 @@ void resume_take_settings(Options *o) {
     const char *then = value_words(row, json_text(settings, row->name));
     if (o->given[i] && !o->eval_only && !strcmp(row->name, "optimizer") && option_text(row, o, now) &&
         strcmp(now, then))
-      fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or give "
-           "--init in "
-           "place of --resume to start from the weights alone",
+      fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
+           "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
     bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
     if (row->flags & GPU_SETTING) {
