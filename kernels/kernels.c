@@ -438,9 +438,27 @@ NEEDS(scatter_rows, MoveRows, MOVED(x, out))
 
 // --- the optimizer -----------------------------------------------------------------------------------------
 
-NEEDS(adamw, AdamW, FIELD(weight, "fp32|bf16 [N]"), FIELD(master, "fp32 [N] or absent"),
-      FIELD(m, "fp32|bf16 [N]"), FIELD(v, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"),
-      FIELD(grad_scale, "fp32 [1]"), REFUSE(a->step < 1, "step %lld, but steps count from 1", a->step))
+#define UPDATED                                                                                              \
+  FIELD(weight, "fp32|bf16 [N]"), FIELD(grad, "fp32|bf16 [N]"),                                              \
+      REFUSE(a->step < 1, "step %lld, but steps count from 1", a->step)
+
+NEEDS(adamw, Update, UPDATED, FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp32|bf16 [N]"),
+      FIELD(v, "fp32|bf16 [N]"), FIELD(grad_scale, "fp32 [1]"))
+
+NEEDS(nesterov, Update, UPDATED, FIELD(master, "absent: nesterov has none"), FIELD(m, "fp32|bf16 [N]"),
+      FIELD(grad_scale, "fp32 [1]"))
+
+NEEDS(descend, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
+
+#define MATRICES(field, form)                                                                                \
+  FIELD(field.first, form), REFUSE(a->count > 1 && a->field.apart % 128,                                     \
+                                   #field "'s matrices lie %lld elements apart", a->field.apart)
+
+NEEDS(normalize, Normalize, MATRICES(x, "T [M, N] strided"), MATRICES(out, "T [M, N] strided"))
+
+NEEDS(multiply, Multiply, MATRICES(out, "T [M, N] strided"), MATRICES(addend, "T [M, N] strided or absent"),
+      MATRICES(left, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
+      MATRICES(right, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"))
 
 NEEDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 

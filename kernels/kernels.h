@@ -528,16 +528,41 @@ typedef struct {
 // in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
 // bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
+//
+// Muon (Jordan et al. 2024; torch.optim.Muon) is nesterov, orthogonalize (below) and descend:
+//   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
+//   descend   w = w - lr (grad + weight_decay w), with weight and master as above
 typedef struct {
-  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent
-  Tensor m, v, grad;     // fp32 or bf16 [n]
-  Tensor grad_scale;     // fp32 [1], on the device
-  float lr, beta1, beta2, epsilon, weight_decay;
+  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: what is written, and absent
+  Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, descend neither
+  Tensor grad_scale;     // fp32 [1], on the device; not of descend
+  float lr, beta1, beta2, epsilon, momentum, weight_decay;
   int64_t step; // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
-  bool async;    // it runs as a copy_in does, in the order of these: see Copy
-} AdamW;
+  bool async;    // adamw alone: it runs as a copy_in does, in the order of these: see Copy
+} Update;
+
+// Matrices of one shape.
+typedef struct {
+  Tensor first;  // fp32/bf16; may be strided
+  int64_t apart; // elements from one to the next: a multiple of 128, or there is only one
+} Matrices;
+
+// Of each of `count` matrices: out = x / max(|x|, 1e-7), with the Frobenius norm.
+typedef struct {
+  Matrices out, x; // [M, N]
+  int64_t count;
+  Tensor workspace;
+} Normalize;
+
+// Of each: out = alpha left right + beta addend, where left or right may be transposed.
+typedef struct {
+  Matrices out, left, right, addend; // [M, N], [M, K], [K, N]; addend [M, N], or absent
+  int64_t count;
+  bool left_transposed, right_transposed;
+  float alpha, beta;
+} Multiply;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
 typedef struct {
@@ -616,7 +641,11 @@ typedef struct {
   X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */ \
   X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \
   X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
-  X(adamw, AdamW, OPTIMIZER)                                     /* cpu_adamw cuda_adamw */ \
+  X(adamw, Update, OPTIMIZER)                                    /* cpu_adamw cuda_adamw */ \
+  X(nesterov, Update, OPTIMIZER)                                 /* cpu_nesterov cuda_nesterov */ \
+  S(normalize, Normalize, OPTIMIZER)                             /* cpu_normalize cuda_normalize */ \
+  X(multiply, Multiply, OPTIMIZER)                               /* cpu_multiply cuda_multiply */ \
+  X(descend, Update, OPTIMIZER)                                  /* cpu_descend cuda_descend */ \
   S(reduce, Reduce, OPTIMIZER)                                   /* cpu_reduce cuda_reduce */ \
   X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
   X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
@@ -635,6 +664,9 @@ typedef struct {
 #define DECLARE(name, Arguments, group) void name(Backend *backend, Arguments a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
+
+// x = scale NS(x) of each matrix, by the two above (newton_schulz.c): all singular values become about `scale`.
+void orthogonalize(Backend *backend, Matrices x, int64_t count, float scale);
 
 // What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
 enum { ASYNC_EVENTS = 64 };

@@ -20,9 +20,9 @@ extern "C" {
 
 typedef enum {
   MEMORY_WEIGHTS,              // what the GEMMs read
-  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that AdamW updates, where the GEMMs read bf16
+  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that the optimizer updates, where the GEMMs read bf16
   MEMORY_GRADIENTS,            // of the weights
-  MEMORY_MOMENTS,              // AdamW's two
+  MEMORY_MOMENTS,              // of the optimizer
   MEMORY_TABLES,               // rotary angles, the batch, scalars
   MEMORY_ACTIVATIONS,          // saved by the forward pass for the backward pass
   MEMORY_ACTIVATION_GRADIENTS, // gradients flowing back through the layers

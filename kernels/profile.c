@@ -111,8 +111,12 @@ static Amount amount_of(int op, const void *arguments) {
     OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
     OF(quantize, Quantize, 0,
        bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))
-    OF(adamw, AdamW, 0,
+    OF(adamw, Update, 0,
        bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
+    OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))
+    OF(multiply, Multiply,
+       (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
+    OF(descend, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
     OF(reduce, Reduce, 0, bytes_of(a->x))
     OF(fill_zero, Tensor, 0, bytes_of(*a))
     OF(all_reduce, Collective, 0, bytes_of(a->x))
@@ -128,7 +132,7 @@ static Amount amount_of(int op, const void *arguments) {
 }
 
 static StreamKind stream_of(int op, const void *a) {
-  if (op == OP_copy_in || (op == OP_adamw && ((const AdamW *)a)->async)) return STREAM_COPY_IN;
+  if (op == OP_copy_in || (op == OP_adamw && ((const Update *)a)->async)) return STREAM_COPY_IN;
   if (op == OP_copy_out) return STREAM_COPY_OUT;
   return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }

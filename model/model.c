@@ -84,11 +84,13 @@ static void add_weight(Model *m, void *owner, const char *prefix, const WeightRo
     const Part *part = &parts[count];
     Parameter *p = &weights[count], *b = &biases[count];
     int64_t outputs = size_of(c, part->outputs), inputs = norm ? 0 : size_of(c, w->inputs);
-    *p = (Parameter){.group = is_head ? GROUP_HEAD
-                              : norm  ? GROUP_VECTORS
-                                      : GROUP_MATRICES,
+    *p = (Parameter){.group = is_head                       ? GROUP_HEAD
+                              : norm                        ? GROUP_VECTORS
+                              : w->kind & (QKV | OUT | MLP) ? GROUP_MATRICES
+                                                            : GROUP_EMBEDDINGS,
                      .rank = norm ? 1 : 2,
                      .shape = {in_out ? inputs : outputs, in_out ? outputs : inputs},
+                     .column_blocks = in_out && w->kind & QKV ? 3 : 1,
                      .init = norm ? INIT_ONES : INIT_NORMAL,
                      .stddev = c->initializer_range};
     if (scaled) p->stddev /= sqrt(2.0 * (double)c->num_hidden_layers);
@@ -107,14 +109,12 @@ static void lay_out(Model *m, const ModelConfig *config, ParameterDtypes dtypes,
   ParameterSet *p = &m->parameters;
   parameters_shard(p, dtypes, config->tie_word_embeddings, rank, ranks);
   for (int i = 0; i < COUNT(embeddings); i++) add_weight(m, m, "", &embeddings[i]);
-  p->sharding.before_layers = p->group_elements[GROUP_MATRICES];
   for (int l = 0; l < config->num_hidden_layers; l++) {
     char prefix[32];
     snprintf(prefix, sizeof prefix, "%s%d.", model_families[config->family].layers, l);
     for (int i = 0; i < COUNT(layer_weights); i++) add_weight(m, &m->layers[l], prefix, &layer_weights[i]);
   }
-  p->sharding.layer =
-      (p->group_elements[GROUP_MATRICES] - p->sharding.before_layers) / config->num_hidden_layers;
+  p->sharding.layer = p->group_elements[GROUP_MATRICES] / config->num_hidden_layers;
   for (int i = 0; i < COUNT(last_weights) - config->tie_word_embeddings; i++)
     add_weight(m, m, "", &last_weights[i]);
 }
@@ -125,9 +125,7 @@ static int64_t count_elements(const ModelConfig *config, bool gemms) {
   lay_out(&m, config, (ParameterDtypes){0}, 0, 1);
   int64_t count = 0;
   for (const Parameter *p = m.parameters.items; p < m.parameters.items + m.parameters.count; p++)
-    if (!gemms || p->group == GROUP_HEAD ||
-        (p->group == GROUP_MATRICES && p->offset >= m.parameters.sharding.before_layers))
-      count += parameter_elements(p);
+    if (!gemms || p->group == GROUP_HEAD || p->group == GROUP_MATRICES) count += parameter_elements(p);
   model_destroy(&m);
   return count;
 }

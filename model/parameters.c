@@ -8,16 +8,6 @@
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 
-static void update_adamw(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]) {
-  settings.m = states[0];
-  settings.v = states[1];
-  adamw(backend, settings);
-}
-
-const Optimizer optimizers[] = {
-    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw},
-};
-
 int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
 }
@@ -65,14 +55,20 @@ void parameters_add(ParameterSet *p, Weight *view, const Parameter *tensors, int
     split_head(p, tensors->shape[0], tensors->shape[1]);
 }
 
-enum { NO_GROUP = 0, HEAD = 1 << GROUP_HEAD, MATRICES = 1 << GROUP_MATRICES, ALL = (1 << GROUP_COUNT) - 1 };
+enum {
+  NO_GROUP = 0,
+  HEAD = 1 << GROUP_HEAD,
+  MATRICES = 1 << GROUP_MATRICES | 1 << GROUP_EMBEDDINGS,
+  ALL = (1 << GROUP_COUNT) - 1
+};
 
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
+  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers) count = 0;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
-    count = min_i64(count, p->sharding.before_layers + 2 * p->sharding.layer);
+    count = min_i64(count, 2 * p->sharding.layer);
   bool head_grad = (role == p->grad || role == p->grad_shard) && group == GROUP_HEAD;
   return tensor_1d(NULL, head_grad ? DTYPE_F32 : dtype, count);
 }
@@ -98,7 +94,8 @@ static void reserve_role(const ParameterSet *p, Memory *memory, const char *name
   }
 }
 
-// At zero 2 buckets end where layers do: a layer is cut into as many equal ones as make about the usual size.
+// At zero 2, and where layers are updated apart, buckets end where layers do: a layer is cut into as many equal ones as make
+// about the usual size.
 static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
   int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;
@@ -110,7 +107,8 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    p->bucket[g] = g == GROUP_MATRICES && p->sharding.zero == 2 ? bucket_of_layer(p, usual) : usual;
+    bool of_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
+    p->bucket[g] = of_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
     p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
@@ -118,10 +116,7 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
 
 // Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
 static int64_t buffered(const ParameterSet *p, int64_t element) {
-  int64_t before = p->sharding.before_layers, layer = p->sharding.layer;
-  if (element < before) return element;
-  int64_t index = (element - before) / layer;
-  return before + index % 2 * layer + (element - before) % layer;
+  return element % (2 * p->sharding.layer);
 }
 
 // The double buffer of an offloaded group.
@@ -132,8 +127,7 @@ static Tensor reserve_layers(const ParameterSet *p, Memory *memory, const char *
 }
 
 Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
-  return tensor_rows(role[GROUP_MATRICES], p->sharding.before_layers + layer * p->sharding.layer,
-                     p->sharding.layer);
+  return tensor_rows(role[GROUP_MATRICES], layer * p->sharding.layer, p->sharding.layer);
 }
 
 Tensor parameters_layer_buffer(const ParameterSet *p, Tensor buffer, int64_t layer) {
@@ -144,10 +138,10 @@ Tensor parameters_layer_buffer(const ParameterSet *p, Tensor buffer, int64_t lay
 static Tensor view_of(const ParameterSet *p, bool grad, const Parameter *parameter) {
   ParameterGroup group = parameter->group;
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
-  int64_t offset = parameter->offset, before = p->sharding.before_layers, rows = parameter->shape[0];
-  bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES && offset >= before;
+  int64_t offset = parameter->offset, rows = parameter->shape[0];
+  bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES;
   if (offloaded || (grad && shards_double_buffered(p, group))) offset = buffered(p, offset);
-  if (offloaded) slab = buffer, offset -= before;
+  if (offloaded) slab = buffer;
   if (group == GROUP_HEAD && (grad ? p->sharding.split_head : p->sharding.split_head_weights))
     rows = p->sharding.head_rows;
   if (!tensor_exists(slab)) return slab;
@@ -165,14 +159,12 @@ static Tensor joined(Tensor a, Tensor b) {
 
 // Codes, transposed codes and amax of each matrix of the layers, one after the other.
 static void reserve_fp8(ParameterSet *p, Memory *memory) {
-  int64_t all = p->group_elements[GROUP_MATRICES] - p->sharding.before_layers;
-  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : all);
+  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : p->group_elements[GROUP_MATRICES]);
   size_t bytes = 2 * coded + (size_t)p->count * MEMORY_ALIGNMENT;
   uintptr_t first = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes), at = first;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
-    int64_t in_layers = t->offset - p->sharding.before_layers;
-    if (t->group != GROUP_MATRICES || in_layers < 0 || tensor_exists(t->view->fp8.codes)) continue;
-    if (p->fp8_by_layer && in_layers % p->sharding.layer == 0) at = first;
+    if (t->group != GROUP_MATRICES || tensor_exists(t->view->fp8.codes)) continue;
+    if (p->fp8_by_layer && t->offset % p->sharding.layer == 0) at = first;
     int64_t rows = t->view->value.shape[0], columns = t->view->value.shape[1];
     uintptr_t count = (uintptr_t)(rows * columns);
     t->view->fp8 = (Fp8){.codes = tensor_2d((void *)at, DTYPE_E4M3, rows, columns),
@@ -187,7 +179,7 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS, grads_on_host = d.offload & OFFLOAD_GRADIENTS;
   bool grads_buffered = grads_on_host && s->zero < 2;
   int optimizer_host = d.offload & OFFLOAD_OPTIMIZER ? ALL : NO_GROUP;
-  p->optimizer = &optimizers[0];
+  p->optimizer = &optimizers[d.optimizer];
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight, s->split_head_weights ? HEAD : NO_GROUP,
                weights_on_host ? MATRICES : NO_GROUP, p->value);

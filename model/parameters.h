@@ -1,6 +1,6 @@
 // Every weight of a model: a table of tensors with Hugging Face's names and shapes.
 //
-// The tensors of one role (weights, gradients, moments, ...) lie in one slab, in three groups, each of which the
+// The tensors of one role (weights, gradients, moments, ...) lie in one slab, in four groups, each of which the
 // optimizer updates in one pass. Tensors that a GEMM reads as one (q, k and v; gate and up) lie one after the other:
 // a Weight spans them all, and the table names each, as a slice.
 #pragma once
@@ -8,9 +8,10 @@
 #include "kernels/kernels.h"
 
 typedef enum {
-  GROUP_HEAD,     // the head's matrix: decayed, and its gradient is always fp32
-  GROUP_MATRICES, // all other matrices: decayed
-  GROUP_VECTORS,  // norms and biases: not decayed
+  GROUP_HEAD,       // the head's matrix: decayed, and its gradient is always fp32
+  GROUP_EMBEDDINGS, // tables of positions, and of tokens unless that is the head: decayed
+  GROUP_MATRICES,   // of the layers, all of which have as many elements: decayed
+  GROUP_VECTORS,    // norms and biases: not decayed
   GROUP_COUNT
 } ParameterGroup;
 
@@ -28,7 +29,8 @@ typedef struct {
   char name[96];
   ParameterGroup group;
   int rank;
-  int64_t shape[2]; // rank 1: [0] alone
+  int64_t shape[2];  // rank 1: [0] alone
+  int column_blocks; // matrices side by side: q, k and v in GPT-2's layout; else 1
   InitKind init;
   double stddev;      // of INIT_NORMAL
   Weight *view;       // spans this tensor and its neighbours of the same view
@@ -37,7 +39,7 @@ typedef struct {
 } Parameter;
 
 // What lies in the host's memory. GROUP_MATRICES' weights and gradients are copied layer by layer to and from a double
-// buffer of two layers on the device; the embedding's rows, and all that the optimizer reads, are accessed in place.
+// buffer of two layers on the device; the embeddings' rows, and all that the optimizer reads, are accessed in place.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
@@ -52,6 +54,7 @@ typedef struct {
   bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
   Dtype moment;        // of the optimizer's states
+  int optimizer;       // of optimizers[]
   int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
@@ -60,25 +63,14 @@ typedef struct {
   bool fp8;
 } ParameterDtypes;
 
-// What an optimizer keeps for every weight, and how it updates them.
 enum { OPTIMIZER_STATES = 2 };
-
-typedef struct {
-  const char *name;
-  struct {
-    const char *name,
-        *label; // "NAME.PARAMETER" in a checkpoint, and what a plan calls it; NULL after the last
-  } states[OPTIMIZER_STATES];
-  void (*update)(Backend *backend, AdamW settings, const Tensor states[OPTIMIZER_STATES]);
-} Optimizer;
-
-extern const Optimizer optimizers[]; // AdamW
+typedef struct Optimizer Optimizer; // below
 
 // How the parameters are sharded over ranks, as below. {0, 0, 1} shards nothing.
 typedef struct {
-  int zero;                     // 0 to 2
-  int part, parts;              // this rank's shard, of how many
-  int64_t before_layers, layer; // elements of GROUP_MATRICES before the first layer, and of a layer
+  int zero;        // 0 to 2
+  int part, parts; // this rank's shard, of how many
+  int64_t layer;   // elements of GROUP_MATRICES in a layer
   // Vocabulary-parallel: the head's gradients are those of the local rows, and its weights as well unless they are the
   // embedding's.
   bool split_head, split_head_weights;
@@ -182,3 +174,22 @@ void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor 
 
 // Pushes and pops what shards_read needs at most, for a plan.
 void shards_plan_read(const ParameterSet *parameters, Backend *backend);
+
+// --- the optimizers (optimizer.c) ---------------------------------------------------------------------------
+
+// What an optimizer keeps for every weight, and how it updates them.
+struct Optimizer {
+  const char *name;
+  struct {
+    const char *name,
+        *label; // "NAME.PARAMETER" in a checkpoint, and what a plan calls it; NULL after the last
+  } states[OPTIMIZER_STATES];
+  // A bucket's part that this rank updates, whose weights are then gathered (collectives_join waits). `settings` has no
+  // tensors but grad_scale, and the run's seed.
+  void (*update)(Backend *backend, const ParameterSet *parameters, ParameterGroup group, Bucket bucket,
+                 Update settings);
+  // The layers' matrices, all at once, and without the second state; NULL: they are updated as the others.
+  void (*update_layers)(Backend *backend, const ParameterSet *parameters, Update settings);
+};
+
+extern const Optimizer optimizers[]; // AdamW, Muon

@@ -405,7 +405,6 @@ static Tensor layers_forward(Pass *p) {
 
 // dx: in, the gradient of the stream after all layers; out, of the embedding.
 static void layers_backward(Pass *p, Tensor dx) {
-  const Sharding *sharding = &p->model->parameters.sharding;
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
     LayerState *s = &p->states[l];
     int64_t begun = copies_before_backward(p, l);
@@ -414,7 +413,7 @@ static void layers_backward(Pass *p, Tensor dx) {
     layer_backward(p, &p->model->layers[l], s, dx);
     memory_pop_to(&p->backend->memory, s->below); // the layer's output too: its input is the one below
     copies_after_backward(p, l, begun);
-    grads_ready(p, GROUP_MATRICES, sharding->before_layers + l * sharding->layer);
+    grads_ready(p, GROUP_MATRICES, l * p->model->parameters.sharding.layer);
   }
   copies_end(p);
 }
@@ -441,7 +440,7 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
   layers_backward(&p, dx);
   embed_backward(&p, dx);
   memory_pop_to(&backend->memory, bottom);
-  grads_ready(&p, GROUP_MATRICES, 0);
+  grads_ready(&p, GROUP_EMBEDDINGS, 0);
   grads_ready(&p, GROUP_VECTORS, 0);
   if (tied && !p.hook_adds) grads_ready(&p, GROUP_HEAD, 0);
   free(p.states);

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kernels/fail.h"
 #include "kernels/random.h"
@@ -252,6 +253,56 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
     double m_hat = m[i] / (1 - pow(beta1, (double)step)), v_hat = v[i] / (1 - pow(beta2, (double)step));
     weight[i] -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * weight[i]);
   }
+}
+
+// out = a b, of [m, k] and [k, n] with the given strides between rows and between columns.
+static void product(double *out, const double *a, const double *b, int64_t m, int64_t n, int64_t k,
+                    const int64_t strides[4]) {
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < n; j++) {
+      double sum = 0;
+      for (int64_t l = 0; l < k; l++)
+        sum += a[i * strides[0] + l * strides[1]] * b[l * strides[2] + j * strides[3]];
+      out[i * n + j] = sum;
+    }
+}
+
+// (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c B B), B = x^T x.
+void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale) {
+  int64_t count = rows * columns;
+  double *gram = calloc((size_t)(rows * rows), sizeof *gram), *one = calloc((size_t)count, sizeof *one);
+  double *three = calloc((size_t)count, sizeof *three), *five = calloc((size_t)count, sizeof *five);
+  double norm = fmax(sqrt(reference_dot(x, x, count)), 1e-7);
+  for (int64_t i = 0; i < count; i++) x[i] /= norm;
+  for (int step = 0; step < 5; step++) {
+    memcpy(one, x, (size_t)count * sizeof *x);
+    product(gram, one, one, rows, rows, columns, (const int64_t[]){columns, 1, 1, columns});
+    product(three, gram, one, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
+    product(five, gram, three, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
+    for (int64_t i = 0; i < count; i++) x[i] = 3.4445 * one[i] - 4.7750 * three[i] + 2.0315 * five[i];
+  }
+  for (int64_t i = 0; i < count; i++) x[i] *= scale;
+  free(gram);
+  free(one);
+  free(three);
+  free(five);
+}
+
+void reference_muon(double *weight, double *m, const double *grad, int64_t rows, int64_t columns,
+                    int64_t stride, double grad_scale, double lr, double momentum, double weight_decay) {
+  double *update = calloc((size_t)(rows * columns), sizeof *update);
+  for (int64_t i = 0; i < rows * columns; i++) {
+    int64_t at = i / columns * stride + i % columns;
+    double g = grad[at] * grad_scale;
+    m[at] = momentum * m[at] + (1 - momentum) * g;
+    update[i] = (1 - momentum) * g + momentum * m[at];
+  }
+  reference_orthogonalize(update, rows, columns, 0.2 * sqrt((double)(rows > columns ? rows : columns)));
+  for (int64_t i = 0; i < rows * columns; i++) {
+    double *w = &weight[i / columns * stride + i % columns];
+    *w -= lr * (update[i] + weight_decay * *w);
+  }
+  free(update);
 }
 
 double reference_dot(const double *a, const double *b, int64_t count) {

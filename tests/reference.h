@@ -59,6 +59,11 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
                      double grad_scale, double lr, double beta1, double beta2, double epsilon,
                      double weight_decay, int64_t step);
 
+// One step of Muon on a matrix whose rows are `stride` apart, as are those of m and grad. reference_orthogonalize: x = scale NS(x).
+void reference_muon(double *weight, double *m, const double *grad, int64_t rows, int64_t columns,
+                    int64_t stride, double grad_scale, double lr, double momentum, double weight_decay);
+void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale);
+
 // The sum of a[i] * b[i]: an objective whose gradient with respect to a is b.
 double reference_dot(const double *a, const double *b, int64_t count);
 // The root of the sum of (a[i] - b[i])^2.

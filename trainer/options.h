@@ -41,7 +41,7 @@ typedef struct {
   uint64_t seed;
   // optimizer
   Schedule schedule;
-  double beta1, beta2, epsilon, weight_decay, max_grad_norm;
+  double beta1, beta2, epsilon, momentum, weight_decay, max_grad_norm;
   // LM head + loss
   LceMode mode;
   int64_t lce_chunk;  // max tokens; 0 until plan_resolve_chunk has chosen

@@ -144,21 +144,23 @@ COUNT(count_embedding_backward, EmbeddingBackward, micro_batch,
           (a->accumulate_position ? on_host(b, a->dposition_weight) : 0),
       on_host(b, a->dtoken_weight) + on_host(b, a->dposition_weight))
 COUNT(count_reduce, Reduce, update, on_host(b, a->x), 0)
-COUNT(count_adamw, AdamW, update,
+COUNT(count_update, Update, update,
       on_host(b, tensor_exists(a->master) ? a->master : a->weight) + on_host(b, a->m) + on_host(b, a->v) +
           on_host(b, a->grad),
       on_host(b, a->weight) + on_host(b, a->master) + on_host(b, a->m) + on_host(b, a->v))
 // Of gradients, during the backward pass.
 COUNT(count_reduce_scatter, Collective, micro_batch,
       on_host(b, a->x) + (a->accumulate ? on_host(b, a->out) : 0), on_host(b, a->out))
-// Of weights, after AdamW.
+// Of weights, after the update.
 COUNT(count_all_gather, Collective, update, on_host(b, a->x), on_host(b, a->out))
 
 HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   static const BackendOps counting = {.embedding_forward = count_embedding,
                                       .embedding_backward = count_embedding_backward,
                                       .reduce = count_reduce,
-                                      .adamw = count_adamw,
+                                      .adamw = count_update,
+                                      .nesterov = count_update,
+                                      .descend = count_update,
                                       .reduce_scatter = count_reduce_scatter,
                                       .all_gather = count_all_gather,
                                       .copy_in = count_copy_in,

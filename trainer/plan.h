@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   // Copies, the embedding's rows, reduced gradients; of a step's first one, which adds to no gradients.
   HostBytes micro_batch;
-  HostBytes update; // what the norm and AdamW access, and gathered weights; once a step
+  HostBytes update; // what the norm and the optimizer access, and gathered weights; once a step
 } HostTraffic;
 
 // What --offload costs each rank in a step of `options` (resolved), counted from the operations that the step calls.

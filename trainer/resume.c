@@ -64,11 +64,24 @@ static void take_paths(Options *o, const char *name, const char *member) {
   }
 }
 
+// A setting's value as a message has it; NULL: a checkpoint from before there was the option, or a flag that is not set.
+static const char *value_words(const Option *row, const char *text) {
+  if (!text) return row->initial ? row->initial : "not set";
+  return *text ? text : "set";
+}
+
 void resume_take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
+  char now[64];
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
+    const char *then = value_words(row, json_text(settings, row->name));
+    if (o->given[i] && !o->eval_only && !strcmp(row->name, "optimizer") && option_text(row, o, now) &&
+        strcmp(now, then))
+      fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
+           "give --init in place of --resume to start from the weights alone",
+           o->origin, then, now);
     bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
     if (row->flags & GPU_SETTING) {
       dtypes_given |= o->given[i];
@@ -142,12 +155,6 @@ cJSON *resume_write(const Options *o, const RunState *state, int64_t step, const
 static double loss_of(const cJSON *json, const char *name) {
   const cJSON *item = json_member(json, name);
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
-}
-
-// A setting's value as a warning has it; NULL: a checkpoint from before there was the option, or a flag that is not set.
-static const char *value_words(const Option *row, const char *text) {
-  if (!text) return row->initial ? row->initial : "not set";
-  return *text ? text : "set";
 }
 
 static void compare(const Options *o, const cJSON *then) {

@@ -1,5 +1,5 @@
 // A step: the batches of its micro-batches, gradients summed over the ranks while the backward pass computes them, then
-// norm, clip factor and AdamW at the schedule's rate.
+// norm, clip factor and the optimizer at the schedule's rate.
 #include <math.h>
 
 #include "kernels/fail.h"
@@ -178,33 +178,17 @@ typedef struct {
 
 // Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
 static bool next_range(const ParameterSet *p, UpdateRange *range) {
-  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_HEAD, GROUP_VECTORS};
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
+                                                    GROUP_VECTORS};
   int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
   while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
   if (range->place == GROUP_COUNT) return false;
   range->group = order[range->place];
-  int64_t above = end - p->sharding.before_layers;
-  bool whole = p->sharding.parts == 1, of_layer = whole && range->group == GROUP_MATRICES && above > 0;
-  range->layer = of_layer ? above / p->sharding.layer - 1 : -1;
+  bool whole = p->sharding.parts == 1, of_layer = whole && range->group == GROUP_MATRICES;
+  range->layer = of_layer ? end / p->sharding.layer - 1 : -1;
   int64_t count = of_layer ? p->sharding.layer : end;
   range->bucket = whole ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
   return true;
-}
-
-static void update_bucket(Trainer *t, ParameterGroup group, Bucket bucket, AdamW a) {
-  const ParameterSet *p = &t->model.parameters;
-  a.weight = shards_part(p, p->value, group, bucket);
-  a.master = shards_part(p, p->master, group, bucket);
-  Tensor states[OPTIMIZER_STATES];
-  for (int s = 0; s < OPTIMIZER_STATES; s++) states[s] = shards_part(p, p->state[s], group, bucket);
-  a.grad = shards_reduced_grads(p, group, bucket);
-  a.seed = t->options->seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
-  a.first = bucket.first + p->sharding.part * (bucket.count / p->sharding.parts);
-  if (group == GROUP_VECTORS) a.weight_decay = 0;
-  p->optimizer->update(t->backend, a, states);
-  if (p->sharding.parts == 1 || !shards_weights_are_whole(p, group)) return;
-  Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
-  all_gather(t->backend, (Collective){.out = whole, .x = a.weight, .async = true});
 }
 
 // Whether the backward pass sums the squares of the layers' gradients.
@@ -212,7 +196,7 @@ static bool sums_squares(const Trainer *t) {
   return t->backend->ranks == 1 && tensor_exists(t->model.parameters.layer_grads);
 }
 
-// The norm over all gradients (fp32 [1], written), the clip factor, and AdamW. Each rank updates its part of what is
+// The norm over all gradients (fp32 [1], written), the clip factor, and the optimizer. Each rank updates its part of what is
 // sharded, and the new weights are gathered. step counts from 0.
 static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_t step) {
   const Options *o = t->options;
@@ -230,28 +214,34 @@ static void update_weights(Trainer *t, Tensor norm, double learning_rate, int64_
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
                                      .max_norm = (float)o->max_grad_norm});
-  AdamW settings = {.grad_scale = t->scale,
-                    .lr = (float)learning_rate,
-                    .beta1 = (float)o->beta1,
-                    .beta2 = (float)o->beta2,
-                    .epsilon = (float)o->epsilon,
-                    .weight_decay = (float)o->weight_decay,
-                    .step = step + 1};
-  t->update_deferred = t->backend->ranks == 1;
+  Update settings = {.grad_scale = t->scale,
+                     .lr = (float)learning_rate,
+                     .beta1 = (float)o->beta1,
+                     .beta2 = (float)o->beta2,
+                     .epsilon = (float)o->epsilon,
+                     .momentum = (float)o->momentum,
+                     .weight_decay = (float)o->weight_decay,
+                     .step = step + 1,
+                     .seed = o->seed};
+  bool layers_apart = p->optimizer->update_layers != NULL;
+  t->update_deferred = t->backend->ranks == 1 && !layers_apart;
   t->update = settings;
   t->update.async = true;
-  for (UpdateRange range = {0}; next_range(p, &range);)
-    if (range.layer <= 0 || !t->update_deferred)
-      update_bucket(t, range.group, range.bucket, settings); // what the forward pass begins with
+  if (layers_apart) p->optimizer->update_layers(t->backend, p, settings);
+  for (UpdateRange range = {0}; next_range(p, &range);) {
+    if (layers_apart && range.group == GROUP_MATRICES) continue;
+    if (range.layer <= 0 || !t->update_deferred) // what the forward pass begins with
+      p->optimizer->update(t->backend, p, range.group, range.bucket, settings);
+  }
   collectives_join(t->backend, 0);
 }
 
 // TransformerOptions.update_layer.
 static void update_layer(void *trainer, int64_t layer) {
   Trainer *t = trainer;
-  const Sharding *sharding = &t->model.parameters.sharding;
-  Bucket bucket = {sharding->before_layers + layer * sharding->layer, sharding->layer};
-  update_bucket(t, GROUP_MATRICES, bucket, t->update);
+  const ParameterSet *p = &t->model.parameters;
+  Bucket bucket = {layer * p->sharding.layer, p->sharding.layer};
+  p->optimizer->update(t->backend, p, GROUP_MATRICES, bucket, t->update);
 }
 
 Model *trainer_model(Trainer *t) {

@@ -59,7 +59,7 @@ typedef struct {
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
-  AdamW update;              // of the last step, as the next forward pass makes it
+  Update update;             // of the last step, as the next forward pass makes it
   bool update_deferred;      // of the layers but the first, to the next forward pass or trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;
@@ -81,12 +81,12 @@ void trainer_destroy(Trainer *trainer);
 double schedule_rate(const Schedule *schedule, int64_t step);
 
 // One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
-// AdamW, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
+// update, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
 // The model with its last update complete. With one rank, layers after the first are updated during the next step's
 // forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call makes the
-// updates that were deferred so.
+// updates that were deferred so. Muon's, which are GEMMs, never are.
 Model *trainer_model(Trainer *trainer);
 
 // Copies micro-batch m of the tokens and targets on the host to the device; a plan copies nothing. `masked` lists the counted

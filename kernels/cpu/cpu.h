@@ -60,7 +60,7 @@ typedef struct Deferred {
   union {
     Collective collective;
     Copy copy;
-    AdamW adamw;
+    Update update;
   };
 } Deferred;
 

@@ -1,7 +1,9 @@
-// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them.
+// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. Batches of GEMMs.
 //
 // Bias and residual are one more pass over the rows that the GEMM has just written, and an activation another. A residual
 // that is added in place costs nothing: the GEMM starts from it (accumulate).
+#include <math.h>
+
 #include "kernels/cpu/cpu.h"
 
 static CpuMatrix matrix(Tensor t, bool transposed) {
@@ -45,4 +47,39 @@ void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a)
              matrix(right, false), a->accumulate, a->dweight.data, a->dweight.stride);
   if (tensor_exists(a->dbias))
     cpu_column_sums(a->dbias.data, a->dout, a->coefficients.data, a->alpha, a->accumulate);
+}
+
+// --- batches of matrices -----------------------------------------------------------------------------------
+
+static Tensor nth(Matrices m, int64_t n) {
+  m.first.data = (float *)m.first.data + n * m.apart;
+  return m.first;
+}
+
+static void scale_rows(Tensor out, Tensor x, float factor) {
+  EACH_PARALLEL (i, x.shape[0])
+    for (int64_t j = 0; j < x.shape[1]; j++) cpu_row(out, i)[j] = factor * cpu_row(x, i)[j];
+}
+
+void cpu_normalize(Backend *backend, const Normalize *a) {
+  for (int64_t n = 0; n < a->count; n++) {
+    Tensor x = nth(a->x, n);
+    double squares = 0.0;
+    for (int64_t i = 0; i < x.shape[0]; i++)
+      for (int64_t j = 0; j < x.shape[1]; j++) squares += (double)cpu_row(x, i)[j] * cpu_row(x, i)[j];
+    float norm = (float)sqrt(squares);
+    scale_rows(nth(a->out, n), x, 1.0f / (norm < 1e-7f ? 1e-7f : norm));
+  }
+}
+
+void cpu_multiply(Backend *backend, const Multiply *a) {
+  bool adds = tensor_exists(a->addend.first);
+  int64_t terms = a->left.first.shape[!a->left_transposed];
+  for (int64_t n = 0; n < a->count; n++) {
+    Tensor out = nth(a->out, n);
+    if (adds) scale_rows(out, nth(a->addend, n), a->beta);
+    cpu_gemm(backend, out.shape[0], out.shape[1], terms, a->alpha,
+             matrix(nth(a->left, n), a->left_transposed), matrix(nth(a->right, n), a->right_transposed), adds,
+             out.data, out.stride);
+  }
 }

@@ -1,4 +1,4 @@
-// AdamW over a slab, the sum under the global norm, and the factor that clips it.
+// AdamW over a slab, Muon's two passes, the sum under the global norm, and the factor that clips it.
 //
 // AdamW moves 28 bytes for a weight (reads weight, gradient, m, v; writes weight, m, v) and is limited by
 // them. Sums are cut into blocks of fixed length, so that the order of summation depends on the size alone.
@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-static void update(const AdamW *a) {
+static void update(const Update *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;
@@ -28,14 +28,34 @@ static void update(const AdamW *a) {
 }
 
 static void run_update(Backend *backend, const Deferred *d) {
-  update(&d->adamw);
+  update(&d->update);
 }
 
-void cpu_adamw(Backend *backend, const AdamW *a) {
+void cpu_adamw(Backend *backend, const Update *a) {
   if (a->async)
-    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_IN, run_update, .adamw = *a});
+    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_IN, run_update, .update = *a});
   else
     update(a);
+}
+
+void cpu_nesterov(Backend *backend, const Update *a) {
+  float *out = a->weight.data, *m = a->m.data, mu = a->momentum;
+  const float *grad = a->grad.data, grad_scale = *(const float *)a->grad_scale.data;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < a->m.shape[0]; i++) {
+    float g = (1.0f - mu) * grad[i] * grad_scale;
+    m[i] = mu * m[i] + g;
+    out[i] = g + mu * m[i];
+  }
+}
+
+void cpu_descend(Backend *backend, const Update *a) {
+  float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
+  const float *direction = a->grad.data;
+  float lr = a->lr, decay = a->lr * a->weight_decay;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < a->weight.shape[0]; i++)
+    weight[i] = master[i] = master[i] - (lr * direction[i] + decay * master[i]);
 }
 
 void cpu_reduce(Backend *backend, const Reduce *a) {

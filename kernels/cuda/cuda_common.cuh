@@ -356,13 +356,14 @@ struct Operand {
   const void *data;
   int64_t stride;
   bool transposed;
+  int64_t apart = 0; // elements from one matrix of a batch to the next
 };
 
 // With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre. GELU_DERIVATIVE: out
 // times gelu'(pre), without addend or bias.
 enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
-// out[m, n] = alpha * left[m, k] right[k, n] + addend[m, n], in fp32 until out is rounded; then the epilogue.
+// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n], in fp32 until out is rounded; then the epilogue.
 struct Gemm {
   int64_t m, n, k;
   Operand left, right;
@@ -371,7 +372,9 @@ struct Gemm {
   int64_t out_stride;
   const void *addend = nullptr; // may be out itself, with the same stride
   int64_t addend_stride = 0;
-  float alpha = 1.0f;
+  float alpha = 1.0f, beta = 1.0f;
+  int batch = 1; // so many GEMMs, without bias or pre
+  int64_t out_apart = 0, addend_apart = 0;
   GemmEpilogue epilogue = GEMM_PLAIN;
   const void *bias = nullptr;
   void *pre = nullptr;

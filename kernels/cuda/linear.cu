@@ -10,8 +10,8 @@
 // result has the same bits as that of the library's first choice, which depends on shapes, GPU and library version
 // alone: most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the
 // first choice unmeasured. Split-K partials are reduced in fp32 in a fixed order, never by atomics. A GEMM is not
-// measured while it accumulates in place or the stream is captured into a graph. Large ones are measured for half a
-// second to two, at the power limit.
+// measured while it accumulates in place or the stream is captured into a graph, and a batch never is. Large ones are
+// measured for half a second to two, at the power limit.
 //
 // Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
 // one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
@@ -63,7 +63,8 @@ static int64_t addend_stride_of(const Gemm *p) {
 // Everything that the choice of an algorithm may depend on.
 static auto key_of(const Gemm *p) {
   return std::make_tuple(p->m, p->n, p->k, p->left.stride, p->right.stride, addend_stride_of(p),
-                         p->out_stride, has_pre(p->epilogue) ? p->pre_stride : 0, p->left.transposed,
+                         p->out_stride, has_pre(p->epilogue) ? p->pre_stride : 0, p->batch, p->left.apart,
+                         p->right.apart, p->addend_apart, p->out_apart, p->left.transposed,
                          p->right.transposed, p->operand_dtype, p->out_dtype, p->epilogue,
                          p->stream != nullptr, alignment_of(p->left.data), alignment_of(p->right.data),
                          alignment_of(addend_of(p)), alignment_of(p->out));
@@ -110,16 +111,23 @@ static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t a
   lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
 }
 
-static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride) {
+static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride, int batch,
+                                     int64_t apart) {
   cublasLtMatrixLayout_t out;
   lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(dtype), (uint64_t)rows, (uint64_t)columns, stride),
            "describing a matrix");
+  auto set_batch = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
+    lt_check(cublasLtMatrixLayoutSetAttribute(out, attribute, &value, sizeof value), "describing a batch");
+  };
+  set_batch(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, batch);
+  set_batch(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, apart);
   return out;
 }
 
 // An operand of `rows` by `columns` in our terms: its rows are the library's columns.
-static cublasLtMatrixLayout_t operand_layout(Dtype dtype, Operand o, int64_t rows, int64_t columns) {
-  return layout(dtype, o.transposed ? rows : columns, o.transposed ? columns : rows, o.stride);
+static cublasLtMatrixLayout_t operand_layout(const Gemm *p, Operand o, int64_t rows, int64_t columns) {
+  return layout(p->operand_dtype, o.transposed ? rows : columns, o.transposed ? columns : rows, o.stride,
+                p->batch, o.apart);
 }
 
 static void describe(GemmPlan *plan, const Gemm *p) {
@@ -136,10 +144,11 @@ static void describe(GemmPlan *plan, const Gemm *p) {
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(p->operand_dtype));
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p->pre_stride);
   }
-  plan->a = operand_layout(p->operand_dtype, p->right, p->k, p->n);
-  plan->b = operand_layout(p->operand_dtype, p->left, p->m, p->k);
-  plan->c = layout(p->out_dtype, p->n, p->m, addend_stride_of(p));
-  plan->d = layout(p->out_dtype, p->n, p->m, p->out_stride);
+  plan->a = operand_layout(p, p->right, p->k, p->n);
+  plan->b = operand_layout(p, p->left, p->m, p->k);
+  plan->c = layout(p->out_dtype, p->n, p->m, addend_stride_of(p), p->batch,
+                   p->addend ? p->addend_apart : p->out_apart);
+  plan->d = layout(p->out_dtype, p->n, p->m, p->out_stride, p->batch, p->out_apart);
 }
 
 static void point_epilogue(GemmPlan *plan, const Gemm *p) {
@@ -183,7 +192,7 @@ static cudaStream_t stream_of(Backend *backend, const Gemm *p) {
 static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm *p,
                               const cublasLtMatmulAlgo_t *algorithm) {
   CudaState *state = cuda_state(backend);
-  float beta = p->addend ? 1.0f : 0.0f;
+  float beta = p->addend ? p->beta : 0.0f;
   return cublasLtMatmul(state->gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a,
                         p->left.data, plan->b, &beta, addend_of(p), plan->c, p->out, plan->d, algorithm,
                         state->gemm_workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
@@ -354,7 +363,7 @@ static bool repeatable(Backend *backend, const Gemm *p) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture),
              "querying whether the stream is captured");
-  return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
+  return capture == cudaStreamCaptureStatusNone && p->addend != p->out && p->batch == 1;
 }
 
 // Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten thousand of
@@ -413,7 +422,7 @@ template <typename T, typename TO>
 static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column, float sum) {
   float value = p.alpha * sum;
   T *pre = static_cast<T *>(p.pre) + row * p.pre_stride + column;
-  if (p.addend) value += to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
+  if (p.addend) value += p.beta * to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
   if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
   if (p.epilogue == GEMM_GELU_DERIVATIVE) {
     value *= Gelu::derivative(to_float(*pre));
@@ -426,6 +435,10 @@ static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column
 
 template <typename T, typename TO> static __global__ void __launch_bounds__(256) plain_gemm_kernel(Gemm p) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
+  p.left.data = static_cast<const T *>(p.left.data) + blockIdx.y * p.left.apart;
+  p.right.data = static_cast<const T *>(p.right.data) + blockIdx.y * p.right.apart;
+  p.out = static_cast<TO *>(p.out) + blockIdx.y * p.out_apart;
+  if (p.addend) p.addend = static_cast<const TO *>(p.addend) + blockIdx.y * p.addend_apart;
   const unsigned down =
       (unsigned)((p.m + TILE - 1) / TILE); // tiles; in one axis, for the other two are short
   int64_t first_row = (int64_t)(blockIdx.x % down) * TILE, first_column = (int64_t)(blockIdx.x / down) * TILE;
@@ -450,7 +463,7 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)));
+  dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)), (unsigned)p->batch);
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       launch_kernel({"a plain GEMM", stream_of(backend, p), grid, 256},
@@ -498,7 +511,7 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
   if (splits && ragged(p->k) && (!p->left.transposed || p->right.transposed)) {
     bulk.k -= p->k % WHOLE;
     rest = corner(p, 0, 0, bulk.k);
-    rest.addend = p->out, rest.addend_stride = p->out_stride;
+    rest.addend = p->out, rest.addend_stride = p->out_stride, rest.addend_apart = p->out_apart, rest.beta = 1;
   } else if (splits && ragged(p->m) && p->left.transposed) {
     bulk.m -= p->m % WHOLE;
     rest = corner(p, bulk.m, 0, 0);

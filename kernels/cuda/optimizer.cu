@@ -1,4 +1,4 @@
-// AdamW over a slab, the sum under the global norm, and the factor that clips it.
+// AdamW over a slab, Muon's operations, the sum under the global norm, and the factor that clips it.
 //
 // AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient: with fp32
 // everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost (on an H200: 4.2 TB/s;
@@ -32,10 +32,10 @@ static __device__ __forceinline__ float root(float x) {
   return y;
 }
 
-struct AdamWParams {
-  float rate;                         // lr / (1 - beta1^t)
+struct UpdateParams {
+  float rate;                         // lr / (1 - beta1^t); of descend lr
   float v_correction;                 // 1 / (1 - beta2^t)
-  float beta1, beta2, epsilon, decay; // decay: lr * weight_decay
+  float beta1, beta2, epsilon, decay; // beta1: or momentum; decay: lr * weight_decay
   uint64_t key;
   int64_t place; // of the first element among those that share the key
 };
@@ -58,32 +58,43 @@ static int64_t async_blocks(const void *moments) {
   return attributes.type == cudaMemoryTypeHost ? ASYNC_BLOCKS_HOST : ASYNC_BLOCKS;
 }
 
-template <typename T, typename TM, typename TG, bool MASTER, int W>
+enum UpdateKind { ADAMW, NESTEROV, DESCEND };
+
+template <UpdateKind KIND, typename T, typename TM, typename TG, bool MASTER, int W>
 static __global__ void __launch_bounds__(ASYNC_THREADS)
-    adamw_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
-                 int64_t first, int64_t end, AdamWParams a) {
-  constexpr bool RANDOM = sizeof(TM) == 2 || (sizeof(T) == 2 && !MASTER);
+    update_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
+                  int64_t first, int64_t end, UpdateParams a) {
+  constexpr bool RANDOM =
+      (KIND != DESCEND && sizeof(TM) == 2) || (KIND != NESTEROV && sizeof(T) == 2 && !MASTER);
   int64_t step = (int64_t)gridDim.x * blockDim.x * W;
   for (int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W; i < end; i += step) {
-    float w[W], mi[W], vi[W], g[W], scale = *grad_scale;
+    float w[W], mi[W], vi[W], g[W], scale = KIND == DESCEND ? 1 : *grad_scale;
     uint32_t random[W] = {};
     load(g, grad + i);
-    load(mi, m + i);
-    load(vi, v + i);
+    if (KIND != DESCEND) load(mi, m + i);
+    if (KIND == ADAMW) load(vi, v + i);
     if (MASTER)
       load(w, master + i);
-    else
+    else if (KIND != NESTEROV)
       load(w, weight + i);
     EACH (k, W) {
       float gradient = g[k] * scale;
-      mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
-      vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
-      w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
+      if (KIND != DESCEND) mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
+      if (KIND == ADAMW) {
+        vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
+        w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
+      } else if (KIND == NESTEROV) {
+        w[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
+      } else {
+        w[k] -= a.rate * gradient + a.decay * w[k];
+      }
       if (RANDOM) random[k] = element_bits(a.key, (uint64_t)(a.place + i + k));
     }
-    store_rounded(m + i, mi, random, 16);
-    store_rounded(v + i, vi, random, 16);
-    if (MASTER) {
+    if (KIND != DESCEND) store_rounded(m + i, mi, random, 16);
+    if (KIND == ADAMW) store_rounded(v + i, vi, random, 16);
+    if (KIND == NESTEROV) {
+      store(weight + i, w);
+    } else if (MASTER) {
       store(master + i, w);
       store(weight + i, w);
     } else {
@@ -92,26 +103,26 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
   }
 }
 
-void cuda_adamw(Backend *backend, const AdamW *a) {
+template <UpdateKind KIND> static void update(Backend *backend, const Update *a, const char *op) {
   cudaStream_t stream = a->async ? side_begin(backend, STREAM_COPY_IN) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
-  AdamWParams params = {.rate = (float)(a->lr / (1.0 - pow((double)a->beta1, (double)a->step))),
-                        .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
-                        .beta1 = a->beta1,
-                        .beta2 = a->beta2,
-                        .epsilon = a->epsilon,
-                        .decay = a->lr * a->weight_decay,
-                        .key = counter_key(a->seed, (uint64_t)a->step),
-                        .place = a->first};
+  double correction = 1.0 - (KIND == ADAMW ? pow((double)a->beta1, (double)a->step) : 0.0);
+  UpdateParams params = {.rate = (float)(a->lr / correction),
+                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
+                         .beta1 = KIND == NESTEROV ? a->momentum : a->beta1,
+                         .beta2 = a->beta2,
+                         .epsilon = a->epsilon,
+                         .decay = a->lr * a->weight_decay,
+                         .key = counter_key(a->seed, (uint64_t)a->step),
+                         .place = a->first};
   int64_t max_blocks = a->async ? async_blocks(a->m.data) : INT32_MAX;
-  bool master = tensor_exists(a->master);
-  bool aligned = rows_start_aligned(a->weight, 8) && rows_start_aligned(a->m, 8) &&
-                 rows_start_aligned(a->v, 8) && rows_start_aligned(a->grad, 8) &&
-                 (!master || rows_start_aligned(a->master, 8));
+  bool aligned = true;
+  for (const Tensor &t : {a->weight, a->master, a->m, a->v, a->grad})
+    aligned &= !tensor_exists(t) || rows_start_aligned(t, 8);
   with_float(a->weight.dtype, [&](auto weight_type) {
     with_float(a->m.dtype, [&](auto moment_type) {
       with_float(a->grad.dtype, [&](auto grad_type) {
-        with_bool(master, [&](auto has_master) {
+        with_bool(tensor_exists(a->master), [&](auto has_master) {
           using T = decltype(weight_type);
           using TM = decltype(moment_type);
           using TG = decltype(grad_type);
@@ -119,10 +130,11 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
             constexpr int W = decltype(width)::value;
             int threads = a->async ? ASYNC_THREADS : 256;
             int64_t blocks = min_i64(ceil_div(end - first, threads * W), max_blocks);
-            launch_kernel({"adamw", stream, dim3((unsigned)blocks), threads},
-                          adamw_kernel<T, TM, TG, decltype(has_master)::value, W>, data_of<T>(a->weight),
-                          data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
-                          data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, params);
+            launch_kernel({op, stream, dim3((unsigned)blocks), threads},
+                          update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
+                          data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m),
+                          data_of<TM>(a->v), data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end,
+                          params);
           };
           constexpr int GROUP = sizeof(TM) == 2 ? 8 : 4;
           int64_t groups_end = aligned ? count / GROUP * GROUP : 0; // then one by one
@@ -133,6 +145,16 @@ void cuda_adamw(Backend *backend, const AdamW *a) {
     });
   });
   if (a->async) side_end(backend, STREAM_COPY_IN);
+}
+
+void cuda_adamw(Backend *backend, const Update *a) {
+  update<ADAMW>(backend, a, "adamw");
+}
+void cuda_nesterov(Backend *backend, const Update *a) {
+  update<NESTEROV>(backend, a, "nesterov");
+}
+void cuda_descend(Backend *backend, const Update *a) {
+  update<DESCEND>(backend, a, "descend");
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
@@ -194,6 +216,55 @@ void cuda_reduce(Backend *backend, const Reduce *a) {
   launch_kernel({"reduce", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
                 partial, blocks, a->accumulate);
 }
+
+// --- batches of matrices -----------------------------------------------------------------------------------
+
+// Block (b, i) passes over some of matrix i: first it leaves a part of its sum of squares in `partial`, and then, with WRITE, it
+// makes out = x / |x|.
+template <typename T, int W, bool WRITE>
+static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Matrices x, double *partial) {
+  __shared__ float factor;
+  partial += blockIdx.y * CUDA_NORM_BLOCKS;
+  double total = WRITE ? block_total(partial[threadIdx.x]) : 0;
+  float norm = (float)sqrt(total);
+  if (threadIdx.x == 0) factor = 1 / (norm < 1e-7f ? 1e-7f : norm);
+  __syncthreads();
+  int64_t across = x.first.shape[1] / W, groups = x.first.shape[0] * across;
+#pragma unroll 4
+  for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < groups; i += CUDA_NORM_BLOCKS * 256) {
+    int64_t row = i / across, column = i % across * W;
+    float values[W], sum = 0;
+    load(values, data_of<T>(x.first) + blockIdx.y * x.apart + row * x.first.stride + column);
+    EACH (k, W) sum += values[k] * values[k];
+    EACH (k, W) values[k] *= factor;
+    total += sum;
+    if (WRITE)
+      store(data_of<T>(out.first) + blockIdx.y * out.apart + row * out.first.stride + column, values);
+  }
+  if (WRITE) return;
+  total = block_total(total);
+  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+void cuda_normalize(Backend *backend, const Normalize *a) {
+  KernelLaunch launch = {"normalize", cuda_stream(backend), dim3(CUDA_NORM_BLOCKS, (unsigned)a->count), 256};
+  with_access(a->x.first.dtype, {a->x.first, a->out.first}, [&](auto type, auto width) {
+    using T = decltype(type);
+    constexpr int W = decltype(width)::value;
+    launch_kernel(launch, normalize_kernel<T, W, false>, a->out, a->x, data_of<double>(a->workspace));
+    launch_kernel(launch, normalize_kernel<T, W, true>, a->out, a->x, data_of<double>(a->workspace));
+  });
+}
+
+void cuda_multiply(Backend *backend, const Multiply *a) {
+  Gemm g = gemm_of(a->out.first, a->left.first, a->left_transposed, a->right.first, a->right_transposed);
+  g.alpha = a->alpha, g.beta = a->beta, g.batch = (int)a->count;
+  g.left.apart = a->left.apart, g.right.apart = a->right.apart, g.out_apart = a->out.apart;
+  g.addend = a->addend.first.data, g.addend_stride = a->addend.first.stride, g.addend_apart = a->addend.apart;
+  if (g.batch) cuda_gemm(backend, &g);
+}
+
+// --- the clip factor ---------------------------------------------------------------------------------------
 
 static __global__ void clip_scale_kernel(float *norm, float *scale, const float *sum_of_squares,
                                          float max_norm) {

@@ -113,6 +113,10 @@ size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0]);
 }
 
+size_t cuda_normalize_scratch(const Normalize *a) {
+  return (size_t)a->count * CUDA_NORM_BLOCKS * sizeof(double);
+}
+
 size_t cuda_reduce_scratch(const Reduce *a) {
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }

@@ -126,6 +126,7 @@ struct Layout {
   cudaDataType_t type;
   int64_t stride;
   uint64_t rows, columns;
+  int64_t batch = 1, pitch = 0;
 };
 
 static float element(const void *data, cudaDataType_t type, int64_t i) {
@@ -172,6 +173,11 @@ CUBLAS(cublasLtMatmulDescSetAttribute,
 CUBLAS(cublasLtMatrixLayoutCreate,
        (cublasLtMatrixLayout_t * out, cudaDataType_t type, uint64_t rows, uint64_t columns, int64_t stride),
        *out = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, stride, rows, columns}))
+CUBLAS(cublasLtMatrixLayoutSetAttribute,
+       (cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, const void *value, size_t),
+       auto &l = *reinterpret_cast<Layout *>(layout);
+       if (attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) l.batch = *static_cast<const int32_t *>(value);
+       else l.pitch = *static_cast<const int64_t *>(value))
 CUBLAS(cublasLtMatrixLayoutDestroy, (cublasLtMatrixLayout_t layout),
        delete reinterpret_cast<Layout *>(layout))
 CUBLAS(cublasLtMatmulPreferenceCreate, (cublasLtMatmulPreference_t *))
@@ -194,6 +200,20 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
   const auto &settings = *reinterpret_cast<Settings *>(description);
   const Layout &la = *reinterpret_cast<Layout *>(a_layout), &lb = *reinterpret_cast<Layout *>(b_layout),
                &lc = *reinterpret_cast<Layout *>(c_layout), &ld = *reinterpret_cast<Layout *>(d_layout);
+  if (ld.batch > 1) {
+    Layout one[] = {la, lb, lc, ld};
+    auto layout = [&](int i) { return reinterpret_cast<cublasLtMatrixLayout_t>(&one[i]); };
+    auto matrix = [](const void *data, const Layout &l, int64_t i) {
+      int64_t width = l.type == CUDA_R_16BF ? 2 : l.type == CUDA_R_8F_E4M3 ? 1 : 4;
+      return (char *)data + i * l.pitch * width;
+    };
+    for (Layout &l : one) l.batch = 1;
+    for (int64_t i = 0; i < ld.batch; i++)
+      cublasLtMatmul(nullptr, description, alpha, matrix(a, la, i), layout(0), matrix(b, lb, i), layout(1),
+                     beta, matrix(c, lc, i), layout(2), matrix(d, ld, i), layout(3), nullptr, nullptr, 0,
+                     nullptr);
+    return CUBLAS_STATUS_SUCCESS;
+  }
   bool ta = settings.get(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_N) == CUBLAS_OP_T,
        tb = settings.get(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N) == CUBLAS_OP_T;
   int64_t m = (int64_t)ld.rows, n = (int64_t)ld.columns, k = (int64_t)(ta ? la.rows : la.columns);

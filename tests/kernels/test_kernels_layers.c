@@ -506,7 +506,7 @@ TEST(test_refusals) {
   REFUSED("loss is int32 [3] where fp32", read_targets, ReadTargets, .loss = ids, .ids = ids,
           .vocab_size = 5);
   REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
-  REFUSED("steps count from 1", adamw, AdamW, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
+  REFUSED("steps count from 1", adamw, Update, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
   REFUSED("where fp32 or bf16 is needed", reduce, Reduce, .sum = one, .x = ids);
   REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));
 }

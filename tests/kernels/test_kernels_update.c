@@ -67,17 +67,30 @@ typedef struct {
   int64_t count, offset; // offset: the tensors begin there, so that nothing is aligned
   bool master;
   int narrow; // WEIGHT, ...: in bf16
-} AdamWShape;
+  int kind;   // ADAMW, ...
+} UpdateShape;
 
 enum { WEIGHT = 1, MOMENTS = 2, GRAD = 4 };
+enum { ADAMW, NESTEROV, DESCEND, KINDS };
 
-static Tensor part_from(Harness *h, bool narrow, double *values, AdamWShape s) {
+static void reference_update(int kind, double *weight, double *m, double *v, const double *grad,
+                             int64_t count, double scale, int64_t step) {
+  if (kind == ADAMW) reference_adamw(weight, m, v, grad, count, scale, 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, step);
+  for (int64_t i = 0; i < count && kind == NESTEROV; i++) {
+    m[i] = 0.8f * m[i] + (1 - 0.8f) * grad[i] * scale;
+    weight[i] = (1 - 0.8f) * grad[i] * scale + 0.8f * m[i];
+  }
+  for (int64_t i = 0; i < count && kind == DESCEND; i++) weight[i] -= 1e-2f * (grad[i] + 0.1f * weight[i]);
+}
+
+static Tensor part_from(Harness *h, bool narrow, double *values, UpdateShape s) {
   Tensor whole = vector_from(h, narrow ? DTYPE_BF16 : DTYPE_F32, values, s.offset + s.count);
   return tensor_rows(whole, s.offset, s.count);
 }
 
-static void adamw_case(Harness *h, const void *shape) {
-  AdamWShape s = *(const AdamWShape *)shape;
+static void update_case(Harness *h, const void *shape) {
+  static void (*const updates[])(Backend *, Update) = {adamw, nesterov, descend};
+  UpdateShape s = *(const UpdateShape *)shape;
   int64_t whole = s.offset + s.count;
   double *weight = random_values(h, whole, 1), *m = random_values(h, whole, 0.1);
   double *v = random_values(h, whole, 0.1), *grad = random_values(h, whole, 1), scale[] = {0.5};
@@ -85,61 +98,70 @@ static void adamw_case(Harness *h, const void *shape) {
   if (!s.narrow) grad[s.offset] = m[s.offset] = v[s.offset] = 0; // 0 / (sqrt(0) + epsilon)
   Tensor master = s.master ? part_from(h, false, weight, s) : (Tensor){0};
   double *rounded = copied_values(h, weight, whole);
-  AdamW a = {.weight = part_from(h, s.narrow & WEIGHT, rounded, s),
-             .master = master,
-             .m = part_from(h, s.narrow & MOMENTS, m, s),
-             .v = part_from(h, s.narrow & MOMENTS, v, s),
-             .grad = part_from(h, s.narrow & GRAD, grad, s),
-             .grad_scale = vector_from(h, DTYPE_F32, scale, 1),
-             .lr = 1e-2f,
-             .beta1 = 0.9f,
-             .beta2 = 0.95f,
-             .epsilon = 1e-8f,
-             .weight_decay = 0.1f,
-             .seed = 1};
+  Update a = {.weight = part_from(h, s.narrow & WEIGHT, rounded, s),
+              .master = master,
+              .m = part_from(h, s.narrow & MOMENTS, m, s),
+              .v = part_from(h, s.narrow & MOMENTS, v, s),
+              .grad = part_from(h, s.narrow & GRAD, grad, s),
+              .grad_scale = vector_from(h, DTYPE_F32, scale, 1),
+              .lr = 1e-2f,
+              .beta1 = 0.9f,
+              .beta2 = 0.95f,
+              .epsilon = 1e-8f,
+              .momentum = 0.8f,
+              .weight_decay = 0.1f,
+              .seed = 1};
+  if (s.kind != ADAMW) a.v = (Tensor){0};
+  if (s.kind == DESCEND) a.m = a.grad_scale = (Tensor){0};
   int steps = s.narrow ? 1 : 3;
   for (int step = 1; step <= steps; step++) {
     a.step = step;
-    adamw(h->backend, a);
-    reference_adamw(weight, m, v, grad, whole, scale[0], 1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, step);
+    updates[s.kind](h->backend, a);
+    reference_update(s.kind, weight, m, v, grad, whole, scale[0], step);
   }
   // Rounded at random, a number is off by up to a whole unit, twice what rounding to nearest allows.
   const Tolerance random = {.units = 0.51, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
   Tolerance fp32 = of_size(within(16, 3), s.narrow ? 0 : 1);
-  bool random_moments = s.narrow & MOMENTS, random_weight = s.narrow & WEIGHT && !s.master;
-  check_values(h, "adamw m", a.m, m + s.offset, random_moments ? random : fp32);
-  check_values(h, "adamw v", a.v, v + s.offset, random_moments ? random : fp32);
-  check_values(h, "adamw weight", a.weight, weight + s.offset, random_weight ? random : fp32);
-  if (s.master) check_values(h, "adamw master", a.master, weight + s.offset, fp32);
+  bool random_moments = s.narrow & MOMENTS,
+       random_weight = s.narrow & WEIGHT && !s.master && s.kind != NESTEROV;
+  if (s.kind != DESCEND) check_values(h, "m", a.m, m + s.offset, random_moments ? random : fp32);
+  if (s.kind == ADAMW) check_values(h, "v", a.v, v + s.offset, random_moments ? random : fp32);
+  check_values(h, "updated weight", a.weight, weight + s.offset, random_weight ? random : fp32);
+  if (s.master) check_values(h, "updated master", a.master, weight + s.offset, fp32);
 }
 
-TEST(test_adamw) {
-  static const AdamWShape shapes[] = {{.count = 1}, {.count = 1013}, {.count = 1013, .master = true}};
+TEST(test_updates) {
+  static const UpdateShape shapes[] = {{.count = 1},
+                                       {.count = 1013},
+                                       {.count = 1013, .master = true},
+                                       {.count = 1013, .kind = NESTEROV},
+                                       {.count = 1013, .kind = DESCEND},
+                                       {.count = 1013, .kind = DESCEND, .master = true}};
   static const int64_t counts[] = {1, 4, 1003, 100000};
-  RUN_CASES(*state, adamw_case, shapes);
+  RUN_CASES(*state, update_case, shapes);
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
-    for (int i = 0; i < 32; i++) {
-      AdamWShape mirrored[] = {{counts[c], i & 16 ? 3 : 0, i & 8, i & 7}};
-      RUN_MIRRORED(*state, adamw_case, mirrored);
+    for (int i = 0; i < 32 * KINDS; i++) {
+      UpdateShape mirrored[] = {{counts[c], i & 16 ? 3 : 0, i & 8, i & 7, i / 32}};
+      if (mirrored->kind != NESTEROV || !mirrored->master) RUN_MIRRORED(*state, update_case, mirrored);
     }
 }
 
 // An update without momentum: with a gradient g, w -= lr g / |g|, m = g and v = g^2.
-static AdamW plain_update(Harness *h, Dtype dtype, double gradient, float lr, int64_t count) {
+static Update plain_update(Harness *h, Dtype dtype, double gradient, float lr, int64_t count) {
   double *values = host_values(h, count), one = 1;
   Tensor m = vector_from(h, dtype, values, count), v = vector_from(h, dtype, values, count);
   for (int64_t i = 0; i < count; i++) values[i] = gradient;
   Tensor grad = vector_from(h, DTYPE_F32, values, count);
   for (int64_t i = 0; i < count; i++) values[i] = 1.5;
-  return (AdamW){.weight = vector_from(h, dtype, values, count),
-                 .m = m,
-                 .v = v,
-                 .grad = grad,
-                 .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
-                 .lr = lr,
-                 .epsilon = 1e-12f,
-                 .step = 1,
-                 .seed = 3};
+  return (Update){.weight = vector_from(h, dtype, values, count),
+                  .m = m,
+                  .v = v,
+                  .grad = grad,
+                  .grad_scale = vector_from(h, DTYPE_F32, &one, 1),
+                  .lr = lr,
+                  .epsilon = 1e-12f,
+                  .step = 1,
+                  .seed = 3};
 }
 
 // A thousand steps of 1/64 of bf16's last bit: to nearest, nothing would ever move. At random, the mean is right, and the
@@ -148,7 +170,7 @@ TEST(test_drift) {
   Harness *h = *state;
   enum { COUNT = 4096, STEPS = 1000 };
   const double ulp = 0x1p-7, want = -STEPS * ulp / 64;
-  AdamW a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
+  Update a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
   for (a.step = 1; a.step <= STEPS; a.step++) adamw(h->backend, a);
   double *got = values_of(h, a.weight), mean = 0, square = 0;
   for (int i = 0; i < COUNT; i++) mean += (got[i] - 1.5) / COUNT;
@@ -163,7 +185,7 @@ enum { DRAWS = 1 << 14 };
 // Which of the weights (state 1: of m, 2: of v, their square), 1.5 plus half of bf16's last bit each, are rounded up: +1, else
 // -1. At `first` of what shares the seed.
 static double *draws(Harness *h, uint64_t seed, int64_t step, int64_t first, int state) {
-  AdamW a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
+  Update a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
   a.seed = seed, a.step = step, a.first = first;
   adamw(h->backend, a);
   double *got = values_of(h, (Tensor[]){a.weight, a.m, a.v}[state]);

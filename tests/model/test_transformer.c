@@ -70,7 +70,8 @@ static void draw_weights(Harness *h, Model *model) {
 // Every gradient NaN: a pass that does not accumulate must write them all.
 static void poison_gradients(Case *c) {
   for (int g = 0; g < GROUP_COUNT; g++)
-    memset(c->model.parameters.grad[g].data, 0xFF, tensor_bytes(c->model.parameters.grad[g]));
+    if (tensor_exists(c->model.parameters.grad[g]))
+      memset(c->model.parameters.grad[g].data, 0xFF, tensor_bytes(c->model.parameters.grad[g]));
 }
 
 // Puts the batch on the device; `rows` names the counted tokens where some are ignored.

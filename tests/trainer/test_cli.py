@@ -34,7 +34,7 @@ TAKES = {
     "a whole number from 0 to 2": "zero",
     "a number from 0 to 100": "lr weight-decay temperature",
     "a number from 0 to 1": "min-lr decay-share label-smoothing",
-    "a number from 0 to 0.999999": "beta1 beta2",
+    "a number from 0 to 0.999999": "beta1 beta2 momentum",
     "a number from 1e-30 to 1": "epsilon",
     "a number from 0 to 1e+30": "grad-clip",
     "a number from 0 to 0.999": "val-fraction",
@@ -48,6 +48,7 @@ TAKES = {
     "none, elementwise, mlp or layer": "recompute",
     "shuffled or sequential": "data-order",
     "none or documents": "pack",
+    "adamw or muon": "optimizer",
 }
 
 
@@ -173,6 +174,7 @@ REFUSED = [
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
+    ("--momentum 0.9", "--momentum is Muon's: add --optimizer muon"),
     ("--decay-share 0.5", "--decay-share says when the rate of wsd falls: add --schedule wsd"),
     (TINY + "--dump x", "--dump: there is no step to run; raise --steps above 0"),
     ("--logit-softcap 30 --lce-sample 1", "--lce-sample has no logit soft-cap, and llama-tiny has one, of 30; leave it out, or"),

@@ -43,6 +43,7 @@ static void step_agrees(const char *line, bool bf16) {
                      *b = &trainer_model(&cpu->trainer)->parameters;
   for (int g = 0; g < GROUP_COUNT; g++) { // as the GPU's GEMMs read them
     int64_t count = tensor_count(a->value[g]);
+    if (!count) continue;
     const double *values = values_of(cuda->h, a->value[g]);
     float *weights = malloc((size_t)count * sizeof *weights);
     for (int64_t i = 0; i < count; i++) weights[i] = (float)values[i];

@@ -220,6 +220,8 @@ TEST(test_host_traffic) {
       // Every gradient leaves once, and AdamW reads it; the norm reads the embedding's.
       {"--offload gradients", {{0, 2 * matrices}, {2 * (matrices + embedding), 0}}},
       {"--offload optimizer", {{0, 0}, {12 * all, 12 * all}}},
+      // Muon has no second moments of the layers.
+      {"--offload optimizer --optimizer muon", {{0, 0}, {12 * all - 16 * layer, 12 * all - 16 * layer}}},
       {"--offload activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
       {"--offload weights,gradients,optimizer,activations",
        {{2 * (6 * layer + 64 * 64 + inputs), 2 * (matrices + inputs)},

@@ -56,7 +56,7 @@ FAKE(fake_linear_forward, LinearForward, STREAM_COMPUTE, 3)
 FAKE(fake_all_reduce, Collective, STREAM_COMPUTE, 6) // of one rank, on the compute stream
 FAKE(fake_copy_in, Copy, STREAM_COPY_IN, 5)
 FAKE(fake_copy_out, Copy, STREAM_COPY_OUT, 1)
-FAKE(fake_adamw, AdamW, a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4)
+FAKE(fake_adamw, Update, a->async ? STREAM_COPY_IN : STREAM_COMPUTE, 4)
 
 static void fake_copies_join(Backend *backend, int64_t in, int64_t out) {
   (void)backend, (void)in, (void)out;
@@ -83,7 +83,7 @@ static void one_fake_step(Backend *backend, Tensor m, Tensor v, Tensor one) {
   all_reduce(backend, (Collective){.out = v, .x = v});                     // to 16
   adamw(
       backend,
-      (AdamW){.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1, .async = true}); // to 20
+      (Update){.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1, .async = true}); // to 20
   profile_phase(backend, PHASE_LOSS);
   linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // to 19
   copies_join(backend, 0, 0);                                              // waits to 20, for adamw

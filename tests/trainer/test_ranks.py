@@ -23,6 +23,7 @@ TIED = JOB + SIZES + "--tie-word-embeddings "
 GPT2 = JOB + "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
 QWEN = (JOB + "--model qwen3-0.6b --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
         "--num-key-value-heads 2 --head-dim 6 ")
+MUON = "--optimizer muon "
 PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
 RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
@@ -219,14 +220,16 @@ def test_masked_ranks_neither_hang_nor_skew(folder):
 def test_zero_levels_train_the_same(folder):
     llama, gpt2 = LLAMA + "--num-layers 5 ", GPT2 + "--num-layers 3 "
     for options, ranks, zero in ((llama, 2, 1), (llama, RANKS[:2][-1], 2), (llama, ALL, 1), (llama, ALL, 2),
-                                 (TIED, 2, 1), (TIED, 2, 2), (gpt2, 2, 2), (QWEN, 2, 1)):
+                                 (TIED, 2, 1), (TIED, 2, 2), (gpt2, 2, 2), (QWEN, 2, 1), (llama + MUON, 2, 1),
+                                 (llama + MUON, ALL, 2), (gpt2 + MUON, 2, 2)):
         job(0, options).same_training(job(ranks, options + f"--zero {zero}"))
 
 
 # The same bits with what is offloaded, and from one of its checkpoints.
 def test_offloading_changes_no_bit(folder):
     for ranks, spread, then in ((0, "", "optimizer"), (2, "", None), (2, "--zero 2", None),
-                                (2, "--zero 1 --vocab-parallel", "gradients,weights")):
+                                (2, "--zero 1 --vocab-parallel", "gradients,weights"), (2, MUON, None),
+                                (2, MUON + "--zero 2 --vocab-parallel", "optimizer")):
         options = LLAMA + f"--num-layers 5 --recompute layer --save-every 2 {spread} "
         plain, moved = job(ranks, options), job(ranks, options + "--offload weights,gradients,optimizer,activations")
         plain.same_bits(moved, 2)
@@ -239,7 +242,7 @@ def test_offloading_changes_no_bit(folder):
 def test_fp8_resumes_bitwise(folder):
     options = (LLAMA + "--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8 --save-every 2 --save-dtype fp32 "
                f"--dtype {'bf16' if GPUS else 'fp32'} ")
-    for ranks, zero in ((0, ""), (2, "--zero 2")):
+    for ranks, zero in ((0, ""), (2, "--zero 2"), (2, MUON + "--zero 1")):
         whole = job(ranks, options + zero)
         whole.same_bits(resume(ranks, whole.checkpoint(2), "--save-dtype fp32 " + zero))
 

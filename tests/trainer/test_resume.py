@@ -98,6 +98,21 @@ def test_any_path_resumes(folder):
     train(RESUME + f"{folder}/saved --steps 3").fails(r"gr\xFC\xDF\x1B.txt: No such file")
 
 
+# An optimizer's state is its own; its momentum and settings are restored.
+def test_the_optimizer_cannot_change(folder):
+    train(RUN + f"--optimizer muon --momentum 0.9 --save {folder}/muon --save-every 6").ok()
+    assert not train(RESUME + f"{folder}/muon/step-000006 --save {folder}/half --sample-tokens 3").ok().err
+    same_files(folder / "muon" / LAST, folder / "half" / LAST)
+    for saved, now, then in ((folder / "muon", "adamw", "muon"), (straight(), "muon", "adamw")):
+        train(RESUME + f"{saved} --optimizer {now}").refused(f"of --optimizer {then}, which {now} cannot continue; leave out")
+        train(f"--device cpu --init {saved} --optimizer {now} --data {TEXT} --steps 0").ok()
+        train(RESUME + f"{saved} --optimizer {then} --steps 13 --save {folder}/more-{then}").ok()
+        train(RESUME + f"{saved} --eval-only").ok()
+    states = [sum(name.startswith(prefix) for name in tensors(folder / "muon" / LAST / "training_state.safetensors"))
+              for prefix in ("m.", "v.")]
+    assert states[0] - states[1] == 7, states  # the matrices of a layer
+
+
 def test_differences_are_printed(folder):
     output = train(RESUME + f"{straight()}/step-000006 --lr 0.5 --seed 3 --data Makefile --data {TEXT}").ok()
     for part in ("--lr was 0.002 when ", "and is 0.5 now", "--seed was 1 when", 'the data were "byte-level text, 1 file'):

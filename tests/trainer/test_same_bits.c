@@ -74,6 +74,8 @@ static const struct Case {
      {PARAMETERS, "--recompute layer"}},
     {LLAMA "--num-layers 5 --total-batch 68 --recompute layer --recompute-layers 3", {ALL}},
     {GPT2 "--num-layers 3 --recompute layer --recompute-layers 1", {ALL}},
+    {LLAMA "--num-layers 5 --total-batch 68 --recompute layer --optimizer muon", {ALL}},
+    {GPT2 "--num-layers 3 --optimizer muon", {PARAMETERS}},
     {LLAMA "--num-layers 1 --total-batch 68 --recompute layer --pack documents --end-of-text 10", {ALL}},
     {LLAMA "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
     {GPT2 "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
@@ -94,6 +96,9 @@ static const struct Case gpu_cases[] = {
     {JOB "--model llama-tiny --vocab 4099 --seq-len 200 --num-layers 4 --total-batch 1200 --recompute layer "
          "--moment-dtype bf16 --no-master-weights",
      {ALL}},
+    {JOB
+     "--model gpt2-tiny --vocab 4099 --num-layers 4 --moment-dtype bf16 --no-master-weights --optimizer muon",
+     {PARAMETERS}},
     {JOB "--model llama-tiny --vocab 512 --hidden-size 1024 --intermediate-size 4096 --head-dim 64 "
          "--num-attention-heads 16 --num-key-value-heads 4 --num-layers 4 --seq-len 1024",
      {PARAMETERS}}};

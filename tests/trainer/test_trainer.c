@@ -201,6 +201,7 @@ TEST(test_gradients_are_of_the_mean) {
   double squares = 0;
   for (int g = 0; g < GROUP_COUNT; g++) {
     Tensor grad = t->model.parameters.grad[g];
+    if (!tensor_exists(grad)) continue;
     const double *values = values_of(run->h, grad);
     squares += reference_dot(values, values, tensor_count(grad));
   }
@@ -371,7 +372,22 @@ typedef struct {
   double *weight, *m, *v;
 } ReferenceMoments;
 
-// Three steps of AdamW in float64 from the first weights on, with the gradients that the trainer computed:
+// A step of the optimizer in float64: of Muon for the matrices of layers, each block of columns, and else of AdamW.
+static void reference_update(const Options *o, const Parameter *t, const ReferenceMoments *r,
+                             const double *grad, double scale, double rate, int64_t step) {
+  double decay = t->rank == 2 ? o->weight_decay : 0;
+  if (!o->dtypes.optimizer || t->group != GROUP_MATRICES) {
+    reference_adamw(r->weight, r->m, r->v, grad, tensor_count(t->value), scale, rate, o->beta1, o->beta2,
+                    o->epsilon, decay, step);
+    return;
+  }
+  int64_t blocks = strstr(t->name, "c_attn") ? 3 : 1, columns = t->shape[1] / blocks;
+  for (int64_t at = 0; at < t->shape[1]; at += columns)
+    reference_muon(r->weight + at, r->m + at, grad + at, t->shape[0], columns, t->shape[1], scale, rate,
+                   o->momentum, decay);
+}
+
+// Three steps in float64 from the first weights on, with the gradients that the trainer computed:
 // the norm over all of them, the clipping, the decay of matrices alone, the corrections of the moments, the
 // schedule.
 static void check_update(Run *run, bool clips) {
@@ -401,12 +417,14 @@ static void check_update(Run *run, bool clips) {
     for (int64_t i = 0; i < p->count; i++) {
       const Parameter *t = &p->items[i];
       ReferenceMoments *r = &reference[i];
-      reference_adamw(r->weight, r->m, r->v, values_of(h, t->grad), tensor_count(t->value), scale, rate,
-                      o->beta1, o->beta2, o->epsilon, t->rank == 2 ? o->weight_decay : 0, step + 1);
+      reference_update(o, t, r, values_of(h, t->grad), scale, rate, step + 1);
       check_values(h, t->name, t->value, r->weight, within(16 * (step + 1), 1));
       Tensor m = tensor_rows(p->state[0][t->group], t->offset, parameter_elements(t));
-      Tensor v = tensor_rows(p->state[1][t->group], t->offset, parameter_elements(t));
       check_values(h, t->name, m, r->m, within(16 * (step + 1), 1));
+      assert_true(tensor_exists(p->state[1][t->group]) ==
+                  !(o->dtypes.optimizer && t->group == GROUP_MATRICES));
+      if (!tensor_exists(p->state[1][t->group])) continue;
+      Tensor v = tensor_rows(p->state[1][t->group], t->offset, parameter_elements(t));
       check_values(h, t->name, v, r->v, within(16 * (step + 1), 1));
     }
   }
@@ -419,31 +437,38 @@ TEST(test_update) {
   check_update(open(GPT2, "--lr 0.01 --weight-decay 3 --warmup 0 --grad-clip 0 --beta1 0.8 --beta2 0.7"),
                false);
   check_update(open(LLAMA, "--lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings"), false);
+  check_update(open(LLAMA, "--optimizer muon --lr 0.01 --grad-clip 0.1 --untie-word-embeddings"), true);
+  check_update(open(GPT2, "--optimizer muon --lr 0.01 --weight-decay 3 --momentum 0.8 --grad-clip 0"), false);
 }
 
-static AdamW updates[64];
+static Update updates[64];
 static int update_count;
 
-static void record_update(Backend *backend, const AdamW *a) {
+static void record_update(Backend *backend, const Update *a) {
   assert_in_range(update_count, 0, 63);
   updates[update_count++] = *a;
 }
 
 // No two elements of a step share a seed and an index, from which the bits of random rounding follow.
-TEST(test_seeds_of_updates) {
-  Run *run = open(LLAMA, "--untie-word-embeddings");
+static void check_seeds(const char *options) {
+  Run *run = open(LLAMA, options);
   BackendOps ops = *run->h->backend->ops;
-  ops.adamw = record_update;
+  ops.adamw = ops.descend = record_update;
   run->h->backend->ops = &ops;
   update_count = 0;
   for (int step = 0; step < 2; step++) run_step(run, step);
   assert_true(update_count >= 6); // three groups, twice
-  for (AdamW *a = updates; a < updates + update_count; a++)
-    for (AdamW *b = updates; b < a; b++)
+  for (Update *a = updates; a < updates + update_count; a++)
+    for (Update *b = updates; b < a; b++)
       if (a->seed == b->seed && a->step == b->step)
         assert_true(a->first >= b->first + tensor_count(b->weight) ||
                     b->first >= a->first + tensor_count(a->weight));
   run_close(run);
+}
+
+TEST(test_seeds_of_updates) {
+  check_seeds("--untie-word-embeddings");
+  check_seeds("--untie-word-embeddings --optimizer muon");
 }
 
 // --- validation --------------------------------------------------------------------------------------------

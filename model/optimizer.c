@@ -1,0 +1,110 @@
+// The optimizers.
+//
+// Muon is for the layers' matrices: q, k and v each, out, gate and up each, down. Of whole matrices, with u from m and g by
+// Nesterov's momentum and NS by Newton-Schulz (kernels.h),
+//   w = w - lr (0.2 sqrt(max(rows, columns)) NS(u) + weight_decay w)
+// whose factor makes updates as large as AdamW's, so that its rate and decay serve (Liu et al. 2025, "Muon is scalable";
+// "match_rms_adamw" of torch.optim.Muon). Everything else has AdamW.
+#include <math.h>
+
+#include "model/parameters.h"
+
+// The settings with the tensors of this rank's slice of a bucket.
+static Update slice_update(const ParameterSet *p, ParameterGroup group, Bucket bucket, Update u) {
+  u.weight = shards_part(p, p->value, group, bucket);
+  u.master = shards_part(p, p->master, group, bucket);
+  u.m = shards_part(p, p->state[0], group, bucket);
+  u.v = shards_part(p, p->state[1], group, bucket);
+  u.grad = shards_reduced_grads(p, group, bucket);
+  u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
+  u.first = bucket.first + p->sharding.part * (bucket.count / p->sharding.parts);
+  if (group == GROUP_VECTORS) u.weight_decay = 0;
+  return u;
+}
+
+static void gather_weights(Backend *backend, const ParameterSet *p, ParameterGroup group, Bucket bucket) {
+  if (p->sharding.parts == 1 || !shards_weights_are_whole(p, group)) return;
+  Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
+  all_gather(backend,
+             (Collective){.out = whole, .x = shards_part(p, p->value, group, bucket), .async = true});
+}
+
+static void update_adamw(Backend *backend, const ParameterSet *p, ParameterGroup group, Bucket bucket,
+                         Update settings) {
+  adamw(backend, slice_update(p, group, bucket, settings));
+  gather_weights(backend, p, group, bucket);
+}
+
+// --- Muon --------------------------------------------------------------------------------------------------
+
+// Layers are updated together as far as their updates take no more than this: a matrix of all of them is one batch of GEMMs,
+// and small ones alone would leave a GPU idle.
+enum { LAYERS_BYTES = 256 << 20 };
+
+// Of layers [from, from + count) of those in `updates`, every matrix.
+static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor updates, int64_t from,
+                                 int64_t count) {
+  const Sharding *s = &p->sharding;
+  for (const Parameter *t = p->items; t < p->items + p->count; t++) {
+    if (t->group != GROUP_MATRICES || t->offset >= s->layer) continue; // of the first layer
+    int64_t columns = t->shape[1] / t->column_blocks;
+    Tensor all = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
+    for (int b = 0; b < t->column_blocks; b++) {
+      Tensor x = tensor_columns(tensor_reshape_2d(all, t->shape[0], t->shape[1]), b * columns, columns);
+      float scale = 0.2f * sqrtf((float)max_i64(t->shape[0], columns));
+      orthogonalize(backend, (Matrices){x, s->layer}, count, scale);
+    }
+  }
+}
+
+// Where the optimizer is sharded each rank makes its slices of u, and they are gathered; then whole layers belong to the ranks,
+// and a rank leaves zeros in place of those of others: the sums of all ranks' are the updates, again in slices.
+static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
+                        Update settings) {
+  const ParameterGroup group = GROUP_MATRICES;
+  int64_t part = p->sharding.part, parts = p->sharding.parts, count = (end - first) / p->sharding.layer;
+  MemoryMark mark = memory_mark(&backend->memory);
+  Tensor updates =
+      memory_push_1d(&backend->memory, "Muon's updates", MEMORY_WORKSPACE, backend->dtype, end - first);
+  for (Bucket b = {end, 0}; b.first > first;) {
+    b = shards_bucket(p, group, b.first);
+    Tensor whole = tensor_rows(updates, b.first - first, b.count), none = {0};
+    Update u = slice_update(p, group, b, settings);
+    u.weight = tensor_rows(whole, part * (b.count / parts), b.count / parts);
+    u.master = none;
+    nesterov(backend, u);
+    if (parts > 1) all_gather(backend, (Collective){.out = whole, .x = u.weight, .async = true});
+  }
+  collectives_join(backend, 0);
+  int64_t mine = ceil_div(count * part, parts),
+          after = ceil_div(count * (part + 1), parts); // rank 0 has the most
+  fill_zero(backend, tensor_rows(updates, 0, mine * p->sharding.layer));
+  fill_zero(backend, tensor_rows(updates, after * p->sharding.layer, (count - after) * p->sharding.layer));
+  if (mine < after) orthogonalize_layers(backend, p, updates, mine, after - mine);
+  for (Bucket b = {end, 0}; b.first > first;) {
+    b = shards_bucket(p, group, b.first);
+    Tensor whole = tensor_rows(updates, b.first - first, b.count), none = {0};
+    Update u = slice_update(p, group, b, settings);
+    u.grad = tensor_rows(whole, part * (b.count / parts), b.count / parts);
+    u.m = none;
+    if (parts > 1) reduce_scatter(backend, (Collective){.out = u.grad, .x = whole});
+    descend(backend, u);
+    gather_weights(backend, p, group, b);
+  }
+  collectives_join(backend, 0);
+  memory_pop_to(&backend->memory, mark);
+}
+
+static void update_layers_muon(Backend *backend, const ParameterSet *p, Update settings) {
+  int64_t at_once = LAYERS_BYTES / (p->sharding.layer * (int64_t)dtype_bytes(backend->dtype));
+  int64_t most = p->sharding.layer * max_i64(at_once, p->sharding.parts);
+  for (int64_t end = p->group_elements[GROUP_MATRICES], first; end > 0; end = first) {
+    first = max_i64(end - most, 0);
+    update_some(backend, p, first, end, settings);
+  }
+}
+
+const Optimizer optimizers[] = {
+    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, NULL},
+    {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, update_layers_muon},
+};
