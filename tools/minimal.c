@@ -210,7 +210,7 @@ static void rmsnorm_backward(const Matrix *y, Matrix *x, Matrix *w, float eps) {
 // Rotary positions (Su et al. 2021), in place. In every head, elements i and i + D/2 are a point in a plane, turned about the
 // origin by t theta^(-2i/D) at position t: so q[t] . k[u] depends on the distance of t and u, not on where they are. With
 // direction -1 the gradient turns back.
-static void rope(Matrix *x, const Llama *m, int direction) {
+static void rotate(Matrix *x, const Llama *m, int direction) {
   long D = m->config.head_dim, heads = x->columns / D;
   float *values = direction > 0 ? x->value : x->grad;
 #pragma omp parallel for
@@ -380,8 +380,8 @@ static double forward(Llama *m, const int32_t *tokens, const int32_t *targets) {
     linear(&b->q, &b->norm1, &b->q_proj, NULL);
     linear(&b->k, &b->norm1, &b->k_proj, NULL);
     linear(&b->v, &b->norm1, &b->v_proj, NULL);
-    rope(&b->q, m, 1);
-    rope(&b->k, m, 1);
+    rotate(&b->q, m, 1);
+    rotate(&b->k, m, 1);
     attend(b, m);
     linear(&b->middle, &b->mixed, &b->o_proj, b->x);
 
@@ -411,8 +411,8 @@ static void backward(Llama *m, const int32_t *tokens) {
 
     linear_backward(&b->middle, &b->mixed, &b->o_proj, b->x);
     attend_backward(b, m);
-    rope(&b->k, m, -1);
-    rope(&b->q, m, -1);
+    rotate(&b->k, m, -1);
+    rotate(&b->q, m, -1);
     linear_backward(&b->v, &b->norm1, &b->v_proj, NULL);
     linear_backward(&b->k, &b->norm1, &b->k_proj, NULL);
     linear_backward(&b->q, &b->norm1, &b->q_proj, NULL);
@@ -543,15 +543,15 @@ static void make_model(Llama *m, Config c, long batch, long seq_len, long chunk)
 // --- text, options and the loop ----------------------------------------------------------------------------
 
 static unsigned char *text;
-static long text_bytes;
+static long text_length;
 
 static void append_file(const char *path) {
   FILE *file = fopen(path, "rb");
   if (!file) die("cannot open", path);
-  for (size_t got = 1; got; text_bytes += (long)got) {
-    text = realloc(text, (size_t)text_bytes + 65536);
+  for (size_t got = 1; got; text_length += (long)got) {
+    text = realloc(text, (size_t)text_length + 65536);
     if (!text) die("out of memory", "");
-    got = fread(text + text_bytes, 1, 65536, file);
+    got = fread(text + text_length, 1, 65536, file);
   }
   if (ferror(file)) die("cannot read", path);
   fclose(file);
@@ -560,7 +560,7 @@ static void append_file(const char *path) {
 // B windows of T bytes from anywhere in the text. A token's target is the next one.
 static void draw_batch(const Llama *m, int32_t *tokens, int32_t *targets) {
   for (long b = 0; b < m->batch; b++) {
-    const unsigned char *window = text + (long)(uniform() * (double)(text_bytes - m->seq_len));
+    const unsigned char *window = text + (long)(uniform() * (double)(text_length - m->seq_len));
     for (long t = 0; t < m->seq_len; t++) {
       tokens[b * m->seq_len + t] = window[t];
       targets[b * m->seq_len + t] = window[t + 1];
@@ -580,12 +580,12 @@ int main(int argc, char **argv) {
     append_file(a);
   }
   if (c.vocab_size < 256 || chunk < 1) die("vocab_size must be at least 256, for bytes,", "and chunk 1");
-  if (text_bytes <= seq_len) die("usage: FILE... [vocab_size=N] [fused=0] [chunk=N] [steps=N]", "");
+  if (text_length <= seq_len) die("usage: FILE... [vocab_size=N] [fused=0] [chunk=N] [steps=N]", "");
 
   static Llama m;
   make_model(&m, c, batch, seq_len, fused ? chunk : 0);
   long N = batch * seq_len, rows = fused ? least(chunk, N) : N;
-  printf("%ld bytes of text; of %ld x %ld logits, %ld rows (%.2f MiB) at a time\n", text_bytes, N,
+  printf("%ld bytes of text; of %ld x %ld logits, %ld rows (%.2f MiB) at a time\n", text_length, N,
          c.vocab_size, rows, (double)(rows * c.vocab_size) * 0x1p-18);
   int32_t *tokens = zeros(N, sizeof *tokens), *targets = zeros(N, sizeof *targets);
   time_t start = time(NULL);
@@ -598,4 +598,5 @@ int main(int argc, char **argv) {
     printf("step %ld  loss %.3f  norm %.2f  %.0f s\n", step + 1, sum / 10, norm, difftime(time(NULL), start));
     sum = 0; // the loss is the mean of ten steps
   }
+  return 0;
 }
