@@ -123,7 +123,6 @@ static View transposed(const float *at, long columns) {
 }
 
 // C [M, N] += A [M, K] B [K, N]: where nearly all time goes.
-//
 // A tile of 4 x 16 elements of C stays in registers while k runs, so that each value of B that is loaded is used 4 times,
 // and each of A 16 times. Before that, PANEL rows of the tile's 16 columns of B are copied to lie side by side in the
 // first-level cache, where they serve 128 rows of C.
@@ -430,30 +429,30 @@ static double schedule(double peak, long step, long warmup, long steps) {
   return peak * (0.1 + 0.9 * (1 + cos(acos(-1) * progress)) / 2);
 }
 
-// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down where their norm over all weights exceeds 1. Returns
-// the norm.
+// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down where their norm exceeds max_norm. Returns the norm.
 //
 //     m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2         running means, which begin at 0 and so are
 //     m' = m / (1 - beta1^t),        v' = v / (1 - beta2^t)                too small in early steps t = 1, 2, ...
 //     w = w - lr (m' / (sqrt(v') + epsilon) + decay w)
+static double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, decay = 0.1, max_norm = 1;
+
 static double update(Llama *model, double lr, long step) {
-  const double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, max_norm = 1;
   double squares = 0, t = (double)(step + 1);
   for (long i = 0; i < model->count; i++) {
     const Matrix *w = model->all[i];
     for (long k = 0; w->m && k < w->count; k++) squares += (double)w->grad[k] * (double)w->grad[k];
   }
-  double norm = sqrt(squares), scale = norm > max_norm ? max_norm / norm : 1;
+  double norm = sqrt(squares), scale = max_norm > 0 && norm > max_norm ? max_norm / norm : 1;
   for (long i = 0; i < model->count; i++) {
     Matrix *w = model->all[i];
-    double decay = w->rows > 1 ? 0.1 : 0; // norms do not decay
     if (!w->m) continue;
 #pragma omp parallel for
     for (long k = 0; k < w->count; k++) {
       double g = scale * (double)w->grad[k];
       double m = beta1 * (double)w->m[k] + (1 - beta1) * g, v = beta2 * (double)w->v[k] + (1 - beta2) * g * g;
       double direction = m / (1 - pow(beta1, t)) / (sqrt(v / (1 - pow(beta2, t))) + epsilon);
-      w->value[k] -= (float)(lr * (direction + decay * (double)w->value[k]));
+      if (w->rows > 1) direction += decay * (double)w->value[k]; // norms do not decay
+      w->value[k] -= (float)(lr * direction);
       w->m[k] = (float)m;
       w->v[k] = (float)v;
     }
@@ -569,8 +568,7 @@ static void draw_batch(const Llama *m, int32_t *tokens, int32_t *targets) {
 }
 
 int main(int argc, char **argv) {
-  // Of the model in the order of Config; then of the batch, the loss and the schedule.
-  Config c = {256, 128, 384, 4, 4, 2, 32, 1, 10000, 1e-5f};
+  Config c = {256, 128, 384, 4, 4, 2, 32, 1, 10000, 1e-5f}; // in the order of its members
   long batch = 8, seq_len = 128, fused = 1, chunk = 128, steps = 200, warmup = 10;
   double peak = 2e-3, sum = 0;
   for (int i = 1; i < argc; i++) {

@@ -363,61 +363,7 @@ TEST(test_pending) {
   run_close(run);
 }
 
-// --- the update against float64 ----------------------------------------------------------------------------
-
-typedef struct {
-  double *weight, *m, *v;
-} ReferenceMoments;
-
-// Three steps of AdamW in float64 from the first weights on, with the gradients that the trainer computed:
-// the norm over all of them, the clipping, the decay of matrices alone, the corrections of the moments, the
-// schedule.
-static void check_update(Run *run, bool clips) {
-  enum { STEPS = 3 };
-  Harness *h = run->h;
-  const Options *o = &run->options;
-  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
-  ReferenceMoments *reference = calloc((size_t)p->count, sizeof *reference);
-  for (int64_t i = 0; i < p->count; i++) {
-    int64_t count = tensor_count(p->items[i].value);
-    reference[i] = (ReferenceMoments){
-        .weight = values_of(h, p->items[i].value), .m = host_values(h, count), .v = host_values(h, count)};
-  }
-  for (int step = 0; step < STEPS; step++) {
-    StepResult result = run_step(run, step);
-    p = &trainer_model(&run->trainer)->parameters;
-    double squares = 0;
-    for (int64_t i = 0; i < p->count; i++) {
-      double *grad = values_of(h, p->items[i].grad);
-      squares += reference_dot(grad, grad, tensor_count(p->items[i].grad));
-    }
-    assert_true(fabs(result.grad_norm / sqrt(squares) - 1) < 1e-5);
-    double scale = o->max_grad_norm > 0 ? fmin(1, o->max_grad_norm / sqrt(squares)) : 1;
-    assert_true((scale < 1) == clips);
-    double rate = schedule_rate(&o->schedule, step);
-    assert_true(rate > 0);
-    for (int64_t i = 0; i < p->count; i++) {
-      const Parameter *t = &p->items[i];
-      ReferenceMoments *r = &reference[i];
-      reference_adamw(r->weight, r->m, r->v, values_of(h, t->grad), tensor_count(t->value), scale, rate,
-                      o->beta1, o->beta2, o->epsilon, t->rank == 2 ? o->weight_decay : 0, step + 1);
-      check_values(h, t->name, t->value, r->weight, within(16 * (step + 1), 1));
-      Tensor m = tensor_rows(p->state[0][t->group], t->offset, parameter_elements(t));
-      Tensor v = tensor_rows(p->state[1][t->group], t->offset, parameter_elements(t));
-      check_values(h, t->name, m, r->m, within(16 * (step + 1), 1));
-      check_values(h, t->name, v, r->v, within(16 * (step + 1), 1));
-    }
-  }
-  free(reference);
-  run_close(run);
-}
-
-TEST(test_update) {
-  check_update(open(LLAMA, "--lr 0.01 --weight-decay 3 --warmup 2 --grad-clip 0.1"), true);
-  check_update(open(GPT2, "--lr 0.01 --weight-decay 3 --warmup 0 --grad-clip 0 --beta1 0.8 --beta2 0.7"),
-               false);
-  check_update(open(LLAMA, "--lr 0.01 --weight-decay 0 --grad-clip 1000 --untie-word-embeddings"), false);
-}
+// --- the update's random rounding --------------------------------------------------------------------------
 
 static AdamW updates[64];
 static int update_count;
