@@ -67,6 +67,16 @@ void run_close(Run *run) {
   free(run);
 }
 
+void draw_weights(Harness *h, Model *model) {
+  for (int64_t i = 0; i < model->parameters.count; i++) {
+    const Parameter *p = &model->parameters.items[i];
+    int64_t count = tensor_count(p->value);
+    double *values = random_values(h, count, p->rank == 2 ? 1.2 / sqrt((double)p->shape[1]) : 0.3);
+    float *weights = p->value.data; // of a CPU
+    for (int64_t k = 0; k < count; k++) weights[k] = (float)(values[k] + (p->init == INIT_ONES));
+  }
+}
+
 double *model_logits(Harness *h, Model *model, const int32_t *tokens, int64_t batch, int64_t seq_len) {
   enum { ENOUGH = 64 << 20 }; // which the plan of a step need not be
   Memory *memory = &h->backend->memory;

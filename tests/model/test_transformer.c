@@ -55,17 +55,6 @@ typedef struct {
   Tensor loss;
 } Case;
 
-// Weights that make every path matter: activations of about 1, norms and biases away from their first values.
-static void draw_weights(Harness *h, Model *model) {
-  for (int64_t i = 0; i < model->parameters.count; i++) {
-    const Parameter *p = &model->parameters.items[i];
-    int64_t count = tensor_count(p->value);
-    double *values = random_values(h, count, p->rank == 2 ? 1.2 / sqrt((double)p->shape[1]) : 0.3);
-    float *weights = p->value.data; // of a CPU
-    for (int64_t k = 0; k < count; k++) weights[k] = (float)(values[k] + (p->init == INIT_ONES));
-  }
-}
-
 // Every gradient NaN: a pass that does not accumulate must write them all.
 static void poison_gradients(Case *c) {
   for (int g = 0; g < GROUP_COUNT; g++)

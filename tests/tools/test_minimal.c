@@ -32,13 +32,12 @@ static const ParameterSet *make_alike(Run *run, Llama *m, long chunk, double hea
               (float)o->rope_theta,   (float)o->norm_epsilon};
   const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
   make_model(m, c, BATCH, SEQ_LEN, chunk);
+  draw_weights(run->h, trainer_model(&run->trainer));
   for (int64_t i = 0; i < p->count; i++) {
     Matrix *w = find(m, &p->items[i]);
     assert_int_equal(w->count, tensor_count(p->items[i].value));
-    double *values = random_values(run->h, w->count, w->rows == 1 ? 0.3 : 1.2 / sqrt((double)w->columns));
-    for (long k = 0; k < w->count; k++)
-      w->value[k] = (float)((values[k] + (w->rows == 1)) * (w == m->head ? head : 1));
-    backend_to_device(run->h->backend, p->items[i].value, w->value);
+    float *ours = p->items[i].value.data;
+    for (long k = 0; k < w->count; k++) w->value[k] = ours[k] *= w == m->head ? (float)head : 1;
   }
   return p;
 }
