@@ -1,5 +1,7 @@
 #include "tests/runs.h"
 
+#include "tests/reference.h"
+
 // `more` is appended to the line.
 static Options options_of(DeviceKind device, const char *more, const char *format, va_list arguments) {
   enum { LINE = 1200, WORDS = 64 };
@@ -63,6 +65,42 @@ void run_close(Run *run) {
   harness_close(run->h);
   options_free(&run->options);
   free(run);
+}
+
+void draw_weights(Harness *h, Model *model) {
+  for (int64_t i = 0; i < model->parameters.count; i++) {
+    const Parameter *p = &model->parameters.items[i];
+    int64_t count = tensor_count(p->value);
+    double *values = random_values(h, count, p->rank == 2 ? 1.2 / sqrt((double)p->shape[1]) : 0.3);
+    float *weights = p->value.data; // of a CPU
+    for (int64_t k = 0; k < count; k++) weights[k] = (float)(values[k] + (p->init == INIT_ONES));
+  }
+}
+
+double *model_logits(Harness *h, Model *model, const int32_t *tokens, int64_t batch, int64_t seq_len) {
+  enum { ENOUGH = 64 << 20 }; // which the plan of a step need not be
+  Memory *memory = &h->backend->memory;
+  if (!memory->pushed_count && memory->stack_capacity < ENOUGH) memory_set_stack(memory, ENOUGH);
+  MemoryMark mark = memory_mark(memory);
+  int64_t count = batch * seq_len, vocab = model->config.vocab_size;
+  int32_t *rows = random_ids(h, count, 1);
+  for (int64_t n = 0; n < count; n++) rows[n] = (int32_t)n;
+  Batch b = {.batch = batch, .seq_len = seq_len, .tokens = ids_from(h, tokens, count)};
+  Tensor logits = poisoned(h, DTYPE_F32, count, vocab);
+  transformer_logits(h->backend, model, &b, NULL, 0, ids_from(h, rows, count), logits);
+  double *values = values_of(h, logits);
+  memory_pop_to(memory, mark);
+  return values;
+}
+
+double *model_losses(Harness *h, Model *model, const int32_t *tokens, const int32_t *targets, int64_t batch,
+                     int64_t seq_len) {
+  double *z = model_logits(h, model, tokens, batch, seq_len), *loss = host_values(h, batch * seq_len);
+  double cap = model->config.final_logit_softcapping;
+  int64_t vocab = model->config.vocab_size;
+  for (int64_t i = 0; i < batch * seq_len * vocab && cap > 0; i++) z[i] = cap * tanh(z[i] / cap);
+  reference_cross_entropy(loss, z, targets, batch * seq_len, vocab);
+  return loss;
 }
 
 StepResult run_step(Run *run, int64_t step) {

@@ -24,6 +24,15 @@ Run *run_open(const char *format, ...) __attribute__((format(printf, 1, 2)));
 Run *run_open_on(const char *backend, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void run_close(Run *run);
 
+// Draws weights that make every path matter: activations of about 1, norms and biases away from their first values. On a CPU.
+void draw_weights(Harness *h, Model *model);
+
+// The logits [N, V] of batch * seq_len tokens, and their losses by those logits (reference_cross_entropy) [N], 0 where the target
+// is IGNORE_INDEX. They are host values of the harness, whose backend has the model.
+double *model_logits(Harness *h, Model *model, const int32_t *tokens, int64_t batch, int64_t seq_len);
+double *model_losses(Harness *h, Model *model, const int32_t *tokens, const int32_t *targets, int64_t batch,
+                     int64_t seq_len);
+
 // One step, and its result at once.
 StepResult run_step(Run *run, int64_t step);
 

@@ -3,7 +3,7 @@
 #include "kernels/random.h"
 #include "model/generate.h"
 #include "model/transformer.h"
-#include "tests/harness.h"
+#include "tests/runs.h"
 
 // --- a model -----------------------------------------------------------------------------------------------
 
@@ -13,14 +13,14 @@ typedef struct {
 } Case;
 
 // Longer than two pieces of a prompt, and not a multiple of one.
-enum { WINDOW = 150 };
+enum { WINDOW = 150, VOCAB = 29 };
 
 static const char *const presets[] = {"llama-tiny", "gpt2-tiny", "qwen3-0.6b"};
 enum { PRESETS = sizeof presets / sizeof *presets };
 
 static ModelConfig small_model(const char *preset) {
   ModelConfig c = model_preset(preset);
-  c.vocab_size = 29;
+  c.vocab_size = VOCAB;
   c.hidden_size = 12;
   c.intermediate_size = 20;
   c.num_hidden_layers = 3;
@@ -47,20 +47,6 @@ static void case_close(Case *c) {
   harness_close(c->h);
 }
 
-// Weights large enough that what a token looks back on matters.
-static void sharpen(Case *c) {
-  for (int64_t i = 0; i < c->model.parameters.count; i++) {
-    const Parameter *p = &c->model.parameters.items[i];
-    if (p->rank != 2) continue;
-    int64_t count = tensor_count(p->value);
-    float *values = malloc((size_t)count * sizeof *values);
-    backend_to_host(c->h->backend, values, p->value);
-    for (int64_t k = 0; k < count; k++) values[k] *= 15;
-    backend_to_device(c->h->backend, p->value, values);
-    free(values);
-  }
-}
-
 // Of `length` tokens after `past` in a cache, if any.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
@@ -76,7 +62,7 @@ static void cached_case(const char *preset) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
   Case c = case_open("cpu", preset);
-  sharpen(&c);
+  draw_weights(c.h, &c.model);
   int64_t vocab_size = c.model.config.vocab_size;
   int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
   double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
@@ -98,10 +84,9 @@ TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
   for (int p = 0; p < PRESETS; p++) {
     Case c = case_open("cpu", presets[p]);
-    sharpen(&c);
+    draw_weights(c.h, &c.model);
     int64_t vocab_size = c.model.config.vocab_size;
     double cap = c.model.config.final_logit_softcapping = 2 * p; // none for the first
-    float *logits = malloc((size_t)(WINDOW * vocab_size) * sizeof *logits);
     for (int k = 0; k < 5; k++) {
       enum { MAX_NEW_TOKENS = 30 };
       int64_t count, end = prompts[k] + MAX_NEW_TOKENS;
@@ -116,18 +101,16 @@ TEST(test_texts_equal_the_plain_loop) {
       assert_int_equal(count, end);
       assert_memory_equal(text, prompt, (size_t)prompts[k] * sizeof *text);
       for (int64_t i = prompts[k]; i < end; i++) {
-        MemoryMark mark = memory_mark(&c.h->backend->memory);
         int64_t start = i > WINDOW ? i - WINDOW : 0;
-        backend_to_host(c.h->backend, logits, logits_of(&c, text + start, i - start, NULL, 0));
-        memory_pop_to(&c.h->backend->memory, mark);
-        float *row = logits + (i - start - 1) * vocab_size;
-        for (int64_t v = 0; v < vocab_size && cap > 0; v++) row[v] = (float)(cap * tanh(row[v] / cap));
+        const double *z =
+            model_logits(c.h, &c.model, text + start, 1, i - start) + (i - start - 1) * vocab_size;
+        float row[VOCAB];
+        for (int64_t v = 0; v < vocab_size; v++) row[v] = (float)(cap > 0 ? cap * tanh(z[v] / cap) : z[v]);
         int32_t drawn = sampling_draw(&g.sampling, row, vocab_size, random_uniform(11, 7, (uint64_t)i));
         assert_int_equal(text[i], drawn);
       }
       free(text);
     }
-    free(logits);
     case_close(&c);
   }
 }

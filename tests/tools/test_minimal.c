@@ -1,0 +1,122 @@
+// tools/minimal.c, which shares no code with the program, against ./train: the same weights and batches give the same losses,
+// gradients and updates, step after step. It is the tests' independent account of a Llama's whole steps.
+#define main minimal_main
+#include "tools/minimal.c"
+#undef main
+
+#include "tests/process.h"
+#include "tests/reference.h"
+#include "tests/runs.h"
+
+enum { BATCH = 3, SEQ_LEN = 17, ROWS = BATCH * SEQ_LEN, STEPS = 4, WARMUP = 2 };
+
+// |got - want| / |want| over all elements.
+static void check_near(Run *run, const char *what, Tensor got, float *want, double most) {
+  int64_t count = tensor_count(got);
+  const double *a = values_of(run->h, got), *b = values_of(run->h, tensor_1d(want, DTYPE_F32, count));
+  double error = euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count));
+  if (!(error <= most)) fail_msg("%s is off by %.2g, %.2g allowed", what, error, most);
+}
+
+static Matrix *find(const Llama *m, const Parameter *p) {
+  for (long i = 0; i < m->count; i++)
+    if (!strcmp(m->all[i]->name, p->name)) return m->all[i];
+  fail_msg("minimal.c has no %s", p->name);
+}
+
+// Of the run's shape, and both with the same weights, which make every path matter. Returns the parameters.
+static const ParameterSet *make_alike(Run *run, Llama *m, long chunk, double head) {
+  const ModelConfig *o = &run->options.model;
+  Config c = {o->vocab_size,          o->hidden_size,         o->intermediate_size, o->num_hidden_layers,
+              o->num_attention_heads, o->num_key_value_heads, o->head_dim,          o->tie_word_embeddings,
+              (float)o->rope_theta,   (float)o->norm_epsilon};
+  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
+  make_model(m, c, BATCH, SEQ_LEN, chunk);
+  draw_weights(run->h, trainer_model(&run->trainer));
+  for (int64_t i = 0; i < p->count; i++) {
+    Matrix *w = find(m, &p->items[i]);
+    assert_int_equal(w->count, tensor_count(p->items[i].value));
+    float *ours = p->items[i].value.data;
+    for (long k = 0; k < w->count; k++) w->value[k] = ours[k] *= w == m->head ? (float)head : 1;
+  }
+  return p;
+}
+
+static void check_step(Run *run, Llama *m, const ParameterSet *p, long step, double most) {
+  int32_t tokens[ROWS], targets[ROWS];
+  LoaderPlace place = {.step = step, .micro_steps = 1, .ranks = 1};
+  loader_train_batch(&run->data.loader, place, tokens, targets, NULL);
+  double loss = forward(m, tokens, targets), lr = schedule(0.01, step, WARMUP, STEPS);
+  backward(m, tokens);
+  double norm = update(m, lr, step);
+  StepResult got = run_step(run, step);
+  trainer_model(&run->trainer); // completes the update
+  assert_true(fabs(got.loss / loss - 1) <= most && fabs(got.grad_norm / norm - 1) <= most);
+  assert_true(fabs(got.learning_rate / lr - 1) < 1e-12);
+  check_near(run, "the tokens' losses", run->trainer.loss, m->losses, most);
+  for (int64_t i = 0; i < p->count; i++) {
+    const Parameter *t = &p->items[i];
+    check_near(run, "a gradient", t->grad, find(m, t)->grad, most);
+    check_near(run, t->name, t->value, find(m, t)->value, most);
+  }
+}
+
+// The last have logits so large that the fused mode computes rows again with their maximum as the anchor.
+TEST(test_steps_agree_with_the_trainer) {
+  static const struct {
+    const char *options;
+    long chunk; // in minimal.c
+    double beta1, beta2, decay, max_norm, head, most;
+  } cases[] = {
+      {"--fused-lce --lce-chunk 20", 16, 0.9, 0.95, 0.1, 1, 1, 1e-5},
+      {"--fused-lce --lce-chunk 13 --untie-word-embeddings --grad-clip 0", 51, 0.9, 0.95, 0.1, 0, 1, 1e-5},
+      {"--materialized-logits --beta1 0.8 --beta2 0.7", 0, 0.8, 0.7, 0.1, 1, 1, 1e-5},
+      {"--materialized-logits --untie-word-embeddings --weight-decay 3 --grad-clip 0.1", 0, 0.9, 0.95, 3, 0.1,
+       1, 1e-5},
+      {"--fused-lce --lce-chunk 20 --untie-word-embeddings", 16, 0.9, 0.95, 0.1, 1, 60, 1e-4},
+      {"--materialized-logits --untie-word-embeddings", 0, 0.9, 0.95, 0.1, 1, 60, 1e-4}};
+  enum { CASES = sizeof cases / sizeof *cases };
+  static Llama models[CASES]; // which a leak checker still sees at the end
+  for (int i = 0; i < CASES; i++) {
+    // Odd on purpose: nothing divides anything else. Every three query heads share a key/value head.
+    Run *run =
+        run_open("--model llama-tiny --vocab 259 --hidden-size 22 --intermediate-size 37 --num-layers 2 "
+                 "--num-attention-heads 6 --num-key-value-heads 2 --head-dim 10 --rope-theta 100 --batch 3 "
+                 "--seq-len 17 --steps 4 --warmup 2 --lr 0.01 --data LICENSE %s",
+                 cases[i].options);
+    Llama *m = &models[i];
+    const ParameterSet *p = make_alike(run, m, cases[i].chunk, cases[i].head);
+    beta1 = cases[i].beta1;
+    beta2 = cases[i].beta2;
+    decay = cases[i].decay;
+    max_norm = cases[i].max_norm;
+    double largest = 0;
+    for (long step = 0; step < STEPS; step++) check_step(run, m, p, step, cases[i].most);
+    for (int n = 0; n < ROWS; n++) largest = fmax(largest, (double)m->losses[n]);
+    assert_true((largest > 96 * log(2)) == (cases[i].head > 1));
+    run_close(run);
+  }
+}
+
+// Compiled alone, with the usual warnings, it trains on text; with none it says what it needs.
+TEST(test_alone) {
+  char command[640], program[128];
+  strcpy(program, temp_path("minimal"));
+  snprintf(
+      command, sizeof command,
+      "cc -O3 -fopenmp -Wall -Wextra -Werror tools/minimal.c -o %s -lm && export OMP_WAIT_POLICY=passive && "
+      "%s LICENSE README.md steps=20 >%s && ! %s chunk=5 2>>%s",
+      program, program, temp_path("output"), program, temp_path("output"));
+  assert_int_equal(system(command), 0);
+  char *output = read_text(temp_path("output"));
+  const char *format = "step 10 loss %f norm %*f %*d s step 20 loss %f norm %*f %*d s usage: %1s";
+  float first, second;
+  char usage[2];
+  assert_int_equal(sscanf(strstr(output, "step 10"), format, &first, &second, usage), 3);
+  assert_true(first < 5.5f && second < first - 0.5f); // from ln 256 = 5.55 on
+  free(output);
+}
+
+int main(void) {
+  return tests_run("minimal", make_temp_dir, remove_temp_dir);
+}
