@@ -14,8 +14,8 @@ MARCH     ?= native
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
-# On a CPU: 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory.
-RUN_ARGS  ?= --model llama-tiny --vocab 128256 --fused-lce --batch 8 --lce-chunk 114 --steps 90 --compare-modes
+# 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory: the CPU's default.
+RUN_ARGS  ?= --vocab 128256 --fused-lce --lce-chunk 114 --compare-modes
 
 ifeq ($(origin CC),default)
   CC := gcc
