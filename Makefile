@@ -247,8 +247,9 @@ PYTHON_TESTS := $(wildcard tests/*/test_*.py)
 FUZZERS  := $(wildcard tests/fuzz/*.c)
 # The tests of CUDA's kernels, without the programs; small shapes, since the emulator is slow.
 ifeq ($(VARIANT),emulated)
-  SOURCES  := $(filter-out tools/%,$(SOURCES)) $(wildcard tests/emulator/*.cpp)
-  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c tile_sampling.c))
+  SOURCES  += $(wildcard tests/emulator/*.cpp)
+  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c tile_sampling.c) \
+    tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1

@@ -139,5 +139,5 @@ static void add_targets(Backend *backend, const Anchored *a) {
   }
 }
 
-const LadderRows ladder_rows_cpu = {losses, gradients, anchors,    exponentials, matmul_exponentials,
-                                    repair, finish,    add_targets};
+const LadderRows ladder_rows_cpu = {losses, gradients, anchors, exponentials, matmul_exponentials,
+                                    NULL,   repair,    finish,  add_targets};

@@ -129,7 +129,7 @@ static void gradient_in_forward(Backend *backend, const LadderRows *rows, const 
   }
 }
 
-// --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
+// --- rungs 4 to 6: anchored at the target -----------------------------------------------------------------
 // The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot product,
 // known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
 //
@@ -185,32 +185,51 @@ static void anchored(Backend *backend, const LadderRows *rows, const LinearCross
 
 // Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory, and
 // E takes half the bytes of fp32 logits where operands are bf16.
-static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void with_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l,
+                          void (*matmul_exponentials)(Backend *, const Anchored *)) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
     Anchored a = push_anchored(backend, &c, c.x.dtype);
     rows->anchors(backend, &a);
-    rows->matmul_exponentials(backend, &a);
+    matmul_exponentials(backend, &a);
     anchored_gradients(backend, rows, &c, &a);
     memory_pop_to(&backend->memory, mark);
   }
 }
 
-// --- all of them; rung 6 is linear_cross_entropy ------------------------------------------------------------
+static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  with_epilogue(backend, rows, l, rows->matmul_exponentials);
+}
+
+// Rung 6: the same by a matmul that keeps Hopper's tensor cores busy.
+static void on_hopper(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  with_epilogue(backend, rows, l, rows->hopper_exponentials);
+}
+
+// --- all of them; rung 7 is linear_cross_entropy ------------------------------------------------------------
 
 static void (*const runs[RUNGS - 1])(Backend *, const LadderRows *, const LinearCrossEntropy *) = {
-    materialized, recomputed, gradient_in_forward, anchored, in_epilogue};
+    materialized, recomputed, gradient_in_forward, anchored, in_epilogue, on_hopper};
 
 const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 logits recomputed in chunks",
                                          "3 gradient in the forward pass", "4 anchored at the target",
-                                         "5 exponential in the epilogue",  "6 linear_cross_entropy"};
+                                         "5 exponential in the epilogue",  "6 the same with TMA and wgmma",
+                                         "7 linear_cross_entropy"};
+
+bool ladder_has(const Backend *backend, int rung) {
+#ifdef HAVE_CUDA
+  if (backend->device == ON_CUDA) return rung != 6 || ladder_hopper();
+#endif
+  return rung != 6;
+}
 
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
   if (rung == RUNGS) {
     linear_cross_entropy(backend, call);
     return;
   }
+  if (!ladder_has(backend, rung)) fail("rung %d is for Hopper GPUs alone", rung);
   MemoryMark mark = memory_mark(&backend->memory);
   if (call.chunk > call.x.shape[0]) call.chunk = call.x.shape[0];
   if (rung == 0)
