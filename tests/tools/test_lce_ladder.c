@@ -83,6 +83,22 @@ TEST(test_leads) {
   check_rungs(*state, &p, 4, 1);
 }
 
+static void sampled_rung(Backend *backend, LinearCrossEntropy call) {
+  ladder_run(backend, 4, call);
+}
+
+// Rung 4 with tiles of E dropped: its gradients are right on average, and its losses to the bit.
+TEST(test_sampling) {
+  Harness *h = *state;
+  if (h->backend->device != ON_CPU) return;
+  ReferenceLoss p = loss_problem(h, 140, 6, 1000, 1);
+  reference_gradients(h, &p);
+  LinearCrossEntropy exact = loss_call(h, &p, LCE_FUSED, 70), sampled = loss_call(h, &p, LCE_FUSED, 70);
+  sampled_rung(h->backend, exact);
+  sampled.sampling.full_mass = 30;
+  check_unbiased(h, sampled_rung, sampled, &exact, 256);
+}
+
 TEST(test_refusals) {
   Harness *h = *state;
   ReferenceLoss p = loss_problem(h, 3, 12, 5, 1);

@@ -18,7 +18,7 @@ extern const char *const ladder_names[RUNGS];
 bool ladder_has(const Backend *backend, int rung);
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all tokens at
-// once) and scale; no rung but the last reads its other fields. Rung 0 is the three matmuls alone. Rungs 1 to 6 take bf16
+// once) and scale; no rung but the last reads its other fields, except that rungs 4 and 5 sample on the CPU. Rung 0 is the three matmuls alone. Rungs 1 to 6 take bf16
 // on CUDA, and rungs 5 and 6 need a hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as
 // MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
@@ -57,6 +57,8 @@ typedef struct {
   void (*finish)(Backend *, const Anchored *);
   // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
   void (*add_targets)(Backend *, const Anchored *);
+  // A random part of E's tiles remains, scaled so that E keeps its expectation. NULL on CUDA.
+  void (*sample)(Backend *, const Anchored *, const TileSampling *);
 } LadderRows;
 
 extern const LadderRows ladder_rows_cpu, ladder_rows_cuda;

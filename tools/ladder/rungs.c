@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels/fail.h"
+#include "kernels/random.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
@@ -37,9 +38,12 @@ static Tensor in_place(Tensor t, Dtype dtype) {
 static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first) {
   int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
   LinearCrossEntropy c = *call;
+  // Exercise 3: c's x, dx, loss and targets are the chunk's; its dweight is the sum over all chunks.
   Tensor *const of_tokens[] = {&c.x, &c.dx, &c.loss, &c.targets};
   for (int i = 0; i < 4; i++) *of_tokens[i] = tensor_rows(*of_tokens[i], first, count);
   c.accumulate = first > 0;
+  // end of exercise 3
+  c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
   return c;
 }
 
@@ -116,6 +120,7 @@ static void recomputed(Backend *backend, const LadderRows *rows, const LinearCro
 // (`scale`): nothing keeps us from making the gradient while the chunk's logits are there, in their place.
 
 static void gradient_in_forward(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  // Exercise 2: losses and gradients, with three matmuls a chunk and one matrix of a chunk's logits.
   Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
   Tensor lse = push_vector(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
@@ -127,6 +132,7 @@ static void gradient_in_forward(Backend *backend, const LadderRows *rows, const 
     rows->gradients(backend, dz, z, chunk_lse, c.targets, c.scale);
     backward(backend, &c, dz, c.x, 1);
   }
+  // end of exercise 2
 }
 
 // --- rungs 4 to 6: anchored at the target -----------------------------------------------------------------
@@ -163,6 +169,7 @@ static void anchored_gradients(Backend *backend, const LadderRows *rows, const L
                                const Anchored *a) {
   rows->repair(backend, a);
   rows->finish(backend, a);
+  if (c->sampling.full_mass > 0 && rows->sample) rows->sample(backend, a, &c->sampling);
   backward(backend, c, a->exps, a->scaled_x, a->scale);
   rows->add_targets(backend, a);
 }
