@@ -314,8 +314,8 @@ struct RingPlace {
 
 // Logits z of one tile become E and parts of row sums. Thread t has rows t / 32 * 16 + t % 32 / 4 and the one 8 below of
 // each 64, and two columns of each 8 (wgmma in hopper_ptx.cuh).
-static __device__ void store_exponentials(const Anchored &a, const Tensor &parts, float (&z)[2][COLUMNS / 2],
-                                          int m0, int n0) {
+static __device__ __forceinline__ void store_exponentials(const Anchored &a, const Tensor &parts,
+                                                          float (&z)[2][COLUMNS / 2], int m0, int n0) {
   int rows = (int)a.x.shape[0], vocab = (int)a.weight.shape[0], lane = threadIdx.x % 32;
   EACH (half, 2)
     EACH (below, 2) {
