@@ -312,10 +312,11 @@ struct RingPlace {
   }
 };
 
+#if defined(HOPPER_CODE)
 // Logits z of one tile become E and parts of row sums. Thread t has rows t / 32 * 16 + t % 32 / 4 and the one 8 below of
 // each 64, and two columns of each 8 (wgmma in hopper_ptx.cuh).
-static __device__ __forceinline__ void store_exponentials(const Anchored &a, const Tensor &parts,
-                                                          float (&z)[2][COLUMNS / 2], int m0, int n0) {
+static __device__ void store_exponentials(const Anchored &a, const Tensor &parts, float (&z)[2][COLUMNS / 2],
+                                          int m0, int n0) {
   int rows = (int)a.x.shape[0], vocab = (int)a.weight.shape[0], lane = threadIdx.x % 32;
   EACH (half, 2)
     EACH (below, 2) {
@@ -338,6 +339,7 @@ static __device__ __forceinline__ void store_exponentials(const Anchored &a, con
       if (m < rows && lane % 4 == 0) row_of<float>(parts, m)[n0 / COLUMNS] = row_sum;
     }
 }
+#endif
 
 static __global__ void __launch_bounds__(CONSUMER + 32, 1)
     hopper_exponentials_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
