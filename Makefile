@@ -14,8 +14,8 @@ MARCH     ?= native
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
-# On a CPU: 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory.
-RUN_ARGS  ?= --model llama-tiny --vocab 128256 --fused-lce --batch 8 --lce-chunk 114 --steps 90 --compare-modes
+# 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory: the CPU's default.
+RUN_ARGS  ?= --vocab 128256 --fused-lce --lce-chunk 114 --compare-modes
 
 ifeq ($(origin CC),default)
   CC := gcc
@@ -29,7 +29,7 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 
 GOALS := $(or $(MAKECMDGOALS),all)
 # These install what is missing, then start make over with build-and-GOAL.
-RUNS  := run real-run test bench curves
+RUNS  := run real-run test bench curves exercise
 
 .PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
 .PHONY: liblce.so build-library fuzz build-and-fuzz matplotlib
@@ -247,8 +247,9 @@ PYTHON_TESTS := $(wildcard tests/*/test_*.py)
 FUZZERS  := $(wildcard tests/fuzz/*.c)
 # The tests of CUDA's kernels, without the programs; small shapes, since the emulator is slow.
 ifeq ($(VARIANT),emulated)
-  SOURCES  := $(filter-out tools/%,$(SOURCES)) $(wildcard tests/emulator/*.cpp)
-  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c))
+  SOURCES  += $(wildcard tests/emulator/*.cpp)
+  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
+    tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1
@@ -322,7 +323,7 @@ build-library: $(LIBRARY)
 
 # With DEPS_ROOT nothing is installed.
 $(RUNS):
-	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test,$@),,-run))
+	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test exercise,$@),,-run))
 	@$(MAKE) build-and-$@
 
 build-and-run: $(BIN)train
@@ -348,6 +349,22 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  -artifact_prefix=$<. $<.corpus $(wildcard tests/fuzz/seeds/$(<:$(BUILD)/tests/fuzz/fuzz_%=%)) >$<.log 2>&1 || \
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
+
+# An exercise of kernels/LCE.md is a file of the ladder with a hole, made once and then yours; the ladder's test is the checker.
+N         ?= 1
+EXERCISES ?= exercises
+HOLE       = $(EXERCISES)/$(N).c
+$(BUILD)/$(HOLE).o: ALL_CFLAGS += -Wno-error -Wno-unused
+$(BUILD)/$(HOLE:.c=): $(BUILD)/$(HOLE).o $(BUILD)/tests/tools/test_lce_ladder.c.o $(call objects,$(HELPERS)) $(LIBRARY)
+	$(call LINK,-lcmocka)
+
+build-and-exercise:
+	@mkdir -p $(EXERCISES)
+	@rung=$$(grep -l '// Exercise $(N):' tools/ladder/*.c) || { echo "N=$(N): there are exercises 1 to 5"; exit 1; }; [ -e $(HOLE) ] || \
+	  awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
+	@$(MAKE) $(BUILD)/$(HOLE:.c=)
+	@tests/run $(BUILD)/$(HOLE:.c=) || { echo "Exercise $(N): fill $$(grep -Hn '// Exercise $(N):' $(HOLE))"; exit 1; }
+	@echo "Exercise $(N) is done."
 
 build-and-bench: $(BIN)tools/bench_lce $(BIN)train
 	$(BIN)tools/bench_lce --materialized
@@ -405,6 +422,7 @@ help:
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
 #:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
+#: make exercise N=1     an exercise of kernels/LCE.md, 1 to 5: fill the hole in exercises/1.c until its checks pass
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
 #: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
 #: make curves          installs what is missing, builds, and draws a memory curve (tools/memory_curve, tools/CURVES.md)

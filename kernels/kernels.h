@@ -384,10 +384,10 @@ typedef struct {
   float temperature;
 } LceCombine;
 
-// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], A = (1 - eps) w[y] +
+// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], omega = (1 - eps) w[y] +
 // eps / V sum w, and smoothing_row S = sum_j w[j] W[j]:
 //   lse = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1;  sum_j w[j] v[j] = x . S / T
-//   scale_non_target  = s/T (A + 2 lambda lse) / D      (multiplies E; times rescale, where that is there)
+//   scale_non_target  = s/T (omega + 2 lambda lse) / D  (multiplies E; times rescale, where that is there)
 //   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
 //                                                   (the target's own entry: p - 1 without the cancellation)
 //   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)

@@ -101,7 +101,7 @@ double model_preset_learning_rate(const char *name) {
 }
 
 int64_t model_default_seq_len(const ModelConfig *c) {
-  int64_t length = c->hidden_size < 512 ? 128 : c->family == FAMILY_GPT2 ? 1024 : 2048;
+  int64_t length = c->hidden_size < 512 ? 256 : c->family == FAMILY_GPT2 ? 1024 : 2048;
   return min_i64(length, model_max_seq_len(c));
 }
 

@@ -60,7 +60,8 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
 // The mean of the sampled gradients over so many seeds is off from the exact call's by what it should be, one seed's distance
 // over the root of their number; losses are the exact ones. Returns the share of tiles that were dropped.
-double check_unbiased(Harness *h, LinearCrossEntropy sampled, const LinearCrossEntropy *exact, int seeds);
+double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), LinearCrossEntropy sampled,
+                      const LinearCrossEntropy *exact, int seeds);
 
 // The call, changed (`a` is a copy of it), fails with this part of a sentence.
 #define ASSERT_REFUSED(h, call, part, change)                                                                \

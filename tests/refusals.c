@@ -110,6 +110,7 @@ static const struct {
                     {"lce_input_gradient", {4}},
                     {"cross_entropy_in_place", {4, 0, 0, 1}},
                     {"loss_factor", {1, 0, 0, 2}},
+                    {"scale_by", {1}},
                     {"add_outer", {1}},
                     {"gather_rows", {0, 0, 0, 1}},
                     {"scatter_rows", {0, 0, 0, 1}},

@@ -1,7 +1,7 @@
 // Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk alternates with the
 // three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
 // each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
-// with, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 = 1. --ladder times the six
+// with, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 = 1. --ladder times the
 // versions of kernels/LCE.md instead.
 //
 // How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint takes a
@@ -84,8 +84,8 @@ static const Option option_rows[] = {
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
     {FLAG("ladder", ladder, true),
-     EXCLUDES("materialized, terms, sample", "the ladder has six rungs and no more"),
-     HELP("Time the six versions of kernels/LCE.md instead, at the first chunk")},
+     EXCLUDES("materialized, terms, sample", "the ladder has seven rungs and no more"),
+     HELP("Time the versions of kernels/LCE.md instead, at the first chunk")},
     {FLAG("plan", plan, true), EXCLUDES("checkpoint, ladder", "a plan computes nothing"),
      HELP("Compute nothing: only the memory, also for a GPU that is not here")},
     {FLAG("json", json, true), HELP("Print a JSON object a line instead of the table")},
@@ -368,7 +368,7 @@ static void lay_out(Bench *b, Backend *backend) {
   gemms->rung = 0;
   gemms->call.chunk = b->gemm_rows;
   for (int rung = 1; o->ladder && rung <= RUNGS; rung++)
-    add_work(b, GEMMS, b->layer, "%s", ladder_names[rung - 1])->rung = rung;
+    if (ladder_has(b->backend, rung)) add_work(b, GEMMS, b->layer, "%s", ladder_names[rung - 1])->rung = rung;
   if (!o->ladder) add_modes(b);
 }
 

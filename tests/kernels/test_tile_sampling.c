@@ -258,7 +258,7 @@ TEST(test_unbiased) {
   plain.dx = poisoned(h, DTYPE_F32, c.rows, c.hidden);
   p.call.dx = poisoned(h, DTYPE_F32, c.rows, c.hidden);
   linear_cross_entropy(h->backend, plain);
-  check_unbiased(h, p.call, &plain, 256);
+  check_unbiased(h, linear_cross_entropy, p.call, &plain, 256);
 }
 
 // --- the operation by itself -------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ static void check_repeats(Harness *h, const Case *c, ReferenceLoss *p, int64_t p
   }
   check_values(h, "stats", kept.sampling.stats, (double[]){0, 0, 0}, within(0, 1));
   if (b->device == ON_CUDA) return;
-  double dropped = check_unbiased(h, sampled, &exact, 256);
+  double dropped = check_unbiased(h, linear_cross_entropy, sampled, &exact, 256);
   assert_true(dropped > 0.2 && dropped < 0.95);
 }
 

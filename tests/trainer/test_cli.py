@@ -357,6 +357,10 @@ def test_chunk_is_the_used_one(folder):
         train(TINY + f"--steps 1 {options} --log {folder}/log").ok(f"linear_cross_entropy, {chunk} tokens at a time")
         assert read_log(folder / "log")[0]["lce_chunk"] == chunk
         train(TINY + f"--plan {options}").ok(f"fp32, chunks of {chunk}, ")
+    # The default on a CPU, by which the command of the README shows what it is about.
+    output = train("--device cpu --vocab 128256 --fused-lce --plan").ok("batch 4 x 256, V 128,256, fp32, chunks of 114, ")
+    fused, materialized = map(float, re.search(r"lm_head, loss +([\d.]+) MiB +([\d.]+) MiB", output.out).groups())
+    assert materialized > 8 * fused
 
 
 def fit(table, choice):

@@ -1,4 +1,4 @@
-// The loss as a ladder: six complete versions of LM head + cross-entropy, each one idea further than the one
+// The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the one
 // before it. kernels/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
 // rungs.c holds what a rung does, for both devices: matmuls are the backend's linear_*, and what happens to
@@ -11,18 +11,21 @@
 extern "C" {
 #endif
 
-enum { RUNGS = 6 };
+enum { RUNGS = 7 };
 extern const char *const ladder_names[RUNGS];
 
+// Whether the backend has the rung: the sixth is for Hopper GPUs alone.
+bool ladder_has(const Backend *backend, int rung);
+
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all tokens at
-// once) and scale; no rung but the last reads its other fields. Rung 0 is the three matmuls alone. Rungs 1 to 5 take bf16
-// on CUDA, and rung 5 needs a hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as
+// once) and scale; no rung but the last reads its other fields, except that rungs 4 and 5 sample on the CPU. Rung 0 is the three matmuls alone. Rungs 1 to 6 take bf16
+// on CUDA, and rungs 5 and 6 need a hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as
 // MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows ----------------------------------------------------------------------------------
 
-// The tokens of a chunk, and what rungs 4 and 5 know of them.
+// The tokens of a chunk, and what rungs 4 to 6 know of them.
 typedef struct {
   Tensor x, weight, targets, loss, dx, dweight; // of the chunk's call
   Tensor target_z;                              // fp32 [C]: z[y]
@@ -46,15 +49,20 @@ typedef struct {
   void (*exponentials)(Backend *, const Anchored *);
   // The same from x and W, without storing a logit.
   void (*matmul_exponentials)(Backend *, const Anchored *);
+  // The same with Hopper's instructions, where ladder_hopper(); NULL on the CPU.
+  void (*hopper_exponentials)(Backend *, const Anchored *);
   // Rows whose sum went out of range: once more, with the row's maximum as anchor.
   void (*repair)(Backend *, const Anchored *);
   // loss, r, c and scaled_x from row_sum and target_e.
   void (*finish)(Backend *, const Anchored *);
   // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
   void (*add_targets)(Backend *, const Anchored *);
+  // A random part of E's tiles remains, scaled so that E keeps its expectation. NULL on CUDA.
+  void (*sample)(Backend *, const Anchored *, const TileSampling *);
 } LadderRows;
 
 extern const LadderRows ladder_rows_cpu, ladder_rows_cuda;
+bool ladder_hopper(void); // of rows_cuda.cu
 
 // Row sums above this are out of range: a logit beats the target's by more than 66.
 #define LADDER_SUM_LIMIT 0x1p96f

@@ -4,6 +4,8 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/integers.h"
+#include "kernels/random.h"
 #include "tools/ladder/ladder.h"
 
 static float dot(const float *x, const float *w, int64_t count) {
@@ -54,9 +56,11 @@ static void anchors(Backend *backend, const Anchored *a) {
   float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
   EACH_PARALLEL (n, a->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
+    // Exercise 1: target_z, anchor and target_e of row n.
     target_z[n] = counts ? dot(cpu_row(a->x, n), cpu_row(a->weight, target[n]), a->x.shape[1]) : 0;
     anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
     target_e[n] = 1;
+    // end of exercise 1
   }
 }
 
@@ -94,11 +98,13 @@ static void repair(Backend *backend, const Anchored *a) {
   int64_t vocab = a->weight.shape[0];
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
     if (!(row_sum[n] > LADDER_SUM_LIMIT)) continue;
+    // Exercise 4: row n once more, with its maximum as anchor: exps, anchor, target_e and row_sum.
     float *z = cpu_row(a->exps, n);
     for (int64_t j = 0; j < vocab; j++) z[j] = dot(cpu_row(a->x, n), cpu_row(a->weight, j), a->x.shape[1]);
     anchor[n] = maximum_of(z, vocab);
     ((float *)a->target_e.data)[n] = exp_f32(((const float *)a->target_z.data)[n] - anchor[n]);
     row_sum[n] = (float)exponentials_of(a, n, 0, vocab);
+    // end of exercise 4
   }
 }
 
@@ -109,11 +115,13 @@ static void finish(Backend *backend, const Anchored *a) {
   float *loss = a->loss.data, *r = a->r.data, *c = a->c.data;
   EACH_PARALLEL (n, a->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
+    // Exercise 1: loss, r and c of row n, from row_sum, target_e, anchor and target_z.
     float total = row_sum[n] + target_e[n]; // 1 + R
     float nll = target_e[n] == 1 ? log1pf(row_sum[n]) : anchor[n] - target_z[n] + logf(total);
     loss[n] = counts ? nll : 0;
     r[n] = counts ? 1 / total : 0;
     c[n] = counts ? -row_sum[n] / total : 0;
+    // end of exercise 1
     const float *x = cpu_row(a->x, n);
     float *scaled = cpu_row(a->scaled_x, n);
     for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = r[n] * x[i];
@@ -139,5 +147,26 @@ static void add_targets(Backend *backend, const Anchored *a) {
   }
 }
 
-const LadderRows ladder_rows_cpu = {losses, gradients, anchors,    exponentials, matmul_exponentials,
-                                    repair, finish,    add_targets};
+// A tile's mass is its sum of probabilities, r E. The draws are independent, where those of linear_cross_entropy are
+// systematic, and what is dropped is multiplied as zeros: this shows what sampling does and saves no time.
+static void sample(Backend *backend, const Anchored *a, const TileSampling *s) {
+  const float *r = a->r.data;
+  int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
+  uint64_t tile = 0;
+  for (int64_t top = 0; top < rows; top += LCE_TILE_ROWS)
+    for (int64_t left = 0; left < vocab; left += LCE_TILE_COLUMNS, tile++) {
+      int64_t bottom = min_i64(top + LCE_TILE_ROWS, rows), right = min_i64(left + LCE_TILE_COLUMNS, vocab);
+      // Exercise 5: keep the tile at random or drop it, so that E keeps its expectation. Likely tiles should stay.
+      double mass = 0;
+      for (int64_t n = top; n < bottom; n++)
+        for (int64_t j = left; j < right; j++) mass += (double)r[n] * (double)cpu_row(a->exps, n)[j];
+      double q = fmin(1, mass / (double)s->full_mass);
+      float factor = random_uniform(s->seed, 0, tile) < q ? (float)(1 / q) : 0;
+      for (int64_t n = top; n < bottom; n++)
+        for (int64_t j = left; j < right; j++) cpu_row(a->exps, n)[j] *= factor;
+      // end of exercise 5
+    }
+}
+
+const LadderRows ladder_rows_cpu = {losses, gradients, anchors, exponentials, matmul_exponentials,
+                                    NULL,   repair,    finish,  add_targets,  sample};

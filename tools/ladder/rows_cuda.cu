@@ -1,11 +1,13 @@
-// What the ladder does to rows, as kernels: one block a row, one idea at a time. And rung 5's matmul, on
-// tensor cores through WMMA, the interface of CUDA C++ itself. It shows where the exponential belongs and
-// nothing else: two stages of shared memory, no TMA, no warp roles, no wgmma. It reaches a fraction of the
-// speed of the kernel in kernels/cuda/hopper_kernel.cuh, or of cuBLASLt.
+// What the ladder does to rows, as kernels: one block a row, one idea at a time. And the matmul with the exponential
+// in its epilogue, twice:
+//   rung 5  on tensor cores through WMMA, the interface of CUDA C++ itself, with two stages of shared memory. It shows
+//           where the exponential belongs and nothing else, at a fraction of cuBLASLt's speed.
+//   rung 6  with what Hopper has for it: TMA, mbarriers, wgmma, a warp that loads and a warpgroup that multiplies.
+// kernels/cuda/hopper_kernel.cuh adds to rung 6 a second consumer, clusters and an order of tiles that spares memory.
 #include <cuda_pipeline.h>
 #include <mma.h>
 
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/ladder/ladder.h"
 
 enum { THREADS = 512 };
@@ -268,16 +270,160 @@ static __global__ void add_parts_kernel(float *row_sum, const __grid_constant__ 
   if (threadIdx.x == 0) row_sum[blockIdx.x] = sum;
 }
 
-static void matmul_exponentials(Backend *backend, const Anchored *a) {
-  int64_t rows = a->x.shape[0], hidden = a->x.shape[1], across = ceil_div(a->weight.shape[0], TILE);
-  if (hidden % 8) fail("rung 5 copies 8 elements at a time; a hidden size of %d is no multiple", (int)hidden);
+// Runs a kernel that leaves parts of row sums, one for `columns` columns of E, and adds these.
+template <typename Launch>
+static void with_parts(Backend *backend, const Anchored *a, int64_t columns, Launch launch) {
+  int64_t rows = a->x.shape[0], hidden = a->x.shape[1], across = ceil_div(a->weight.shape[0], columns);
+  if (hidden % 8)
+    fail("rungs 5 and 6 copy 8 elements at a time; a hidden size of %d is no multiple", (int)hidden);
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor parts = memory_push_2d(&backend->memory, "parts of row sums", MEMORY_HEAD, DTYPE_F32, rows, across);
-  dim3 grid((unsigned)ceil_div(rows, TILE), (unsigned)across);
-  launch_kernel({"matmul_exponentials", cuda_stream(backend), grid, BLOCK}, matmul_exponentials_kernel, *a,
-                parts);
+  launch(parts);
   launch_rows(backend, "add_parts", rows, 32, add_parts_kernel, data_of<float>(a->row_sum), parts);
   memory_pop_to(&backend->memory, mark);
+}
+
+static void matmul_exponentials(Backend *backend, const Anchored *a) {
+  with_parts(backend, a, TILE, [&](Tensor parts) {
+    dim3 grid((unsigned)ceil_div(a->x.shape[0], TILE), (unsigned)parts.shape[1]);
+    launch_kernel({"matmul_exponentials", cuda_stream(backend), grid, BLOCK}, matmul_exponentials_kernel, *a,
+                  parts);
+  });
+}
+
+// --- rung 6: the same on Hopper ----------------------------------------------------------------------------
+// A ring of stages in shared memory lies between two roles. The producer, one thread, has TMA copy tiles of X and W into a
+// stage that is empty. The consumer, a warpgroup, multiplies a stage that is full by wgmma, which reads shared
+// memory itself and adds up in registers. So neither waits for the other but at a full or an empty ring, and the
+// producer fills the stages of the next tile while the consumer is in its epilogue.
+
+// A block makes tiles of 128 x 192, as many sums as the registers of a warpgroup hold, and a stage is 64 of the hidden
+// size. Blocks are as many as multiprocessors; block b makes tiles b, b + blocks, ...
+enum { ROWS = 128, COLUMNS = 192, DEPTH = 64, STAGES = 5, CONSUMER = 128 };
+enum { X_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2 };
+enum { HOPPER_SHARED = STAGES * STAGE_BYTES + 1024 }; // stages start on multiples of 1024 bytes
+
+// A place in the ring. Both roles go round it in step; the parity says in which round.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+#if defined(HOPPER_CODE)
+// Logits z of one tile become E and parts of row sums. Thread t has rows t / 32 * 16 + t % 32 / 4 and the one 8 below of
+// each 64, and two columns of each 8 (wgmma in hopper_ptx.cuh).
+static __device__ void store_exponentials(const Anchored &a, const Tensor &parts, float (&z)[2][COLUMNS / 2],
+                                          int m0, int n0) {
+  int rows = (int)a.x.shape[0], vocab = (int)a.weight.shape[0], lane = threadIdx.x % 32;
+  EACH (half, 2)
+    EACH (below, 2) {
+      int m = m0 + 64 * half + threadIdx.x / 32 * 16 + lane / 4 + 8 * below, n = n0 + lane % 4 * 2;
+      float anchor = m < rows ? at(a.anchor, m) : INFINITY, row_sum = 0;
+      // Relative to the thread's first column.
+      int target = m < rows ? target_of(a, m) - n : 0, end = m < rows ? vocab - n : 0;
+      bf16 *exps = row_of<bf16>(a.exps, m) + n;
+      EACH (j, COLUMNS / 8) {
+        float e[2];
+        EACH (q, 2) {
+          float logit = z[half][4 * j + 2 * below + q];
+          e[q] = 8 * j + q < end && 8 * j + q != target ? __expf(logit - anchor) : 0;
+          row_sum += e[q];
+        }
+        if (8 * j < end) store(exps + 8 * j, e);
+      }
+      row_sum += __shfl_xor_sync(~0u, row_sum, 1); // four lanes share a row
+      row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+      if (m < rows && lane % 4 == 0) row_of<float>(parts, m)[n0 / COLUMNS] = row_sum;
+    }
+}
+#endif
+
+static __global__ void __launch_bounds__(CONSUMER + 32, 1)
+    hopper_exponentials_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
+                               const __grid_constant__ Anchored a, const __grid_constant__ Tensor parts) {
+#if defined(HOPPER_CODE)
+  extern __shared__ uint8_t shared[];
+  __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
+  uint32_t stages = (shared_address(shared) + 1023) / 1024 * 1024;
+  int down = ((int)a.x.shape[0] + ROWS - 1) / ROWS, tiles = down * (int)parts.shape[1];
+  int steps = ((int)a.x.shape[1] + DEPTH - 1) / DEPTH;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) {
+      mbarrier_init(&full[s], 1);  // the producer arrives, and the bytes it expects
+      mbarrier_init(&empty[s], 1); // one thread of the consumer arrives
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  RingPlace place;
+  if (threadIdx.x >= CONSUMER) { // the producer
+    if (threadIdx.x > CONSUMER) return;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+      for (int k = 0; k < steps; k++, place.next()) {
+        uint64_t *filled = &full[place.stage];
+        uint32_t stage = stages + place.stage * STAGE_BYTES;
+        mbarrier_wait(&empty[place.stage], place.parity ^ 1); // passes in the first round
+        mbarrier_arrive_expect_tx(filled, STAGE_BYTES);
+        tma_load_2d(stage, &x, filled, k * DEPTH, tile % down * ROWS);
+        tma_load_2d(stage + X_BYTES, &w, filled, k * DEPTH, tile / down * COLUMNS);
+      }
+    return;
+  }
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) { // the consumer
+    float z[2][COLUMNS / 2];                                     // of 64 rows each
+    int previous = 0;
+    for (int k = 0; k < steps; k++, place.next()) {
+      uint32_t stage = stages + place.stage * STAGE_BYTES;
+      uint64_t x_rows = descriptor(stage, true), w_rows = descriptor(stage + X_BYTES, true);
+      mbarrier_wait(&full[place.stage], place.parity);
+      wgmma_fence();
+      EACH (i, DEPTH / 16) // 16 columns are 32 bytes, 64 rows 8192
+        EACH (half, 2)
+          wgmma<COLUMNS, false, false>(z[half], descriptor_advance(x_rows, half * 8192 + i * 32),
+                                       descriptor_advance(w_rows, i * 32), k > 0 || i > 0);
+      wgmma_commit();
+      wgmma_wait<1>(); // all but this step's: the stage before has been read
+      if (k > 0 && threadIdx.x == 0) mbarrier_arrive(&empty[previous]);
+      previous = place.stage;
+    }
+    wgmma_wait<0>();
+    if (threadIdx.x == 0) mbarrier_arrive(&empty[previous]);
+    store_exponentials(a, parts, z, tile % down * ROWS, tile / down * COLUMNS);
+  }
+#else
+  __trap(); // never launched there: ladder_hopper()
+#endif
+}
+
+bool ladder_hopper(void) {
+  return hopper_has_code((const void *)hopper_exponentials_kernel) && tma_encoder();
+}
+
+// How TMA finds tiles of `rows` rows and DEPTH columns of t, zeros outside.
+static CUtensorMap tiles_of(Tensor t, int rows) {
+  CUtensorMap map;
+  cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},
+             stride[] = {(cuuint64_t)t.stride * 2};
+  cuuint32_t tile[] = {DEPTH, (cuuint32_t)rows}, every[] = {1, 1};
+  CUresult result = tma_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, t.data, shape, stride, tile,
+                                  every, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) fail("TMA cannot describe %s (error %d)", tensor_text(t).text, (int)result);
+  return map;
+}
+
+static void hopper_exponentials(Backend *backend, const Anchored *a) {
+  with_parts(backend, a, COLUMNS, [&](Tensor parts) {
+    int64_t tiles = ceil_div(a->x.shape[0], ROWS) * parts.shape[1];
+    int64_t blocks = min_i64(tiles, cuda_state(backend)->multiprocessors);
+    launch_kernel({"hopper_exponentials", cuda_stream(backend), dim3((unsigned)blocks), CONSUMER + 32, false,
+                   HOPPER_SHARED},
+                  hopper_exponentials_kernel, tiles_of(a->x, ROWS), tiles_of(a->weight, COLUMNS), *a, parts);
+  });
 }
 
 const LadderRows ladder_rows_cuda = {losses,
@@ -285,6 +431,7 @@ const LadderRows ladder_rows_cuda = {losses,
                                      each_row<anchors_kernel, 32>,
                                      each_row<exponentials_kernel, THREADS>,
                                      matmul_exponentials,
+                                     hopper_exponentials,
                                      each_row<repair_kernel, THREADS>,
                                      each_row<finish_kernel, THREADS>,
                                      each_row<add_targets_kernel, THREADS>};

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels/fail.h"
+#include "kernels/random.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
@@ -37,9 +38,12 @@ static Tensor in_place(Tensor t, Dtype dtype) {
 static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first) {
   int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
   LinearCrossEntropy c = *call;
+  // Exercise 3: c's x, dx, loss and targets are the chunk's; its dweight is the sum over all chunks.
   Tensor *const of_tokens[] = {&c.x, &c.dx, &c.loss, &c.targets};
   for (int i = 0; i < 4; i++) *of_tokens[i] = tensor_rows(*of_tokens[i], first, count);
   c.accumulate = first > 0;
+  // end of exercise 3
+  c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
   return c;
 }
 
@@ -116,6 +120,7 @@ static void recomputed(Backend *backend, const LadderRows *rows, const LinearCro
 // (`scale`): nothing keeps us from making the gradient while the chunk's logits are there, in their place.
 
 static void gradient_in_forward(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  // Exercise 2: losses and gradients, with three matmuls a chunk and one matrix of a chunk's logits.
   Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
   Tensor lse = push_vector(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
@@ -127,9 +132,10 @@ static void gradient_in_forward(Backend *backend, const LadderRows *rows, const 
     rows->gradients(backend, dz, z, chunk_lse, c.targets, c.scale);
     backward(backend, &c, dz, c.x, 1);
   }
+  // end of exercise 2
 }
 
-// --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
+// --- rungs 4 to 6: anchored at the target -----------------------------------------------------------------
 // The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot product,
 // known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
 //
@@ -163,6 +169,7 @@ static void anchored_gradients(Backend *backend, const LadderRows *rows, const L
                                const Anchored *a) {
   rows->repair(backend, a);
   rows->finish(backend, a);
+  if (c->sampling.full_mass > 0 && rows->sample) rows->sample(backend, a, &c->sampling);
   backward(backend, c, a->exps, a->scaled_x, a->scale);
   rows->add_targets(backend, a);
 }
@@ -185,32 +192,51 @@ static void anchored(Backend *backend, const LadderRows *rows, const LinearCross
 
 // Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory, and
 // E takes half the bytes of fp32 logits where operands are bf16.
-static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void with_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l,
+                          void (*matmul_exponentials)(Backend *, const Anchored *)) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
     Anchored a = push_anchored(backend, &c, c.x.dtype);
     rows->anchors(backend, &a);
-    rows->matmul_exponentials(backend, &a);
+    matmul_exponentials(backend, &a);
     anchored_gradients(backend, rows, &c, &a);
     memory_pop_to(&backend->memory, mark);
   }
 }
 
-// --- all of them; rung 6 is linear_cross_entropy ------------------------------------------------------------
+static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  with_epilogue(backend, rows, l, rows->matmul_exponentials);
+}
+
+// Rung 6: the same by a matmul that keeps Hopper's tensor cores busy.
+static void on_hopper(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+  with_epilogue(backend, rows, l, rows->hopper_exponentials);
+}
+
+// --- all of them; rung 7 is linear_cross_entropy ------------------------------------------------------------
 
 static void (*const runs[RUNGS - 1])(Backend *, const LadderRows *, const LinearCrossEntropy *) = {
-    materialized, recomputed, gradient_in_forward, anchored, in_epilogue};
+    materialized, recomputed, gradient_in_forward, anchored, in_epilogue, on_hopper};
 
 const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 logits recomputed in chunks",
                                          "3 gradient in the forward pass", "4 anchored at the target",
-                                         "5 exponential in the epilogue",  "6 linear_cross_entropy"};
+                                         "5 exponential in the epilogue",  "6 the same with TMA and wgmma",
+                                         "7 linear_cross_entropy"};
+
+bool ladder_has(const Backend *backend, int rung) {
+#ifdef HAVE_CUDA
+  if (backend->device == ON_CUDA) return rung != 6 || ladder_hopper();
+#endif
+  return rung != 6;
+}
 
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
   if (rung == RUNGS) {
     linear_cross_entropy(backend, call);
     return;
   }
+  if (!ladder_has(backend, rung)) fail("rung %d is for Hopper GPUs alone", rung);
   MemoryMark mark = memory_mark(&backend->memory);
   if (call.chunk > call.x.shape[0]) call.chunk = call.x.shape[0];
   if (rung == 0)
