@@ -50,17 +50,25 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
   return l;
 }
 
+// The call for the rows from `first` on.
+static LceLogitsExp call_from(const Logits *l, int64_t first, bool keep) {
+  int64_t count = l->rows - first;
+  return (LceLogitsExp){.exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0},
+                        .rows = {.target_z = tensor_rows(l->anchor, first, count)},
+                        .x = tensor_rows(l->x, first, count),
+                        .weight = l->weight,
+                        .targets = tensor_rows(l->targets, first, count)};
+}
+
 static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
   Backend *b = h->backend;
   MemoryMark mark = memory_mark(&b->memory);
   int64_t across = hopper_sum_parts(l->vocab), done = 0;
   Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
   for (int64_t first = 0; first < l->rows; first += done) {
-    int64_t count = l->rows - first;
-    Tensor exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0};
-    done = hopper_logits_exp(b, exps, scratch.data, scratch_bytes, (float *)l->anchor.data + first, 1,
-                             tensor_rows(l->x, first, count), l->weight, (int32_t *)l->targets.data + first);
-    assert_in_range(done, 1, count);
+    LceLogitsExp call = call_from(l, first, keep);
+    done = hopper_logits_exp(b, &call, scratch.data, scratch_bytes, 1);
+    assert_in_range(done, 1, l->rows - first);
     double *parts = values_of(h, tensor_1d(scratch.data, DTYPE_F32, done * across));
     for (int64_t n = 0; n < done; n++) {
       l->sums[first + n] = 0;
@@ -116,10 +124,8 @@ TEST(test_logits_in_groups) {
   logits_run(h, &l, true, tiles * 300 * sizeof(float)); // groups of 256 rows
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_check(h, &l, 8);
-  Tensor none = {0};
-  assert_int_equal(hopper_logits_exp(h->backend, none, l.exps.data, tiles * 255 * sizeof(float),
-                                     l.anchor.data, 1, l.x, l.weight, l.targets.data),
-                   0);
+  LceLogitsExp call = call_from(&l, 0, false);
+  assert_int_equal(hopper_logits_exp(h->backend, &call, l.exps.data, tiles * 255 * sizeof(float), 1), 0);
 }
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
@@ -278,13 +284,12 @@ TEST(test_refuses) {
   Harness *h = *state;
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
   Tensor full = poisoned(h, DTYPE_F32, 100, 32);
-  Tensor none = {0}, anchor = poisoned_vector(h, DTYPE_F32, 100),
-         targets = ids_from(h, random_ids(h, 100, 100), 100);
+  Tensor anchor = poisoned_vector(h, DTYPE_F32, 100), targets = ids_from(h, random_ids(h, 100, 100), 100);
   Tensor unfit[] = {odd, full};
-  for (int i = 0; i < 2; i++)
-    assert_int_equal(hopper_logits_exp(h->backend, none, full.data, 1 << 12, anchor.data, 1, unfit[i],
-                                       unfit[i], targets.data),
-                     0);
+  for (int i = 0; i < 2; i++) {
+    LceLogitsExp call = {.rows = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
+    assert_int_equal(hopper_logits_exp(h->backend, &call, full.data, 1 << 12, 1), 0);
+  }
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
   assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,
                              poisoned(h, DTYPE_BF16, 64, 32))); // tiles too few

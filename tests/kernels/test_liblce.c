@@ -179,7 +179,7 @@ TEST(test_values) {
   lce_destroy(context);
 }
 
-static void multiply(double *values, int64_t count, double factor) {
+static void scale_values(double *values, int64_t count, double factor) {
   for (int64_t i = 0; values && i < count; i++) values[i] *= factor;
 }
 
@@ -198,17 +198,17 @@ TEST(test_gradients) {
     check_results(&p);
     p.args.accumulate = true;
     run(context, &p.args);
-    multiply(p.want.dweight, 101 * 17, 2);
-    multiply(p.want.dbias, 101, 2);
+    scale_values(p.want.dweight, 101 * 17, 2);
+    scale_values(p.want.dbias, 101, 2);
     check_results(&p);
     p.args.scale = 0;
     run(context, &p.args);
-    multiply(p.want.dx, 29 * 17, 0);
+    scale_values(p.want.dx, 29 * 17, 0);
     check_results(&p);
     p.args.accumulate = false;
     run(context, &p.args);
-    multiply(p.want.dweight, 101 * 17, 0);
-    multiply(p.want.dbias, 101, 0);
+    scale_values(p.want.dweight, 101 * 17, 0);
+    scale_values(p.want.dbias, 101, 0);
     check_results(&p);
   }
   lce_destroy(context);
