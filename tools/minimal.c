@@ -569,7 +569,7 @@ static void draw_batch(const Llama *m, int32_t *tokens, int32_t *targets) {
 
 int main(int argc, char **argv) {
   Config c = {256, 128, 384, 4, 4, 2, 32, 1, 10000, 1e-5f}; // in the order of its members
-  long batch = 8, seq_len = 128, fused = 1, chunk = 128, steps = 200, warmup = 10;
+  long batch = 8, seq_len = 128, fused = 1, chunk = 128, steps = 150, warmup = 10;
   double peak = 2e-3, sum = 0;
   for (int i = 1; i < argc; i++) {
     const char *a = argv[i];

@@ -439,6 +439,7 @@ TEST(test_update) {
           "--optimizer muon --lr 0.01 --weight-decay 3 --momentum 0.8 --beta1 0.8 --beta2 0.7 --grad-clip 0"),
       false);
 }
+
 // --- the update's random rounding --------------------------------------------------------------------------
 
 static Update updates[64];
