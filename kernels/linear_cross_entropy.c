@@ -219,7 +219,8 @@ const char *lce_mode_name(LceMode mode) {
 }
 
 int64_t lce_default_chunk(DeviceKind device, int64_t tokens) {
-  return min_i64(4096, max_i64(device == ON_CUDA ? 1024 : 128, ceil_div(tokens, 8)));
+  return min_i64(4096,
+                 device == ON_CUDA ? max_i64(1024, ceil_div(tokens, 8)) : max_i64(112, ceil_div(tokens, 9)));
 }
 
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {

@@ -92,9 +92,9 @@ bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
-// The chunk taken when the user names none: an eighth of the tokens, which keeps the layer an order of magnitude below the
-// materialized one, but at least 128, on a GPU 1024 (below, the traffic of reading W for each chunk is the bound), and at most
-// 4096 (beyond, a GEMM gains nothing more).
+// The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below, the traffic of reading
+// W for each chunk is the bound); on a CPU a ninth, with which the layer holds less than an eighth of its logits, but at least 112;
+// and at most 4096 (beyond, a GEMM gains nothing more).
 int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
 // The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
 // of 128 where that is no more than `chunk`.

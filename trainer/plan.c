@@ -105,11 +105,7 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
     o->lce_chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
   }
-  if (o->lce_chunk) return;
-  int64_t tokens = o->batch * o->seq_len;
-  o->lce_chunk = lce_default_chunk(device, tokens);
-  // On a CPU a ninth of the tokens costs no more time than an eighth, and LM head + loss hold less than an eighth.
-  if (device == ON_CPU) o->lce_chunk = min_i64(o->lce_chunk, max_i64(112, ceil_div(tokens, 9)));
+  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {

@@ -166,7 +166,7 @@ def gradients_wanted(needs, bias, sampling):
 def dweight_dtype(x, weight, options, known=False):
     """That of weight, where the library writes dweight once: what one GEMM sums. Else fp32."""
     dtype, group, _, label_smoothing, *_, chunk, sampling = options
-    once = known or (chunk or (1024 if x.is_cuda else 128)) >= x.shape[0]  # the default chunk is no smaller
+    once = known or (chunk or (1024 if x.is_cuda else 112)) >= x.shape[0]  # the default chunk is no smaller
     narrow = once and dtype == weight.dtype and not (group or label_smoothing or sampling or hasattr(weight, "main_grad"))
     return dtype if narrow else torch.float32
 
