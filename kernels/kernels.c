@@ -350,6 +350,7 @@ static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(REFUSE(a->terms.softcap > 0, "a soft-cap does not act on whole rows"), FIELD(targets, "int32 [C]"),
         FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
+        FIELD(exps, backward ? "T [C, V] strided or absent" : "absent: scaled_x is absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"), SIZE(N, a->targets.shape[0]),

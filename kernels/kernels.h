@@ -396,6 +396,9 @@ typedef struct {
   Tensor loss;          // fp32 [C], or absent where scaled_x is there
   TokenOutputs outputs; // of these z_loss, log_prob, logsumexp, and entropy where rows.e_distance is there
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  Tensor
+      exps; // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, so that
+            // E^T scaled_x has the targets' part, too
   LossRows rows;        // reads the first six; writes the scales, scale_uniform with label smoothing alone
   Tensor x, targets;    // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights; // fp32 [C], or absent

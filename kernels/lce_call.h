@@ -21,18 +21,19 @@ enum { TOKENS_READ = 4, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 typedef struct {
   Backend *backend;
   const LinearCrossEntropy *a;
-  Tokens tokens;          // all of the call's
-  bool backward;          // dx, dweight or both
-  bool logits;            // chunks hold logits, not exponentials
-  bool counted;           // the counted tokens of a chunk are copied to its buffers
-  bool split;             // the head's rows are split over ranks
-  bool at_once;           // target logits and target gradients are those of all tokens, not of a chunk
-  int64_t vocab_size;     // of the whole head
-  Tensor class_weights;   // of this rank's rows of W
-  Tensor factor;          // fp32 [1], or absent
-  bool sampled;           // E's tiles are sampled for the gradients
-  size_t kept_bytes;      // of Chunk.kept
-  Tensor smoothing_row;   // fp32 [H]: sum_j w[j] W[j] over all rows of W
+  Tokens tokens;        // all of the call's
+  bool backward;        // dx, dweight or both
+  bool logits;          // chunks hold logits, not exponentials
+  bool counted;         // the counted tokens of a chunk are copied to its buffers
+  bool split;           // the head's rows are split over ranks
+  bool targets_in_exps; // dweight is written once, in W's dtype, by the GEMM that has the targets' part, too
+  bool at_once;         // target logits and target gradients are those of all tokens, not of a chunk
+  int64_t vocab_size;   // of the whole head
+  Tensor class_weights; // of this rank's rows of W
+  Tensor factor;        // fp32 [1], or absent
+  bool sampled;         // E's tiles are sampled for the gradients
+  size_t kept_bytes;    // of Chunk.kept
+  Tensor smoothing_row; // fp32 [H]: sum_j w[j] W[j] over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
   Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
 } Call;
@@ -77,8 +78,8 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
 
 // The chunk loop, from buffers for `size` tokens a chunk.
 void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size);
-// Losses, outputs, scales and scaled x of the tokens, those that are there.
-void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x);
+// Losses, outputs, scales and scaled x of the tokens, those that are there; exps may be absent.
+void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps);
 
 // lce_check.c: fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);

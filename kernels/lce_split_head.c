@@ -58,5 +58,6 @@ void lce_split_combine(const Call *c, const Chunk *k) {
 // Losses and outputs of the local tokens.
 void lce_split_losses(const Call *c, const Chunk *k) {
   int64_t count = k->local.x.shape[0];
-  lce_rows_of(c, &k->local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0});
+  lce_rows_of(c, &k->local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0},
+              (Tensor){0});
 }

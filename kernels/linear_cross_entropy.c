@@ -45,14 +45,15 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
         chunk.scaled_x = push_matrix(c, "scaled x", c->a->x.dtype, chunk.global.x.shape[0], c->a->x.shape[1]);
       if (c->split) lce_split_losses(c, &chunk);
       if (c->backward || !c->split)
-        lce_rows_of(c, &chunk.global, chunk.rows, chunk.scaled_x); // loss, r, c, r X
+        lce_rows_of(c, &chunk.global, chunk.rows, chunk.scaled_x,
+                    c->targets_in_exps ? chunk.exps : (Tensor){0}); // loss, r, c, r X
     }
     if (c->backward && !c->logits) {
       if (c->sampled) lce_sampling_gradients(c, &chunk, first / size, left <= 0);
       // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
       if (gemm_of_weight && first == 0) add_non_targets(c, &chunk, accumulate);
       input_gradient(c, &chunk); // dX = r dX + c W[y]
-      if (of_weight && !c->at_once)
+      if (of_weight && !c->at_once && !c->targets_in_exps)
         add_targets(c, chunk.rows.scale_target, chunk.global.x, chunk.local_targets);
       lce_terms_add(c, &chunk, first == 0);
     }
@@ -90,10 +91,11 @@ static void logits_exp(const Call *c, const Chunk *k) {
   if (c->split) lce_split_combine(c, k);
 }
 
-void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x) {
+void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps) {
   lce_rows(c->backend, (LceRows){.loss = t->loss,
                                  .outputs = t->outputs,
                                  .scaled_x = scaled_x,
+                                 .exps = exps,
                                  .rows = rows,
                                  .x = t->x,
                                  .targets = t->targets,
@@ -251,6 +253,7 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
             .split = a->shard.vocab_size > 0,
             .vocab_size = a->weight.shape[0],
             .class_weights = a->terms.class_weights};
+  c.targets_in_exps = !c.logits && tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32;
   c.at_once = !c.logits && !c.counted && !c.split;
   if (c.split) {
     c.vocab_size = a->shard.vocab_size;
@@ -264,7 +267,7 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
 static void run_call(Backend *backend, LinearCrossEntropy *a) {
   Call c = begin_call(backend, a);
   if (tensor_exists(a->known_log_prob)) {
-    lce_known_gradients(&c);
+    if (c.backward) lce_known_gradients(&c);
     return;
   }
   int64_t tokens = a->x.shape[0], counted = c.counted ? a->counted : tokens;
@@ -279,7 +282,7 @@ static void run_call(Backend *backend, LinearCrossEntropy *a) {
   }
   if (c.at_once) target_logits(&c, buffers.rows.target_z, a->x, a->targets);
   lce_chunks(&c, &buffers, counted, lce_used_chunk(counted, max));
-  if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
+  if (c.at_once && tensor_exists(a->dweight) && !c.targets_in_exps) add_all_targets(&c, &buffers);
   lce_terms_end(&c);
 }
 

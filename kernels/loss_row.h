@@ -54,8 +54,8 @@ LOSS_ROW RowLoss loss_of_row(RowSums s) {
   return r;
 }
 
-// What makes a row's gradient where its nll and entropy are known (LceKnownRows). `scale` multiplies the gradient of loss and z-loss,
-// `of_entropy` that of the entropy.
+// What makes a row's gradient where its nll and entropy are known (LceKnownRows). `scale` multiplies the gradient of loss and
+// z-loss, `of_entropy` that of the entropy.
 typedef struct {
   LossReal lse, per_p, per_distance, at_target;
 } KnownRow;
@@ -69,5 +69,5 @@ LOSS_ROW KnownRow known_row(LossReal target_v, LossReal nll, LossReal entropy, L
 
 // The entropy, from e_v = sum of exp(v - anchor) (v - anchor) over the non-targets.
 LOSS_ROW LossReal entropy_of_row(RowSums s, RowLoss r, LossReal e_v) {
-  return log(r.total) - (e_v - s.target_e * s.offset) / r.total;
+  return (s.target_e == 1 ? r.nll : log(r.total)) - (e_v - s.target_e * s.offset) / r.total;
 }

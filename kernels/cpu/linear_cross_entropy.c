@@ -415,6 +415,8 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     cpu_store(r->scale_non_target, n, scale);
     cpu_store(r->scale_target, n, row.target);
     if (smoothing) cpu_store(r->scale_uniform, n, -row.uniform);
+    if (tensor_exists(a->exps) && targets[n] >= 0)
+      cpu_row(a->exps, n)[targets[n]] = scale != 0 ? (float)(row.target / row.per_e) : 0;
     float *scaled = cpu_row(a->scaled_x, n);
     EACH_SIMD (i, a->x.shape[1]) scaled[i] = scale * x[i];
   }

@@ -43,7 +43,11 @@ epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2]
     row_sums[j / 2 % 2] += z[j];
     if (ENTROPY) distances[j / 2 % 2] += z[j] * t;
   }
-  EACH (i, 2) row_sums[i] *= correction[i], distances[i] *= correction[i] * LN_2;
+  EACH (i, 2) {
+    // t lacks the error, too, which is (correction - 1) / ln 2.
+    if (ENTROPY) distances[i] = correction[i] * (LN_2 * distances[i] + (correction[i] - 1) * row_sums[i]);
+    row_sums[i] *= correction[i];
+  }
 }
 
 template <bool ENTROPY> struct LogitsExp : Epilogue {
@@ -79,12 +83,13 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
   constexpr float LN_2 = 0.6931471805599453f;
   float shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
+  bool counts[2];
   EACH (i, 2) {
     int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
     int32_t of_row = params.targets[n];
     target[i] = of_row - first_column;
-    // Finite, for 0 times infinity is not 0.
-    shift[i] = of_row == IGNORE_INDEX ? -1e30f : -params.rows.lse[n] * LOG2_E;
+    counts[i] = of_row != IGNORE_INDEX;
+    shift[i] = -params.rows.lse[n] * LOG2_E;
     per_p[i] = params.rows.per_p[n];
     per_t[i] = params.rows.per_distance[n] * LN_2;
     at_target[i] = params.rows.at_target[n];
@@ -94,7 +99,7 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
     float t = fmaf(z[j], params.scale, shift[i]);
     z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
     if (at == target[i]) z[j] = at_target[i];
-    if (first_column + at >= s.n) z[j] = 0;
+    if (!counts[i] || first_column + at >= s.n) z[j] = 0;
   }
 }
 

@@ -471,6 +471,8 @@ static __global__ void __launch_bounds__(256)
       write(a.rows.scale_non_target, row, r);
       write(a.rows.scale_target, row, counts ? l.target : 0);
       write(a.rows.scale_uniform, row, -l.uniform);
+      if (a.exps.data && target >= 0)
+        data_of<T>(a.exps)[row * a.exps.stride + target] = from_float<T>(r != 0 ? l.target / r : 0);
     }
   }
   if (!backward) return;

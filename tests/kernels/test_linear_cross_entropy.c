@@ -112,6 +112,35 @@ TEST(test_nearly_certain) {
   }
 }
 
+// Targets as the model's own probabilities have them: then the targets' part of dweight and the rest nearly cancel, and must be
+// added before they are rounded to W's dtype.
+TEST(test_narrow_dweight) {
+  Harness *h = *state;
+  enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
+  ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  double *z = host_values(h, (int64_t)ROWS * VOCAB);
+  reference_linear(z, p.x, p.weight, false, NULL, NULL, ROWS, HIDDEN, VOCAB);
+  for (int64_t n = 0; n < ROWS; n++) {
+    double sum = 0, drawn = fmod((double)n * 0.6180339887498949, 1), whole;
+    for (int j = 0; j < VOCAB; j++) sum += exp(z[n * VOCAB + j]);
+    int target = 0;
+    for (whole = exp(z[n * VOCAB]); whole < drawn * sum && target < VOCAB - 1;)
+      whole += exp(z[n * VOCAB + ++target]);
+    p.targets[n] = target;
+  }
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, ROWS);
+  a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN);
+  linear_cross_entropy(h->backend, a);
+  reference_loss(&p);
+  const double *got = values_of(h, a.dweight);
+  double off = 0, size = 0;
+  for (int i = 0; i < VOCAB * HIDDEN; i++)
+    off += (got[i] - p.dweight[i]) * (got[i] - p.dweight[i]), size += p.dweight[i] * p.dweight[i];
+  if (!(sqrt(off / size) < fmax(1e-4, 2 * dtype_epsilon(h->dtype))))
+    fail_msg("dweight is off by %g of its size, %g", sqrt(off / size), sqrt(size));
+}
+
 // All rows but one are to the bit what they are where nothing is wrong with that one.
 static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntropy clean, int64_t wrong) {
   for (int64_t n = 0; n < a.loss.shape[0]; n++) {
