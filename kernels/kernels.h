@@ -536,8 +536,8 @@ typedef struct {
 //   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
 //   descend   w = w - lr (grad + weight_decay w), with weight and master as above
 typedef struct {
-  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: what is written, and absent
-  Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, descend neither
+  Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: the output, and absent
+  Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, descend has neither m nor v
   Tensor grad_scale;     // fp32 [1], on the device; not of descend
   float lr, beta1, beta2, epsilon, momentum, weight_decay;
   int64_t step; // t, from 1
@@ -668,7 +668,7 @@ typedef struct {
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// x = scale NS(x) of each matrix, by the two above (newton_schulz.c): all singular values become about `scale`.
+// x = scale NS(x) of each matrix, by normalize and multiply (newton_schulz.c): all singular values become about `scale`.
 void orthogonalize(Backend *backend, Matrices x, int64_t count, float scale);
 
 // What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.

@@ -10,6 +10,11 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
 }
 
+// Whether the call needs more of a row than the sums that sampling and a split head know.
+static bool beyond_row_sums(const LinearCrossEntropy *a) {
+  return lce_needs_logits(a) || tensor_exists(a->outputs.entropy);
+}
+
 static void check_sampling(const LinearCrossEntropy *a) {
   double mass = (double)a->sampling.full_mass;
   Tensor stats = a->sampling.stats;
@@ -21,9 +26,9 @@ static void check_sampling(const LinearCrossEntropy *a) {
          tensor_text(stats).text, mass);
   if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
-  if (mass > 0 && (a->mode == LCE_MATERIALIZED || (lce_needs_logits(a) || tensor_exists(a->outputs.entropy))))
+  if (mass > 0 && (a->mode == LCE_MATERIALIZED || beyond_row_sums(a)))
     fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
-         "a bias, soft-cap, entropy, largest logits and predictions, which need logits");
+         "a bias, soft-cap, largest logits and predictions, which need logits, or an entropy");
 }
 
 static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
@@ -33,7 +38,7 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || (lce_needs_logits(a) || tensor_exists(a->outputs.entropy)) || a->mean)
+  if (a->mode == LCE_MATERIALIZED || beyond_row_sums(a) || a->mean)
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
          "statistics alone: no bias, soft-cap, entropy, largest logits, predictions or mean",
          backend->ranks);

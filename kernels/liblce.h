@@ -71,9 +71,11 @@ typedef struct {
   int32_t mean;                            // scale by 1 / (sum of the counted tokens' class weights) as well
   int32_t accumulate;                      // add to dweight and dbias rather than write them
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
-  int32_t narrow_dweight; // dweight has the context's dtype; in one chunk or with known_log_prob alone
-  int32_t check_targets;  // 1: refuse targets out of range; -1: do not; 0: on the CPU
-  float scale;            // of the gradients; 0 makes them 0, so say 1 for plain ones
+  int32_t
+      narrow_dweight; // dweight has the context's dtype: only in one chunk or with known_log_prob, and without sample,
+                      // label_smoothing, a split head and accumulate
+  int32_t check_targets; // 1: refuse targets out of range; -1: do not; 0: on the CPU
+  float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap,
       temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
   float sample;                 // the mass from which a tile is kept; 0: exact gradients
@@ -90,10 +92,11 @@ typedef struct {
   // weight's rows without a sum of dweight over chunks. known_entropy comes with entropy_weights. There is no loss and no other
   // output, no materialized, sample, bias, softcap, label_smoothing and no split head.
   const float *known_log_prob, *known_entropy; // [N], or NULL
-  float *loss;   // [N]: per token, before scale, mean and token weights; 0 of what does not count
-  void *dx;      // fp32/bf16 [N, H], or NULL: not computed
-  void *dweight; // fp32 [V, H], or NULL, likewise; without both the call is the forward pass alone
-  float *dbias;  // [V]; there when bias and dweight are
+  float *loss; // [N]: per token, before scale, mean and token weights; 0 of what does not count
+  void *dx;    // fp32/bf16 [N, H], or NULL: not computed
+  void *
+      dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the call is the forward pass alone
+  float *dbias; // [V]; there when bias and dweight are
   // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is v[y].
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j

@@ -36,10 +36,9 @@ typedef struct {
 // reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
-// A bias, a soft-cap, entropy_weights and the outputs max_logit, predicted and correct need a row's
-// logits side by side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their
-// gradient in place. All other terms act on whole rows, and are free but for one pass over W and one over
-// dweight that label smoothing costs.
+// A bias, a soft-cap, entropy_weights (unless known_log_prob is given) and the outputs max_logit, predicted and correct need a
+// row's logits side by side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All
+// other terms act on whole rows, and are free but for one pass over W and one over dweight that label smoothing costs.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,

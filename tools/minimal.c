@@ -44,8 +44,8 @@ typedef struct {
 typedef struct {
   long rows, columns, count;
   float *value, *grad;
-  char name[80]; // of a weight, which has AdamW's moments too; a norm's weight is one row
-  float *m, *v;
+  char name[80]; // of a weight, for the test; a norm's weight is one row
+  float *m, *v;  // a weight's moments
 } Matrix;
 
 typedef struct {
@@ -62,7 +62,7 @@ typedef struct {
 
 typedef struct {
   Config config;
-  long batch, seq_len, chunk; // B, T, and C: tokens of the loss at a time, 0 for all
+  long batch, seq_len, chunk; // B, T, and C: tokens of the loss at a time; 0: loss_materialized
   Matrix embed_tokens, norm, lm_head;
   Matrix *head; // lm_head or, tied, embed_tokens
   Block *blocks;
@@ -193,7 +193,7 @@ static void rmsnorm(Matrix *y, const Matrix *x, const Matrix *w, float eps) {
   }
 }
 
-// dx += s w dy - s^3 x mean(w dy x), the second term by way of s;  dw += sum over rows of s x dy.
+// dx += s w dy - s^3 x mean(w dy x), the second since s depends on x;  dw += sum over rows of s x dy.
 static void rmsnorm_backward(const Matrix *y, Matrix *x, Matrix *w, float eps) {
   for (long n = 0; n < x->rows; n++) {
     const float *xn = x->value + n * x->columns, *dyn = y->grad + n * x->columns;
@@ -327,7 +327,7 @@ static void loss_materialized(Llama *m, const int32_t *y) {
 //     R    = sum over j of E[j]                               the softmax is E / (1 + R), and 1 / (1 + R) at y
 //     loss = log(1 + R)
 //     r, c = 1 / (1 + R), -R / (1 + R)                        so that  softmax(z) - onehot(y) = r E + c onehot(y)
-//     dx  += (r (E W) + c W[y]) / N
+//     dx   = (r (E W) + c W[y]) / N
 //     dW  += E^T (r x) / N,   dW[y] += c x / N
 //
 // Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in the registers of
@@ -589,12 +589,12 @@ int main(int argc, char **argv) {
   time_t start = time(NULL);
   for (long step = 0; step < steps; step++) {
     draw_batch(&m, tokens, targets);
-    sum += forward(&m, tokens, targets);
+    sum = forward(&m, tokens, targets) + (step % 10 ? sum : 0);
     backward(&m, tokens);
     double norm = update(&m, schedule(peak, step, warmup, steps), step);
-    if ((step + 1) % 10) continue;
-    printf("step %ld  loss %.3f  norm %.2f  %.0f s\n", step + 1, sum / 10, norm, difftime(time(NULL), start));
-    sum = 0; // the loss is the mean of ten steps
+    if ((step + 1) % 10 && step + 1 < steps) continue;
+    sum /= (double)(step % 10 + 1); // the mean of ten steps, at the end of fewer
+    printf("step %ld  loss %.3f  norm %.2f  %.0f s\n", step + 1, sum, norm, difftime(time(NULL), start));
   }
   return 0;
 }

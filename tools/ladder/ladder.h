@@ -18,9 +18,9 @@ extern const char *const ladder_names[RUNGS];
 bool ladder_has(const Backend *backend, int rung);
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all tokens at
-// once) and scale; no rung but the last reads its other fields, except that rungs 4 and 5 sample on the CPU. Rung 0 is the three matmuls alone. Rungs 1 to 6 take bf16
-// on CUDA, and rungs 5 and 6 need a hidden size there that 8 divides. What a rung needs beyond the call's tensors is pushed as
-// MEMORY_HEAD and popped.
+// once) and scale; no rung but the last reads its other fields, except that rungs 4 and 5 sample on the CPU. Rung 0 is the three
+// matmuls alone. Rungs 1 to 6 take bf16 on CUDA, and rungs 5 and 6 need a hidden size there that 8 divides. What a rung needs
+// beyond the call's tensors is pushed as MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows ----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ typedef struct {
 extern const LadderRows ladder_rows_cpu, ladder_rows_cuda;
 bool ladder_hopper(void); // of rows_cuda.cu
 
-// Row sums above this are out of range: a logit beats the target's by more than 66.
+// Row sums above this are out of range, as that of one logit which beats the target's by 66.
 #define LADDER_SUM_LIMIT 0x1p96f
 
 #if defined(__cplusplus)

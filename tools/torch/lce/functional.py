@@ -118,8 +118,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
-        sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64, x=dense(x, dtype), weight=dense(weight, dtype),
-        bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
+        sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64,
+        x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
         token_weights=dense(token_weights), entropy_weights=dense(entropy_weights), known_log_prob=dense(log_prob),
         known_entropy=dense(entropy), loss=loss if log_prob is None else None, token_z_loss=token_z_loss,
         entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
@@ -166,7 +166,7 @@ def gradients_wanted(needs, bias, sampling):
 def dweight_dtype(x, weight, options, known=False):
     """That of weight, where the library writes dweight once: what one GEMM sums. Else fp32."""
     dtype, group, _, label_smoothing, *_, chunk, sampling = options
-    once = known or (chunk or (1024 if x.is_cuda else 112)) >= x.shape[0]  # the default chunk is no smaller
+    once = known or (chunk or 1024) >= x.shape[0]  # a GPU's default chunk is no smaller; on the CPU both are fp32
     narrow = once and dtype == weight.dtype and not (group or label_smoothing or sampling or hasattr(weight, "main_grad"))
     return dtype if narrow else torch.float32
 
@@ -266,7 +266,7 @@ class PerToken(torch.autograd.Function):
                               entropy.clone() if known and want_entropy else None)
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs no logits
+            ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs nothing
         return loss if token_weights is None else loss * token_weights, entropy
 
     @staticmethod
@@ -368,8 +368,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
-    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32, or where one chunk takes all tokens
-    written in weight's dtype at once.
+    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over chunks; in
+    one chunk, or for "none" without other terms, it is written in weight's dtype at once.
     Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
