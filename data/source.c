@@ -258,8 +258,7 @@ static void fail_outside(const Source *source, const SourceFile *piece, int64_t 
            (long long)((const char *)piece->tokens - piece->file.bytes + first * piece->kind));
   if (passed)
     fail("%s has changed since it was opened: %s has id %u now and the vocabulary has %lld; put back what "
-         "was there and "
-         "start again",
+         "was there and start again",
          piece->path, at, (uint32_t)id, (long long)source->vocab_size);
   uint32_t largest = (uint32_t)id;
   for (int64_t i = first; i < piece->stored; i++) {

@@ -19,18 +19,13 @@ static int64_t block_rows(const LinearCrossEntropy *a) {
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }
 
-static KnownRows push_rows(const Call *c) {
-  KnownRows r;
-  static const char *const names[] = {"logsumexp", "factors of p", "factors of p times distance",
-                                      "target entries"};
-  for (int i = 0; i < 4; i++) r.all[i] = push_vector(c, names[i], DTYPE_F32, c->a->x.shape[0]);
-  return r;
-}
-
 static KnownRows known_rows(const Call *c) {
   const LinearCrossEntropy *a = c->a;
+  static const char *const names[] = {"logsumexp", "factors of p", "factors of p times distance",
+                                      "target entries"};
   Tensor target_z = push_vector(c, "target logits", DTYPE_F32, a->x.shape[0]);
-  KnownRows rows = push_rows(c);
+  KnownRows rows;
+  for (int i = 0; i < 4; i++) rows.all[i] = push_vector(c, names[i], DTYPE_F32, a->x.shape[0]);
   lce_target_logits(
       c->backend,
       (LceTargetLogits){.target_z = target_z, .x = a->x, .weight = a->weight, .targets = a->targets});

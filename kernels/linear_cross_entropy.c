@@ -254,7 +254,7 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
             .vocab_size = a->weight.shape[0],
             .class_weights = a->terms.class_weights};
   c.targets_in_exps = !c.logits && tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32;
-  c.at_once = !c.logits && !c.counted && !c.split;
+  c.at_once = !c.logits && !c.counted && !c.split && !c.targets_in_exps;
   if (c.split) {
     c.vocab_size = a->shard.vocab_size;
     c.class_weights = first_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
@@ -282,7 +282,7 @@ static void run_call(Backend *backend, LinearCrossEntropy *a) {
   }
   if (c.at_once) target_logits(&c, buffers.rows.target_z, a->x, a->targets);
   lce_chunks(&c, &buffers, counted, lce_used_chunk(counted, max));
-  if (c.at_once && tensor_exists(a->dweight) && !c.targets_in_exps) add_all_targets(&c, &buffers);
+  if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
   lce_terms_end(&c);
 }
 

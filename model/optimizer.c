@@ -57,6 +57,12 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
   }
 }
 
+// This rank's part of a bucket's updates.
+static Tensor part_of(const ParameterSet *p, Tensor whole) {
+  int64_t count = whole.shape[0] / p->sharding.parts;
+  return tensor_rows(whole, p->sharding.part * count, count);
+}
+
 // Where the optimizer is sharded each rank makes its slices of u, and they are gathered; then whole layers belong to the ranks,
 // and a rank leaves zeros in place of those of others: the sums of all ranks' are the updates, again in slices.
 static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
@@ -68,10 +74,10 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
       memory_push_1d(&backend->memory, "Muon's updates", MEMORY_WORKSPACE, backend->dtype, end - first);
   for (Bucket b = {end, 0}; b.first > first;) {
     b = shards_bucket(p, group, b.first);
-    Tensor whole = tensor_rows(updates, b.first - first, b.count), none = {0};
+    Tensor whole = tensor_rows(updates, b.first - first, b.count);
     Update u = slice_update(p, group, b, settings);
-    u.weight = tensor_rows(whole, part * (b.count / parts), b.count / parts);
-    u.master = none;
+    u.weight = part_of(p, whole);
+    u.master = (Tensor){0};
     nesterov(backend, u);
     if (parts > 1) all_gather(backend, (Collective){.out = whole, .x = u.weight, .async = true});
   }
@@ -83,10 +89,10 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
   if (mine < after) orthogonalize_layers(backend, p, updates, mine, after - mine);
   for (Bucket b = {end, 0}; b.first > first;) {
     b = shards_bucket(p, group, b.first);
-    Tensor whole = tensor_rows(updates, b.first - first, b.count), none = {0};
+    Tensor whole = tensor_rows(updates, b.first - first, b.count);
     Update u = slice_update(p, group, b, settings);
-    u.grad = tensor_rows(whole, part * (b.count / parts), b.count / parts);
-    u.m = none;
+    u.grad = part_of(p, whole);
+    u.m = (Tensor){0};
     if (parts > 1) reduce_scatter(backend, (Collective){.out = u.grad, .x = whole});
     descend(backend, u);
     gather_weights(backend, p, group, b);

@@ -6,6 +6,8 @@
 
 #include "kernels/cuda/hopper_store.cuh"
 
+static constexpr float LN_2 = 0.6931471805599453f;
+
 // Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2. row_sums: E over the thread's entries of
 // its two rows, in fp32; distances, for an entropy: E t ln 2, likewise. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
 // factor; the sum is corrected by the rounding error. Only warps whose rows have a target in the tile, or columns beyond V,
@@ -14,7 +16,6 @@ template <bool ENTROPY>
 static __device__ __forceinline__ void
 epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2], const TileScheduler &s,
              const EpilogueParams &params, int row, int first_column, int column) {
-  constexpr float LN_2 = 0.6931471805599453f;
   constexpr float NOTHING =
       -1e30f; // its exponential is 0 and, unlike minus infinity's, may be multiplied by it
   float shift[2], correction[2];
@@ -50,9 +51,12 @@ epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2]
   }
 }
 
-template <bool ENTROPY> struct LogitsExp : Epilogue {
+struct OfLogits : Epilogue {
   static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
   enum { STAGES = 5 };
+};
+
+template <bool ENTROPY> struct LogitsExp : OfLogits {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
@@ -80,7 +84,6 @@ template <bool ENTROPY> struct LogitsExp : Epilogue {
 static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
                                                          const EpilogueParams &params, int row,
                                                          int first_column, int column) {
-  constexpr float LN_2 = 0.6931471805599453f;
   float shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
   bool counts[2];
@@ -103,9 +106,7 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
   }
 }
 
-struct LogitsGradient : Epilogue {
-  static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
-  enum { STAGES = 5 };
+struct LogitsGradient : OfLogits {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;

@@ -119,10 +119,10 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
         sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64,
-        x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(), class_weights=dense(class_weights),
-        token_weights=dense(token_weights), entropy_weights=dense(entropy_weights), known_log_prob=dense(log_prob),
-        known_entropy=dense(entropy), loss=loss if log_prob is None else None, token_z_loss=token_z_loss,
-        entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
+        x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(),
+        class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
+        known_log_prob=dense(log_prob), known_entropy=dense(entropy), loss=loss if log_prob is None else None,
+        token_z_loss=token_z_loss, entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
     if z_loss:
         loss += token_z_loss
     return results
@@ -368,8 +368,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
-    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over chunks; in
-    one chunk, or for "none" without other terms, it is written in weight's dtype at once.
+    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over
+    chunks; in one chunk, or for "none" without other terms, it is written in weight's dtype at once.
     Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
