@@ -289,13 +289,22 @@ LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
   return range;
 }
 
+int64_t lce_row_parts(const LossRows *rows) {
+  return 2 + tensor_exists(rows->e_distance) + 2 * tensor_exists(rows->max);
+}
+
+bool token_outputs_need_max(const TokenOutputs *o) {
+  return tensor_exists(o->max_logit) || tensor_exists(o->predicted) || tensor_exists(o->correct);
+}
+
 // Vectors that are there have C elements, and those named in `needed` are there.
 #define ROW(field, needed)                                                                                   \
   NAMED(#field, a->rows.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
 #define LOSS_ROWS(needed)                                                                                    \
   ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
       ROW(e_distance, needed), ROW(rescale, needed), ROW(scale_non_target, needed),                          \
-      ROW(scale_target, needed), ROW(scale_uniform, needed)
+      ROW(scale_target, needed), ROW(scale_uniform, needed), ROW(max, needed),                               \
+      NAMED("best", a->rows.best, tensor_exists(a->rows.max) ? "int32 [C]" : "absent: max is absent")
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
 #define SCALES   "scale_non_target, scale_target"
 
@@ -303,21 +312,23 @@ NEEDS(shard_indices, ShardIndices, FIELD(indices, "int32 [N]"), FIELD(out, "int3
       REFUSE(a->first < 0 || a->count < 0, "a part of %lld entries from %lld on", a->count, a->first))
 
 NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
-      FIELD(targets, "int32 [C]"), FIELD(target_z, "fp32 [C]"))
+      FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"), FIELD(target_z, "fp32 [C]"))
 
 #define BACKWARD(field, form)                                                                                \
   FIELD(field, tensor_exists(a->exps) ? form " or absent"                                                    \
                                       : "absent: exps is absent, so this is the forward pass alone")
 
 NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
-      FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
+      FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
       BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
       BACKWARD(tile_sums, "fp32 [C, B]"), LOSS_ROWS(ROW_SUMS),
-      REFUSE(tensor_exists(a->tile_sums) && tensor_exists(a->rows.e_distance),
-             "tile_sums and rows.e_distance exclude each other"))
+      REFUSE(tensor_exists(a->tile_sums) &&
+                 (tensor_exists(a->rows.e_distance) || tensor_exists(a->rows.max) || a->softcap > 0),
+             "tile_sums exclude rows.e_distance, rows.max and a soft-cap"))
 
-NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"), SIZE(P, 2 * a->targets.shape[0] * backend->ranks),
-      FIELD(parts, "fp32 [P]"), LOSS_ROWS(ROW_SUMS ", rescale"))
+NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
+      SIZE(P, lce_row_parts(&a->rows) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
+      LOSS_ROWS(ROW_SUMS ", rescale"))
 
 static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
   // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
@@ -338,25 +349,25 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
         FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
-// The last three need a row's logits side by side, which lce_rows does not have.
-#define TOKEN_OUTPUTS(fp32, int32)                                                                           \
+#define TOKEN_OUTPUTS                                                                                        \
   FIELD(outputs.z_loss, "fp32 [N] or absent"), FIELD(outputs.log_prob, "fp32 [N] or absent"),                \
       FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, "fp32 [N] or absent"),          \
-      FIELD(outputs.max_logit, fp32), FIELD(outputs.predicted, int32), FIELD(outputs.correct, fp32)
-#define ROW_SUMS_ALONE "absent: it does not follow from row sums alone"
+      FIELD(outputs.max_logit, "fp32 [N] or absent"), FIELD(outputs.predicted, "int32 [N] or absent"),       \
+      FIELD(outputs.correct, "fp32 [N] or absent")
 
 static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
   loss_terms(op, &a->terms, a->vocab_size);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
-  CHECK(REFUSE(a->terms.softcap > 0, "a soft-cap does not act on whole rows"), FIELD(targets, "int32 [C]"),
-        FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
+  CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
+        FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
         FIELD(exps, backward ? "T [C, V] strided or absent" : "absent: scaled_x is absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
-        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"), SIZE(N, a->targets.shape[0]),
-        TOKEN_OUTPUTS(ROW_SUMS_ALONE, ROW_SUMS_ALONE),
-        REFUSE(tensor_exists(a->outputs.entropy) && !tensor_exists(a->rows.e_distance),
-               "an entropy needs rows.e_distance"),
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
+        FIELD(smoothing_bias, "fp32 [1] or absent"), SIZE(N, a->targets.shape[0]), TOKEN_OUTPUTS,
+        REFUSE((tensor_exists(a->outputs.entropy) && !tensor_exists(a->rows.e_distance)) ||
+                   (token_outputs_need_max(&a->outputs) && !tensor_exists(a->rows.max)),
+               "an entropy needs rows.e_distance, and the largest logit rows.max"),
         LOSS_ROWS(!backward    ? ROW_SUMS
                   : !smoothing ? ROW_SUMS SCALES
                                : ROW_SUMS SCALES "scale_uniform"));
@@ -381,7 +392,7 @@ static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *
 }
 
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
-      FIELD(scale_target, "fp32 [C]"), FIELD(targets, "int32 [C]"))
+      FIELD(scale_target, "fp32 [C] or absent"), FIELD(targets, "int32 [C]"))
 
 #define KNOWN_ROWS                                                                                           \
   NAMED("lse", a->rows.lse, "fp32 [N]"), NAMED("per_p", a->rows.per_p, "fp32 [N]"),                          \
@@ -408,8 +419,7 @@ static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyIn
       FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
       FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
       FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
-      FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"),
-      TOKEN_OUTPUTS("fp32 [N] or absent", "int32 [N] or absent"),
+      FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"), TOKEN_OUTPUTS,
       REFUSE(tensor_exists(a->dlogits) && (a->dlogits.data != a->logits.data || to > from ||
                                            (size_t)a->dlogits.stride * to != (size_t)a->logits.stride * from),
              "dlogits does not lie in the place of logits"));

@@ -286,6 +286,8 @@ typedef union {
   Tensor all[7];
 } TokenOutputs;
 
+bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is there
+
 // The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their own gradient
 // in place, and loss and outputs are written.
 typedef struct {
@@ -319,27 +321,30 @@ typedef struct {
 } ReadTargets;
 
 // --- the fused LM head and loss ----------------------------------------------------------------------------
-// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. They know
-// the terms that act on whole rows: temperature, class weights, label smoothing, z-loss, token weights.
+// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. z, u and v are those of the
+// loss, above.
 
 // For each row (token) of a chunk, fp32 [C], or absent where unused. LceLogitsExp, or for a vocabulary that is split over ranks
 // LceCombine, writes anchor, row_sum and target_e; LceRows the scales.
 typedef union {
   struct {
-    Tensor target_z;   // z[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
-    Tensor anchor;     // a: z[target], or max_j z[j] where the row was repaired; infinite for IGNORE_INDEX
+    Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
+    Tensor anchor;     // a: u[target], or max_j u[j] where the row was repaired; infinite for IGNORE_INDEX
     Tensor row_sum;    // R = sum of E[j] over j != target
-    Tensor target_e;   // exp((z[target] - anchor) / T): 1 unless the row was repaired
-    Tensor e_distance; // sum of E[j] (z[j] - anchor) / T over j != target, for an entropy; or absent
+    Tensor target_e;   // exp((u[target] - anchor) / T): 1 unless the row was repaired
+    Tensor e_distance; // sum of E[j] (u[j] - anchor) / T over j != target, for an entropy; or absent
+    Tensor max, best;  // max_j u[j], and int32 the first such j; or both absent
     Tensor rescale;    // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
     // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
     Tensor scale_non_target, scale_target, scale_uniform;
   };
-  Tensor all[9];
+  Tensor all[11];
 } LossRows;
 
 // Rows [first, first + count) of every vector that is there.
 LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count);
+// How many vectors the ranks of a split vocabulary exchange (LceCombine.parts).
+int64_t lce_row_parts(const LossRows *rows);
 
 // Each rank's part of a vocabulary that is split over ranks:
 //   out[n] = indices[n] - first where that lies in [0, count), ELSEWHERE where it does not; IGNORE_INDEX stays
@@ -348,17 +353,20 @@ typedef struct {
   int64_t first, count; // of the part's rows
 } ShardIndices;
 
-// target_z[n] = x[n] . W[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
+// target_z[n] = u of z = x[n] . W[targets[n]] + bias[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
 typedef struct {
   Tensor target_z;  // fp32 [C]
   Tensor x, weight; // fp32/bf16 [C, H] and [V, H]
+  Tensor bias;      // fp32/bf16 [V], or absent
   Tensor targets;   // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  float softcap;    // c; 0 for none
 } LceTargetLogits;
 
-// z = x W^T;  anchor a = z[target];  E[j] = exp((z[j] - a) / T) for j != target, E[target] = 0;  R = sum_j E[j] in fp32
-// before E is rounded;  dx_raw = E W;  target_e = 1. Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired:
-// computed again with anchor = max_j z[j] and target_e = exp((z[target] - anchor) / T). A row whose target is IGNORE_INDEX has
-// E and R 0, and an infinite anchor. One whose target is ELSEWHERE has no E[target] to leave out.
+// z = x W^T + bias, u and T as above;  anchor a = u[target];  E[j] = exp((u[j] - a) / T) for j != target, E[target] = 0;  R =
+// sum_j E[j] in fp32 before E is rounded;  exps = E, with a soft-cap times du/dz;  dx_raw = exps W;  target_e = 1. Where R exceeds
+// LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j] and target_e = exp((u[target] -
+// anchor) / T). A row whose target is IGNORE_INDEX has E and R 0, and an infinite anchor. One whose target is ELSEWHERE has no
+// E[target] to leave out.
 typedef struct {
   // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows are stored
   // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
@@ -366,20 +374,27 @@ typedef struct {
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   Tensor
       tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps
-  LossRows rows;     // reads target_z; writes anchor, row_sum, target_e and, without tile_sums, e_distance
-  Tensor x, weight;  // fp32/bf16 [C, H] and [V, H]
-  Tensor targets;    // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
-  float temperature; // T; 0 is read as 1
+  LossRows
+      rows; // reads target_z; writes anchor, row_sum, target_e and, without tile_sums, e_distance, max and best
+  Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
+  Tensor bias;                // fp32/bf16 [V], or absent
+  Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  int64_t first;              // is added to rows.best
+  float softcap, temperature; // c, 0 for none; T, 0 is read as 1
   Tensor workspace;
 } LceLogitsExp;
 
 // The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
 //   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;  target_e = exp((target_z - a) / T);
 //   rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
+//   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T);  max, best: the largest, of the lowest rank
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
-  LossRows rows;  // reads target_z; writes anchor, row_sum, target_e, rescale
-  Tensor parts;   // fp32 [R * 2 C]: from each rank C anchors, then C row sums
+  LossRows
+      rows; // reads target_z; writes anchor, row_sum, target_e, rescale and, those that are there, e_distance, max, best
+  // fp32 [R * P C]: from each rank C anchors, C row sums and, as far as rows has them, C each of e_distance, max and best (whose
+  // bits they are)
+  Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
 } LceCombine;
@@ -391,20 +406,24 @@ typedef struct {
 //   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
 //                                                   (the target's own entry: p - 1 without the cancellation)
 //   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
+// With a bias b, sum_j w[j] v[j] has sum_j w[j] b[j] / T added. With a soft-cap scale_target is multiplied by du/dz of the target,
+// and there is no label smoothing.
 //   scaled_x      = scale_non_target * x
 typedef struct {
-  Tensor loss;          // fp32 [C], or absent where scaled_x is there
-  TokenOutputs outputs; // of these z_loss, log_prob, logsumexp, and entropy where rows.e_distance is there
-  Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  Tensor loss; // fp32 [C], or absent where scaled_x is there
+  TokenOutputs
+      outputs;     // any of them; entropy needs rows.e_distance, and the last three rows.max and rows.best
+  Tensor scaled_x; // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   Tensor
       exps; // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, so that
             // E^T scaled_x has the targets' part, too
-  LossRows rows;        // reads the first six; writes the scales, scale_uniform with label smoothing alone
-  Tensor x, targets;    // fp32/bf16 [C, H]; int32 [C]
-  Tensor token_weights; // fp32 [C], or absent
-  Tensor factor;        // fp32 [1], or absent; alpha comes later, through the GEMMs
-  Tensor smoothing_row; // fp32 [H]; there when terms.label_smoothing is
-  LossTerms terms;      // without a soft-cap
+  LossRows rows;         // reads the first eight; writes the scales, scale_uniform with label smoothing alone
+  Tensor x, targets;     // fp32/bf16 [C, H]; int32 [C]
+  Tensor token_weights;  // fp32 [C], or absent
+  Tensor factor;         // fp32 [1], or absent; alpha comes later, through the GEMMs
+  Tensor smoothing_row;  // fp32 [H]; there when terms.label_smoothing is
+  Tensor smoothing_bias; // fp32 [1], or absent: sum_j w[j] b[j]
+  LossTerms terms;
   int64_t vocab_size;
 } LceRows;
 
@@ -458,7 +477,7 @@ typedef struct {
 // dweight[target[n]] += alpha * scale_target[n] * x[n], deterministically; IGNORE_INDEX and ELSEWHERE add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
-  Tensor scale_target; // fp32 [C]
+  Tensor scale_target; // fp32 [C], or absent: 1
   Tensor x;            // fp32/bf16 [C, H]
   Tensor targets;      // int32 [C]
   float alpha;

@@ -33,9 +33,11 @@ typedef struct {
   Tensor factor;        // fp32 [1], or absent
   bool sampled;         // E's tiles are sampled for the gradients
   size_t kept_bytes;    // of Chunk.kept
-  Tensor smoothing_row; // fp32 [H]: sum_j w[j] W[j] over all rows of W
+  Tensor smoothing_row,
+      smoothing_bias;     // fp32 [H], [1]: sum_j w[j] W[j] and sum_j w[j] b[j], over all rows of W
   Tensor smoothing_local; // fp32 [H]: over this rank's rows
-  Tensor smoothing_x;     // fp32 [H]: sum_n scale_uniform[n] x[n], over all chunks (and ranks)
+  // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks (and ranks)
+  Tensor smoothing_x, smoothing_sum;
 } Call;
 
 // A chunk of C tokens, or the buffers of the largest one. With a split head each of the G ranks gives C tokens, and all
@@ -48,7 +50,7 @@ typedef struct {
   Tensor local_targets;        // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
   LossRows rows;               // fp32 [G C] each, of the whole vocabulary
   LossRows local_rows;         // of this rank's rows of W; else `rows`
-  Tensor local_sums, all_sums; // split: fp32 [2 G C] anchors, row sums of this rank's W; fp32 [G * 2 G C]
+  Tensor local_sums, all_sums; // split: fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
   Tensor exps, logits;         // [G C, V / G]; one of them
   Tensor tile_sums, tiles;     // sampled: fp32 [G C, B], [A, B], as LceSampledGradients has them
   Tensor kept;                 // likewise, for all chunks
@@ -88,6 +90,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a);
 void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the sum of the class weights
 void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
+void lce_bias_gradient(const Call *c, const Chunk *k, bool accumulate);
 void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate); // instead of exponentials
 
 // lce_known.c: log p[y] of every token is known.

@@ -10,9 +10,10 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
 }
 
-// Whether the call needs more of a row than the sums that sampling and a split head know.
+// Whether the call needs more of a row than the sums that sampling knows.
 static bool beyond_row_sums(const LinearCrossEntropy *a) {
-  return lce_needs_logits(a) || tensor_exists(a->outputs.entropy);
+  return lce_needs_logits(a) || tensor_exists(a->bias) || a->terms.softcap > 0 ||
+         tensor_exists(a->outputs.entropy) || token_outputs_need_max(&a->outputs);
 }
 
 static void check_sampling(const LinearCrossEntropy *a) {
@@ -28,7 +29,7 @@ static void check_sampling(const LinearCrossEntropy *a) {
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
   if (mass > 0 && (a->mode == LCE_MATERIALIZED || beyond_row_sums(a)))
     fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
-         "a bias, soft-cap, largest logits and predictions, which need logits, or an entropy");
+         "a bias, a soft-cap, and largest logits, predictions and entropies");
 }
 
 static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
@@ -38,9 +39,9 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || beyond_row_sums(a) || a->mean)
-    fail("linear_cross_entropy: a head split over %d ranks supports the fused mode, and sums over row "
-         "statistics alone: no bias, soft-cap, entropy, largest logits, predictions or mean",
+  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a))
+    fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
+         "materialized one, entropy_weights, and label smoothing with a soft-cap",
          backend->ranks);
 }
 

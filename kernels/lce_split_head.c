@@ -2,7 +2,7 @@
 // tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens against the whole head.
 //
 // For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but one add 0), the
-// pairs (a_g, R_g) are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is its part of a sum over V: a
+// pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is its part of a sum over V: a
 // reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent. Most of it overlaps: dX leaves
 // and the next x arrives while dW is computed.
 #include "kernels/lce_call.h"
@@ -13,8 +13,9 @@ void lce_split_buffers(const Call *c, Chunk *b, int64_t rows) {
   b->global.x = push_matrix(c, "x of all ranks", a->x.dtype, rows, hidden_size);
   b->global.targets = push_vector(c, "targets of all ranks", DTYPE_I32, rows);
   b->local_targets = push_vector(c, "targets in local rows", DTYPE_I32, rows);
-  b->local_sums = push_vector(c, "local anchors and row sums", DTYPE_F32, 2 * rows);
-  b->all_sums = push_vector(c, "anchors and row sums", DTYPE_F32, 2 * rows * c->backend->ranks);
+  int64_t parts = lce_row_parts(&b->rows) * rows;
+  b->local_sums = push_vector(c, "local anchors and row sums", DTYPE_F32, parts);
+  b->all_sums = push_vector(c, "anchors and row sums", DTYPE_F32, parts * c->backend->ranks);
   if (tensor_exists(a->token_weights))
     b->global.token_weights = push_vector(c, "token weights of all ranks", DTYPE_F32, rows);
   if (tensor_exists(a->dx)) b->global.dx = push_matrix(c, "parts of dx", a->dx.dtype, rows, hidden_size);
@@ -24,10 +25,18 @@ void lce_split_buffers(const Call *c, Chunk *b, int64_t rows) {
 void lce_split_gather(const Call *c, Chunk *k, const Chunk *buffers, int64_t rows) {
   k->global = tokens_range(&buffers->global, 0, rows);
   k->local_targets = tensor_rows(buffers->local_targets, 0, rows);
-  k->local_sums = tensor_rows(buffers->local_sums, 0, 2 * rows);
-  k->all_sums = tensor_rows(buffers->all_sums, 0, 2 * rows * c->backend->ranks);
-  k->local_rows.anchor = tensor_rows(k->local_sums, 0, rows);
-  k->local_rows.row_sum = tensor_rows(k->local_sums, rows, rows);
+  int64_t parts = lce_row_parts(&k->rows) * rows;
+  k->local_sums = tensor_rows(buffers->local_sums, 0, parts);
+  k->all_sums = tensor_rows(buffers->all_sums, 0, parts * c->backend->ranks);
+  Tensor *local[] = {&k->local_rows.anchor, &k->local_rows.row_sum, &k->local_rows.e_distance,
+                     &k->local_rows.max, &k->local_rows.best};
+  for (int64_t i = 0, first = 0; i < 5; i++) {
+    if (!tensor_exists(*local[i])) continue;
+    Dtype dtype = local[i]->dtype; // as wide as fp32
+    *local[i] = tensor_rows(k->local_sums, first, rows);
+    local[i]->dtype = dtype;
+    first += rows;
+  }
   for (int i = 0; i < TOKENS_READ; i++)
     if (tensor_exists(k->local.all[i]))
       all_gather(c->backend, (Collective){.out = k->global.all[i], .x = k->local.all[i], .async = true});
@@ -42,7 +51,9 @@ void lce_split_targets(const Call *c, const Chunk *k) {
   lce_target_logits(c->backend, (LceTargetLogits){.target_z = k->rows.target_z,
                                                   .x = k->global.x,
                                                   .weight = c->a->weight,
-                                                  .targets = k->local_targets});
+                                                  .bias = c->a->bias,
+                                                  .targets = k->local_targets,
+                                                  .softcap = c->a->terms.softcap});
   all_reduce(c->backend, (Collective){.out = k->rows.target_z, .x = k->rows.target_z});
 }
 

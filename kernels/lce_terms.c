@@ -1,6 +1,11 @@
 // The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
-// updates, the mean's factor, and what needs the row's logits side by side.
+// updates, the mean's factor, a bias's gradient, and what needs the row's logits side by side.
 #include "kernels/lce_call.h"
+
+// A vector as a matrix of one column.
+static Tensor as_column(Tensor vector) {
+  return tensor_reshape_2d(vector, vector.shape[0], 1);
+}
 
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   Backend *backend = c->backend;
@@ -10,10 +15,15 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
     reduce(backend, (Reduce){.sum = a->terms.class_weight_sum, .x = a->terms.class_weights});
   }
   if (a->mean) {
+    Tensor targets = a->targets;
     c->factor = push_vector(c, "the mean's factor", DTYPE_F32, 1);
+    if (c->split) {
+      targets = push_vector(c, "targets of all ranks' tokens", DTYPE_I32, targets.shape[0] * backend->ranks);
+      all_gather(backend, (Collective){.out = targets, .x = a->targets});
+    }
     loss_factor(
         backend,
-        (LossFactor){.factor = c->factor, .targets = a->targets, .class_weights = a->terms.class_weights});
+        (LossFactor){.factor = c->factor, .targets = targets, .class_weights = a->terms.class_weights});
   }
   if (!smoothing || c->logits) return;
   int64_t hidden_size = a->x.shape[1];
@@ -24,6 +34,13 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
                                                          .dout = a->weight,
                                                          .coefficients = c->class_weights});
   if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
+  if (!tensor_exists(a->bias)) return;
+  c->smoothing_bias = push_vector(c, "weighted sum of the bias", DTYPE_F32, 1);
+  c->smoothing_sum = push_vector(c, "sum of uniform scales", DTYPE_F32, 1);
+  linear_backward_weight(backend, (LinearBackwardWeight){.dbias = c->smoothing_bias,
+                                                         .dout = as_column(a->bias),
+                                                         .coefficients = c->class_weights});
+  if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_bias, .x = c->smoothing_bias});
 }
 
 void lce_terms_add(const Call *c, const Chunk *k, bool first) {
@@ -32,6 +49,8 @@ void lce_terms_add(const Call *c, const Chunk *k, bool first) {
                                                               .dout = k->global.x,
                                                               .coefficients = k->rows.scale_uniform,
                                                               .accumulate = !first});
+  if (tensor_exists(c->a->dbias) && tensor_exists(c->smoothing_sum))
+    reduce(c->backend, (Reduce){.sum = c->smoothing_sum, .x = k->rows.scale_uniform, .accumulate = !first});
 }
 
 void lce_terms_end(const Call *c) {
@@ -40,6 +59,25 @@ void lce_terms_end(const Call *c) {
                                      .rows = c->class_weights,
                                      .columns = c->smoothing_x,
                                      .alpha = c->a->scale});
+  if (tensor_exists(c->a->dbias) && tensor_exists(c->smoothing_sum))
+    add_outer(c->backend, (AddOuter){.out = as_column(c->a->dbias),
+                                     .rows = c->class_weights,
+                                     .columns = c->smoothing_sum,
+                                     .alpha = c->a->scale});
+}
+
+// dbias += scale (E^T r, and c in the targets' rows unless E has them).
+void lce_bias_gradient(const Call *c, const Chunk *k, bool accumulate) {
+  linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = c->a->dbias,
+                                                            .dout = k->exps,
+                                                            .coefficients = k->rows.scale_non_target,
+                                                            .alpha = c->a->scale,
+                                                            .accumulate = accumulate});
+  if (c->targets_in_exps) return;
+  lce_target_gradient(c->backend, (LceTargetGradient){.dweight = as_column(c->a->dbias),
+                                                      .x = as_column(k->rows.scale_target),
+                                                      .targets = k->local_targets,
+                                                      .alpha = c->a->scale});
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------

@@ -16,8 +16,8 @@
 // and `c` the call.)
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
-// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and terms that need logits), lce_known.c (gradients where
-// log p[y] is known), lce_check.c.
+// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, a bias's gradient, and terms that need logits), lce_known.c
+// (gradients where log p[y] is known), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
@@ -56,6 +56,7 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
       if (of_weight && !c->at_once && !c->targets_in_exps)
         add_targets(c, chunk.rows.scale_target, chunk.global.x, chunk.local_targets);
       lce_terms_add(c, &chunk, first == 0);
+      if (tensor_exists(c->a->dbias)) lce_bias_gradient(c, &chunk, accumulate);
     }
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
     if (gemm_of_weight && !c->logits && first > 0) add_non_targets(c, &chunk, true); // dW += E^T (r X)
@@ -68,9 +69,12 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
 // --- a chunk's steps ---------------------------------------------------------------------------------------
 
 static void target_logits(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
-  lce_target_logits(
-      c->backend,
-      (LceTargetLogits){.target_z = target_z, .x = x, .weight = c->a->weight, .targets = targets});
+  lce_target_logits(c->backend, (LceTargetLogits){.target_z = target_z,
+                                                  .x = x,
+                                                  .weight = c->a->weight,
+                                                  .bias = c->a->bias,
+                                                  .targets = targets,
+                                                  .softcap = c->a->terms.softcap});
 }
 
 static void logits_exp(const Call *c, const Chunk *k) {
@@ -86,7 +90,10 @@ static void logits_exp(const Call *c, const Chunk *k) {
                                             .rows = k->local_rows,
                                             .x = k->global.x,
                                             .weight = c->a->weight,
+                                            .bias = c->a->bias,
                                             .targets = k->local_targets,
+                                            .first = c->a->shard.first,
+                                            .softcap = c->a->terms.softcap,
                                             .temperature = c->a->terms.temperature});
   if (c->split) lce_split_combine(c, k);
 }
@@ -102,6 +109,7 @@ void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x,
                                  .token_weights = t->token_weights,
                                  .factor = c->factor,
                                  .smoothing_row = c->smoothing_row,
+                                 .smoothing_bias = c->smoothing_bias,
                                  .terms = c->a->terms,
                                  .vocab_size = c->vocab_size});
 }
@@ -159,6 +167,10 @@ static LossRows push_loss_rows(const Call *c, int64_t rows) {
                 .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
   if (tensor_exists(c->a->outputs.entropy))
     r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
+  if (token_outputs_need_max(&c->a->outputs)) {
+    r.max = push_vector(c, "largest logits", DTYPE_F32, rows);
+    r.best = push_vector(c, "columns of the largest logits", DTYPE_I32, rows);
+  }
   if (c->split) r.rescale = push_vector(c, "scales between anchors", DTYPE_F32, rows);
   if (!c->backward) return r;
   r.scale_non_target = push_vector(c, "scales of non-targets", DTYPE_F32, rows);
@@ -180,8 +192,8 @@ static Chunk push_buffers(const Call *c, int64_t count) {
     b.logits = push_logits(c, "logits", rows, c->a->mode == LCE_MATERIALIZED ? dtype : DTYPE_F32);
     return b;
   }
-  if (c->split) lce_split_buffers(c, &b, rows);
   b.rows = push_loss_rows(c, rows);
+  if (c->split) lce_split_buffers(c, &b, rows);
   if (c->backward) b.exps = push_logits(c, "exponentials", rows, dtype);
   if (c->sampled) lce_sampling_buffers(c, &b, rows);
   return b;
@@ -232,9 +244,7 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
 }
 
 bool lce_needs_logits(const LinearCrossEntropy *a) {
-  return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->entropy_weights) ||
-         tensor_exists(a->outputs.max_logit) || tensor_exists(a->outputs.predicted) ||
-         tensor_exists(a->outputs.correct);
+  return tensor_exists(a->entropy_weights) || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
 }
 
 static Call begin_call(Backend *backend, LinearCrossEntropy *a) {

@@ -36,20 +36,20 @@ typedef struct {
 // reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
-// A bias, a soft-cap, entropy_weights (unless known_log_prob is given) and the outputs max_logit, predicted and correct need a
-// row's logits side by side: with one of these (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All
-// other terms act on whole rows, and are free but for one pass over W and one over dweight that label smoothing costs.
+// entropy_weights (unless known_log_prob is given) and label smoothing together with a soft-cap need a row's logits side by side:
+// then (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All other terms act on whole rows or on
+// the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias one over the exponentials.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
-// so only the fused mode has it, without what lce_needs_logits; dweight alone, without dx, it does not make. Where it would
-// save no time (lce_sampling.c) the gradients are exact.
+// so only the fused mode has it, without a bias, a soft-cap, entropies, largest logits and predictions; dweight alone, without dx,
+// it does not make. Where it would save no time (lce_sampling.c) the gradients are exact.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
-// names ignored tokens after the counted ones. What lce_needs_logits, the mean and the materialized mode are not
-// for shards.
+// names ignored tokens after the counted ones. `mean` is over all ranks' tokens. What lce_needs_logits, and the materialized mode,
+// are not for shards.
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, targets and temperature, the call
 // makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how
@@ -71,7 +71,7 @@ typedef struct {
   Tensor dbias;           // fp32 [V]; there when bias and dweight are
   Tensor x;               // fp32/bf16 [N, H]
   Tensor weight;          // fp32/bf16 [V, H]
-  Tensor bias;            // fp32/bf16 [V], or absent
+  Tensor bias;            // [V] of W's dtype, or absent
   Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent

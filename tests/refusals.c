@@ -108,6 +108,7 @@ static const struct {
                     {"lce_rows", {5, 0, 0, 1}},
                     {"lce_sampled_gradients", {4}},
                     {"lce_input_gradient", {4}},
+                    {"lce_target_gradient", {1}},
                     {"cross_entropy_in_place", {4, 0, 0, 1}},
                     {"loss_factor", {1, 0, 0, 2}},
                     {"scale_by", {1}},

@@ -208,7 +208,7 @@ const Option options_rows[] = {
      HELP("Sharding over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING | SAME,
      NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
-     EXCLUDES("materialized-logits, compare-modes, metrics", "a split head computes only sums over its rows"),
+     EXCLUDES("materialized-logits, compare-modes", "a split head has only the fused mode"),
      HELP("Split the head's rows over the ranks: each computes its part of every loss (with --zero 1 or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
      HELP("End the job when no rank has made progress for so long")},
@@ -349,9 +349,12 @@ static void resolve_batch(Options *o) {
 // What the loss cannot do with this model.
 static void check_loss(const Options *o) {
   double softcap = o->model.final_logit_softcapping;
-  if (softcap > 0 && (o->dtypes.vocab_parallel || o->lce_sample > 0))
-    fail("--%s has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
-         o->lce_sample > 0 ? "lce-sample" : "vocab-parallel", o->model.name, softcap);
+  if (softcap > 0 && o->lce_sample > 0)
+    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
+         o->model.name, softcap);
+  if (softcap > 0 && o->dtypes.vocab_parallel && o->label_smoothing > 0)
+    fail("--vocab-parallel has no label smoothing beside %s's logit soft-cap of %g; leave one out",
+         o->model.name, softcap);
 }
 
 static void check_fp8(const Options *o) {

@@ -85,12 +85,6 @@ static inline float derivative_of(float v, const Terms *t) {
   return t->inv_temperature * (1.0f - ratio * ratio);
 }
 
-static int64_t index_of(const float *v, int64_t vocab, float value) {
-  for (int64_t j = 0; j < vocab; j++)
-    if (v[j] == value) return j;
-  return 0; // NaN everywhere
-}
-
 // Row n, whose target counts.
 static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   int64_t vocab = a->logits.shape[1];

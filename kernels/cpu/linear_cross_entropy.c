@@ -51,6 +51,7 @@ static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
   double *sums, *distances; // [slices * C]: row sums; of E times distance for an entropy, else NULL
+  double *max, *best;       // likewise: largest logits and their columns, or NULL
   float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
 } Scratch;
 
@@ -61,7 +62,7 @@ static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
 }
 
 static size_t sums_of(const LceLogitsExp *a) {
-  return tensor_exists(a->rows.e_distance) ? 2 : 1;
+  return (size_t)lce_row_parts(&a->rows) - 1; // without the anchors
 }
 
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
@@ -77,9 +78,10 @@ size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
 static Scratch split_scratch(const LceLogitsExp *a) {
   double *sums = a->workspace.data;
   int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
-  return (Scratch){.sums = sums,
-                   .distances = sums_of(a) > 1 ? sums + rows : NULL,
-                   .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
+  Scratch s = {.sums = sums, .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
+  if (tensor_exists(a->rows.e_distance)) s.distances = sums += rows;
+  if (tensor_exists(a->rows.max)) s.max = sums + rows, s.best = sums + 2 * rows;
+  return s;
 }
 
 // Part `part` of `parts` of `count` floats, into the second-level cache.
@@ -122,8 +124,14 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
   float inv_temperature = cpu_inv_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
-  for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) sums[i] = maxima ? -INFINITY : 0;
-  for (int64_t i = 0; distances && i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) distances[i] = 0;
+  double *max = scratch->max ? scratch->max + slice * chunk + first_row : NULL;
+  double *best = scratch->best + slice * chunk + first_row;
+  const float *bias = a->bias.data;
+  for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) {
+    sums[i] = maxima ? -INFINITY : 0;
+    if (distances) distances[i] = 0;
+    if (max) max[i] = -INFINITY, best[i] = 0;
+  }
   for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
     Tile tile = tile_of(chunk, vocab, block, t);
     float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
@@ -133,9 +141,14 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
-      float *z = e + i * stride;
+      float *z = e + i * stride, slope[LCE_TILE_COLUMNS];
+      EACH_SIMD (j, bias ? tile.columns : 0) z[j] += bias[tile.column + j];
+      if (a->softcap > 0) soft_cap(z, a->softcap, tile.columns, slope);
+      float largest = max || maxima ? maximum_of(z, tile.columns) : 0;
+      if (max && largest > max[i])
+        max[i] = largest, best[i] = (double)(tile.column + index_of(z, tile.columns, largest));
       if (maxima) {
-        sums[i] = fmax(sums[i], maximum_of(z, tile.columns));
+        sums[i] = fmax(sums[i], largest);
         continue;
       }
       int64_t target = targets[i] - tile.column;
@@ -144,6 +157,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
       double sum = exp_and_sum(z, anchor[i], inv_temperature, tile.columns, z);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
+      EACH_SIMD (j, keep && a->softcap > 0 ? tile.columns : 0) z[j] *= slope[j];
     }
     if (tensor_exists(a->dx_raw) && !maxima) add_tile(backend, a->exps, a->weight, tile, t > first_tile, dx);
   }
@@ -169,9 +183,14 @@ static double dot(const float *x, const float *w, int64_t count) {
 void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   const int32_t *targets = a->targets.data;
   float *target_z = a->target_z.data;
-  EACH_PARALLEL (n, a->x.shape[0])
-    target_z[n] =
-        targets[n] < 0 ? 0.0f : (float)dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]);
+  double cap = a->softcap;
+  EACH_PARALLEL (n, a->x.shape[0]) {
+    target_z[n] = 0;
+    if (targets[n] < 0) continue;
+    double z = dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]) +
+               cpu_read(a->bias, targets[n], 0);
+    target_z[n] = (float)(cap > 0 ? cap * tanh(z / cap) : z);
+  }
 }
 
 // The sums, and E and dx_raw, of all blocks with a row that is unfinished.
@@ -185,13 +204,16 @@ static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Gr
   for (int64_t block = 0; block < g->blocks; block++) {
     if (!block_unfinished(a, block)) continue;
     for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(rows, (block + 1) * LCE_TILE_ROWS); n++) {
-      double sum = 0.0, distance = 0.0;
-      for (int64_t slice = 0; slice < g->slices; slice++) {
-        sum += s->sums[slice * rows + n];
-        if (s->distances) distance += s->distances[slice * rows + n];
+      double sum = 0.0, distance = 0.0, max = -INFINITY, best = 0;
+      for (int64_t at = n; at < g->slices * rows; at += rows) {
+        sum += s->sums[at];
+        if (s->distances) distance += s->distances[at];
+        if (s->max && s->max[at] > max) max = s->max[at], best = s->best[at];
       }
       cpu_store(a->rows.row_sum, n, sum);
       cpu_store(a->rows.e_distance, n, distance);
+      cpu_store(a->rows.max, n, max);
+      if (s->max) ((int32_t *)a->rows.best.data)[n] = (int32_t)(a->first + (int64_t)best);
       if (tensor_exists(a->dx_raw))
         add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
     }
@@ -361,17 +383,28 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   const float *parts = a->parts.data, *target_z = r->target_z.data;
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
+  bool distances = tensor_exists(r->e_distance), largest = tensor_exists(r->max);
+  int64_t of_rank = lce_row_parts(r) * rows;
   double inv_temperature = cpu_inv_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
-    double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1;
+    double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, max = -INFINITY;
+    if (largest) ((int32_t *)r->best.data)[n] = 0;
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
-      anchor = fmax(anchor, (double)parts[rank * 2 * rows + n]);
+      anchor = fmax(anchor, (double)parts[rank * of_rank + n]);
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++) {
-      double factor = exp(((double)parts[rank * 2 * rows + n] - anchor) * inv_temperature);
-      sum += parts[(rank * 2 + 1) * rows + n] * factor;
+      const float *part = parts + rank * of_rank + n;
+      double shift = ((double)part[0] - anchor) * inv_temperature, factor = exp(shift);
+      sum += part[rows] * factor;
+      if (distances && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
       if (rank == backend->rank) local = factor;
+      part += (2 + distances) * rows;
+      if (!largest || !(*part > max)) continue;
+      max = *part;
+      memcpy((int32_t *)r->best.data + n, part + rows, sizeof(int32_t));
     }
+    cpu_store(r->e_distance, n, distance);
+    cpu_store(r->max, n, max);
     row_sum[n] = (float)sum;
     common_anchor[n] = (float)anchor;
     target_e[n] = counts ? (float)exp((target_z[n] - anchor) * inv_temperature) : 1.0f;
@@ -392,25 +425,35 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
-    RowSums sums = {
-        .row_sum = row_sum[n],
-        .target_e = target_e[n],
-        .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
-        .target_v = target_z[n] * inv_temperature,
-        .weighted = smoothing && counts ? inv_temperature * dot(x, a->smoothing_row.data, a->x.shape[1]) : 0,
-        .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
-        .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
-        .vocab_size = (double)a->vocab_size,
-        .label_smoothing = terms->label_smoothing,
-        .z_loss = terms->z_loss,
-        .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0};
+    RowSums sums = {.row_sum = row_sum[n],
+                    .target_e = target_e[n],
+                    .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
+                    .target_v = target_z[n] * inv_temperature,
+                    .weighted = smoothing && counts
+                                    ? inv_temperature * (dot(x, a->smoothing_row.data, a->x.shape[1]) +
+                                                         cpu_read(a->smoothing_bias, 0, 0))
+                                    : 0,
+                    .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
+                    .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
+                    .vocab_size = (double)a->vocab_size,
+                    .label_smoothing = terms->label_smoothing,
+                    .z_loss = terms->z_loss,
+                    .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0};
     RowLoss row = loss_of_row(sums);
     cpu_store(a->loss, n, counts ? row.loss : 0);
     cpu_store(a->outputs.z_loss, n, counts ? row.z_loss : 0);
     cpu_store(a->outputs.log_prob, n, counts ? -row.nll : 0);
     cpu_store(a->outputs.logsumexp, n, counts ? row.lse : 0);
     cpu_store(a->outputs.entropy, n, counts ? entropy_of_row(sums, row, cpu_read(r->e_distance, n, 0)) : 0);
+    double cap = terms->softcap;
+    if (tensor_exists(r->max)) {
+      int32_t best = counts ? ((const int32_t *)r->best.data)[n] : 0;
+      cpu_store(a->outputs.max_logit, n, counts ? inv_temperature * cpu_read(r->max, n, 0) : 0);
+      cpu_store(a->outputs.correct, n, counts && best == targets[n]);
+      if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = best;
+    }
     if (!tensor_exists(a->scaled_x)) continue;
+    if (cap > 0) row.target *= (1 - target_z[n] / cap) * (1 + target_z[n] / cap);
     float scale = (float)(row.per_e * cpu_read(r->rescale, n, 1));
     cpu_store(r->scale_non_target, n, scale);
     cpu_store(r->scale_target, n, row.target);

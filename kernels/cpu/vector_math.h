@@ -125,6 +125,23 @@ static inline double exp_times_distance(const float *z, float anchor, float inv_
   return total;
 }
 
+// u = cap tanh(z / cap) in place of z, and in slope du/dz.
+static inline void soft_cap(float *z, float cap, int64_t count, float *slope) {
+#pragma omp simd
+  for (int64_t j = 0; j < count; j++) {
+    float t = tanh_f32(z[j] / cap);
+    z[j] = cap * t;
+    slope[j] = 1.0f - t * t;
+  }
+}
+
+// The first index of `value`; 0 where there is none.
+static inline int64_t index_of(const float *z, int64_t count, float value) {
+  for (int64_t j = 0; j < count; j++)
+    if (z[j] == value) return j;
+  return 0;
+}
+
 // The largest of the elements that are not NaN; -infinity when there are none.
 static inline float maximum_of(const float *z, int64_t count) {
   enum { LANES = 16 }; // by hand: not every compiler makes vectors of a maximum that passes NaN over

@@ -99,11 +99,6 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 
 // --- v and its derivative ----------------------------------------------------------------------------------
 
-// tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
-static __device__ __forceinline__ float fast_tanh(float x) {
-  return 1 - __fdividef(2, 1 + __expf(2 * x));
-}
-
 // v of the entry in column j.
 template <bool PLAIN, typename TB>
 static __device__ __forceinline__ float v_of(float z, int j, const TB *bias, const Loss &loss) {

@@ -332,6 +332,40 @@ static __device__ __forceinline__ float block_sum(float x) {
   return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
 }
 
+// An entry and its column in one number: the largest of a row's is the largest entry's, the first of several.
+typedef unsigned long long Ranked;
+static __device__ __forceinline__ Ranked ranked(float z, int column) {
+  unsigned bits = __float_as_uint(z + 0.0f); // -0 becomes 0
+  return (Ranked)(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | ~(unsigned)column;
+}
+static __device__ __forceinline__ float ranked_value(Ranked r) {
+  unsigned bits = (unsigned)(r >> 32);
+  return __uint_as_float(bits ^ (bits >> 31 ? 1u << 31 : ~0u));
+}
+static __device__ __forceinline__ int ranked_column(Ranked r) {
+  return (int)~(unsigned)r;
+}
+
+template <typename T> static __device__ __forceinline__ T warp_max(T x) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) x = max(x, __shfl_xor_sync(~0u, x, offset));
+  return x;
+}
+
+static __device__ __forceinline__ Ranked block_max(Ranked x) {
+  __shared__ Ranked of_warp[32];
+  x = warp_max(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0);
+}
+
+// tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
+static __device__ __forceinline__ float fast_tanh(float x) {
+  return 1 - __fdividef(2, 1 + __expf(2 * x));
+}
+
 // The bits of |x|, which are ordered as the values are, with NaN above infinity.
 static __device__ __forceinline__ unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;

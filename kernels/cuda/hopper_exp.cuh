@@ -8,14 +8,43 @@
 
 static constexpr float LN_2 = 0.6931471805599453f;
 
-// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2. row_sums: E over the thread's entries of
-// its two rows, in fp32; distances, for an entropy: E t ln 2, likewise. The product anchor * scale is rounded once per row, which shifts all of the row's E by one
-// factor; the sum is corrected by the rounding error. Only warps whose rows have a target in the tile, or columns beyond V,
-// mask entries.
-template <bool ENTROPY>
-static __device__ __forceinline__ void
-epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2], const TileScheduler &s,
-             const EpilogueParams &params, int row, int first_column, int column) {
+// A thread's part of two rows of a tile (RowParts).
+struct ThreadParts {
+  float sums[2], distances[2];
+  Ranked best[2];
+};
+
+// Adds the bias, in place, and finds the largest entries of the thread's two rows.
+static __device__ __forceinline__ void epilogue_terms(float (&z)[TILE_N / 2], ThreadParts &parts,
+                                                      const TileScheduler &s, const EpilogueParams &params,
+                                                      int first_column, int column) {
+  if (params.bias) {
+    EACH (i, TILE_N / 4) {
+      int at = first_column + i / 2 * 8 + column + i % 2;
+      float bias = at < s.n ? to_float(params.bias[at]) : 0;
+      z[i / 2 * 4 + i % 2] += bias;
+      z[i / 2 * 4 + 2 + i % 2] += bias;
+    }
+  }
+  if (!params.parts.best) return;
+  float max[2] = {-INFINITY, -INFINITY};
+  int best[2] = {first_column + column, first_column + column};
+  EACH (j, TILE_N / 2) {
+    int at = first_column + j / 4 * 8 + column + j % 2, i = j / 2 % 2;
+    if (z[j] > max[i] && at < s.n) max[i] = z[j], best[i] = at;
+  }
+  float cap = params.softcap;
+  EACH (i, 2) parts.best[i] = ranked(cap > 0 ? cap * fast_tanh(max[i] / cap) : max[i], best[i]);
+}
+
+// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances in fp32, the distances being E t
+// ln 2. The product anchor * scale is rounded once per row, which shifts all of the row's E by one factor; the sum is corrected by
+// the rounding error. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
+template <bool TERMS>
+static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts,
+                                                    const TileScheduler &s, const EpilogueParams &params,
+                                                    int row, int first_column, int column) {
+  if (TERMS) epilogue_terms(z, parts, s, params, first_column, column);
   constexpr float NOTHING =
       -1e30f; // its exponential is 0 and, unlike minus infinity's, may be multiplied by it
   float shift[2], correction[2];
@@ -30,7 +59,7 @@ epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2]
     shift[i] = -a * params.scale;
     // -a scale = shift + error; 2^error = 1 + error ln 2.
     correction[i] = fmaf(fmaf(-a, params.scale, -shift[i]), LN_2, 1.0f);
-    row_sums[i] = distances[i] = 0;
+    parts.sums[i] = parts.distances[i] = 0;
   }
   if (__any_sync(~0u, edge)) {
     EACH (j, TILE_N / 2) {
@@ -38,16 +67,28 @@ epilogue_exp(float (&z)[TILE_N / 2], float (&row_sums)[2], float (&distances)[2]
       if (at == target[j / 2 % 2] || first_column + at >= s.n) z[j] = NOTHING;
     }
   }
-  EACH (j, TILE_N / 2) {
-    float t = fmaf(z[j], params.scale, shift[j / 2 % 2]);
-    z[j] = exp2_approx(t);
-    row_sums[j / 2 % 2] += z[j];
-    if (ENTROPY) distances[j / 2 % 2] += z[j] * t;
+  auto exponential = [&](int j, float u) {
+    int i = j / 2 % 2;
+    float t = fmaf(u, params.scale, shift[i]), e = exp2_approx(t);
+    parts.sums[i] += e;
+    if (TERMS) parts.distances[i] += e * t;
+    return e;
+  };
+  if (TERMS && params.softcap > 0) {
+    float inv_softcap = 1 / params.softcap;
+    EACH (j, TILE_N / 2) {
+      float t = fast_tanh(z[j] * inv_softcap);
+      float e = exponential(j, z[j] != NOTHING ? params.softcap * t : NOTHING);
+      z[j] = e * fmaf(-t, t, 1);
+    }
+  } else {
+    EACH (j, TILE_N / 2) z[j] = exponential(j, z[j]);
   }
   EACH (i, 2) {
     // t lacks the error, too, which is (correction - 1) / ln 2.
-    if (ENTROPY) distances[i] = correction[i] * (LN_2 * distances[i] + (correction[i] - 1) * row_sums[i]);
-    row_sums[i] *= correction[i];
+    float &sum = parts.sums[i], &distance = parts.distances[i];
+    if (TERMS) distance = correction[i] * (LN_2 * distance + (correction[i] - 1) * sum);
+    sum *= correction[i];
   }
 }
 
@@ -56,26 +97,30 @@ struct OfLogits : Epilogue {
   enum { STAGES = 5 };
 };
 
-template <bool ENTROPY> struct LogitsExp : OfLogits {
+// TERMS: with a bias, a soft-cap, distances or largest logits.
+template <bool TERMS> struct LogitsExp : OfLogits {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
-      float row_sums[2], distances[2];
+      ThreadParts parts;
       int row = work.row + me.row(h);
-      epilogue_exp<ENTROPY>(acc[h], row_sums, distances, c.s, c.params, row, work.column, me.column);
+      epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
-      auto add_up = [&](const float(&sums)[2], float *parts) { // four lanes share a row
+      auto join = [&](const auto(&of_thread)[2], auto *of_rows, auto combine) { // four lanes share a row
         EACH (i, 2) {
-          float sum = sums[i] + __shfl_xor_sync(~0u, sums[i], 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
+          auto x = combine(of_thread[i], __shfl_xor_sync(~0u, of_thread[i], 1));
+          x = combine(x, __shfl_xor_sync(~0u, x, 2));
           if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
-            parts[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = sum;
+            of_rows[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
         }
       };
-      add_up(row_sums, c.params.tile_sums);
-      if (ENTROPY) add_up(distances, c.params.tile_distances);
+      auto sum = [](float x, float y) { return x + y; };
+      join(parts.sums, c.params.parts.sums, sum);
+      if (TERMS && c.params.parts.distances) join(parts.distances, c.params.parts.distances, sum);
+      if (TERMS && c.params.parts.best)
+        join(parts.best, c.params.parts.best, [](Ranked x, Ranked y) { return x > y ? x : y; });
     }
   }
 };

@@ -175,13 +175,23 @@ int64_t hopper_sum_parts(int64_t vocab_size) {
   return ceil_div(vocab_size, TILE_N);
 }
 
-template <bool ENTROPY>
-static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
+  int64_t parts = rows * hopper_sum_parts(a->weight.shape[0]);
+  RowParts p = {};
+  if (tensor_exists(a->rows.max)) p.best = static_cast<Ranked *>(base), base = p.best + parts;
+  p.sums = static_cast<float *>(base);
+  if (tensor_exists(a->rows.e_distance)) p.distances = p.sums + parts;
+  return p;
+}
+
+template <bool TERMS>
+static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
                           float inv_temperature) {
-  using K = KernelTraits<LogitsExp<ENTROPY>>;
+  using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
-  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0], parts = hopper_sum_parts(vocab_size);
-  int64_t fit = (int64_t)(bytes / sizeof *sums) / (parts * (1 + ENTROPY));
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
+  int64_t of_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->rows) - 1);
+  int64_t fit = (int64_t)(bytes / sizeof(float)) / of_row;
   if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
   CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
@@ -190,20 +200,21 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, 
   EpilogueParams params = {.anchor = data_of<float>(a->rows.target_z),
                            .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
-                           .tile_sums = sums,
-                           .tile_distances = sums + rows * parts,
+                           .parts = row_parts(a, parts, rows),
+                           .bias = data_of<bf16>(a->bias),
+                           .softcap = a->softcap,
                            .store = store};
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
   return rows;
 }
 
-int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
                           float inv_temperature) {
   if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
   if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
-  auto run = tensor_exists(a->rows.e_distance) ? logits_exp<true> : logits_exp<false>;
-  return run(backend, a, sums, bytes, inv_temperature);
+  bool terms = lce_row_parts(&a->rows) > 2 || tensor_exists(a->bias) || a->softcap > 0;
+  return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
 }
 
 bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {

@@ -14,11 +14,18 @@ bool hopper_runs(Backend *backend);
 // How many parts the sum of a row over V columns comes in.
 int64_t hopper_sum_parts(int64_t vocab_size);
 
-// E of LceLogitsExp with target_z as anchor, written to exps unless that is absent. The parts of its row sums, from before E is
-// rounded, go to sums[c, hopper_sum_parts(V)], and after them those of e_distance where that is there. Tensors are bf16 with rows
-// that start on 16 bytes. Does as many of the first rows as `bytes` of sums hold, and returns how many; 0 where it does not
+// Of `rows` rows and each tile of their columns: the sum of E from before it is rounded and, where LceLogitsExp has e_distance and
+// max, the part of e_distance and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each, one after the other.
+typedef struct {
+  float *sums, *distances;
+  unsigned long long *best;
+} RowParts;
+RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
+
+// E of LceLogitsExp with target_z as anchor, written to exps unless that is absent, and its row_parts. Tensors are bf16 with rows
+// that start on 16 bytes. Does as many of the first rows as `bytes` of parts hold, and returns how many; 0 where it does not
 // run, or not even 256 rows fit.
-int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, float *sums, size_t bytes,
+int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
                           float inv_temperature);
 
 // LceLogitsGradient, in bf16 with rows that start on 16 bytes.

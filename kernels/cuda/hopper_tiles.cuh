@@ -2,6 +2,7 @@
 // result are ordered and shared out, and where in a tile a thread's accumulators lie.
 #pragma once
 
+#include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 
 enum { TILE_M = 128, TILE_N = 192, TILE_K = 64, CLUSTER = 2, ALL_CTAS = (1 << CLUSTER) - 1 };
@@ -28,8 +29,9 @@ struct EpilogueParams {
   const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
   const int32_t *targets; // logits: [m]
   float scale;            // logits: log2(e) / T; dW: alpha
-  float *tile_sums;       // logits: [m, n_tiles]
-  float *tile_distances;  // logits, with an entropy: likewise
+  RowParts parts;         // logits: [m, n_tiles]
+  const bf16 *bias;       // logits: [n], or NULL
+  float softcap;          // logits: 0 for none
   bool store;             // logits: whether E is kept
   KnownRowsOf rows;       // logits' gradient
   float *out;             // dX in fp32: [m, n]

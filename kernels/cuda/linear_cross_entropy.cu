@@ -25,6 +25,7 @@ static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a ti
 struct TileScratch {
   float *tile[CUDA_LCE_TILES + 1]; // [rows, columns], dense
   double *sum, *distance;          // [rows]; the second for an entropy, or NULL
+  Ranked *best;                    // [rows], or NULL
   int64_t columns;
   int tiles; // how many there are
 };
@@ -44,7 +45,9 @@ static TileScratch tile_scratch(Backend *backend, const LceLogitsExp *a) {
   if (bytes <= CUDA_GEMM_WORKSPACE_BYTES)
     s.tile[s.tiles++] = static_cast<float *>(cuda_state(backend)->gemm_workspace);
   s.sum = reinterpret_cast<double *>(at);
-  s.distance = tensor_exists(a->rows.e_distance) ? s.sum + rows : nullptr;
+  bool distance = tensor_exists(a->rows.e_distance);
+  s.distance = distance ? s.sum + rows : nullptr;
+  s.best = tensor_exists(a->rows.max) ? reinterpret_cast<Ranked *>(s.sum + rows * (1 + distance)) : nullptr;
   return s;
 }
 
@@ -68,8 +71,8 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
 // One warp a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight,
-                         const int32_t *targets, int64_t rows, int hidden_size) {
+    target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight, const T *bias,
+                         const int32_t *targets, int64_t rows, int hidden_size, float softcap) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
@@ -78,6 +81,8 @@ static __global__ void __launch_bounds__(256)
   float z = 0;
   if (target >= 0)
     z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)target * hidden_size, hidden_size);
+  if (target >= 0 && bias) z += to_float(bias[target]);
+  if (softcap > 0) z = softcap * tanhf(z / softcap);
   if (threadIdx.x % 32 == 0) target_z[row] = z;
 }
 
@@ -88,7 +93,8 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
     KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
                            hopper_runs(backend)};
     launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
-                  a->x.stride, data_of<T>(a->weight), data_of<int32_t>(a->targets), rows, (int)a->x.shape[1]);
+                  a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), data_of<int32_t>(a->targets), rows,
+                  (int)a->x.shape[1], a->softcap);
   });
 }
 
@@ -97,40 +103,59 @@ static __device__ float anchor_of(float target_z, int target) {
   return target != IGNORE_INDEX ? target_z : INFINITY;
 }
 
+// What an entry's logit becomes: u, and du/dz in `slope`.
+template <typename T> struct Capped {
+  const T *bias; // or NULL
+  float cap;     // 0: none
+  __device__ __forceinline__ float operator()(float z, int64_t column, float &slope) const {
+    if (bias) z += to_float(bias[column]);
+    slope = 1;
+    if (cap == 0) return z;
+    float t = fast_tanh(z / cap);
+    slope = 1 - t * t;
+    return cap * t;
+  }
+};
+
 // One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is
 // kept.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *tile, const float *target_z,
-                       const int32_t *targets, int64_t first, int columns, float inv_temperature) {
+                       const int32_t *targets, int64_t first, int columns, Capped<T> capped,
+                       float inv_temperature) {
   int64_t row = blockIdx.x;
   tile += row * s.columns;
-  float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0;
-  auto exponential = [&](float z, bool is_target) {
-    float d = (z - a) * inv_temperature, e = is_target ? 0.0f : __expf(d);
+  float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0, max = -INFINITY;
+  int target = (int)(targets[row] - first), best = 0; // target: may lie outside of the tile
+  auto exponential = [&](float z, int i) {
+    float slope, u = capped(z, first + i, slope);
+    if (s.best && u > max) max = u, best = i;
+    float d = (u - a) * inv_temperature, e = i == target ? 0.0f : __expf(d);
     sum += e;
     if (s.distance && e > 0) distance += e * d;
-    return e;
+    return e * slope;
   };
-  int target = (int)(targets[row] - first); // may lie outside of the tile
   if (exps) exps += row * exps_stride + first;
   int body = columns / W * W, tail = body + threadIdx.x;
 #pragma unroll 4
   for (int i = threadIdx.x * W; i < body; i += blockDim.x * W) {
     float z[W];
     load(z, tile + i);
-    EACH (k, W) z[k] = exponential(z[k], i + k == target);
+    EACH (k, W) z[k] = exponential(z[k], i + k);
     if (exps) store(exps + i, z);
   }
   if (tail < columns) {
-    float e = exponential(tile[tail], tail == target);
+    float e = exponential(tile[tail], tail);
     if (exps) exps[tail] = from_float<T>(e);
   }
   sum = block_sum(sum);
   if (s.distance) distance = block_sum(distance);
+  Ranked largest = s.best ? block_max(ranked(max, (int)first + best)) : 0;
   if (threadIdx.x) return;
   s.sum[row] = (first ? s.sum[row] : 0) + sum;
   if (s.distance) s.distance[row] = (first ? s.distance[row] : 0) + distance;
+  if (s.best) s.best[row] = first && s.best[row] > largest ? s.best[row] : largest;
 }
 
 // Floats are ordered as their bits are, read as integers, and the other way around below zero.
@@ -151,8 +176,11 @@ template <typename T> struct FinalizeParams {
   int64_t rows, vocab_size;
   int hidden_size;
   float inv_temperature;
-  const double *sum, *distance;        // [rows], or
-  const float *parts, *distance_parts; // [rows, across]: what is still to be added
+  Capped<T> capped;
+  int64_t first;                // is added to the columns of the largest logits
+  const double *sum, *distance; // [rows], or
+  RowParts parts;               // [rows, across]: what is still to be added
+  const Ranked *best;           // [rows, across]
   int across;
   float *shares, *distance_shares; // [rows, blocks]; may overlap parts
   Tensor tile_sums;                // [rows, tiles]; written where a row is repaired; absent: not kept
@@ -197,7 +225,15 @@ static __global__ void __launch_bounds__(1024)
       for (int i = lane; i < a.across; i += 32) sum += (double)parts[row * a.across + i];
       return (float)warp_sum(sum);
     };
-    float sum = total(a.sum, a.parts), distance = e_distance ? total(a.distance, a.distance_parts) : 0;
+    float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
+    if (a.row.max.data) {
+      Ranked largest = 0;
+      for (int i = lane; i < max(1, a.across); i += 32)
+        largest = max(largest, a.best[row * max(1, a.across) + i]);
+      largest = warp_max(largest);
+      data_of<float>(a.row.max)[row] = ranked_value(largest);
+      data_of<int32_t>(a.row.best)[row] = (int32_t)(a.first + ranked_column(largest));
+    }
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
@@ -212,28 +248,30 @@ static __global__ void __launch_bounds__(1024)
 
   int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
   int64_t end = min(a.vocab_size, begin + share);
-  auto logit = [&](int64_t row, int64_t v) {
-    return warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
+  auto logit = [&](int64_t row, int64_t v, float &slope) {
+    float z = warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
+    return a.capped(z, v, slope);
   };
   for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
     if (repaired(row)) anchor[row] = -INFINITY;
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!repaired(row)) continue;
-    float max = -INFINITY;
-    for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v));
+    float max = -INFINITY, slope;
+    for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v, slope));
     if (lane == 0) raise_to(&anchor[row], max);
   }
   grid.sync();
   for (int64_t row = 0; row < a.rows; row++) {
     if (!repaired(row)) continue;
-    float sum = 0, distance = 0;
+    float sum = 0, distance = 0, slope;
     for (int64_t v = begin + warp; v < end; v += warps) {
-      float d = (logit(row, v) - anchor[row]) * a.inv_temperature, e = v == a.targets[row] ? 0.0f : __expf(d);
+      float d = (logit(row, v, slope) - anchor[row]) * a.inv_temperature,
+            e = v == a.targets[row] ? 0.0f : __expf(d);
       if (lane) continue;
       sum += e;
       if (e > 0) distance += e * d;
-      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e);
+      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e * slope);
     }
     sum = block_sum(sum), distance = block_sum(distance);
     if (threadIdx.x) continue;
@@ -303,7 +341,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
       launch_kernel({"the exponentials of a tile", state->urgent, dim3((unsigned)rows), threads},
                     exponential_kernel<T, W>, exps, a->exps.stride, s, s.tile[i],
                     data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets), first, (int)columns,
-                    inv_temperature_of(a->temperature));
+                    Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature_of(a->temperature));
     });
     record(state->joined[i], state->urgent);
     if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends last
@@ -342,6 +380,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
         logits_exp_tiles<T>(backend, a, s);
         done = rows;
       }
+      RowParts of_tiles = row_parts(a, parts, done);
       FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
                                   .exps_stride = rest.exps.stride,
                                   .x_stride = rest.x.stride,
@@ -353,10 +392,12 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .vocab_size = vocab_size,
                                   .hidden_size = (int)hidden_size,
                                   .inv_temperature = inv_temperature_of(a->temperature),
+                                  .capped = {data_of<T>(a->bias), a->softcap},
+                                  .first = a->first,
                                   .sum = on_hopper ? nullptr : s.sum,
                                   .distance = on_hopper ? nullptr : s.distance,
-                                  .parts = parts,
-                                  .distance_parts = parts + done * across,
+                                  .parts = of_tiles,
+                                  .best = on_hopper ? of_tiles.best : s.best,
                                   .across = on_hopper ? (int)across : 0,
                                   .shares = s.tile[0],
                                   .distance_shares = s.tile[1],
@@ -402,7 +443,9 @@ static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int 
   int64_t rows = a.targets.shape[0], n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
   float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
-  const float *parts = data_of<float>(a.parts);
+  float *e_distance = data_of<float>(a.rows.e_distance), *largest = data_of<float>(a.rows.max);
+  int64_t of_rank = (2 + (e_distance != nullptr) + 2 * (largest != nullptr)) * rows;
+  const float *parts = data_of<float>(a.parts) + n;
   if (n >= rows) return;
   if (data_of<int32_t>(a.targets)[n] == IGNORE_INDEX) {
     row_sum[n] = 0;
@@ -411,13 +454,22 @@ static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int 
     return;
   }
   float max = -INFINITY;
-  for (int r = 0; r < ranks; r++) max = fmaxf(max, parts[r * 2 * rows + n]);
+  for (int r = 0; r < ranks; r++) max = fmaxf(max, parts[r * of_rank]);
   double sum = 0;
+  float distance = 0, best = -INFINITY;
   for (int r = 0; r < ranks; r++) {
-    float factor = expf((parts[r * 2 * rows + n] - max) * inv_temperature);
-    sum += (double)(parts[(r * 2 + 1) * rows + n] * factor);
+    const float *part = parts + r * of_rank;
+    float shift = (part[0] - max) * inv_temperature, factor = expf(shift);
+    sum += (double)(part[rows] * factor);
     if (r == rank) rescale[n] = factor;
+    if (e_distance && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
+    part += of_rank - 2 * rows;
+    if (!largest || (r > 0 && !(*part > best))) continue;
+    best = *part;
+    data_of<int32_t>(a.rows.best)[n] = __float_as_int(part[rows]);
   }
+  write(a.rows.e_distance, n, distance);
+  write(a.rows.max, n, best);
   row_sum[n] = (float)sum;
   anchor[n] = max;
   target_e[n] = expf((data_of<float>(a.rows.target_z)[n] - max) * inv_temperature);
@@ -445,7 +497,7 @@ static __global__ void __launch_bounds__(256)
   if (terms.label_smoothing > 0) { // the same for the whole block
     const float *smoothing_row = data_of<float>(a.smoothing_row);
     for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) weighted += to_float(x[i]) * smoothing_row[i];
-    weighted = inv_temperature * block_sum(weighted);
+    weighted = inv_temperature * (block_sum(weighted) + read(a.smoothing_bias, 0, 0));
   }
   RowSums sums = {.row_sum = data_of<float>(a.rows.row_sum)[row],
                   .target_e = data_of<float>(a.rows.target_e)[row],
@@ -460,13 +512,21 @@ static __global__ void __launch_bounds__(256)
                   .scale =
                       counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
   RowLoss l = loss_of_row(sums);
-  float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0;
+  float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0, cap = terms.softcap;
+  if (cap > 0) l.target *= (1 - target_z / cap) * (1 + target_z / cap);
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
     write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
     write(a.outputs.log_prob, row, counts ? -l.nll : 0);
     write(a.outputs.logsumexp, row, counts ? l.lse : 0);
     write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.rows.e_distance, row, 0)) : 0);
+    if (a.rows.max.data) {
+      float max = data_of<float>(a.rows.max)[row];
+      int best = counts ? data_of<int32_t>(a.rows.best)[row] : 0;
+      write(a.outputs.max_logit, row, counts ? inv_temperature * max : 0);
+      write(a.outputs.correct, row, counts && best == target);
+      if (a.outputs.predicted.data) data_of<int32_t>(a.outputs.predicted)[row] = best;
+    }
     if (backward) {
       write(a.rows.scale_non_target, row, r);
       write(a.rows.scale_target, row, counts ? l.target : 0);

@@ -41,7 +41,10 @@ TEST(test_logits_exp) {
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
     assert_true(h->backend->scratch->lce_logits_exp(&a) < ROWS * VOCAB * sizeof(float));
-  lce_target_logits(h->backend, (LceTargetLogits){a.rows.target_z, call.x, call.weight, call.targets});
+  lce_target_logits(h->backend, (LceTargetLogits){.target_z = a.rows.target_z,
+                                                  .x = call.x,
+                                                  .weight = call.weight,
+                                                  .targets = call.targets});
   a.exps = poisoned_strided(h, h->dtype, ROWS, VOCAB, VOCAB + 3);
   a.dx_raw = poisoned(h, DTYPE_F32, ROWS, HIDDEN);
   lce_logits_exp(h->backend, a);

@@ -205,13 +205,14 @@ TEST(test_all_at_once) {
   const int64_t shapes[][4] = {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
-  const int anchored = everything & ~(TERM_SOFTCAP | TERM_ENTROPY | TERM_BIAS);
+  const int smoothed = everything & ~(TERM_SOFTCAP | TERM_ENTROPY);
+  const int capped = everything & ~(TERM_SMOOTHING | TERM_ENTROPY);
   const int known = everything & ~(TERM_SOFTCAP | TERM_SMOOTHING | TERM_BIAS | TERM_ROWS);
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int variant = 0; variant < 6; variant++) {
+    for (int variant = 0; variant < 8; variant++) {
       Way way = {.chunk = shapes[i][3], .accumulate = variant & 1};
-      int terms = variant & 4 ? known : variant & 2 ? anchored : everything;
-      way.outputs = terms == everything;
+      int terms = (const int[]){everything, smoothed, capped, known}[variant / 2];
+      way.outputs = terms != known;
       way.apart = i % 2;
       check_both_modes(state, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);
     }

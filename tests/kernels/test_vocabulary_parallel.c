@@ -11,7 +11,8 @@
 typedef struct {
   const char *name;
   int64_t rows, hidden, vocab, chunk; // rows of each rank
-  bool terms;                         // all that act on whole rows
+  bool terms;                         // those that fit label smoothing
+  bool capped;                        // those that fit a soft-cap
   bool ignores, named;                // some tokens; and the counted ones are named
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
@@ -35,6 +36,8 @@ static const Case cases[] = {
     {"hopeless elsewhere", 9, 32, 300, 4, .hopeless = 2},
     {"hopeless twice", 9, 32, 300, 9, .hopeless = 3},
     {"hopeless terms", 9, 32, 300, 4, .terms = true, .hopeless = 3},
+    {"capped", 29, 17, 101, 7, .capped = true, .ignores = true},
+    {"capped forward", 19, 33, 1031, 8, .capped = true, .forward_only = true},
 };
 
 // All ranks' tokens and the whole head, in float64.
@@ -42,8 +45,10 @@ static ReferenceLoss make_problem(Harness *h, const Case *c, int64_t vocab, int6
   int64_t rows = c->rows * h->backend->ranks;
   ReferenceLoss p = loss_problem(h, rows, c->hidden, vocab, 2);
   if (c->terms)
-    loss_problem_add(
-        h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS);
+    loss_problem_add(h, &p,
+                     TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS |
+                         TERM_TOKEN_WEIGHTS | TERM_BIAS);
+  if (c->capped) loss_problem_add(h, &p, TERM_SOFTCAP | TERM_TEMPERATURE | TERM_BIAS | TERM_MEAN);
   // Another third on every rank, and all of the last rank's.
   for (int64_t n = 0; n < rows && c->ignores; n++)
     if (n % 3 == n / c->rows % 3 || (h->backend->ranks > 2 && n / c->rows == h->backend->ranks - 1))
@@ -64,6 +69,7 @@ static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceL
   Backend *b = h->backend;
   int64_t first = b->rank * part, from = b->rank * c->rows;
   LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, c->chunk);
+  if (c->capped || c->hopeless) loss_call_all_outputs(h, &a, p);
   Tensor *const of_tokens[] = {&a.x,
                                &a.targets,
                                &a.loss,
@@ -71,12 +77,18 @@ static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceL
                                &a.outputs.z_loss,
                                &a.outputs.log_prob,
                                &a.outputs.logsumexp,
+                               &a.outputs.entropy,
+                               &a.outputs.max_logit,
+                               &a.outputs.predicted,
+                               &a.outputs.correct,
                                &a.token_weights};
   for (size_t i = 0; i < sizeof of_tokens / sizeof *of_tokens; i++)
     if (tensor_exists(*of_tokens[i])) *of_tokens[i] = tensor_rows(*of_tokens[i], from, c->rows);
   a.shard = (VocabShard){.first = first, .vocab_size = p->vocab};
   a.weight = tensor_rows(a.weight, first, min_i64(part, p->vocab - first));
-  if (tensor_exists(a.dweight)) a.dweight = tensor_rows(a.dweight, first, a.weight.shape[0]);
+  Tensor *const of_rows[] = {&a.dweight, &a.bias, &a.dbias};
+  for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
+    if (tensor_exists(*of_rows[i])) *of_rows[i] = tensor_rows(*of_rows[i], first, a.weight.shape[0]);
   return a;
 }
 
@@ -105,7 +117,7 @@ static void check_case(Harness *h, const Case *c) {
   if (c->wide_dx) a.dx = poisoned(h, DTYPE_F32, c->rows, c->hidden);
   if (c->accumulate) loss_call_adds(h, &a, &before);
   LinearCrossEntropy of_x = a, of_weight = a;
-  of_x.dweight = of_weight.dx = (Tensor){0};
+  of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
   linear_cross_entropy(b, c->apart ? of_x : a);
   if (c->apart) linear_cross_entropy(b, of_weight);
   reference_loss(r);
@@ -204,8 +216,8 @@ TEST(what_cannot_be_split_is_refused) {
   call.shard.vocab_size = 9;
   ASSERT_REFUSED(h, call, "5 rows from 6 on are no part of a vocabulary of 9", a.shard.first = 6);
   ASSERT_REFUSED(h, call, "supports the fused mode", a.mode = LCE_MATERIALIZED);
-  ASSERT_REFUSED(h, call, "no bias, soft-cap", a.terms.softcap = 30);
-  ASSERT_REFUSED(h, call, "predictions or mean", a.mean = true);
+  ASSERT_REFUSED(h, call, "label smoothing with a soft-cap",
+                 (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
   harness_close(h);
 }
 
