@@ -67,6 +67,11 @@ static inline Tensor push_matrix(const Call *c, const char *name, Dtype dtype, i
   return memory_push_2d(&c->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
 }
 
+// A vector as a matrix of one column.
+static inline Tensor as_column(Tensor vector) {
+  return tensor_reshape_2d(vector, vector.shape[0], 1);
+}
+
 // Rows of a tensor that may be absent.
 static inline Tensor first_rows(Tensor t, int64_t first, int64_t count) {
   return tensor_exists(t) ? tensor_rows(t, first, count) : t;
@@ -90,7 +95,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a);
 void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the sum of the class weights
 void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
-void lce_bias_gradient(const Call *c, const Chunk *k, bool accumulate);
+void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate);
 void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate); // instead of exponentials
 
 // lce_known.c: log p[y] of every token is known.

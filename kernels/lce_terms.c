@@ -2,11 +2,6 @@
 // updates, the mean's factor, a bias's gradient, and what needs the row's logits side by side.
 #include "kernels/lce_call.h"
 
-// A vector as a matrix of one column.
-static Tensor as_column(Tensor vector) {
-  return tensor_reshape_2d(vector, vector.shape[0], 1);
-}
-
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   Backend *backend = c->backend;
   bool smoothing = a->terms.label_smoothing > 0;
@@ -66,18 +61,13 @@ void lce_terms_end(const Call *c) {
                                      .alpha = c->a->scale});
 }
 
-// dbias += scale (E^T r, and c in the targets' rows unless E has them).
-void lce_bias_gradient(const Call *c, const Chunk *k, bool accumulate) {
+// dbias (+)= scale E^T r.
+void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate) {
   linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = c->a->dbias,
                                                             .dout = k->exps,
                                                             .coefficients = k->rows.scale_non_target,
                                                             .alpha = c->a->scale,
                                                             .accumulate = accumulate});
-  if (c->targets_in_exps) return;
-  lce_target_gradient(c->backend, (LceTargetGradient){.dweight = as_column(c->a->dbias),
-                                                      .x = as_column(k->rows.scale_target),
-                                                      .targets = k->local_targets,
-                                                      .alpha = c->a->scale});
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------

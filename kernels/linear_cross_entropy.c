@@ -52,11 +52,11 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
       if (c->sampled) lce_sampling_gradients(c, &chunk, first / size, left <= 0);
       // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
       if (gemm_of_weight && first == 0) add_non_targets(c, &chunk, accumulate);
+      if (tensor_exists(c->a->dbias)) lce_bias_non_targets(c, &chunk, accumulate);
       input_gradient(c, &chunk); // dX = r dX + c W[y]
       if (of_weight && !c->at_once && !c->targets_in_exps)
         add_targets(c, chunk.rows.scale_target, chunk.global.x, chunk.local_targets);
       lce_terms_add(c, &chunk, first == 0);
-      if (tensor_exists(c->a->dbias)) lce_bias_gradient(c, &chunk, accumulate);
     }
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
     if (gemm_of_weight && !c->logits && first > 0) add_non_targets(c, &chunk, true); // dW += E^T (r X)
@@ -135,13 +135,19 @@ static void add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
                                                             .accumulate = accumulate});
 }
 
-// The targets' rows of dweight += scale c x.
+// The targets' rows of dweight += scale c x, and of dbias += scale c.
 static void add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {
-  lce_target_gradient(c->backend, (LceTargetGradient){.dweight = c->a->dweight,
-                                                      .scale_target = scale_target,
-                                                      .x = x,
-                                                      .targets = targets,
-                                                      .alpha = c->a->scale});
+  LceTargetGradient of_weight = {.dweight = c->a->dweight,
+                                 .scale_target = scale_target,
+                                 .x = x,
+                                 .targets = targets,
+                                 .alpha = c->a->scale};
+  lce_target_gradient(c->backend, of_weight);
+  if (!tensor_exists(c->a->dbias)) return;
+  LceTargetGradient of_bias = of_weight;
+  of_bias.dweight = as_column(c->a->dbias), of_bias.x = as_column(scale_target);
+  of_bias.scale_target = (Tensor){0};
+  lce_target_gradient(c->backend, of_bias);
 }
 
 static void add_all_targets(const Call *c, const Chunk *buffers) {
