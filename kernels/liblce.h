@@ -114,7 +114,8 @@ void lce_destroy(lce_context *context);
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
 // call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
 // Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
-// on all ranks. There is no materialized, mean, bias, softcap, entropy_weights, entropy, max_logit, correct or predicted.
+// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. There is no materialized, no
+// entropy_weights, and no label_smoothing with a softcap.
 //
 // The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.
 // It works on the call's stream as a kernel launched there would, returns 0 when all went well, and must not longjmp or

@@ -115,6 +115,21 @@ TEST(test_nearly_certain) {
   }
 }
 
+// An offset common to all logits of a row, in which bf16 logits would differ by 32: it costs the digits that fp32 lacks at 6400.
+TEST(test_common_offset) {
+  Harness *h = *state;
+  ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
+  for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
+  for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
+  LinearCrossEntropy a = fused(h, &p);
+  reference_loss(&p);
+  Tolerance outputs = of_size(within(8, terms_of(&p)), 6400),
+            gradients = of_size(within_stored(h, 8, 0), 1600 * p.scale);
+  check_loss(h, "a common offset", &a, &p, 0, (LossBefore){0}, outputs, gradients);
+  double *loss = values_of(h, a.loss);
+  for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
+}
+
 // Targets as the model's own probabilities have them: then the targets' part of dweight and the rest nearly cancel, and must be
 // added before they are rounded to W's dtype.
 TEST(test_narrow_dweight) {
