@@ -404,12 +404,14 @@ static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
   CHECK(REFUSE(a->terms.softcap > 0 || a->terms.label_smoothing > 0,
                "a soft-cap and label smoothing do not follow from log_prob"),
         KNOWN_ROWS, FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"),
+        FIELD(row_sum, "fp32 [N] or absent"),
         FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
         FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
         FIELD(factor, "fp32 [1] or absent"));
 }
 
-NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H]"), FIELD(weight, "T [V, H]"),
+NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H] or absent"),
+      FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
       FIELD(dlogits, "T [N, V] strided"))
 
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {

@@ -490,7 +490,8 @@ typedef struct {
 //   per_p        = s (w[y] + 2 lambda lse) - t entropy
 //   per_distance = -t
 //   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// and 0, with an lse of 0, where the target is IGNORE_INDEX.
+// and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum lse is that of v - anchor / T, log(R + target_e),
+// where target_e = p[y] (R + target_e).
 typedef union {
   struct {
     Tensor lse, per_p, per_distance, at_target; // fp32 [N]
@@ -501,6 +502,7 @@ typedef union {
 typedef struct {
   KnownRows rows;                        // written
   Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
+  Tensor row_sum;                        // fp32 [N], as LceLogitsExp leaves it with E, or absent
   Tensor entropy;                        // fp32 [N]; there when entropy_weights are
   Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
   Tensor token_weights, entropy_weights; // fp32 [N], or absent
@@ -513,10 +515,12 @@ typedef struct {
 // The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
 //   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])),  p = exp(v - lse[n]),  v = x[n] . W[j] / T
 //                   at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
+// Without x and weight dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v = log E. E's
+// rounding to bf16, by at most 2^-9 of it, moves v by as much.
 typedef struct {
   Tensor dlogits;   // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   KnownRows rows;   // read
-  Tensor x, weight; // fp32/bf16 [N, H] and [V, H]
+  Tensor x, weight; // fp32/bf16 [N, H] and [V, H], or both absent
   Tensor targets;   // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float temperature;
   Tensor workspace;

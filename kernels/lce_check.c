@@ -64,6 +64,20 @@ static void check_known(const LinearCrossEntropy *a) {
          "split head, list of counted tokens or materialized mode");
 }
 
+static void check_exps(const LinearCrossEntropy *a) {
+  int64_t tokens = a->x.shape[0];
+  if (a->exps.rank != 2 || a->exps.shape[0] != tokens || !tensor_exists(a->exps_sum))
+    fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens; they belong together",
+         tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens);
+  if (tensor_exists(a->known_log_prob)) return;
+  if (tensor_exists(a->dx) || tensor_exists(a->dweight) || a->chunk < tokens || a->mode == LCE_MATERIALIZED ||
+      lce_needs_logits(a) || tensor_exists(a->bias) || a->terms.softcap > 0 || a->sampling.full_mass > 0 ||
+      a->shard.vocab_size > 0 || tensor_exists(a->rows))
+    fail("linear_cross_entropy: exps are kept by a fused forward pass alone, in one chunk of all tokens, "
+         "without "
+         "bias, soft-cap, largest logits, predictions, sampling, split head and list of counted tokens");
+}
+
 void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   const char *op = "linear_cross_entropy";
   if (a->x.rank != 2 || a->weight.rank != 2 || a->x.shape[1] != a->weight.shape[1])
@@ -100,6 +114,8 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("known_log_prob", a->known_log_prob, tokens);
   per_token("known_entropy", a->known_entropy, tokens);
   if (known || tensor_exists(a->known_entropy)) check_known(a);
+  per_token("exps_sum", a->exps_sum, tokens);
+  if (tensor_exists(a->exps) || tensor_exists(a->exps_sum)) check_exps(a);
   check_sampling(a);
   check_shard(backend, a);
   if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))

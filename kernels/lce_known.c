@@ -8,7 +8,8 @@
 //     dW of block = G^T X                          written once, over all tokens, in fp32 or in W's dtype
 //
 // Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and dW, whose
-// sum is the GEMM's own.
+// sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G takes E's place, and the
+// GEMMs are two.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
@@ -32,6 +33,7 @@ static KnownRows known_rows(const Call *c) {
   lce_known_rows(c->backend, (LceKnownRows){.rows = rows,
                                             .target_z = target_z,
                                             .log_prob = a->known_log_prob,
+                                            .row_sum = a->exps_sum,
                                             .entropy = a->known_entropy,
                                             .targets = a->targets,
                                             .token_weights = a->token_weights,
@@ -46,11 +48,13 @@ static KnownRows known_rows(const Call *c) {
 void lce_known_gradients(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   int64_t tokens = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = c->vocab_size;
-  int64_t size = block_rows(a), stride = c->backend->scratch->logits_stride(size, a->x.dtype);
+  bool kept = tensor_exists(a->exps);
+  int64_t size = kept ? vocab_size : block_rows(a);
+  int64_t stride = c->backend->scratch->logits_stride(size, a->x.dtype);
   KnownRows rows = known_rows(c);
   Tensor targets = push_vector(c, "targets in the block", DTYPE_I32, tokens), dx = a->dx;
-  Tensor buffer = push_matrix(c, "gradient of logits", a->x.dtype, tokens, stride);
-  if (tensor_exists(dx) && dx.dtype != DTYPE_F32)
+  Tensor buffer = kept ? a->exps : push_matrix(c, "gradient of logits", a->x.dtype, tokens, stride);
+  if (tensor_exists(dx) && dx.dtype != DTYPE_F32 && size < vocab_size)
     dx = push_matrix(c, "sum of dx", DTYPE_F32, tokens, hidden_size);
   for (int64_t first = 0; first < vocab_size; first += size) {
     int64_t count = min_i64(size, vocab_size - first);
@@ -59,8 +63,8 @@ void lce_known_gradients(const Call *c) {
                   (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
     lce_logits_gradient(c->backend, (LceLogitsGradient){.dlogits = dlogits,
                                                         .rows = rows,
-                                                        .x = a->x,
-                                                        .weight = weight,
+                                                        .x = kept ? (Tensor){0} : a->x,
+                                                        .weight = kept ? (Tensor){0} : weight,
                                                         .targets = targets,
                                                         .temperature = a->terms.temperature});
     if (tensor_exists(dx))

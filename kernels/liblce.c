@@ -298,7 +298,9 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
                           .accumulate = a->accumulate};
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
   if (a->rows) c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
-  const int needed = a->known_log_prob ? 3 : 4; // the first
+  const int needed = a->known_log_prob ? 3 : 4;                    // the first
+  int64_t stride = round_up(v, 128 / (int64_t)dtype_bytes(dtype)); // of exps, which R follows
+  uintptr_t sums = (uintptr_t)a->exps + (uintptr_t)n * (uintptr_t)stride * dtype_bytes(dtype);
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c.x},
       {"weight", a->weight, rows_of_head, h, dtype, false, &c.weight},
@@ -310,6 +312,8 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
       {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
       {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &c.known_log_prob},
       {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &c.known_entropy},
+      {"exps", a->exps, n, stride, dtype, true, &c.exps},
+      {"exps' end", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &c.exps_sum},
       {"dx", a->dx, n, h, dtype, true, &c.dx},
       {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},
@@ -329,6 +333,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
     *t->tensor =
         t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
   }
+  if (a->exps) c.exps = tensor_columns(c.exps, 0, v);
   check_bytes("the logits", a->materialized ? n : min_i64(c.chunk, n), v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
   return c;

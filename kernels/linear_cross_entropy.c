@@ -167,10 +167,11 @@ static void add_all_targets(const Call *c, const Chunk *buffers) {
 // tokens at a time, which keeps a GPU busy where a chunk of a thousand takes almost as long.
 static LossRows push_loss_rows(const Call *c, int64_t rows) {
   int64_t lasting = c->at_once ? c->a->x.shape[0] : rows;
-  LossRows r = {.row_sum = push_vector(c, "row sums", DTYPE_F32, rows),
+  LossRows r = {.row_sum = c->a->exps_sum,
                 .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
                 .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
                 .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
+  if (!tensor_exists(r.row_sum)) r.row_sum = push_vector(c, "row sums", DTYPE_F32, rows);
   if (tensor_exists(c->a->outputs.entropy))
     r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
   if (token_outputs_need_max(&c->a->outputs)) {
@@ -200,7 +201,7 @@ static Chunk push_buffers(const Call *c, int64_t count) {
   }
   b.rows = push_loss_rows(c, rows);
   if (c->split) lce_split_buffers(c, &b, rows);
-  if (c->backward) b.exps = push_logits(c, "exponentials", rows, dtype);
+  b.exps = c->backward ? push_logits(c, "exponentials", rows, dtype) : c->a->exps;
   if (c->sampled) lce_sampling_buffers(c, &b, rows);
   return b;
 }

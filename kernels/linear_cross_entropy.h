@@ -56,6 +56,9 @@ typedef struct {
 // much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
 // output, and no bias, soft-cap, label smoothing, sampling, shard, `rows` or materialized mode.
 //
+// With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens, has kept E and R in them,
+// and it turns E into the gradient of the logits, in place. So they serve one such call.
+//
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
 // other's.
@@ -76,6 +79,8 @@ typedef struct {
   Tensor token_weights;   // fp32 [N], or absent
   Tensor entropy_weights; // fp32 [N], or absent
   Tensor known_log_prob, known_entropy; // fp32 [N], or absent
+  Tensor exps;           // x's type [N, V], or absent; may be strided, best by BackendScratch.logits_stride
+  Tensor exps_sum;       // fp32 [N]; there when exps is
   LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here

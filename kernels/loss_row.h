@@ -67,6 +67,11 @@ LOSS_ROW KnownRow known_row(LossReal target_v, LossReal nll, LossReal entropy, L
                     scale * (class_weight * expm1(-nll) + of_all * p) - of_entropy * p * (entropy - nll)};
 }
 
+// log(R + target_e), where target_e / (R + target_e) = p[y].
+LOSS_ROW LossReal log_total(LossReal row_sum, LossReal nll) {
+  return nll > 0 ? log(row_sum / -expm1(-nll)) : 0;
+}
+
 // The entropy, from e_v = sum of exp(v - anchor) (v - anchor) over the non-targets.
 LOSS_ROW LossReal entropy_of_row(RowSums s, RowLoss r, LossReal e_v) {
   return (s.target_e == 1 ? r.nll : log(r.total)) - (e_v - s.target_e * s.offset) / r.total;

@@ -503,6 +503,8 @@ void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
                   cpu_read(a->entropy, n, 0), counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0,
                   (double)a->terms.z_loss, scale * cpu_read(a->token_weights, n, 1),
                   scale * cpu_read(a->entropy_weights, n, 0));
+    if (tensor_exists(a->row_sum))
+      r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
     cpu_store(a->rows.lse, n, counts ? r.lse : 0);
     cpu_store(a->rows.per_p, n, counts ? r.per_p : 0);
     cpu_store(a->rows.per_distance, n, counts ? r.per_distance : 0);
@@ -510,15 +512,18 @@ void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
   }
 }
 
-// Logits of tile t of a block of rows, in place of which their gradient stays.
+// Logits of tile t of a block of rows, or the exponentials that are there, in place of which their gradient stays.
 static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient *a, int64_t block,
                                  int64_t t) {
-  Tile tile = tile_of(a->x.shape[0], a->weight.shape[0], block, t);
-  CpuMatrix x = {.data = cpu_row(a->x, tile.row), .stride = a->x.stride},
-            w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
+  Tile tile = tile_of(a->dlogits.shape[0], a->dlogits.shape[1], block, t);
   float *first = cpu_row(a->dlogits, tile.row) + tile.column;
   float inv_temperature = cpu_inv_temperature(a->temperature);
-  cpu_gemm(backend, tile.rows, tile.columns, a->x.shape[1], 1.0f, x, w, false, first, a->dlogits.stride);
+  bool kept = !tensor_exists(a->x);
+  if (!kept) {
+    CpuMatrix x = {.data = cpu_row(a->x, tile.row), .stride = a->x.stride},
+              w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
+    cpu_gemm(backend, tile.rows, tile.columns, a->x.shape[1], 1.0f, x, w, false, first, a->dlogits.stride);
+  }
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++) {
     float *d = first + (n - tile.row) * a->dlogits.stride;
     int64_t target = ((const int32_t *)a->targets.data)[n];
@@ -528,7 +533,12 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
     }
     float lse = ((const float *)a->rows.lse.data)[n], per_p = ((const float *)a->rows.per_p.data)[n];
     float per_distance = ((const float *)a->rows.per_distance.data)[n];
-    EACH_SIMD (j, tile.columns) {
+    float scale = expf(-lse);
+    EACH_SIMD (j, kept ? tile.columns : 0) {
+      float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - lse : 0;
+      d[j] = d[j] * scale * (per_p + per_distance * distance);
+    }
+    EACH_SIMD (j, kept ? 0 : tile.columns) {
       float distance = d[j] * inv_temperature - lse;
       d[j] = exp_f32(distance) * (per_p + per_distance * distance);
     }
@@ -538,8 +548,8 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
 }
 
 void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
-  int64_t blocks = ceil_div(a->x.shape[0], LCE_TILE_ROWS),
-          tiles = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
+  int64_t blocks = ceil_div(a->dlogits.shape[0], LCE_TILE_ROWS),
+          tiles = ceil_div(a->dlogits.shape[1], LCE_TILE_COLUMNS);
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t t = 0; t < tiles; t++)
     for (int64_t block = 0; block < blocks; block++) logits_gradient_tile(backend, a, block, t);

@@ -608,6 +608,8 @@ static __global__ void known_rows_kernel(const __grid_constant__ LceKnownRows a,
     r = known_row(inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
                   read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
                   scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
+  if (counts && a.row_sum.data)
+    r.lse = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
   write(a.rows.lse, n, r.lse);
   write(a.rows.per_p, n, r.per_p);
   write(a.rows.per_distance, n, r.per_distance);
@@ -637,7 +639,43 @@ static __global__ void __launch_bounds__(256)
   }
 }
 
+// Kept exponentials, in place; a block takes a row. Where W > 1, whole groups: to the end of a strided row's last one.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    exps_gradient_kernel(const __grid_constant__ LceLogitsGradient a) {
+  int64_t row = blockIdx.x, columns = a.dlogits.shape[1];
+  int target = data_of<int32_t>(a.targets)[row];
+  float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
+  float per_distance = data_of<float>(a.rows.per_distance)[row];
+  float at_target = data_of<float>(a.rows.at_target)[row], scale = __expf(-lse);
+  T *d = data_of<T>(a.dlogits) + row * a.dlogits.stride;
+  for (int64_t i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float e[W];
+    load(e, d + i);
+    EACH (k, W) {
+      float distance = e[k] > 0 ? __logf(e[k]) - lse : 0;
+      e[k] = e[k] * scale * (per_p + per_distance * distance);
+      if (i + k == target) e[k] = at_target;
+      if (target == IGNORE_INDEX || i + k >= columns) e[k] = 0;
+    }
+    store(d + i, e);
+  }
+}
+
+static void exps_gradient(Backend *backend, const LceLogitsGradient *a) {
+  with_float(a->dlogits.dtype, [&](auto type) {
+    using T = decltype(type);
+    with_bool(rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      launch_kernel(
+          per_row(backend, "lce_logits_gradient", a->dlogits.shape[0], ceil_div(a->dlogits.shape[1], W)),
+          exps_gradient_kernel<T, W>, *a);
+    });
+  });
+}
+
 void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
+  if (!tensor_exists(a->x)) return exps_gradient(backend, a);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   float inv_temperature = inv_temperature_of(a->temperature), *tile = data_of<float>(a->workspace);
   if (hopper_logits_gradient(backend, a, inv_temperature)) return;

@@ -53,6 +53,7 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
 
 // A tile of logits.
 size_t cuda_lce_logits_gradient_scratch(const LceLogitsGradient *a) {
+  if (!tensor_exists(a->x)) return 0;
   return tile_bytes(a->x.shape[0], a->weight.shape[0]);
 }
 

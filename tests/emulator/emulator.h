@@ -237,6 +237,7 @@ template <typename T> static inline T emulator_bits(auto x) {
 #define __float_as_int(x)  emulator_bits<int>((float)(x))
 #define __uint_as_float(x) emulator_bits<float>((unsigned)(x))
 #define __expf             expf
+#define __logf             logf
 static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   uint64_t bytes = (uint64_t)y << 32 | x;
   unsigned out = 0;

@@ -51,8 +51,13 @@ TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
-// The gradients again, by a call that knows what the forward pass put out.
-static LinearCrossEntropy of_known(Harness *h, LinearCrossEntropy a) {
+// The gradients again, by a call that knows what the forward pass put out, and maybe its exponentials.
+static LinearCrossEntropy of_known(Harness *h, LinearCrossEntropy a, bool kept) {
+  if (kept) {
+    a.chunk = a.x.shape[0];
+    a.exps = poisoned(h, h->dtype, a.chunk, a.weight.shape[0]);
+    a.exps_sum = poisoned_vector(h, DTYPE_F32, a.chunk);
+  }
   LinearCrossEntropy forward = a;
   forward.dx = forward.dweight = (Tensor){0};
   a.known_log_prob = forward.outputs.log_prob = poisoned_vector(h, DTYPE_F32, a.x.shape[0]);
@@ -78,12 +83,15 @@ TEST(test_overflow_repair) {
   loss_problem_lead(&p, 5, 700, 86);   // E is no overflow yet, and E W would be
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
-  LinearCrossEntropy a = fused(h, &p), with_entropy = a, known = of_known(h, a);
+  LinearCrossEntropy a = fused(h, &p), with_entropy = a,
+                     known[] = {of_known(h, a, false), of_known(h, a, true)};
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
   Tolerance gradients = of_size(within_stored(h, 8, 0), p.scale);
-  check_loss(h, "repaired rows, known", &known, &p, 0, (LossBefore){0}, gradients, gradients);
+  for (int kept = 0; kept < 2; kept++)
+    check_loss(h, kept ? "repaired rows, kept" : "repaired rows, known", &known[kept], &p, 0, (LossBefore){0},
+               gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
   check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
@@ -104,14 +112,15 @@ TEST(test_nearly_certain) {
   LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
-  double *known = values_of(h, of_known(h, a).dweight);
+  double *known[] = {values_of(h, of_known(h, a, false).dweight), values_of(h, of_known(h, a, true).dweight)};
   for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
     double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.loss[n];
     int64_t entry = n * p.hidden + n;
     assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
     assert_true(fabs(dweight[entry] / p.dweight[entry] - 1) <= relative);
-    assert_true(fabs(known[entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
+    for (int kept = 0; kept < 2; kept++)
+      assert_true(fabs(known[kept][entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
   }
 }
 
@@ -387,6 +396,9 @@ TEST(test_refusals) {
                  (a.known_log_prob = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0},
                   a.terms.label_smoothing = 0.1f));
   ASSERT_REFUSED(h, call, "known_log_prob is fp32 [2] for 3 tokens", a.known_log_prob = two);
+  ASSERT_REFUSED(h, call, "exps_sum is absent for 3 tokens; they belong together", a.exps = a.x);
+  ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = a.x, a.exps_sum = two));
+  ASSERT_REFUSED(h, call, "are kept by a fused forward pass alone", (a.exps = a.x, a.exps_sum = a.loss));
   ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));
   ASSERT_REFUSED(h, call, "rows is int32 [2] for 3 tokens",
                  (a.rows = tensor_rows(a.targets, 0, 2), a.counted = 2));
