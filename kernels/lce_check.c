@@ -65,17 +65,18 @@ static void check_known(const LinearCrossEntropy *a) {
 }
 
 static void check_exps(const LinearCrossEntropy *a) {
-  int64_t tokens = a->x.shape[0];
-  if (a->exps.rank != 2 || a->exps.shape[0] != tokens || !tensor_exists(a->exps_sum))
-    fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens; they belong together",
-         tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens);
+  int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
+  if (a->exps.rank != 2 || a->exps.shape[0] != tokens || a->exps.shape[1] != vocab_size ||
+      !tensor_exists(a->exps_sum))
+    fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens and %lld rows of weight",
+         tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens, (long long)vocab_size);
   if (tensor_exists(a->known_log_prob)) return;
   if (tensor_exists(a->dx) || tensor_exists(a->dweight) || a->chunk < tokens || a->mode == LCE_MATERIALIZED ||
       lce_needs_logits(a) || tensor_exists(a->bias) || a->terms.softcap > 0 || a->sampling.full_mass > 0 ||
       a->shard.vocab_size > 0 || tensor_exists(a->rows))
-    fail("linear_cross_entropy: exps are kept by a fused forward pass alone, in one chunk of all tokens, "
-         "without "
-         "bias, soft-cap, largest logits, predictions, sampling, split head and list of counted tokens");
+    fail("linear_cross_entropy: exps are kept by a fused call without gradients, in one chunk of all tokens, "
+         "and without bias, soft-cap, largest logit, prediction, sampling, split head and list of counted "
+         "tokens");
 }
 
 void lce_check(const Backend *backend, const LinearCrossEntropy *a) {

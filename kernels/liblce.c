@@ -313,7 +313,7 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
       {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &c.known_log_prob},
       {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &c.known_entropy},
       {"exps", a->exps, n, stride, dtype, true, &c.exps},
-      {"exps' end", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &c.exps_sum},
+      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &c.exps_sum},
       {"dx", a->dx, n, h, dtype, true, &c.dx},
       {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &c.dbias},

@@ -179,6 +179,25 @@ TEST(test_values) {
   lce_destroy(context);
 }
 
+// A forward pass keeps what the gradients need, and neither call then holds anything of width V.
+TEST(test_kept_exponentials) {
+  enum { N = 29, V = 101, ROW = 512 }; // V floats, rounded up to a multiple of 128 bytes
+  lce_context *context = context_on_cpu();
+  Problem p = make_problem(*state, (Shape){N, 17, V, .chunk = N});
+  lce_args forward = p.args, backward = p.args;
+  forward.dx = backward.loss = NULL, forward.dweight = NULL;
+  forward.exps = backward.exps = elements(*state, N * (ROW / 4 + 1));
+  backward.known_log_prob = p.args.log_prob;
+  backward.token_z_loss = backward.log_prob = backward.logsumexp = NULL;
+  const lce_args *calls[] = {&forward, &backward};
+  for (int i = 0; i < 2; i++) {
+    run(context, calls[i]);
+    assert_in_range(lce_held_bytes(context), 1, 4 * N * V - 1);
+  }
+  check_results(&p);
+  lce_destroy(context);
+}
+
 static void scale_values(double *values, int64_t count, double factor) {
   for (int64_t i = 0; values && i < count; i++) values[i] *= factor;
 }
@@ -356,6 +375,11 @@ TEST(test_wrong_arguments) {
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1));
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1, a.scale = 0));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
+  float exps[7 * 33];
+  REFUSED("exps are kept by a fused call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
+  REFUSED("exps are kept by a fused call without gradients, in one chunk",
+          (a.exps = exps, a.dx = NULL, a.dweight = NULL));
+  REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("rows is -1", a.rows = -1);
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));

@@ -396,9 +396,15 @@ TEST(test_refusals) {
                  (a.known_log_prob = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0},
                   a.terms.label_smoothing = 0.1f));
   ASSERT_REFUSED(h, call, "known_log_prob is fp32 [2] for 3 tokens", a.known_log_prob = two);
-  ASSERT_REFUSED(h, call, "exps_sum is absent for 3 tokens; they belong together", a.exps = a.x);
-  ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = a.x, a.exps_sum = two));
-  ASSERT_REFUSED(h, call, "are kept by a fused forward pass alone", (a.exps = a.x, a.exps_sum = a.loss));
+  Tensor exps = poisoned(h, h->dtype, 3, 5);
+  ASSERT_REFUSED(h, call, "exps_sum is absent for 3 tokens and 5 rows", a.exps = exps);
+  ASSERT_REFUSED(h, call, "[3, 4] and exps_sum is fp32 [3] for 3 tokens and 5 rows",
+                 (a.exps = a.x, a.exps_sum = a.loss));
+  ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = exps, a.exps_sum = two));
+  ASSERT_REFUSED(h, call, "kept by a fused call without gradients",
+                 (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3));
+  call.dx = call.dweight = (Tensor){0};
+  ASSERT_REFUSED(h, call, "in one chunk of all tokens", (a.exps = exps, a.exps_sum = a.loss));
   ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));
   ASSERT_REFUSED(h, call, "rows is int32 [2] for 3 tokens",
                  (a.rows = tensor_rows(a.targets, 0, 2), a.counted = 2));

@@ -183,8 +183,8 @@ def only_needed_gradients():
                 compare("frozen", x, weight, None, target, 5e-6, reduction=reduction)
             else:
                 assert not linear_cross_entropy(x, weight, target, reduction=reduction).requires_grad
-            assert calls.pop() == (False, False, x_needed, weight_needed, False)
-            assert calls in ([], [(False,) * 5])  # the forward pass of "none"
+            assert calls.pop() == (False, False, x_needed, weight_needed, False, False)
+            assert calls in ([], [(False,) * 6])  # the forward pass of "none"
             calls.clear()
         for frozen in range(3):
             leaves = problem(bias=True)
@@ -199,8 +199,40 @@ def only_needed_gradients():
         log_probs, _ = linear_log_probs(x, weight, target)  # its entropy is not differentiated: no logits in the backward pass
         log_probs.sum().backward()
         linear_log_probs(x, weight, target, entropy=False)
-        assert calls == [(False,) * 5, (False,) * 5, (False, True, False, False, False), (False, False, True, True, False),
-                         (False,) * 5], calls
+        assert calls == [(False,) * 6, (False,) * 6, (False, True, *(False,) * 4), (False, False, True, True, False, False),
+                         (False,) * 6], calls
+    finally:
+        functional.operator = real
+
+
+def exponentials_are_kept():
+    """Where one chunk takes all tokens and there will be a backward pass; the first one uses them up."""
+    given, real = [], functional.operator
+    functional.operator = lambda *a: given.append((a[9] is not None, a[-1][4])) or real(*a)
+    try:
+        x, weight, _, target = problem(ignored=5)
+        exact = double(x, weight)
+        p = torch.log_softmax(F.linear(*exact) / 0.7, -1)
+        want = p.gather(-1, target.clamp(0)[..., None])[..., 0] * (target >= 0), -(p.exp() * p).sum(-1) * (target >= 0)
+        for weights, again in itertools.product(((1, 0), (0, 1), (1, -0.3)), (False, True)):
+            got = linear_log_probs(x, weight, target, 0.7, chunk=42)
+            pair = [sum(w * t.square().sum() for w, t in zip(weights, both) if w) for both in (got, want)]
+            for _ in range(1 + 2 * again):
+                all_close(f"{weights}", results(pair[0], x, weight, again=again), results(pair[1], *exact, again=True), 1e-5)
+            assert given == [(False, True), (True, False)] + [(False, False)] * 2 * again, given
+            given.clear()
+        token_weights = torch.rand(N, device=DEVICE)
+        compare("none", x, weight, None, target, 5e-6, reduction="none", chunk=99, token_weights=token_weights)
+        with torch.autograd.graph.save_on_cpu():
+            loss = linear_cross_entropy(x, weight, target, reduction="none", chunk=42).sum()
+        all_close("saved elsewhere", results(loss, x), results(reference(x, weight, target, reduction="sum"), x), 5e-6)
+        assert given == [(False, True), (True, False)] * 2, given
+        given.clear()
+        with torch.no_grad():
+            linear_log_probs(x, weight, target, chunk=42)
+        for more in dict(chunk=41), dict(), dict(chunk=42, bias=torch.rand(V, device=DEVICE)), dict(chunk=42, softcap=3.0):
+            linear_log_probs(x, weight, target, **more)
+        assert given == [(False, False)] * 5, given
     finally:
         functional.operator = real
 
@@ -279,9 +311,9 @@ def torch_compile():
 def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
-    for b, wanted in ((None, [False] * 4), (bias, [True] * 4), (None, [False, False, True, False])):
+    for b, wanted in ((None, [False] * 5), (bias, [True] * 4 + [False]), (None, [False, False, True, False, False])):
         options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, torch.float32, wanted
-        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), *[None] * 5, *options))
+        torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), *[None] * 6, *options))
 
 
 def log_probs_and_entropy():
@@ -332,8 +364,10 @@ def memory():
     x, weight = torch.randn(n, h, device=DEVICE, requires_grad=True), torch.randn(v, h, device=DEVICE, requires_grad=True)
     target = torch.randint(v, (n,), device=DEVICE)
     linear_cross_entropy(x, weight, target, chunk=32).backward()
-    held = functional.context(x.device, torch.float32, "").held_bytes()
-    assert 4 * 32 * v < held < 4 * n * v / 4, held
+    held = functional.context(x.device, torch.float32, "").held_bytes
+    assert 4 * 32 * v < held() < 4 * n * v / 4, held()
+    linear_cross_entropy(x, weight, target, chunk=n, reduction="none").sum().backward()  # it is PyTorch's tensor that is kept
+    assert held() < 64 * n, held()
 
 
 def wrong_arguments():
@@ -382,6 +416,6 @@ def the_module():
 if __name__ == "__main__":
     tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
              any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative, numerical_derivatives,
-             only_needed_gradients, bf16, autocast, main_grad, torch_compile, the_operator, log_probs_and_entropy, sampling,
-             memory, wrong_arguments, the_module)
+             only_needed_gradients, exponentials_are_kept, bf16, autocast, main_grad, torch_compile, the_operator,
+             log_probs_and_entropy, sampling, memory, wrong_arguments, the_module)
     run({test.__name__: test for test in tests})

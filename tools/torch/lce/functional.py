@@ -2,7 +2,8 @@
 
 A scalar loss has its gradients made in the forward pass, where they cost no logits of their own, and its backward pass
 scales them. A loss per token keeps O(N), and its backward pass is one more call with the tokens' weights: dX could be scaled
-row by row once these are known, but dW could not.
+row by row once these are known, but dW could not. Where the caller's chunk covers all tokens, the logits' exponentials are
+kept, and that call does not make them again.
 """
 import ctypes
 import functools
@@ -96,10 +97,10 @@ context = functools.lru_cache(None)(Context)
 
 # --- the operator -----------------------------------------------------------------------------------------------
 
-def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, dtype, group, vocab_size,
-         label_smoothing, z_loss, softcap, temperature, chunk, sampling, mean, dweight_dtype, wanted):
+def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, dtype, group,
+         vocab_size, label_smoothing, z_loss, softcap, temperature, chunk, sampling, mean, dweight_dtype, wanted):
     """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1; with the log_prob of
-    an earlier call, and its entropy where entropy_weights are there, gradients alone."""
+    an earlier call, and its entropy where entropy_weights are there, gradients alone, where exps may be those it has kept."""
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
 
@@ -113,7 +114,7 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         return tuple(t.zero_() for t in results)
     loss, *rest = results
     token_z_loss = torch.empty_like(loss) if z_loss else None
-    wanted_entropy, dx, dweight, dbias = (t if w else None for t, w in zip(rest, wanted))
+    wanted_entropy, dx, dweight, dbias, kept = (t if w else None for t, w in zip(rest, wanted))
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
@@ -121,8 +122,9 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64,
         x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(),
         class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
-        known_log_prob=dense(log_prob), known_entropy=dense(entropy), loss=loss if log_prob is None else None,
-        token_z_loss=token_z_loss, entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
+        known_log_prob=dense(log_prob), known_entropy=dense(entropy), exps=kept if exps is None else exps,
+        loss=loss if log_prob is None else None, token_z_loss=token_z_loss, entropy=wanted_entropy, dx=dx, dweight=dweight,
+        dbias=dbias)
     if z_loss:
         loss += token_z_loss
     return results
@@ -136,22 +138,25 @@ def shard_of(group, vocab_size, rank=None):
 
 
 def empty(x, weight, dtype, dweight_dtype, wanted):
-    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight and dbias (fp32)."""
+    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight and dbias (fp32), and
+    the bytes of exponentials that liblce.h keeps."""
     (n, h), v = x.shape, weight.shape[0]
-    shapes = ((n,), torch.float32), ((n, h), dtype), ((v, h), dweight_dtype), ((v,), torch.float32)
+    shapes = (((n,), torch.float32), ((n, h), dtype), ((v, h), dweight_dtype), ((v,), torch.float32),
+              ((n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8))
     return x.new_empty(n, dtype=torch.float32), *(x.new_empty(shape if w else 0, dtype=d)
                                                   for (shape, d), w in zip(shapes, wanted))
 
 
 # Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
 operator = torch.library.custom_op(
-    "lce::linear_cross_entropy", call, mutates_args=(),
+    "lce::linear_cross_entropy", call, mutates_args=("exps",),
     tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)],
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
-           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, ScalarType dtype, str group, SymInt vocab_size, "
-           "float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, float sampling, bool mean, "
-           "ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-operator.register_fake(lambda x, weight, *more: empty(x, weight, more[7], *more[-2:]))
+           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
+           "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
+           "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) "
+           "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------
@@ -171,11 +176,11 @@ def dweight_dtype(x, weight, options, known=False):
     return dtype if narrow else torch.float32
 
 
-def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None):
+def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None, exps=None):
     x, weight, bias, target, _, class_weights = ctx.saved_tensors[:6]
     wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
-    return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, *ctx.options,
-                    mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted])[2:]
+    return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, *ctx.options,
+                    mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted, False])[2:]
 
 
 def returned(ctx, gradients, factor=None):
@@ -232,8 +237,8 @@ class Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, mean, needs):
         wanted = gradients_wanted(needs, bias, options[-1])
-        loss, _, dx, dweight, dbias = operator(x, weight, bias, target, token_weights, None, class_weights, None, None,
-                                               *options, mean, dweight_dtype(x, weight, options), [False, *wanted])
+        loss, _, dx, dweight, dbias, _ = operator(x, weight, bias, target, token_weights, None, class_weights, None, None, None,
+                                                  *options, mean, dweight_dtype(x, weight, options), [False, *wanted, False])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
         ctx.options, ctx.mean, ctx.gradients = options, mean, (dx, dweight, dbias)
         total = (loss if token_weights is None else loss * token_weights).sum()
@@ -254,16 +259,17 @@ class Reduced(torch.autograd.Function):
 
 
 class PerToken(torch.autograd.Function):
-    """Loss and, where wanted, entropy of each token, in O(N)."""
+    """Loss and, where wanted, entropy of each token, in O(N), or keeping exponentials where there will be a backward pass."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, want_entropy):
-        loss, entropy, *_ = operator(x, weight, bias, target, None, None, class_weights, None, None, *options, False,
-                                     torch.float32, [want_entropy, False, False, False])
-        _, group, _, label_smoothing, z_loss, softcap, *_, sampling = options
+    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, want_entropy, differentiated):
+        _, group, _, label_smoothing, z_loss, softcap, _, chunk, sampling = options
         known = not (group or label_smoothing or z_loss or softcap or sampling) and bias is None and class_weights is None
+        ctx.kept = known and differentiated and not torch.compiler.is_compiling() and len(x) <= chunk
+        loss, entropy, *_, exps = operator(x, weight, bias, target, None, None, class_weights, None, None, None, *options, False,
+                                           torch.float32, [want_entropy, False, False, False, ctx.kept])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights, -loss if known else None,
-                              entropy.clone() if known and want_entropy else None)
+                              entropy.clone() if known and want_entropy else None, exps if ctx.kept else None)
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs nothing
@@ -276,11 +282,13 @@ class PerToken(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if of_loss is None:
             of_loss = torch.zeros_like(of_entropy)
-        weights, _, log_prob, entropy = ctx.saved_tensors[4:]
+        weights, _, log_prob, entropy, exps = ctx.saved_tensors[4:]
         of_loss = of_loss if weights is None else of_loss * weights
         if not ctx.want_entropy or of_entropy is None:
             of_entropy = entropy = None
-        return returned(ctx, gradients_of(ctx, of_loss, of_entropy, False, log_prob, entropy))
+        # They serve once, and a second backward pass makes them anew; `data` has a version of its own, which may change.
+        exps, ctx.kept = exps.data if ctx.kept else None, False
+        return returned(ctx, gradients_of(ctx, of_loss, of_entropy, False, log_prob, entropy, exps))
 
 
 # --- functions --------------------------------------------------------------------------------------------------
@@ -369,7 +377,9 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
     "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over
-    chunks; in one chunk, or for "none" without other terms, it is written in weight's dtype at once.
+    chunks; in one chunk, or for "none" without other terms, it is written in weight's dtype at once. Where `chunk` is given and
+    covers all tokens, "none" without other terms keeps the logits' exponentials, N V elements, for the first backward pass,
+    which otherwise computes the logits again; not in compiled code.
     Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
@@ -378,9 +388,9 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
     options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
     tensors, in_place = counted_alone(tensors, skip_ignored, group)
-    if reduction == "none":
-        return in_place(PerToken.apply(*tensors, options, False)[0]).view(target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
+    if reduction == "none":
+        return in_place(PerToken.apply(*tensors, options, False, any(needs))[0]).view(target.shape)
     return Reduced.apply(*tensors, options, reduction == "mean", needs)
 
 
@@ -391,10 +401,12 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
     They are 0 where the target is ignore_index. entropy=False returns None for entropies, and a group has none. Without bias,
     softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a bias or softcap
-    entropies need logits in fp32, a chunk at a time. The other arguments: linear_cross_entropy.
+    entropies need logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements of x's dtype for the backward pass,
+    which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other arguments: linear_cross_entropy.
     """
     tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
     tensors, in_place = counted_alone(tensors, skip_ignored, group)
-    loss, entropies = PerToken.apply(*tensors, options, entropy)
+    differentiated = torch.is_grad_enabled() and (tensors[0].requires_grad or weight.requires_grad)
+    loss, entropies = PerToken.apply(*tensors, options, entropy, differentiated)
     return -in_place(loss).view(target.shape), in_place(entropies).view(target.shape) if entropy else None
