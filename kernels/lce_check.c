@@ -45,6 +45,13 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
          backend->ranks);
 }
 
+// Whether log p[y] and the row's sum do not suffice for the gradients.
+static bool beyond_known(const LinearCrossEntropy *a) {
+  return a->mode == LCE_MATERIALIZED || tensor_exists(a->bias) || a->terms.softcap > 0 ||
+         a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 || a->shard.vocab_size > 0 ||
+         tensor_exists(a->rows);
+}
+
 static void check_known(const LinearCrossEntropy *a) {
   bool outputs = tensor_exists(a->loss);
   if (!tensor_exists(a->known_log_prob))
@@ -57,9 +64,7 @@ static void check_known(const LinearCrossEntropy *a) {
     fail("linear_cross_entropy: entropy_weights is %s and known_entropy is %s; with known_log_prob they "
          "belong together",
          tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
-  if (a->mode == LCE_MATERIALIZED || tensor_exists(a->bias) || a->terms.softcap > 0 ||
-      a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 || a->shard.vocab_size > 0 ||
-      tensor_exists(a->rows))
+  if (beyond_known(a))
     fail("linear_cross_entropy: with known_log_prob there is no bias, soft-cap, label smoothing, sampling, "
          "split head, list of counted tokens or materialized mode");
 }
@@ -70,13 +75,11 @@ static void check_exps(const LinearCrossEntropy *a) {
       !tensor_exists(a->exps_sum))
     fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens and %lld rows of weight",
          tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens, (long long)vocab_size);
-  if (tensor_exists(a->known_log_prob)) return;
-  if (tensor_exists(a->dx) || tensor_exists(a->dweight) || a->chunk < tokens || a->mode == LCE_MATERIALIZED ||
-      lce_needs_logits(a) || tensor_exists(a->bias) || a->terms.softcap > 0 || a->sampling.full_mass > 0 ||
-      a->shard.vocab_size > 0 || tensor_exists(a->rows))
-    fail("linear_cross_entropy: exps are kept by a fused call without gradients, in one chunk of all tokens, "
-         "and without bias, soft-cap, largest logit, prediction, sampling, split head and list of counted "
-         "tokens");
+  if (!tensor_exists(a->known_log_prob) &&
+      (tensor_exists(a->dx) || tensor_exists(a->dweight) || tensor_exists(a->entropy_weights) ||
+       a->chunk < tokens || beyond_known(a)))
+    fail("linear_cross_entropy: exps are kept by a call without gradients, in one chunk of all tokens, and "
+         "without what known_log_prob excludes");
 }
 
 void lce_check(const Backend *backend, const LinearCrossEntropy *a) {

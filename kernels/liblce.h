@@ -92,10 +92,9 @@ typedef struct {
   // weight's rows without a sum of dweight over chunks. known_entropy comes with entropy_weights. There is no loss and no other
   // output, no materialized, sample, bias, softcap, label_smoothing and no split head.
   const float *known_log_prob, *known_entropy; // [N], or NULL
-  // N (B + 4) bytes, or NULL: N rows of V elements of the context's dtype, each B bytes long, what they take rounded up to a
-  // multiple of 128, and N floats. A call for losses and outputs alone, with chunk N or more, keeps in them what it would
-  // compute again in the call with known_log_prob, which is given them, too, and overwrites them: three GEMMs in all, not
-  // four. Not with what known_log_prob excludes, nor max_logit, correct and predicted.
+  // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of 128. A call for
+  // losses and outputs alone, with a chunk of N or more, keeps exponentials in them, and the call with known_log_prob, given the
+  // same, overwrites them and computes no logits again: three GEMMs in all, not four.
   void *exps;
   float *loss; // [N]: per token, before scale, mean and token weights; 0 of what does not count
   void *dx;    // fp32/bf16 [N, H], or NULL: not computed

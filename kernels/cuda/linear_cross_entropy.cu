@@ -621,73 +621,56 @@ void cuda_lce_known_rows(Backend *backend, const LceKnownRows *a) {
                 inv_temperature_of(a->terms.temperature));
 }
 
-// The portable path: cuBLASLt makes fp32 logits, a tile of `columns` from `first` on at a time; a block then takes a row.
-template <typename T>
+// fp32 logits of a tile of columns from `first` on, or without a tile the exponentials, into their gradient; a block takes a
+// row. W > 1: to the end of a strided row's last group.
+template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
                            int columns, float inv_temperature) {
   int64_t row = blockIdx.x;
   int target = data_of<int32_t>(a.targets)[row];
   float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
-  float per_distance = data_of<float>(a.rows.per_distance)[row];
+  float per_distance = data_of<float>(a.rows.per_distance)[row], scale = __expf(-lse);
+  float at_target = data_of<float>(a.rows.at_target)[row];
   T *out = data_of<T>(a.dlogits) + row * a.dlogits.stride + first;
-  for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-    float distance = tile[row * columns + i] * inv_temperature - lse;
-    float d = __expf(distance) * (per_p + per_distance * distance);
-    if (first + i == target) d = data_of<float>(a.rows.at_target)[row];
-    out[i] = from_float<T>(target == IGNORE_INDEX ? 0 : d);
-  }
-}
-
-// Kept exponentials, in place; a block takes a row. Where W > 1, whole groups: to the end of a strided row's last one.
-template <typename T, int W>
-static __global__ void __launch_bounds__(256)
-    exps_gradient_kernel(const __grid_constant__ LceLogitsGradient a) {
-  int64_t row = blockIdx.x, columns = a.dlogits.shape[1];
-  int target = data_of<int32_t>(a.targets)[row];
-  float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
-  float per_distance = data_of<float>(a.rows.per_distance)[row];
-  float at_target = data_of<float>(a.rows.at_target)[row], scale = __expf(-lse);
-  T *d = data_of<T>(a.dlogits) + row * a.dlogits.stride;
-  for (int64_t i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
-    float e[W];
-    load(e, d + i);
+  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float d[W];
+    if (tile)
+      load(d, tile + row * columns + i);
+    else
+      load(d, out + i);
     EACH (k, W) {
-      float distance = e[k] > 0 ? __logf(e[k]) - lse : 0;
-      e[k] = e[k] * scale * (per_p + per_distance * distance);
-      if (i + k == target) e[k] = at_target;
-      if (target == IGNORE_INDEX || i + k >= columns) e[k] = 0;
+      float distance = tile ? d[k] * inv_temperature - lse : d[k] > 0 ? __logf(d[k]) - lse : 0;
+      d[k] = (tile ? __expf(distance) : d[k] * scale) * (per_p + per_distance * distance);
+      if (first + i + k == target) d[k] = at_target;
+      if (target == IGNORE_INDEX || i + k >= columns) d[k] = 0;
     }
-    store(d + i, e);
+    store(out + i, d);
   }
 }
 
-static void exps_gradient(Backend *backend, const LceLogitsGradient *a) {
-  with_float(a->dlogits.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_bool(rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-      launch_kernel(
-          per_row(backend, "lce_logits_gradient", a->dlogits.shape[0], ceil_div(a->dlogits.shape[1], W)),
-          exps_gradient_kernel<T, W>, *a);
-    });
-  });
-}
-
+// The portable path, where cuBLASLt makes fp32 logits, a tile at a time, and any GPU's with exponentials.
 void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
-  if (!tensor_exists(a->x)) return exps_gradient(backend, a);
-  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  float inv_temperature = inv_temperature_of(a->temperature), *tile = data_of<float>(a->workspace);
+  int64_t rows = a->dlogits.shape[0], vocab_size = a->dlogits.shape[1];
+  float inv_temperature = inv_temperature_of(a->temperature);
+  auto run = [&](const float *tile, int64_t first, int64_t columns) {
+    with_float(a->dlogits.dtype, [&](auto type) {
+      using T = decltype(type);
+      with_bool(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        launch_kernel(per_row(backend, "lce_logits_gradient", rows, ceil_div(columns, W)),
+                      logits_gradient_kernel<T, W>, *a, tile, first, (int)columns, inv_temperature);
+      });
+    });
+  };
+  if (!tensor_exists(a->x)) return run(nullptr, 0, vocab_size);
   if (hopper_logits_gradient(backend, a, inv_temperature)) return;
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   for (int64_t first = 0; first < vocab_size; first += columns) {
     columns = min_i64(columns, vocab_size - first);
+    float *tile = data_of<float>(a->workspace);
     logits_gemm(backend, cuda_stream(backend), a->x, a->weight, tile, columns, first, columns);
-    with_float(a->x.dtype, [&](auto type) {
-      launch_kernel(per_row(backend, "lce_logits_gradient", rows, columns),
-                    logits_gradient_kernel<decltype(type)>, *a, (const float *)tile, first, (int)columns,
-                    inv_temperature);
-    });
+    run(tile, first, columns);
   }
 }
 

@@ -376,8 +376,8 @@ TEST(test_wrong_arguments) {
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1, a.scale = 0));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
   float exps[7 * 33];
-  REFUSED("exps are kept by a fused call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
-  REFUSED("exps are kept by a fused call without gradients, in one chunk",
+  REFUSED("exps are kept by a call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
+  REFUSED("exps are kept by a call without gradients, in one chunk",
           (a.exps = exps, a.dx = NULL, a.dweight = NULL));
   REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);

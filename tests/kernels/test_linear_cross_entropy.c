@@ -401,7 +401,7 @@ TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "[3, 4] and exps_sum is fp32 [3] for 3 tokens and 5 rows",
                  (a.exps = a.x, a.exps_sum = a.loss));
   ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = exps, a.exps_sum = two));
-  ASSERT_REFUSED(h, call, "kept by a fused call without gradients",
+  ASSERT_REFUSED(h, call, "kept by a call without gradients",
                  (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3));
   call.dx = call.dweight = (Tensor){0};
   ASSERT_REFUSED(h, call, "in one chunk of all tokens", (a.exps = exps, a.exps_sum = a.loss));
