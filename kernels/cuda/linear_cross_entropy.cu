@@ -628,22 +628,23 @@ static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
                            int columns, float inv_temperature) {
   int64_t row = blockIdx.x;
-  int target = data_of<int32_t>(a.targets)[row];
+  int of_row = data_of<int32_t>(a.targets)[row], target = (int)(of_row - first);
   float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
   float per_distance = data_of<float>(a.rows.per_distance)[row], scale = __expf(-lse);
   float at_target = data_of<float>(a.rows.at_target)[row];
+  bool kept = W > 1 || !tile;
   T *out = data_of<T>(a.dlogits) + row * a.dlogits.stride + first;
   for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
     float d[W];
-    if (tile)
-      load(d, tile + row * columns + i);
-    else
+    if (kept)
       load(d, out + i);
+    else
+      load(d, tile + row * columns + i);
     EACH (k, W) {
-      float distance = tile ? d[k] * inv_temperature - lse : d[k] > 0 ? __logf(d[k]) - lse : 0;
-      d[k] = (tile ? __expf(distance) : d[k] * scale) * (per_p + per_distance * distance);
-      if (first + i + k == target) d[k] = at_target;
-      if (target == IGNORE_INDEX || i + k >= columns) d[k] = 0;
+      float distance = !kept ? d[k] * inv_temperature - lse : d[k] > 0 ? __logf(d[k]) - lse : 0;
+      d[k] = (kept ? d[k] * scale : __expf(distance)) * (per_p + per_distance * distance);
+      if (i + k == target) d[k] = at_target;
+      if (of_row == IGNORE_INDEX || i + k >= columns) d[k] = 0;
     }
     store(out + i, d);
   }

@@ -83,6 +83,8 @@ TEST(test_overflow_repair) {
   loss_problem_lead(&p, 5, 700, 86);   // E is no overflow yet, and E W would be
   loss_problem_lead(&p, 6, 1500, 1e4);
   loss_problem_lead(&p, 7, 0, 60); // no overflow
+  loss_problem_lead(&p, 8, 0, 0);
+  p.weight[p.targets[8] * p.hidden + 8] = 500; // every E is 0
   LinearCrossEntropy a = fused(h, &p), with_entropy = a,
                      known[] = {of_known(h, a, false), of_known(h, a, true)};
   reference_loss(&p);
@@ -130,11 +132,12 @@ TEST(test_common_offset) {
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
   for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
-  LinearCrossEntropy a = fused(h, &p);
+  LinearCrossEntropy a = fused(h, &p), kept = of_known(h, a, true);
   reference_loss(&p);
   Tolerance outputs = of_size(within(8, terms_of(&p)), 6400),
             gradients = of_size(within_stored(h, 8, 0), 1600 * p.scale);
   check_loss(h, "a common offset", &a, &p, 0, (LossBefore){0}, outputs, gradients);
+  check_loss(h, "a common offset, kept", &kept, &p, 0, (LossBefore){0}, outputs, gradients);
   double *loss = values_of(h, a.loss);
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
