@@ -4,8 +4,8 @@ import os
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 
 TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "known_log_prob",
-           "known_entropy", "exps", "loss", "dx", "dweight", "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit",
-           "correct", "predicted")
+           "known_entropy", "exps", "loss", "dx", "dweight", "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy",
+           "max_logit", "correct", "predicted")
 
 
 class Args(ctypes.Structure):
