@@ -133,7 +133,7 @@ def ignored_tokens_are_skipped():
         assert set(counts) == {0, 28, 42}, counts
     finally:
         functional.operator = real
-    raises(ValueError, "not for a group", lambda: functional.counted_alone((), True, "a group"))
+    raises(ValueError, "not for a group", lambda: functional.counted_alone((), True, "a group", N))
 
 
 def any_upstream_gradient_and_twice():
@@ -315,9 +315,9 @@ def outputs():
         want, v = reference(*exact[:2], target, exact[2], **options), F.linear(exact[0], *exact[1:])
         v = 3 * torch.tanh(v / 3) / 0.7 if more else v
         all_close(f"{options}", results(got, x, weight, bias), results(want, *exact), 5e-6)
-        wanted = 0.01 * torch.logsumexp(v, -1).square(), (v.argmax(-1) == target).float(), v.argmax(-1).int(), v.amax(-1)
+        wanted = 0.01 * torch.logsumexp(v, -1).square(), (v.argmax(-1) == target).float(), v.amax(-1), v.argmax(-1).int()
         all_close("outputs", pair, [w * counts for w in wanted], 5e-6)
-        assert [t.dtype for t in pair] == [torch.float32, torch.float32, torch.int32, torch.float32]
+        assert [t.dtype for t in pair] == [torch.float32] * 3 + [torch.int32]
         assert not any(t.requires_grad for t in pair) and 0 < pair[1].sum() < counts.sum()
     log_probs, none, correct = linear_log_probs(x, weight, target, bias=bias, entropy=False, outputs=("correct",))
     assert none is None and log_probs.requires_grad and correct.sum() > 0 and torch.equal(correct, correct * counts)
@@ -397,7 +397,7 @@ def wrong_arguments():
              (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
              (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)),
-             (ValueError, "outputs has 'accuracy'; it can have z_loss, correct", dict(outputs=("accuracy",))))
+             (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))))
     for kind, part, more in wrong:
         given = {**dict(x=x, weight=weight, target=target, bias=bias), **more}
         raises(kind, part, lambda: linear_cross_entropy(**given))

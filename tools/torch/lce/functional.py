@@ -18,7 +18,7 @@ from .library import KINDS, Args, Collective, load
 IGNORED = -100  # the library's
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CODES = (torch.float32, torch.bfloat16, torch.int32)  # dtypes in the order of the library's numbers
-OUTPUTS = "z_loss", "correct", "predicted", "max_logit"  # of each token, as asked for
+OUTPUTS = "z_loss", "correct", "max_logit", "predicted"  # of each token, as asked for
 
 
 class Context:
@@ -114,10 +114,9 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if not x.shape[0]:
         return tuple(t.zero_() for t in results)
     loss, *rest = results
-    wanted_entropy, dx, dweight, dbias, token_z_loss, correct, predicted, max_logit = (
+    wanted_entropy, dx, dweight, dbias, token_z_loss, correct, max_logit, predicted = (
         t if w else None for t, w in itertools.zip_longest(rest, wanted))
-    if z_loss and token_z_loss is None:
-        token_z_loss = torch.empty_like(loss)
+    token_z_loss = torch.empty_like(loss) if z_loss and token_z_loss is None else token_z_loss
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
@@ -143,11 +142,10 @@ def shard_of(group, vocab_size, rank=None):
 def empty(x, weight, dtype, dweight_dtype, wanted):
     """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight, dbias (fp32) and
     OUTPUTS."""
-    (n, h), v, of_token = x.shape, weight.shape[0], ((x.shape[0],), torch.float32)
-    shapes = (of_token, ((n, h), dtype), ((v, h), dweight_dtype), ((v,), torch.float32), of_token, of_token,
-              ((n,), torch.int32), of_token)
-    return tuple(x.new_empty(shape if w else 0, dtype=d)
-                 for (shape, d), w in itertools.zip_longest((of_token, *shapes), (True, *wanted)))
+    (n, h), v, wide = x.shape, weight.shape[0], torch.float32
+    of_token, gradients = ((n,), wide), (((n, h), dtype), ((v, h), dweight_dtype), ((v,), wide))
+    shapes = of_token, of_token, *gradients, of_token, of_token, of_token, ((n,), torch.int32)
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
 # Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
@@ -293,8 +291,10 @@ class PerToken(torch.autograd.Function):
 
 # --- functions --------------------------------------------------------------------------------------------------
 
-def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights=None, class_weights=None):
-    """The tensors with one axis of tokens, and the first options; or a sentence about what cannot be right."""
+def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights=None, class_weights=None):
+    """The tensors with one axis of tokens, the first options, and which outputs; or a sentence about what cannot be right."""
+    if set(outputs) - set(OUTPUTS):
+        raise ValueError(f"outputs is {outputs!r}; it can have {', '.join(OUTPUTS)}")
     given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights)
     for name, t in given.items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):
@@ -334,13 +334,14 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
         target = torch.where(target == ignore_index, IGNORED, target)
     flat = None if token_weights is None else token_weights.reshape(-1)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights)
-    return tensors, (dtype, group.group_name if group is not None else "", vocab[0])
+    return (tensors, (dtype, group.group_name if group is not None else "", vocab[0]),
+            [name in outputs for name in OUTPUTS if outputs])
 
 
-def counted_alone(tensors, skip_ignored, group):
+def counted_alone(tensors, skip_ignored, group, shape):
     """The tensors with the tokens that count alone, and a function that puts a result per token in its place among all."""
     if not skip_ignored:
-        return tensors, lambda result: result
+        return tensors, lambda result: result.view(shape)
     if group is not None:
         raise ValueError("skip_ignored is not for a group, whose ranks must give equal numbers of tokens")
     x, weight, bias, target, token_weights, class_weights = tensors
@@ -348,18 +349,7 @@ def counted_alone(tensors, skip_ignored, group):
     x, target, token_weights = (t if t is None else t.index_select(0, kept) for t in (x, target, token_weights))
     tokens = len(tensors[3])
     return (x, weight, bias, target, token_weights, class_weights), lambda result: (
-        result.new_zeros(tokens).index_copy(0, kept, result))
-
-
-def flags_of(outputs):
-    for name in outputs:
-        if name not in OUTPUTS:
-            raise ValueError(f"outputs has {name!r}; it can have {', '.join(OUTPUTS)}")
-    return [name in outputs for name in OUTPUTS if outputs]
-
-
-def chosen(outputs, tensors, in_place, shape):
-    return (in_place(tensors[OUTPUTS.index(name)].detach()).view(shape) for name in outputs)
+        result.new_zeros(tokens).index_copy(0, kept, result).view(shape))
 
 
 def pytorchs_names(function):
@@ -416,16 +406,17 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
-    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
+    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights,
+                                     class_weights)
     options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
-    tensors, in_place = counted_alone(tensors, skip_ignored, group)
+    tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
     if reduction == "none":
-        loss, _, *more = PerToken.apply(*tensors, options, flags_of(outputs), False)
-        loss = in_place(loss).view(target.shape)
+        loss, _, *more = PerToken.apply(*tensors, options, flags, False)
+        loss = in_place(loss)
     else:
         needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
-        loss, *more = Reduced.apply(*tensors, options, flags_of(outputs), reduction == "mean", needs)
-    return (loss, *chosen(outputs, more, in_place, target.shape)) if outputs else loss
+        loss, *more = Reduced.apply(*tensors, options, flags, reduction == "mean", needs)
+    return (loss, *(in_place(more[OUTPUTS.index(name)].detach()) for name in outputs)) if outputs else loss
 
 
 def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
@@ -437,9 +428,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a bias or softcap
     entropies need logits in fp32, a chunk at a time. The other arguments: linear_cross_entropy.
     """
-    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
+    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
-    tensors, in_place = counted_alone(tensors, skip_ignored, group)
-    loss, entropies, *more = PerToken.apply(*tensors, options, flags_of(outputs), entropy)
-    return (-in_place(loss).view(target.shape), in_place(entropies).view(target.shape) if entropy else None,
-            *chosen(outputs, more, in_place, target.shape))
+    tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
+    loss, entropies, *more = PerToken.apply(*tensors, options, flags, entropy)
+    return (-in_place(loss), in_place(entropies) if entropy else None,
+            *(in_place(more[OUTPUTS.index(name)].detach()) for name in outputs))
