@@ -331,15 +331,16 @@ def names_of_pytorchs_function():
     """Those of torch.nn.functional.linear_cross_entropy, whose values an older PyTorch has by cross_entropy."""
     x, weight, bias, target = problem(bias=True, ignored=4)
     x, target, classes = x.detach().flatten(0, -2), target.flatten(), torch.rand(V, device=DEVICE)
-    pytorchs = getattr(F, "linear_cross_entropy", lambda x, w, y, *, linear_bias, weight, ignore_index, options=None, **more:
+    pytorchs = getattr(F, "linear_cross_entropy", lambda x, w, y, *, linear_bias, weight, ignore_index, **more:
                        F.cross_entropy(F.linear(x, w, linear_bias), y, weight, **more))
     for reduction in REDUCTIONS:
-        named = dict(linear_bias=bias, weight=classes, reduction=reduction, ignore_index=None, label_smoothing=0.1, options=None)
+        named = dict(linear_bias=bias, weight=classes, ignore_index=None, label_smoothing=0.1, reduction=reduction)
         want = pytorchs(x, weight, target, **named)
         close("by position", linear_cross_entropy(x, weight, target, **named), want, 5e-6)
         close("by name", linear_cross_entropy(input=x, linear_weight=weight, target=target, **named), want, 5e-6)
     close("ours", linear_cross_entropy(x=x, weight=weight, target=target), F.cross_entropy(F.linear(x, weight), target), 5e-6)
-    raises(TypeError, "input and x are two names", lambda: linear_cross_entropy(input=x, x=x, weight=weight, target=target))
+    raises(TypeError, "of input, x, target two are names of one",
+           lambda: linear_cross_entropy(input=x, x=x, target=target, options=None))
 
 
 def sampling():

@@ -355,15 +355,13 @@ def counted_alone(tensors, skip_ignored, group, shape):
 def pytorchs_names(function):
     """Takes those of torch.nn.functional.linear_cross_entropy, too, whose `weight` is that of classes."""
     @functools.wraps(function)
-    def renamed(*args, **given):
-        theirs = dict(weight="class_weights") if len(args) > 1 or "linear_weight" in given else {}
-        given.pop("options", None)  # PyTorch's own chunks
-        for name, ours in {**theirs, "input": "x", "linear_weight": "weight", "linear_bias": "bias"}.items():
-            if name in given:
-                if ours in given:
-                    raise TypeError(f"{name} and {ours} are two names of one argument")
-                given[ours] = given.pop(name)
-        return function(*args, **given)
+    def renamed(*args, options=None, **given):  # options: PyTorch's own chunks
+        of_classes = len(args) > 1 or "linear_weight" in given
+        ours = dict(input="x", linear_weight="weight", linear_bias="bias", weight="class_weights" if of_classes else "weight")
+        named = [(ours.get(name, name), value) for name, value in given.items()]
+        if len(dict(named)) < len(named):
+            raise TypeError(f"of {', '.join(given)} two are names of one argument")
+        return function(*args, **dict(named))
     return renamed
 
 

@@ -8,7 +8,7 @@ import torch
 from .functional import linear_cross_entropy
 
 OPTIONS = [p.name for p in inspect.signature(linear_cross_entropy).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
+TERMS = "label_smoothing", "z_loss", "class_weights", "sampling"  # which act in a patched model's training alone
 
 
 def known(options, names=OPTIONS, of="linear_cross_entropy"):
@@ -20,7 +20,7 @@ def known(options, names=OPTIONS, of="linear_cross_entropy"):
 
 class LinearCrossEntropy(torch.nn.Linear):
     """A head [V, H] that returns logits, or with `target` the loss of linear_cross_entropy, whose keywords `options` are."""
-    options, instead = {}, None  # instead: of a patched model's call, what to return instead of logits
+    options, instead = {}, None  # instead: what returns something else than logits in a patched model's call
 
     def __init__(self, hidden_size, vocab_size, bias=False, *, device=None, dtype=None, **options):
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
@@ -32,11 +32,6 @@ class LinearCrossEntropy(torch.nn.Linear):
         return super().forward(x) if self.instead is None else self.instead(self, x)
 
 
-# --- Hugging Face's models --------------------------------------------------------------------------------------
-
-TERMS = "label_smoothing", "z_loss", "class_weights", "sampling"  # act in training alone
-
-
 def heads_of(model, *kinds):
     """The head, or where PEFT's modules_to_save has copied it all copies, each of one of these classes."""
     head = model.get_output_embeddings()
@@ -44,8 +39,8 @@ def heads_of(model, *kinds):
     heads = [head] if copies is None else [head.original_module, *copies.values()]
     for head in heads:
         if type(head) not in kinds and not isinstance(head, LinearCrossEntropy):
-            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, where an nn.Linear is needed; let no "
-                            f"adapter target it, and after resize_token_embeddings call patch_transformers again")
+            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, and must be an nn.Linear; let no adapter "
+                            f"target it, and after resize_token_embeddings call patch_transformers again")
     return heads
 
 
@@ -70,9 +65,8 @@ class Patched:
         return super().loss_function if self.instead is None else self.instead
 
     def fused(self, *args, labels=None, shift_labels=None, return_logits=None, **kwargs):
-        given = {} if shift_labels is None else dict(labels=shift_labels, shift_labels=shift_labels)
-        if labels is not None:
-            given["labels"] = labels
+        labels = shift_labels if labels is None else labels
+        given = {name: t for name, t in dict(labels=labels, shift_labels=shift_labels).items() if t is not None}
         evaluated = not (self.training or torch.is_grad_enabled())
         return_logits = next(r for r in (return_logits, self.return_logits, evaluated) if r is not None)
         if not given or return_logits and not self.training:
@@ -95,8 +89,7 @@ class Patched:
 
     def __setattr__(self, name, value):
         if name == "forward" and getattr(value, "__globals__", {}).get("__name__", "").startswith("trl."):
-            raise TypeError("TRL's trainers put a loss of their own into the model's forward, and patch_transformers would do "
-                            "nothing: give them a model that is not patched")
+            raise TypeError("TRL's trainers put a loss of their own into a model, and leave the patch unused: give one without")
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol):  # pickle would look for the class by its name, and find the model's own
@@ -151,7 +144,7 @@ def check(model, options):
         head.options = {**options, **transform}
     if tokens.is_meta:
         return
-    head(head.weight[:2], tokens[0])  # fails where an option has a wrong value
+    head(head.weight.new_zeros(2, head.in_features), tokens[0])  # fails where an option has a wrong value
     want, got = type(model).unpatched.forward(model, tokens, labels=tokens), model(tokens, labels=tokens, return_logits=False)
     if got.logits is not None:
         raise TypeError("something has replaced its forward; patch it before")
@@ -163,33 +156,30 @@ def check(model, options):
 def patch_transformers(model, *, return_logits=None, **options):
     """Makes a causal language model compute the loss of `labels` without logits, and returns it.
 
-    A call with labels (or shift_labels) returns loss, and logits=None; one without is as before. The loss is the mean over
-    the labels that count, or with num_items_in_batch their sum over that. return_logits, here or in a call: True returns
-    logits, too, False does not, None does in evaluation where no gradient is asked for. options, as linear_cross_entropy has
-    them: chunk, skip_ignored, and in training alone label_smoothing, z_loss, class_weights, sampling. The head's
-    parameters, names and hooks stay, so checkpoints, DDP and FSDP are as before; patch before fully_shard.
+    A call with labels (or shift_labels) returns loss, and logits=None; one without is as before. return_logits, here or in a
+    call: True returns logits, too, False does not, None does in evaluation without gradients. options: linear_cross_entropy's
+    chunk, skip_ignored, and for training alone label_smoothing, z_loss, class_weights, sampling. The head's parameters, names
+    and hooks stay, so checkpoints, DDP and FSDP are as before; patch before fully_shard. Of a PeftModel it patches the inside.
 
-    The model's forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The patch looks
-    what becomes of known logits, and compares the losses of two tokens with and without it (not on meta); where they differ
-    it raises TypeError and leaves the model as it was. Of a PeftModel it patches the model inside.
+    The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The patch looks what is
+    made of known logits, and compares the losses of two tokens before and after (not on meta); else it raises TypeError.
     """
     from transformers import PreTrainedModel
     known(options, ("chunk", "skip_ignored", *TERMS), "patch_transformers")
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(f"a {type(inner).__name__} is no model of transformers; patch the one inside it")
-    kind = type(inner).unpatched if isinstance(inner, Patched) else type(inner)
     modes, before = [(m, m.training) for m in inner.modules()], {}
     try:
         before = {part: type(part) for part in (inner, *heads_of(inner, torch.nn.Linear))}
         for part in before:
-            become(patched(kind) if part is inner else LinearCrossEntropy, part)
+            become(patched(getattr(inner, "unpatched", type(inner))) if part is inner else LinearCrossEntropy, part)
         with torch.no_grad():
             check(inner.eval(), options)
     except Exception as error:
         for part, cls in before.items():
             become(cls, part)
-        raise TypeError(f"a {kind.__name__} cannot be patched: {error}") from error
+        raise TypeError(f"a {type(inner).__name__} cannot be patched: {error}") from error
     finally:
         for module, training in modes:
             module.training = training
