@@ -691,8 +691,9 @@ typedef struct {
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// x = scale NS(x) of each matrix, by normalize and multiply (newton_schulz.c): all singular values become about `scale`.
-void orthogonalize(Backend *backend, Matrices x, int64_t count, float scale);
+// x = scale NS(x) of each matrix, by normalize and multiply (newton_schulz.c): all singular values become about `scale`. There
+// are `count` of each kind, all kinds of one shape.
+void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale);
 
 // What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
 enum { ASYNC_EVENTS = 64 };

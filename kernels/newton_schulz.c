@@ -9,24 +9,37 @@ static Matrices push_matrices(Backend *backend, Dtype dtype, int64_t count, int6
   return (Matrices){tensor_2d(all.data, dtype, rows, columns), apart};
 }
 
-void orthogonalize(Backend *backend, Matrices x, int64_t count, float scale) {
+static Matrices from(Matrices m, int64_t first) {
+  m.first.data = (char *)m.first.data + first * m.apart * (int64_t)dtype_bytes(m.first.dtype);
+  return m;
+}
+
+void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale) {
   enum { STEPS = 5 };
   const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
-  int64_t rows = x.first.shape[0], columns = x.first.shape[1], side = min_i64(rows, columns);
+  int64_t rows = x->first.shape[0], columns = x->first.shape[1], side = min_i64(rows, columns);
+  int64_t all = kinds * count;
   bool tall = rows > columns;
+  Dtype dtype = x->first.dtype;
   MemoryMark mark = memory_mark(&backend->memory);
-  Matrices y = push_matrices(backend, x.first.dtype, count, rows, columns);
-  Matrices gram = push_matrices(backend, x.first.dtype, count, side, side);
-  Matrices polynomial = push_matrices(backend, x.first.dtype, count, side, side);
-  normalize(backend, (Normalize){.out = y, .x = x, .count = count});
+  Matrices y = push_matrices(backend, dtype, all, rows, columns), none = {0};
+  Matrices next = push_matrices(backend, dtype, all, rows, columns);
+  Matrices gram = push_matrices(backend, dtype, all, side, side);
+  Matrices polynomial = push_matrices(backend, dtype, all, side, side);
+  for (int i = 0; i < kinds; i++)
+    normalize(backend, (Normalize){.out = from(y, i * count), .x = x[i], .count = count});
   for (int step = 1; step <= STEPS; step++) {
-    float factor = step == STEPS ? scale : 1;
-    Matrices none = {0}, left = tall ? y : polynomial, right = tall ? polynomial : y, next = x;
-    multiply(backend, (Multiply){gram, y, y, none, count, tall, !tall, .alpha = 1});
-    multiply(backend, (Multiply){polynomial, gram, gram, gram, count, .alpha = c, .beta = b});
-    multiply(backend, (Multiply){x, left, right, y, count, .alpha = factor, .beta = factor * a});
-    x = y; // the first step reads y, so the last of five writes x
-    y = next;
+    bool last = step == STEPS; // writes x
+    float factor = last ? scale : 1;
+    multiply(backend, (Multiply){gram, y, y, none, all, tall, !tall, .alpha = 1});
+    multiply(backend, (Multiply){polynomial, gram, gram, gram, all, .alpha = c, .beta = b});
+    for (int i = 0; i < (last ? kinds : 1); i++) {
+      Matrices p = from(polynomial, i * count), z = from(y, i * count);
+      multiply(backend, (Multiply){last ? x[i] : next, tall ? z : p, tall ? p : z, z, last ? count : all,
+                                   .alpha = factor, .beta = factor * a});
+    }
+    Matrices kept = y;
+    y = next, next = kept;
   }
   memory_pop_to(&backend->memory, mark);
 }

@@ -7,6 +7,7 @@
 // "match_rms_adamw" of torch.optim.Muon). Everything else has AdamW.
 #include <math.h>
 
+#include "kernels/fail.h"
 #include "model/parameters.h"
 
 // The settings with the tensors of this rank's slice of a bucket.
@@ -41,19 +42,30 @@ static void update_adamw(Backend *backend, const ParameterSet *p, ParameterGroup
 // and small ones alone would leave a GPU idle.
 enum { LAYERS_BYTES = 256 << 20 };
 
-// Of layers [from, from + count) of those in `updates`, every matrix.
+// Of layers [from, from + count) of those in `updates`, every matrix; those of one shape at once, which fills a GPU.
 static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor updates, int64_t from,
                                  int64_t count) {
+  enum { MOST = 16 };
   const Sharding *s = &p->sharding;
+  Matrices found[MOST], alike[MOST];
+  int all = 0;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
     if (t->group != GROUP_MATRICES || t->offset >= s->layer) continue; // of the first layer
     int64_t columns = t->shape[1] / t->column_blocks;
-    Tensor all = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
+    Tensor layer = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
     for (int b = 0; b < t->column_blocks; b++) {
-      Tensor x = tensor_columns(tensor_reshape_2d(all, t->shape[0], t->shape[1]), b * columns, columns);
-      float scale = 0.2f * sqrtf((float)max_i64(t->shape[0], columns));
-      orthogonalize(backend, (Matrices){x, s->layer}, count, scale);
+      Tensor x = tensor_columns(tensor_reshape_2d(layer, t->shape[0], t->shape[1]), b * columns, columns);
+      if (all == MOST) fail("Muon: a layer has more than %d matrices", MOST);
+      found[all++] = (Matrices){x, s->layer};
     }
+  }
+  for (int first = 0, kinds; first < all; first++) {
+    Tensor like = found[first].first;
+    kinds = 0;
+    for (int i = 0; i < all && (i >= first || !tensor_same_shape(found[i].first, like)); i++)
+      if (tensor_same_shape(found[i].first, like)) alike[kinds++] = found[i];
+    float scale = 0.2f * sqrtf((float)max_i64(like.shape[0], like.shape[1]));
+    if (kinds > 0) orthogonalize(backend, alike, kinds, count, scale);
   }
 }
 

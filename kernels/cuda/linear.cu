@@ -10,8 +10,8 @@
 // result has the same bits as that of the library's first choice, which depends on shapes, GPU and library version
 // alone: most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the
 // first choice unmeasured. Split-K partials are reduced in fp32 in a fixed order, never by atomics. A GEMM is not
-// measured while it accumulates in place or the stream is captured into a graph, and a batch never is. Large ones are
-// measured for half a second to two, at the power limit.
+// measured while it accumulates in place or the stream is captured into a graph. Large ones are measured for half a second to
+// two, at the power limit.
 //
 // Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
 // one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
@@ -224,17 +224,20 @@ static __global__ void random_kernel(uint32_t *words, int64_t e4m3_words, int64_
 // single row that is not) may make all orders of summation equal. NULL, and p as it was, where there is no such memory.
 static char *random_operands(cudaStream_t stream, Gemm *p) {
   int64_t width = (int64_t)dtype_bytes(p->operand_dtype), out_width = (int64_t)dtype_bytes(p->out_dtype);
+  int64_t others = p->batch - 1; // of a batch
   const void *pre = p->epilogue == GEMM_GELU_DERIVATIVE ? p->pre : nullptr;
   struct {
     const void **operand;
     int64_t bytes;
-  } parts[] = {{&p->left.data, width * p->left.stride * (p->left.transposed ? p->k : p->m)},
-               {&p->right.data, width * p->right.stride * (p->right.transposed ? p->n : p->k)},
-               {&p->addend, out_width * p->addend_stride * p->m},
-               {&pre, width * p->pre_stride * p->m},
-               {&p->bias, 4 * p->n},
-               {&p->left_scale, 4},
-               {&p->right_scale, 4}};
+  } parts[] = {
+      {&p->left.data, width * (others * p->left.apart + p->left.stride * (p->left.transposed ? p->k : p->m))},
+      {&p->right.data,
+       width * (others * p->right.apart + p->right.stride * (p->right.transposed ? p->n : p->k))},
+      {&p->addend, out_width * (others * p->addend_apart + p->addend_stride * p->m)},
+      {&pre, width * p->pre_stride * p->m},
+      {&p->bias, 4 * p->n},
+      {&p->left_scale, 4},
+      {&p->right_scale, 4}};
   int64_t total = MEMORY_ALIGNMENT, operands_end = 0;
   for (auto &part : parts) {
     part.bytes = *part.operand ? (int64_t)memory_padded((size_t)part.bytes) : 0;
@@ -260,9 +263,10 @@ static char *random_operands(cudaStream_t stream, Gemm *p) {
 
 // Adds up a hash of each half word's place and bits. Integer addition commutes, so the order of the atomics does not
 // matter.
-static __global__ void checksum_kernel(unsigned long long *sum, const uint16_t *data, int64_t stride,
-                                       int64_t columns) {
+static __global__ void checksum_kernel(unsigned long long *sum, const uint16_t *data, int64_t apart,
+                                       int64_t stride, int64_t columns) {
   unsigned long long total = 0;
+  data += blockIdx.y * apart;
   for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
     unsigned long long z = (blockIdx.x * (unsigned long long)columns + i + 1) * 0x9E3779B97F4A7C15u;
     z = (z ^ data[blockIdx.x * stride + i]) * 0xBF58476D1CE4E5B9u;
@@ -295,8 +299,8 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
     unsigned long long value = 0;
     auto add = [&](const void *data, Dtype dtype, int64_t stride) {
       int64_t halves = (int64_t)dtype_bytes(dtype) / 2;
-      launch_kernel({"a checksum", stream, dim3((unsigned)g.m), 256}, checksum_kernel, sum,
-                    static_cast<const uint16_t *>(data), halves * stride, halves * g.n);
+      launch_kernel({"a checksum", stream, dim3((unsigned)g.m, (unsigned)g.batch), 256}, checksum_kernel, sum,
+                    static_cast<const uint16_t *>(data), halves * g.out_apart, halves * stride, halves * g.n);
     };
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream), "clearing a checksum");
     add(g.out, g.out_dtype, g.out_stride);
@@ -309,7 +313,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
   // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
   Gemm added = p;
-  if (adds) added.addend = p.out, added.addend_stride = p.out_stride;
+  if (adds) added.addend = p.out, added.addend_stride = p.out_stride, added.addend_apart = p.out_apart;
   const Gemm timed = p.left.transposed && p.out_dtype == DTYPE_F32 ? added : p;
   unsigned long long wanted = 0;
   for (int i = 0; i < found; i++) {
@@ -339,7 +343,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   // there among others, so runs of the candidates alternate, at a clock that all of them determine. One
   // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
   // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
-  bool large = 2.0 * (double)p.m * (double)p.n * (double)p.k >= SUSTAINED_FLOPS;
+  bool large = 2.0 * p.batch * (double)p.m * (double)p.n * (double)p.k >= SUSTAINED_FLOPS;
   int warm_up = 0, rounds = ROUNDS;
   if (large && count > 1) {
     constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
@@ -363,14 +367,14 @@ static bool repeatable(Backend *backend, const Gemm *p) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture),
              "querying whether the stream is captured");
-  return capture == cudaStreamCaptureStatusNone && p->addend != p->out && p->batch == 1;
+  return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
 }
 
 // Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten thousand of
 // the differences that another order makes in fp32: a small bf16 result agrees by chance, on this step's data and not
 // on a later one's. Small GEMMs are not worth measuring anyway.
 static bool conclusive(const Gemm *p) {
-  return p->m * p->n >= (p->out_dtype == DTYPE_BF16 ? 1 << 20 : 1 << 14) && p->k >= 64;
+  return p->batch * p->m * p->n >= (p->out_dtype == DTYPE_BF16 ? 1 << 20 : 1 << 14) && p->k >= 64;
 }
 
 static GemmPlan *plan_of(Backend *backend, const Gemm *p) {

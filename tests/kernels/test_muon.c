@@ -50,7 +50,7 @@ TEST(test_muon_is_as_in_torch) {
       double *gradient = gradients + (u.step - 1) * count;
       u.grad = vector_from(h, h->dtype, gradient, count);
       nesterov(h->backend, u);
-      orthogonalize(h->backend, (Matrices){update, count}, 1, scale);
+      orthogonalize(h->backend, &(Matrices){update, count}, 1, 1, scale);
       descend(h->backend, down);
       reference_muon(weights, m, gradient, rows, columns, columns, 1, lr, momentum, decay);
     }
@@ -74,10 +74,12 @@ static void orthogonalize_case(Harness *h, const void *shape) {
   int64_t stride = s.blocks * s.columns, apart = round_up(s.rows * stride + 1, 128);
   double *values, bound = h->dtype == DTYPE_BF16 ? 0.06 : 1e-4;
   Tensor all = random_vector(h, &values, s.count * apart, 3);
+  Matrices blocks[3];
   for (int64_t b = 0; b < s.blocks; b++) {
     Tensor x = tensor_2d(all.data, all.dtype, s.rows, stride);
-    orthogonalize(h->backend, (Matrices){tensor_columns(x, b * s.columns, s.columns), apart}, s.count, 0.5f);
+    blocks[b] = (Matrices){tensor_columns(x, b * s.columns, s.columns), apart};
   }
+  orthogonalize(h->backend, blocks, (int)s.blocks, s.count, 0.5f);
   double *got = values_of(h, all), *want = host_values(h, s.rows * s.columns);
   for (int64_t c = 0; c < s.count * s.blocks; c++) {
     int64_t first = c / s.blocks * apart + c % s.blocks * s.columns;
@@ -107,11 +109,11 @@ TEST(test_orthogonalize_of_nothing) {
   Harness *h = *state;
   double *values = host_values(h, 48);
   Tensor x = tensor_from(h, h->dtype, values, 8, 6);
-  orthogonalize(h->backend, (Matrices){x, 48}, 1, 1);
+  orthogonalize(h->backend, &(Matrices){x, 48}, 1, 1, 1);
   check_values(h, "zeros", x, values, within(0, 1));
   values[17] = NAN;
   x = tensor_from(h, h->dtype, values, 8, 6);
-  orthogonalize(h->backend, (Matrices){x, 48}, 1, 1);
+  orthogonalize(h->backend, &(Matrices){x, 48}, 1, 1, 1);
   for (int i = 0; i < 48; i++) assert_true(isnan(values_of(h, x)[i]));
 }
 

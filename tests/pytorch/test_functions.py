@@ -133,7 +133,7 @@ def ignored_tokens_are_skipped():
         assert set(counts) == {0, 28, 42}, counts
     finally:
         functional.operator = real
-    raises(ValueError, "not for a group", lambda: functional.counted_alone((), True, "a group"))
+    raises(ValueError, "not for a group", lambda: functional.counted_alone((), True, "a group", N))
 
 
 def any_upstream_gradient_and_twice():
@@ -311,7 +311,7 @@ def torch_compile():
 def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
-    for b, wanted in ((None, [False] * 5), (bias, [True] * 4 + [False]), (None, [False, False, True, False, False])):
+    for b, wanted in ((None, [False] * 4), (bias, [True] * 4 + [False] + [True] * 4), (None, [False, False, True, False])):
         options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, torch.float32, wanted
         torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), *[None] * 6, *options))
 
@@ -332,6 +332,47 @@ def log_probs_and_entropy():
         alone, none = linear_log_probs(x, weight, target, entropy=False, **options)
         close("log p alone", alone, want[0], 5e-6)
         assert none is None
+
+
+def outputs():
+    """Of every token, beside any loss, which they do not change; with every term; and by linear_log_probs."""
+    x, weight, bias, target = problem(bias=True, ignored=5)
+    with torch.no_grad():  # so that some are correct
+        x.view(-1, H)[::2] = 9 * weight[target.reshape(-1)[::2]] / weight[target.reshape(-1)[::2]].norm(dim=-1, keepdim=True)
+    counts = target != -100
+    terms = dict(softcap=3.0, temperature=0.7, token_weights=torch.rand(N, device=DEVICE), chunk=5)
+    for reduction, skip, more in itertools.product(REDUCTIONS, (False, True), ({}, terms)):
+        options, exact = dict(reduction=reduction, z_loss=0.01, **more), double(x, weight, bias)
+        got, *pair = linear_cross_entropy(x, weight, target, bias, skip_ignored=skip, outputs=functional.OUTPUTS, **options)
+        want, v = reference(*exact[:2], target, exact[2], **options), F.linear(exact[0], *exact[1:])
+        v = 3 * torch.tanh(v / 3) / 0.7 if more else v
+        all_close(f"{options}", results(got, x, weight, bias), results(want, *exact), 5e-6)
+        wanted = 0.01 * torch.logsumexp(v, -1).square(), (v.argmax(-1) == target).float(), v.amax(-1), v.argmax(-1).int()
+        all_close("outputs", pair, [w * counts for w in wanted], 5e-6)
+        assert [t.dtype for t in pair] == [torch.float32] * 3 + [torch.int32]
+        assert not any(t.requires_grad for t in pair) and 0 < pair[1].sum() < counts.sum()
+    log_probs, none, correct = linear_log_probs(x, weight, target, bias=bias, entropy=False, outputs=("correct",))
+    assert none is None and log_probs.requires_grad and correct.sum() > 0 and torch.equal(correct, correct * counts)
+    alone, correct = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")(x, weight, target, bias,
+                                                                                              outputs=("correct",))
+    all_close("compiled", results(alone, x), results(linear_cross_entropy(x, weight, target, bias), x), 1e-6)
+    assert correct.sum() > 0
+
+
+def names_of_pytorchs_function():
+    """Those of torch.nn.functional.linear_cross_entropy, whose values an older PyTorch has by cross_entropy."""
+    x, weight, bias, target = problem(bias=True, ignored=4)
+    x, target, classes = x.detach().flatten(0, -2), target.flatten(), torch.rand(V, device=DEVICE)
+    pytorchs = getattr(F, "linear_cross_entropy", lambda x, w, y, *, linear_bias, weight, ignore_index, **more:
+                       F.cross_entropy(F.linear(x, w, linear_bias), y, weight, **more))
+    for reduction in REDUCTIONS:
+        named = dict(linear_bias=bias, weight=classes, ignore_index=None, label_smoothing=0.1, reduction=reduction)
+        want = pytorchs(x, weight, target, **named)
+        close("by position", linear_cross_entropy(x, weight, target, **named), want, 5e-6)
+        close("by name", linear_cross_entropy(input=x, linear_weight=weight, target=target, **named), want, 5e-6)
+    close("ours", linear_cross_entropy(x=x, weight=weight, target=target), F.cross_entropy(F.linear(x, weight), target), 5e-6)
+    raises(TypeError, "of input, x, target two are names of one",
+           lambda: linear_cross_entropy(input=x, x=x, target=target, options=None))
 
 
 def sampling():
@@ -390,7 +431,8 @@ def wrong_arguments():
              (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
              (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
-             (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)))
+             (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)),
+             (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))))
     for kind, part, more in wrong:
         given = {**dict(x=x, weight=weight, target=target, bias=bias), **more}
         raises(kind, part, lambda: linear_cross_entropy(**given))
@@ -417,5 +459,5 @@ if __name__ == "__main__":
     tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
              any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative, numerical_derivatives,
              only_needed_gradients, exponentials_are_kept, bf16, autocast, main_grad, torch_compile, the_operator,
-             log_probs_and_entropy, sampling, memory, wrong_arguments, the_module)
+             log_probs_and_entropy, outputs, names_of_pytorchs_function, sampling, memory, wrong_arguments, the_module)
     run({test.__name__: test for test in tests})

@@ -2,6 +2,7 @@
 """tools/torch in training: Hugging Face's models, DDP and FSDP2 on two ranks, the README's examples, and pip."""
 import copy
 import inspect
+import io
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 
 from setting import DEVICE, ROOT, all_close, close, raises, run, torch
 from tap import Skip
@@ -23,18 +25,34 @@ try:
 except ImportError:
     transformers = None
 
+def module(name):
+    """A package that these tests can do without."""
+    try:
+        return __import__(name)
+    except ImportError:
+        raise Skip(f"there is no {name}") from None
+
+
 SIZES = dict(vocab_size=211, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=32)
+GPT2 = dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+# What is special of each model_type: soft-caps and scales of its logits, another loss added, biases, tied heads.
+FAMILIES = dict(gpt2={}, llama={}, mistral={}, qwen2={}, qwen3={}, gemma2=dict(head_dim=8, final_logit_softcapping=2.0),
+                gemma3_text=dict(head_dim=8, final_logit_softcapping=3.0), phi3=TOKENS, olmo2={}, smollm3=TOKENS,
+                granite=dict(logits_scaling=8.0), cohere=dict(logit_scale=0.25), glm=dict(head_dim=8, **TOKENS),
+                qwen3_moe=dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, output_router_logits=True))
 
 
 def model_of(kind, **more):
     if not transformers:
         raise Skip("there is no transformers")
     torch.manual_seed(1)
-    sizes = SIZES if kind != "gpt2" else dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
-                                              embd_pdrop=0.0, attn_pdrop=0.0)
-    config = transformers.AutoConfig.for_model(kind, **{**sizes, **more})
-    return transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)
+    config = transformers.AutoConfig.for_model(kind, **{**(GPT2 if kind == "gpt2" else SIZES), **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)
+    if more.keys() & {"final_logit_softcapping", "logits_scaling", "logit_scale"}:  # so that these change the loss
+        model.get_output_embeddings().weight.data.normal_()
+    return model
 
 
 def batch_of(step):
@@ -67,9 +85,9 @@ def curves_are_equal(kind, **more):
 
 
 def all_models():
-    """Loss, gradients and calls of every kind that the patch takes."""
-    for kind in lce.modules.MODELS:
-        model = model_of(kind)
+    """Loss, gradients and calls of every family."""
+    for kind, special in FAMILIES.items():
+        model = model_of(kind, **special)
         patched = lce.patch_transformers(copy.deepcopy(model))
         batch = batch_of(0)
         for more in ({}, dict(num_items_in_batch=7), dict(return_dict=False)):
@@ -78,42 +96,163 @@ def all_models():
                 ends = m.base_model.get_input_embeddings().weight, m.get_output_embeddings().weight
                 return loss, *torch.autograd.grad(loss, ends)
             all_close(f"{kind} {more}", results(patched), results(model), 2e-5)
-        output = patched(**batch)
-        assert output.logits is None
-        assert torch.equal(patched(**batch, return_logits=True).logits, model(**batch).logits)
+        output, whole = patched(**batch), model(**batch)
+        assert output.logits is None and output.keys() == whole.keys() - {"logits"} and type(output) is type(whole)
+        assert torch.equal(patched(**batch, return_logits=True).logits, whole.logits)
         plain = patched(input_ids=batch["input_ids"])
         assert plain.loss is None and torch.equal(plain.logits, model(input_ids=batch["input_ids"]).logits)
         shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         close("shift_labels", patched(batch["input_ids"], shift_labels=shifted).loss, output.loss, 1e-6)
-        assert torch.equal(patched.generate(batch["input_ids"], max_new_tokens=3, do_sample=False),
-                           model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False))
-        assert patched.state_dict().keys() == model.state_dict().keys()
+        assert torch.equal(*(m.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, use_cache=False)
+                             for m in (patched, model)))
+        assert patched.state_dict().keys() == model.state_dict().keys() and isinstance(patched, type(model))
         assert inspect.signature(patched.forward) == inspect.signature(model.forward)
-        again = copy.deepcopy(patched)
-        again.get_output_embeddings().weight.data.zero_()
-        assert abs(again(**batch).loss.item() - math.log(211)) < 1e-5 and again(**batch).logits is None
+        assert patched._get_name() == model._get_name()
+        if kind == "cohere":  # also where there are no values to compare
+            with torch.device("meta"):
+                meta = lce.patch_transformers(transformers.AutoModelForCausalLM.from_config(model.config))
+            assert meta.lm_head.options["temperature"] == 4
+
+
+def evaluation():
+    """In evaluation no option acts on the loss; without gradients logits come, unless they are not wanted."""
+    options = dict(label_smoothing=0.3, z_loss=0.1, class_weights=torch.rand(211, device=DEVICE), chunk=8)
+    model, batch = model_of("llama"), batch_of(0)
+    patched = lce.patch_transformers(copy.deepcopy(model), **options)
+    assert patched.training and abs(patched(**batch).loss - model(**batch).loss) > 0.01
+    want = model.eval()(**batch)
+    patched.eval()
+    close("with gradients", patched(**batch).loss, want.loss, 1e-6)
+    assert patched(**batch).logits is None
+    with torch.no_grad():
+        close("logits", patched(**batch).logits, want.logits, 1e-6)
+        for without in (dict(return_logits=False), {}):
+            output = patched(**batch, **without)
+            assert output.logits is None
+            close("evaluation", output.loss, want.loss, 1e-6)
+            lce.patch_transformers(patched, return_logits=False)
+
+
+def copies():
+    """Copies stay patched, whatever made them, and compute by their own parameters."""
+    def saved(model):
+        file = io.BytesIO()
+        torch.save(model, file)
+        return file.seek(0) or torch.load(file, weights_only=False)
+    batch = batch_of(0)
+    for copied in (copy.copy, copy.deepcopy, saved):
+        model = lce.patch_transformers(model_of("gemma2", head_dim=8, final_logit_softcapping=2.0), z_loss=0.01)
+        again = copied(model)
+        close(copied.__name__, again(**batch).loss, model(**batch).loss, 1e-7)
+        assert again(**batch).logits is None and again.forward.__self__ is again
+        again.lm_head = copy.deepcopy(again.lm_head)
+        again.lm_head.weight.data.zero_()
         with torch.no_grad():
-            close("evaluation", patched.eval()(**batch).loss, output.loss, 1e-6)
-    raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(patched))
-    again = lce.patch_transformers(model_of("llama"))
-    again.resize_token_embeddings(220)
-    raises(TypeError, "a new head since patch_transformers; call that again", lambda: again(**batch))
-    assert math.isfinite(lce.patch_transformers(again)(**batch).loss.item())
-    gemma = model_of("gemma2", head_dim=8)
-    raises(TypeError, "a gemma2 model whose head is Linear cannot be patched", lambda: lce.patch_transformers(gemma))
-    wrapped = torch.nn.Sequential(model_of("llama"))  # as a PeftModel has it
-    wrapped.config, wrapped.get_output_embeddings = wrapped[0].config, wrapped[0].get_output_embeddings
-    raises(TypeError, "a Sequential is no model of transformers; patch the one inside", lambda: lce.patch_transformers(wrapped))
-    raises(TypeError, "'smoothing' is no option", lambda: lce.patch_transformers(wrapped[0], smoothing=0.1))
-    again.lm_head = torch.nn.Sequential(again.lm_head)  # as an adapter does
-    raises(TypeError, "a new head since patch_transformers", lambda: again(**batch))
+            close("its own head", again.eval()(**batch).loss, torch.tensor(math.log(211), device=DEVICE), 1e-5)
+
+
+def models_that_are_refused():
+    """With a sentence, and as they were."""
+    llama, batch = model_of("llama"), batch_of(0)
+
+    class Odd(type(llama)):
+        def forward(self, input_ids, labels=None, **_):
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            logits = self.change(logits)
+            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def unshifted(logits, labels, **_):
+        return torch.nn.functional.cross_entropy(logits[0], labels[0])
+    for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
+                         ("it does more to its logits than", lambda z: -z),
+                         ("does not give the head's logits", lambda z: z[..., :100]),
+                         (r"of two tokens its loss is \d.* and the patched one \d", lambda z: z)):
+        odd = Odd(llama.config).to(DEVICE)
+        odd.change = change
+        if told.startswith("of two"):
+            odd.loss_function = unshifted
+        try:
+            lce.patch_transformers(odd)
+            raise AssertionError(f"patched, where {told!r} is expected")
+        except TypeError as error:
+            assert re.search(told, str(error)) and "a Odd cannot be patched" in str(error), error
+        assert type(odd) is Odd and type(odd.lm_head) is torch.nn.Linear and odd.training
+    for options, told in ((dict(smoothing=0.1), "'smoothing' is no option of patch_transformers; these are: chunk"),
+                          (dict(reduction="sum"), "'reduction' is no option"), (dict(chunk=-1), "a chunk of -1"),
+                          (dict(label_smoothing=7.0), "label_smoothing is 7")):
+        raises(TypeError, told, lambda: lce.patch_transformers(llama, **options))
+    raises(TypeError, "a Sequential is no model of transformers; patch the one inside",
+           lambda: lce.patch_transformers(torch.nn.Sequential(llama)))
+    llama.forward = types.MethodType(type(llama).forward, llama)
+    raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(llama))
+    del llama.forward
+    lce.patch_transformers(llama).resize_token_embeddings(220)
+    raises(TypeError, "after resize_token_embeddings call patch_transformers again", lambda: llama(**batch))
+    assert math.isfinite(lce.patch_transformers(llama)(**batch).loss.item())
+
+
+def peft_models():
+    """An adapter inside, and a copied head, patched before and after; an adapter on the head is refused."""
+    peft, batch = module("peft"), batch_of(0)
+
+    def adapted(model, **config):
+        torch.manual_seed(2)
+        return peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config))
+
+    def results(model):
+        loss = model(**batch).loss
+        return loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    for config in (dict(target_modules=["q_proj"]), dict(target_modules=["q_proj"], modules_to_save=["lm_head"])):
+        want = results(adapted(model_of("llama"), **config))
+        patched = lce.patch_transformers(adapted(model_of("llama"), **config))
+        for model in (patched, adapted(lce.patch_transformers(model_of("llama")), **config)):
+            all_close(f"{config}", results(model), want, 2e-5)
+            assert model(**batch).logits is None
+    on_head, llama = dict(target_modules=["q_proj", "lm_head"]), lce.patch_transformers(model_of("llama"))
+    model, whole = (adapted(m, **on_head).eval() for m in (llama, model_of("llama")))
+    with torch.no_grad():
+        close("evaluation of an adapted head", model(**batch).loss, whole(**batch).loss, 1e-6)
+    for call in (lambda: model.train()(**batch), lambda: lce.patch_transformers(whole)):
+        raises(TypeError, "its head is a peft.tuners.lora.layer.Linear, and must be an nn.Linear; let no adapter", call)
+
+
+def trainers():
+    """Trainer gets the logits that it needs, TRL's a sentence; accelerate's hooks call the patch."""
+    accelerate, batch = module("accelerate"), batch_of(0)
+    data = [{name: t[i].cpu() for name, t in batch.items()} for i in range(4)]
+
+    def evaluated(model):
+        shapes = []
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = transformers.Trainer(
+                model, transformers.TrainingArguments(folder, report_to=[], disable_tqdm=True, bf16=True, max_steps=1,
+                                                      use_cpu=DEVICE == "cpu", per_device_train_batch_size=4),
+                train_dataset=data, eval_dataset=data, compute_metrics=lambda p: shapes.append(p.predictions.shape) or {})
+            return trainer.evaluate()["eval_loss"], trainer.train().training_loss, shapes
+    calls, real = [], lce.functional.operator
+    lce.functional.operator = lambda *a: calls.append(1) or real(*a)
+    try:
+        want, got = evaluated(model_of("llama")), evaluated(lce.patch_transformers(model_of("llama")))
+    finally:
+        lce.functional.operator = real
+    all_close("Trainer", *(torch.tensor(losses[:2]) for losses in (got, want)), 1e-3)
+    assert got[2] == want[2] == [(4, 16, 211)] and calls
+    spread = accelerate.dispatch_model(model_of("llama"), {"": DEVICE}, force_hooks=True)
+    want = spread(**batch).loss
+    output = lce.patch_transformers(spread)(**batch)
+    close("with hooks", output.loss, want, 1e-5)
+    assert output.logits is None
+    if hasattr(module("trl").trainer, "add_fused_lm_head"):  # which SFTTrainer and others call
+        raises(TypeError, "TRL's trainers put a loss of their own into a model",
+               lambda: module("trl").trainer.add_fused_lm_head(lce.patch_transformers(model_of("llama"))))
 
 
 def compiled_model():
     model = lce.patch_transformers(model_of("llama"))
     batch = batch_of(0)
     want = model(**batch, use_cache=False).loss
-    close("compiled", torch.compile(model, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
+    close("compiled", torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------
@@ -285,7 +424,8 @@ def pip_install():
 
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
-             all_models=all_models, compiled_model=compiled_model,
+             all_models=all_models, evaluation=evaluation, copies=copies, models_that_are_refused=models_that_are_refused,
+             peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
              fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),
              a_head_split_over_ranks=a_head_split_over_ranks, examples_of_the_readme=examples_of_the_readme,

@@ -7,6 +7,7 @@ kept, and that call does not make them again.
 """
 import ctypes
 import functools
+import itertools
 import threading
 import traceback
 
@@ -18,6 +19,7 @@ from .library import KINDS, Args, Collective, load
 IGNORED = -100  # the library's
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CODES = (torch.float32, torch.bfloat16, torch.int32)  # dtypes in the order of the library's numbers
+OUTPUTS = "z_loss", "correct", "max_logit", "predicted"  # of each token, as asked for
 
 
 class Context:
@@ -113,8 +115,9 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if not x.shape[0]:
         return tuple(t.zero_() for t in results)
     loss, *rest = results
-    token_z_loss = torch.empty_like(loss) if z_loss else None
-    wanted_entropy, dx, dweight, dbias, kept = (t if w else None for t, w in zip(rest, wanted))
+    wanted_entropy, dx, dweight, dbias, kept, token_z_loss, correct, max_logit, predicted = (
+        t if w else None for t, w in itertools.zip_longest(rest, wanted))
+    token_z_loss = torch.empty_like(loss) if z_loss and token_z_loss is None else token_z_loss
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
@@ -123,8 +126,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(),
         class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
         known_log_prob=dense(log_prob), known_entropy=dense(entropy), exps=kept if exps is None else exps,
-        loss=loss if log_prob is None else None, token_z_loss=token_z_loss, entropy=wanted_entropy, dx=dx, dweight=dweight,
-        dbias=dbias)
+        loss=loss if log_prob is None else None, token_z_loss=token_z_loss, correct=correct, predicted=predicted,
+        max_logit=max_logit, entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
     if z_loss:
         loss += token_z_loss
     return results
@@ -138,13 +141,13 @@ def shard_of(group, vocab_size, rank=None):
 
 
 def empty(x, weight, dtype, dweight_dtype, wanted):
-    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight and dbias (fp32), and
-    the bytes of exponentials that liblce.h keeps."""
-    (n, h), v = x.shape, weight.shape[0]
-    shapes = (((n,), torch.float32), ((n, h), dtype), ((v, h), dweight_dtype), ((v,), torch.float32),
-              ((n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8))
-    return x.new_empty(n, dtype=torch.float32), *(x.new_empty(shape if w else 0, dtype=d)
-                                                  for (shape, d), w in zip(shapes, wanted))
+    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight, dbias (fp32), the bytes
+    of exponentials that liblce.h keeps, and OUTPUTS."""
+    (n, h), v, wide = x.shape, weight.shape[0], torch.float32
+    of_token, gradients = ((n,), wide), (((n, h), dtype), ((v, h), dweight_dtype), ((v,), wide))
+    kept = (n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8
+    shapes = of_token, of_token, *gradients, kept, of_token, of_token, of_token, ((n,), torch.int32)
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
 # Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
@@ -154,8 +157,7 @@ operator = torch.library.custom_op(
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
            "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
            "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
-           "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) "
-           "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+           "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
 
 
@@ -180,7 +182,7 @@ def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=
     x, weight, bias, target, _, class_weights = ctx.saved_tensors[:6]
     wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
     return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, *ctx.options,
-                    mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted, False])[2:]
+                    mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted, False])[2:5]
 
 
 def returned(ctx, gradients, factor=None):
@@ -232,26 +234,27 @@ def once(backward):
 
 
 class Reduced(torch.autograd.Function):
-    """The sum or mean. Its gradients are made with it; a second backward pass makes them again."""
+    """The sum or mean, and outputs. Its gradients are made with it; a second backward pass makes them again."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, mean, needs):
+    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, mean, needs):
         wanted = gradients_wanted(needs, bias, options[-1])
-        loss, _, dx, dweight, dbias, _ = operator(x, weight, bias, target, token_weights, None, class_weights, None, None, None,
-                                                  *options, mean, dweight_dtype(x, weight, options), [False, *wanted, False])
+        loss, _, dx, dweight, dbias, _, *more = operator(
+            x, weight, bias, target, token_weights, None, class_weights, None, None, None, *options, mean,
+            dweight_dtype(x, weight, options), [False, *wanted, False, *outputs])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights)
         ctx.options, ctx.mean, ctx.gradients = options, mean, (dx, dweight, dbias)
         total = (loss if token_weights is None else loss * token_weights).sum()
         if not mean:
-            return total
+            return total, *more
         counted = target != IGNORED
         if class_weights is not None:
             counted = counted * class_weights[target.clamp(0, len(class_weights) - 1)]
-        return total / counted.sum()
+        return total / counted.sum(), *more
 
     @staticmethod
     @once
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, *_):
         gradients = ctx.gradients or gradients_of(ctx, ctx.saved_tensors[4], None, ctx.mean)
         if not torch.compiler.is_compiling():
             ctx.gradients = None
@@ -259,25 +262,26 @@ class Reduced(torch.autograd.Function):
 
 
 class PerToken(torch.autograd.Function):
-    """Loss and, where wanted, entropy of each token, in O(N), or keeping exponentials where there will be a backward pass."""
+    """Loss and, where wanted, entropy and outputs of each token, in O(N), or with exponentials kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, want_entropy, differentiated):
+    def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, want_entropy, differentiated):
         _, group, _, label_smoothing, z_loss, softcap, _, chunk, sampling = options
         known = not (group or label_smoothing or z_loss or softcap or sampling) and bias is None and class_weights is None
         ctx.kept = known and differentiated and not torch.compiler.is_compiling() and len(x) <= chunk
-        loss, entropy, *_, exps = operator(x, weight, bias, target, None, None, class_weights, None, None, None, *options, False,
-                                           torch.float32, [want_entropy, False, False, False, ctx.kept])
+        loss, entropy, _, _, _, exps, *more = operator(
+            x, weight, bias, target, None, None, class_weights, None, None, None, *options, False, torch.float32,
+            [want_entropy, False, False, False, ctx.kept, *outputs])
         ctx.save_for_backward(x, weight, bias, target, token_weights, class_weights, -loss if known else None,
                               entropy.clone() if known and want_entropy else None, exps if ctx.kept else None)
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs nothing
-        return loss if token_weights is None else loss * token_weights, entropy
+        return loss if token_weights is None else loss * token_weights, entropy, *more
 
     @staticmethod
     @once
-    def backward(ctx, of_loss, of_entropy):
+    def backward(ctx, of_loss, of_entropy, *_):
         if of_loss is None and of_entropy is None:
             return (None,) * len(ctx.needs_input_grad)
         if of_loss is None:
@@ -293,8 +297,10 @@ class PerToken(torch.autograd.Function):
 
 # --- functions --------------------------------------------------------------------------------------------------
 
-def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights=None, class_weights=None):
-    """The tensors with one axis of tokens, and the first options; or a sentence about what cannot be right."""
+def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights=None, class_weights=None):
+    """The tensors with one axis of tokens, the first options, and which outputs; or a sentence about what cannot be right."""
+    if set(outputs) - set(OUTPUTS):
+        raise ValueError(f"outputs is {outputs!r}; it can have {', '.join(OUTPUTS)}")
     given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights)
     for name, t in given.items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):
@@ -330,17 +336,18 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_wei
         dtype = torch.get_autocast_dtype(kind)
         if dtype not in floats:
             raise TypeError(f"autocast asks for {dtype}, where torch.bfloat16 is needed: torch.autocast(dtype=torch.bfloat16)")
-    if ignore_index != IGNORED:
+    if ignore_index not in (None, IGNORED):
         target = torch.where(target == ignore_index, IGNORED, target)
     flat = None if token_weights is None else token_weights.reshape(-1)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights)
-    return tensors, (dtype, group.group_name if group is not None else "", vocab[0])
+    return (tensors, (dtype, group.group_name if group is not None else "", vocab[0]),
+            [name in outputs for name in OUTPUTS if outputs])
 
 
-def counted_alone(tensors, skip_ignored, group):
+def counted_alone(tensors, skip_ignored, group, shape):
     """The tensors with the tokens that count alone, and a function that puts a result per token in its place among all."""
     if not skip_ignored:
-        return tensors, lambda result: result
+        return tensors, lambda result: result.view(shape)
     if group is not None:
         raise ValueError("skip_ignored is not for a group, whose ranks must give equal numbers of tokens")
     x, weight, bias, target, token_weights, class_weights = tensors
@@ -348,12 +355,26 @@ def counted_alone(tensors, skip_ignored, group):
     x, target, token_weights = (t if t is None else t.index_select(0, kept) for t in (x, target, token_weights))
     tokens = len(tensors[3])
     return (x, weight, bias, target, token_weights, class_weights), lambda result: (
-        result.new_zeros(tokens).index_copy(0, kept, result))
+        result.new_zeros(tokens).index_copy(0, kept, result).view(shape))
 
 
+def pytorchs_names(function):
+    """Takes those of torch.nn.functional.linear_cross_entropy, too, whose `weight` is that of classes."""
+    @functools.wraps(function)
+    def renamed(*args, options=None, **given):  # options: PyTorch's own chunks
+        of_classes = len(args) > 1 or "linear_weight" in given
+        ours = dict(input="x", linear_weight="weight", linear_bias="bias", weight="class_weights" if of_classes else "weight")
+        named = [(ours.get(name, name), value) for name, value in given.items()]
+        if len(dict(named)) < len(named):
+            raise TypeError(f"of {', '.join(given)} two are names of one argument")
+        return function(*args, **dict(named))
+    return renamed
+
+
+@pytorchs_names
 def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
                          z_loss=0.0, softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0,
-                         sampling=0.0, skip_ignored=False, group=None, vocab_size=None):
+                         sampling=0.0, skip_ignored=False, group=None, vocab_size=None, outputs=()):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z / temperature),
@@ -367,12 +388,18 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
     (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
     on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
+    outputs: names of what is returned behind the loss, of each token, without gradient, and 0 where it does not count:
+    "z_loss" (its part of the loss, before token_weights), "correct" (1 where max v is v[target], else 0), "predicted" (the
+    first j of max v, int32), "max_logit" (max v). A group and sampling have z_loss alone.
 
     group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight is this
     rank's part, of vocab_size rows in all (None: all parts are equal), and class_weights is of all. Every rank gives its own
     tokens, as many as the others, and gets their losses and dx; dweight sums over all ranks' tokens. All ranks make the same
     calls, backward passes too; a "sum" has the same upstream gradient on all. There is no "mean", bias or softcap. Ranks
     that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that in each call.
+
+    The names of torch.nn.functional.linear_cross_entropy will do, too: input, linear_weight, linear_bias, and weight for
+    class_weights where the head's is linear_weight or given by position; its options choose its own chunks, and do nothing.
 
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
@@ -385,17 +412,21 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
-    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size, token_weights, class_weights)
+    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights,
+                                     class_weights)
     options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
-    tensors, in_place = counted_alone(tensors, skip_ignored, group)
+    tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
     if reduction == "none":
-        return in_place(PerToken.apply(*tensors, options, False, any(needs))[0]).view(target.shape)
-    return Reduced.apply(*tensors, options, reduction == "mean", needs)
+        loss, _, *more = PerToken.apply(*tensors, options, flags, False, any(needs))
+        loss = in_place(loss)
+    else:
+        loss, *more = Reduced.apply(*tensors, options, flags, reduction == "mean", needs)
+    return (loss, *(in_place(more[OUTPUTS.index(name)].detach()) for name in outputs)) if outputs else loss
 
 
 def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
-                     skip_ignored=False, group=None, vocab_size=None):
+                     skip_ignored=False, group=None, vocab_size=None, outputs=()):
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
@@ -404,9 +435,10 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     entropies need logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements of x's dtype for the backward pass,
     which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other arguments: linear_cross_entropy.
     """
-    tensors, first = prepared(x, weight, bias, target, ignore_index, group, vocab_size)
+    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
-    tensors, in_place = counted_alone(tensors, skip_ignored, group)
+    tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
     differentiated = torch.is_grad_enabled() and (tensors[0].requires_grad or weight.requires_grad)
-    loss, entropies = PerToken.apply(*tensors, options, entropy, differentiated)
-    return -in_place(loss).view(target.shape), in_place(entropies).view(target.shape) if entropy else None
+    loss, entropies, *more = PerToken.apply(*tensors, options, flags, entropy, differentiated)
+    return (-in_place(loss), in_place(entropies) if entropy else None,
+            *(in_place(more[OUTPUTS.index(name)].detach()) for name in outputs))
