@@ -72,6 +72,16 @@ static inline Tensor as_column(Tensor vector) {
   return tensor_reshape_2d(vector, vector.shape[0], 1);
 }
 
+// The logits of these tokens' targets.
+static inline void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
+  lce_target_logits(c->backend, (LceTargetLogits){.target_z = target_z,
+                                                  .x = x,
+                                                  .weight = c->a->weight,
+                                                  .bias = c->a->bias,
+                                                  .targets = targets,
+                                                  .softcap = c->a->terms.softcap});
+}
+
 // Rows of a tensor that may be absent.
 static inline Tensor first_rows(Tensor t, int64_t first, int64_t count) {
   return tensor_exists(t) ? tensor_rows(t, first, count) : t;

@@ -27,9 +27,7 @@ static KnownRows known_rows(const Call *c) {
   Tensor target_z = push_vector(c, "target logits", DTYPE_F32, a->x.shape[0]);
   KnownRows rows;
   for (int i = 0; i < 4; i++) rows.all[i] = push_vector(c, names[i], DTYPE_F32, a->x.shape[0]);
-  lce_target_logits(
-      c->backend,
-      (LceTargetLogits){.target_z = target_z, .x = a->x, .weight = a->weight, .targets = a->targets});
+  lce_target_z(c, target_z, a->x, a->targets);
   lce_known_rows(c->backend, (LceKnownRows){.rows = rows,
                                             .target_z = target_z,
                                             .log_prob = a->known_log_prob,

@@ -48,12 +48,7 @@ void lce_split_targets(const Call *c, const Chunk *k) {
                                            .indices = k->global.targets,
                                            .first = c->a->shard.first,
                                            .count = c->a->weight.shape[0]});
-  lce_target_logits(c->backend, (LceTargetLogits){.target_z = k->rows.target_z,
-                                                  .x = k->global.x,
-                                                  .weight = c->a->weight,
-                                                  .bias = c->a->bias,
-                                                  .targets = k->local_targets,
-                                                  .softcap = c->a->terms.softcap});
+  lce_target_z(c, k->rows.target_z, k->global.x, k->local_targets);
   all_reduce(c->backend, (Collective){.out = k->rows.target_z, .x = k->rows.target_z});
 }
 

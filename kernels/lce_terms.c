@@ -2,6 +2,10 @@
 // updates, the mean's factor, a bias's gradient, and what needs the row's logits side by side.
 #include "kernels/lce_call.h"
 
+bool lce_needs_logits(const LinearCrossEntropy *a) {
+  return tensor_exists(a->entropy_weights) || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
+}
+
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   Backend *backend = c->backend;
   bool smoothing = a->terms.label_smoothing > 0;

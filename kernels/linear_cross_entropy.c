@@ -68,20 +68,11 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
 
 // --- a chunk's steps ---------------------------------------------------------------------------------------
 
-static void target_logits(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
-  lce_target_logits(c->backend, (LceTargetLogits){.target_z = target_z,
-                                                  .x = x,
-                                                  .weight = c->a->weight,
-                                                  .bias = c->a->bias,
-                                                  .targets = targets,
-                                                  .softcap = c->a->terms.softcap});
-}
-
 static void logits_exp(const Call *c, const Chunk *k) {
   if (c->split)
     lce_split_targets(c, k);
   else if (!c->at_once)
-    target_logits(c, k->rows.target_z, k->global.x, k->local_targets);
+    lce_target_z(c, k->rows.target_z, k->global.x, k->local_targets);
   Tensor dx = {0};
   if (!c->sampled) dx = k->global.dx; // sampling needs R first
   lce_logits_exp(c->backend, (LceLogitsExp){.exps = k->exps,
@@ -250,10 +241,6 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
   return rounded <= max ? rounded : even;
 }
 
-bool lce_needs_logits(const LinearCrossEntropy *a) {
-  return tensor_exists(a->entropy_weights) || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
-}
-
 static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
   Call c = {.backend = backend,
             .a = a,
@@ -297,7 +284,7 @@ static void run_call(Backend *backend, LinearCrossEntropy *a) {
     if (tensor_exists(a->dbias) && !a->accumulate) fill_zero(backend, a->dbias);
     return;
   }
-  if (c.at_once) target_logits(&c, buffers.rows.target_z, a->x, a->targets);
+  if (c.at_once) lce_target_z(&c, buffers.rows.target_z, a->x, a->targets);
   lce_chunks(&c, &buffers, counted, lce_used_chunk(counted, max));
   if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
   lce_terms_end(&c);
