@@ -334,32 +334,38 @@ def split_rank_main(rank, ranks, port):
     _, mesh = join(rank, ranks, port)
     n, h, v = 21, 16, 100
     torch.manual_seed(7)
-    x, weight = torch.randn(ranks * n, h), torch.randn(v, h)
+    x, weight, bias = torch.randn(ranks * n, h), torch.randn(v, h), torch.randn(v)
     target, upstream, tokens = torch.randint(v, (ranks * n,)), torch.randn(ranks * n), torch.rand(ranks * n)
     target[::6] = -100
-    local, part = slice(rank * n, (rank + 1) * n), weight.chunk(ranks)[rank]
+    local, part, bias_part = slice(rank * n, (rank + 1) * n), weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
     terms = dict(label_smoothing=0.1, z_loss=0.01, temperature=0.7, class_weights=torch.rand(v), chunk=8)
     split = dict(group=dist.group.WORLD, vocab_size=v)
 
     def results(whole):
         """Losses and gradients as this rank has them, or of all tokens, cut to this rank's."""
         mine, cut = (slice(None), local) if whole else (local, slice(None))
-        x_, weight_ = (t.clone().requires_grad_() for t in (x[mine], weight if whole else part))
-        for more, reduction in itertools.product(({}, terms), ("sum", "none")):
-            loss = lce.linear_cross_entropy(x_, weight_, target[mine], reduction=reduction, token_weights=tokens[mine], **more,
-                                            **({} if whole else split))
-            loss.backward(torch.tensor(0.3) if reduction == "sum" else upstream[mine])
+        leaves = (x, weight, bias) if whole else (x[local], part, bias_part)
+        x_, weight_, bias_ = (t.clone().requires_grad_() for t in leaves)
+        for more, reduction in itertools.product(({}, terms, dict(softcap=3.0, z_loss=0.01)), ("sum", "none", "mean")):
+            loss, *more = lce.linear_cross_entropy(
+                x_, weight_, target[mine], bias_ if "softcap" in more else None, reduction=reduction, token_weights=tokens[mine],
+                outputs=lce.functional.OUTPUTS, **more, **({} if whole else split))
+            loss.backward(upstream[mine] if reduction == "none" else torch.tensor(0.3))
             loss = loss.detach().clone()
+            yield from (output[cut] for output in more)
             if reduction == "sum" and not whole:
                 dist.all_reduce(loss)
             yield loss[cut] if reduction == "none" else loss
             yield x_.grad[cut].clone()
             yield (weight_.grad.chunk(ranks)[rank] if whole else weight_.grad).clone()
+            if bias_.grad is not None:
+                yield (bias_.grad.chunk(ranks)[rank] if whole else bias_.grad).clone()
         x_.grad = None
         weight_.requires_grad_(False)
-        log_probs, _ = lce.linear_log_probs(x_, weight_, target[mine], 0.9, entropy=False, **({} if whole else split))
+        log_probs, entropy = lce.linear_log_probs(x_, weight_, target[mine], 0.9, **({} if whole else split))
         (log_probs * upstream[mine]).sum().backward()
         yield log_probs[cut]
+        yield entropy[cut]
         yield x_.grad[cut]
 
     all_close(f"rank {rank} of {ranks}", results(False), results(True), 2e-5)
@@ -368,8 +374,9 @@ def split_rank_main(rank, ranks, port):
     same = [lce.linear_cross_entropy(x[local], w, target[local], group=mesh.get_group(), vocab_size=v, reduction="sum")
             for w in (shard.to_local(), part)]
     assert torch.equal(*same)
-    for kind, told, w, more in ((RuntimeError, "no bias, soft-cap", part, {}),
-                                (ValueError, "weight has the shape", weight, dict(reduction="sum"))):
+    for kind, told, w, more in ((RuntimeError, "label smoothing with a soft-cap", part, dict(softcap=3.0, label_smoothing=0.1)),
+                                (ValueError, "bias has the shape", part, dict(bias=bias)),
+                                (ValueError, "weight has the shape", weight, {})):
         raises(kind, told, lambda: lce.linear_cross_entropy(x[local], w, target[local], **split, **more))
     alike = dict(x=x[local], weight=part, target=target[local], group=dist.group.WORLD, vocab_size=v, reduction="sum")
     for told, more in ((f"give {[n] * (ranks - 1) + [0]} tokens", lambda few: dict(x=x[:few], target=target[:few])),

@@ -250,7 +250,10 @@ class Reduced(torch.autograd.Function):
         counted = target != IGNORED
         if class_weights is not None:
             counted = counted * class_weights[target.clamp(0, len(class_weights) - 1)]
-        return total / counted.sum(), *more
+        count = counted.sum()
+        for of_rank in (total, count) if options[1] else ():  # a group's mean is over all ranks' tokens
+            dist.all_reduce(of_rank, group=context(x.device, *options[:2]).group)
+        return total / count, *more
 
     @staticmethod
     @once
@@ -318,7 +321,7 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
     elif vocab_size not in (None, rows):
         raise ValueError(f"vocab_size is {vocab_size} and weight has {rows} rows, which without a group are all")
     floats, integers = {torch.float32, torch.bfloat16}, {torch.int32, torch.int64}
-    shapes = dict(x=x.shape, weight=(rows, x.shape[-1]), bias=vocab, class_weights=vocab)
+    shapes = dict(x=x.shape, weight=(rows, x.shape[-1]), bias=(rows,), class_weights=vocab)
     for name, t in given.items():
         shape, dtypes = shapes.get(name, tokens), integers if name == "target" else floats
         if t is None:
@@ -390,13 +393,13 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
     outputs: names of what is returned behind the loss, of each token, without gradient, and 0 where it does not count:
     "z_loss" (its part of the loss, before token_weights), "correct" (1 where max v is v[target], else 0), "predicted" (the
-    first j of max v, int32), "max_logit" (max v). A group and sampling have z_loss alone.
+    first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
 
-    group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight is this
-    rank's part, of vocab_size rows in all (None: all parts are equal), and class_weights is of all. Every rank gives its own
-    tokens, as many as the others, and gets their losses and dx; dweight sums over all ranks' tokens. All ranks make the same
-    calls, backward passes too; a "sum" has the same upstream gradient on all. There is no "mean", bias or softcap. Ranks
-    that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that in each call.
+    group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight and bias
+    are this rank's part, of vocab_size rows in all (None: all parts are equal). Every rank gives its own tokens, as many as
+    the others, and gets their losses, their "sum" and dx; dweight and a "mean" are over all ranks' tokens. All ranks make the
+    same calls, backward passes too, a "sum" or "mean" with the same upstream gradient, without label_smoothing and softcap at
+    once. Ranks that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that.
 
     The names of torch.nn.functional.linear_cross_entropy will do, too: input, linear_weight, linear_bias, and weight for
     class_weights where the head's is linear_weight or given by position; its options choose its own chunks, and do nothing.
@@ -430,7 +433,7 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
-    They are 0 where the target is ignore_index. entropy=False returns None for entropies, and a group has none. Without bias,
+    They are 0 where the target is ignore_index. entropy=False returns None for entropies; a group's have no gradient. Without bias,
     softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a bias or softcap
     entropies need logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements of x's dtype for the backward pass,
     which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other arguments: linear_cross_entropy.
