@@ -348,8 +348,8 @@ def split_rank_main(rank, ranks, port):
         x_, weight_, bias_ = (t.clone().requires_grad_() for t in leaves)
         for more, reduction in itertools.product(({}, terms, dict(softcap=3.0, z_loss=0.01)), ("sum", "none", "mean")):
             loss, *more = lce.linear_cross_entropy(
-                x_, weight_, target[mine], bias_ if "softcap" in more else None, reduction=reduction, token_weights=tokens[mine],
-                outputs=lce.functional.OUTPUTS, **more, **({} if whole else split))
+                x_, weight_, target[mine], bias_ if "softcap" in more else None, reduction=reduction,
+                token_weights=tokens[mine], outputs=lce.functional.OUTPUTS, **more, **({} if whole else split))
             loss.backward(upstream[mine] if reduction == "none" else torch.tensor(0.3))
             loss = loss.detach().clone()
             yield from (output[cut] for output in more)

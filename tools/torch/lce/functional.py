@@ -433,10 +433,11 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
-    They are 0 where the target is ignore_index. entropy=False returns None for entropies; a group's have no gradient. Without bias,
-    softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a bias or softcap
-    entropies need logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements of x's dtype for the backward pass,
-    which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other arguments: linear_cross_entropy.
+    They are 0 where the target is ignore_index. entropy=False returns None for entropies; those of a group have no gradient.
+    Without bias, softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a
+    bias or softcap the gradient of entropies needs logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements
+    of x's dtype for the backward pass, which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other
+    arguments: linear_cross_entropy.
     """
     tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)

@@ -39,8 +39,8 @@ def heads_of(model, *kinds):
     heads = [head] if copies is None else [head.original_module, *copies.values()]
     for head in heads:
         if type(head) not in kinds and not isinstance(head, LinearCrossEntropy):
-            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, and must be an nn.Linear; let no adapter "
-                            f"target it, and after resize_token_embeddings call patch_transformers again")
+            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, and must be an nn.Linear; let no "
+                            f"adapter target it, and after resize_token_embeddings call patch_transformers again")
     return heads
 
 
