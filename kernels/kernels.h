@@ -324,8 +324,8 @@ typedef struct {
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. z, u and v are those of the
 // loss, above.
 
-// For each row (token) of a chunk, fp32 [C], or absent where unused. LceLogitsExp, or for a vocabulary that is split over ranks
-// LceCombine, writes anchor, row_sum and target_e; LceRows the scales.
+// For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or for a vocabulary that is split
+// over ranks LceCombine, writes anchor, row_sum, target_e and, where they are there, e_distance, max and best; LceRows the scales.
 typedef union {
   struct {
     Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -373,7 +373,8 @@ typedef struct {
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   Tensor
-      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps
+      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps,
+                 // and without a soft-cap
   LossRows
       rows; // reads target_z; writes anchor, row_sum, target_e and, without tile_sums, e_distance, max and best
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
@@ -393,7 +394,7 @@ typedef struct {
   LossRows
       rows; // reads target_z; writes anchor, row_sum, target_e, rescale and, those that are there, e_distance, max, best
   // fp32 [R * P C]: from each rank C anchors, C row sums and, as far as rows has them, C each of e_distance, max and best (whose
-  // bits they are)
+  // int32 bits are kept as they are)
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
@@ -427,7 +428,7 @@ typedef struct {
   int64_t vocab_size;
 } LceRows;
 
-// Sampling of the softmax gradient, without bias (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
+// Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
 // rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
 // It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on (by at most a factor
@@ -490,8 +491,8 @@ typedef struct {
 //   per_p        = s (w[y] + 2 lambda lse) - t entropy
 //   per_distance = -t
 //   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum lse is that of v - anchor / T, log(R + target_e),
-// where target_e = p[y] (R + target_e).
+// and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse alone is instead log(R + target_e),
+// relative to the anchor, where target_e = p[y] (R + target_e).
 typedef union {
   struct {
     Tensor lse, per_p, per_distance, at_target; // fp32 [N]

@@ -28,7 +28,7 @@ static void check_sampling(const LinearCrossEntropy *a) {
   if (mass > 0 && tensor_exists(a->dweight) && !tensor_exists(a->dx))
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
   if (mass > 0 && (a->mode == LCE_MATERIALIZED || beyond_row_sums(a)))
-    fail("linear_cross_entropy: sampling acts on exponentials; leave it out, or the materialized mode, "
+    fail("linear_cross_entropy: sampling knows only the rows' sums; leave it out, or the materialized mode, "
          "a bias, a soft-cap, and largest logits, predictions and entropies");
 }
 

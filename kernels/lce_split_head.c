@@ -2,9 +2,9 @@
 // tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens against the whole head.
 //
 // For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but one add 0), the
-// pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's R. A rank's dX is its part of a sum over V: a
-// reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent. Most of it overlaps: dX leaves
-// and the next x arrives while dW is computed.
+// pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's dX
+// is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent.
+// Most of it overlaps: dX leaves and the next x arrives while dW is computed.
 #include "kernels/lce_call.h"
 
 void lce_split_buffers(const Call *c, Chunk *b, int64_t rows) {

@@ -35,7 +35,7 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
   if (!tensor_exists(a->bias)) return;
   c->smoothing_bias = push_vector(c, "weighted sum of the bias", DTYPE_F32, 1);
-  c->smoothing_sum = push_vector(c, "sum of uniform scales", DTYPE_F32, 1);
+  if (tensor_exists(a->dbias)) c->smoothing_sum = push_vector(c, "sum of uniform scales", DTYPE_F32, 1);
   linear_backward_weight(backend, (LinearBackwardWeight){.dbias = c->smoothing_bias,
                                                          .dout = as_column(a->bias),
                                                          .coefficients = c->class_weights});
@@ -48,7 +48,7 @@ void lce_terms_add(const Call *c, const Chunk *k, bool first) {
                                                               .dout = k->global.x,
                                                               .coefficients = k->rows.scale_uniform,
                                                               .accumulate = !first});
-  if (tensor_exists(c->a->dbias) && tensor_exists(c->smoothing_sum))
+  if (tensor_exists(c->smoothing_sum))
     reduce(c->backend, (Reduce){.sum = c->smoothing_sum, .x = k->rows.scale_uniform, .accumulate = !first});
 }
 
@@ -58,7 +58,7 @@ void lce_terms_end(const Call *c) {
                                      .rows = c->class_weights,
                                      .columns = c->smoothing_x,
                                      .alpha = c->a->scale});
-  if (tensor_exists(c->a->dbias) && tensor_exists(c->smoothing_sum))
+  if (tensor_exists(c->smoothing_sum))
     add_outer(c->backend, (AddOuter){.out = as_column(c->a->dbias),
                                      .rows = c->class_weights,
                                      .columns = c->smoothing_sum,

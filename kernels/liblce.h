@@ -57,7 +57,7 @@ typedef struct lce_context lce_context;
 //   zl      = z_loss lse^2
 //   entropy = lse - sum_j p[j] v[j]
 //
-// sample makes the gradients cheaper and noisy, without bias: the softmax gradient (p of all but the targets,
+// sample makes the gradients cheaper and noisy, but unbiased: the softmax gradient (p of all but the targets,
 // [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is
 // kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
 // skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
@@ -77,11 +77,12 @@ typedef struct {
   int32_t check_targets; // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap,
-      temperature;              // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
-  float sample;                 // the mass from which a tile is kept; 0: exact gradients
-  uint64_t sample_seed;         // of the draws, to be changed from call to call
-  int64_t first_row, rows;      // what weight and dweight are of the head's V rows (lce_join); 0, 0: all
-  const void *x;                // fp32/bf16 [N, H]
+      temperature;      // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
+  float sample;         // the mass from which a tile is kept; 0: exact gradients
+  uint64_t sample_seed; // of the draws, to be changed from call to call
+  int64_t first_row,
+      rows;      // which of the head's V rows weight, bias and their gradients have (lce_join); 0, 0: all
+  const void *x; // fp32/bf16 [N, H]
   const void *weight;           // fp32/bf16 [V, H]
   const void *bias;             // fp32/bf16 [V], or NULL
   const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
@@ -101,7 +102,7 @@ typedef struct {
   void *
       dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the call is the forward pass alone
   float *dbias; // [V]; there when bias and dweight are
-  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether that is v[y].
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
@@ -118,8 +119,8 @@ void lce_destroy(lce_context *context);
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
 // call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
 // Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
-// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. There is no materialized, no
-// entropy_weights, and no label_smoothing with a softcap.
+// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized, entropy_weights,
+// and label_smoothing with a softcap are refused.
 //
 // The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.
 // It works on the call's stream as a kernel launched there would, returns 0 when all went well, and must not longjmp or

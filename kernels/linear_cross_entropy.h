@@ -48,8 +48,8 @@ typedef struct {
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
-// names ignored tokens after the counted ones. `mean` is over all ranks' tokens. What lce_needs_logits, and the materialized mode,
-// are not for shards.
+// names ignored tokens after the counted ones. `mean` is over all ranks' tokens. A shard supports neither the materialized
+// mode nor what lce_needs_logits.
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, targets and temperature, the call
 // makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how

@@ -7,7 +7,6 @@
 // "match_rms_adamw" of torch.optim.Muon). Everything else has AdamW.
 #include <math.h>
 
-#include "kernels/fail.h"
 #include "model/parameters.h"
 
 // The settings with the tensors of this rank's slice of a bucket.
@@ -45,7 +44,7 @@ enum { LAYERS_BYTES = 256 << 20 };
 // Of layers [from, from + count) of those in `updates`, every matrix; those of one shape at once, which fills a GPU.
 static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor updates, int64_t from,
                                  int64_t count) {
-  enum { MOST = 16 };
+  enum { MOST = 7 }; // q, k, v, out, gate, up, down
   const Sharding *s = &p->sharding;
   Matrices found[MOST], alike[MOST];
   int all = 0;
@@ -55,7 +54,6 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
     Tensor layer = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
     for (int b = 0; b < t->column_blocks; b++) {
       Tensor x = tensor_columns(tensor_reshape_2d(layer, t->shape[0], t->shape[1]), b * columns, columns);
-      if (all == MOST) fail("Muon: a layer has more than %d matrices", MOST);
       found[all++] = (Matrices){x, s->layer};
     }
   }

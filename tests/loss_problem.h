@@ -48,7 +48,7 @@ double reference_objective(void *reference); // for check_gradient: r->objective
 // The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss, z_loss, log_prob and
 // logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
-// With what needs logits: entropy, max_logit, predicted, correct.
+// With the other outputs: entropy, max_logit, predicted, correct.
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
 // With dweight and dbias that are added to what they hold before.
 typedef struct {

@@ -101,7 +101,7 @@ const Option options_rows[] = {
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-sample", "M0", lce_sample, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
-     EXCLUDES("metrics", "sampling acts on exponentials, and metrics need logits"),
+     EXCLUDES("metrics", "sampling knows only the rows' sums, and metrics need more"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
           "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "

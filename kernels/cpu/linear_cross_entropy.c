@@ -125,7 +125,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float inv_temperature = cpu_inv_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   double *max = scratch->max ? scratch->max + slice * chunk + first_row : NULL;
-  double *best = scratch->best + slice * chunk + first_row;
+  double *best = max ? scratch->best + slice * chunk + first_row : NULL;
   const float *bias = a->bias.data;
   for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) {
     sums[i] = maxima ? -INFINITY : 0;
@@ -449,7 +449,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
     if (tensor_exists(r->max)) {
       int32_t best = counts ? ((const int32_t *)r->best.data)[n] : 0;
       cpu_store(a->outputs.max_logit, n, counts ? inv_temperature * cpu_read(r->max, n, 0) : 0);
-      cpu_store(a->outputs.correct, n, counts && best == targets[n]);
+      cpu_store(a->outputs.correct, n, counts && best == targets[n] && !isnan(row.nll));
       if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = best;
     }
     if (!tensor_exists(a->scaled_x)) continue;

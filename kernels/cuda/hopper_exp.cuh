@@ -22,19 +22,21 @@ static __device__ __forceinline__ void epilogue_terms(float (&z)[TILE_N / 2], Th
     EACH (i, TILE_N / 4) {
       int at = first_column + i / 2 * 8 + column + i % 2;
       float bias = at < s.n ? to_float(params.bias[at]) : 0;
+      if (bias < -1e30f)
+        bias = -2e30f; // minus infinity masks an entry: its E is 0, and may be multiplied by t
       z[i / 2 * 4 + i % 2] += bias;
       z[i / 2 * 4 + 2 + i % 2] += bias;
     }
   }
   if (!params.parts.best) return;
-  float max[2] = {-INFINITY, -INFINITY};
+  float cap = params.softcap, max[2] = {-INFINITY, -INFINITY};
   int best[2] = {first_column + column, first_column + column};
   EACH (j, TILE_N / 2) {
     int at = first_column + j / 4 * 8 + column + j % 2, i = j / 2 % 2;
-    if (z[j] > max[i] && at < s.n) max[i] = z[j], best[i] = at;
+    float u = cap > 0 ? cap * fast_tanh(z[j] / cap) : z[j];
+    if (u > max[i] && at < s.n) max[i] = u, best[i] = at;
   }
-  float cap = params.softcap;
-  EACH (i, 2) parts.best[i] = ranked(cap > 0 ? cap * fast_tanh(max[i] / cap) : max[i], best[i]);
+  EACH (i, 2) parts.best[i] = ranked(max[i], best[i]);
 }
 
 // Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances in fp32, the distances being E t

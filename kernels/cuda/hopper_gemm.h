@@ -14,7 +14,7 @@ bool hopper_runs(Backend *backend);
 // How many parts the sum of a row over V columns comes in.
 int64_t hopper_sum_parts(int64_t vocab_size);
 
-// Of `rows` rows and each tile of their columns: the sum of E from before it is rounded and, where LceLogitsExp has e_distance and
+// For each row and each tile of columns: the sum of E from before it is rounded and, where LceLogitsExp has e_distance and
 // max, the part of e_distance and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each, one after the other.
 typedef struct {
   float *sums, *distances;

@@ -179,8 +179,7 @@ template <typename T> struct FinalizeParams {
   Capped<T> capped;
   int64_t first;                // is added to the columns of the largest logits
   const double *sum, *distance; // [rows], or
-  RowParts parts;               // [rows, across]: what is still to be added
-  const Ranked *best;           // [rows, across]
+  RowParts parts;               // [rows, across]: what is still to be added; best: [rows, max(1, across)]
   int across;
   float *shares, *distance_shares; // [rows, blocks]; may overlap parts
   Tensor tile_sums;                // [rows, tiles]; written where a row is repaired; absent: not kept
@@ -228,8 +227,8 @@ static __global__ void __launch_bounds__(1024)
     float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
     if (a.row.max.data) {
       Ranked largest = 0;
-      for (int i = lane; i < max(1, a.across); i += 32)
-        largest = max(largest, a.best[row * max(1, a.across) + i]);
+      int tiles = max(1, a.across);
+      for (int i = lane; i < tiles; i += 32) largest = max(largest, a.parts.best[row * tiles + i]);
       largest = warp_max(largest);
       data_of<float>(a.row.max)[row] = ranked_value(largest);
       data_of<int32_t>(a.row.best)[row] = (int32_t)(a.first + ranked_column(largest));
@@ -380,7 +379,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
         logits_exp_tiles<T>(backend, a, s);
         done = rows;
       }
-      RowParts of_tiles = row_parts(a, parts, done);
+      RowParts of_tiles = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
       FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
                                   .exps_stride = rest.exps.stride,
                                   .x_stride = rest.x.stride,
@@ -397,7 +396,6 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .sum = on_hopper ? nullptr : s.sum,
                                   .distance = on_hopper ? nullptr : s.distance,
                                   .parts = of_tiles,
-                                  .best = on_hopper ? of_tiles.best : s.best,
                                   .across = on_hopper ? (int)across : 0,
                                   .shares = s.tile[0],
                                   .distance_shares = s.tile[1],
@@ -444,7 +442,7 @@ static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int 
   float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
   float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
   float *e_distance = data_of<float>(a.rows.e_distance), *largest = data_of<float>(a.rows.max);
-  int64_t of_rank = (2 + (e_distance != nullptr) + 2 * (largest != nullptr)) * rows;
+  int64_t of_rank = a.parts.shape[0] / ranks;
   const float *parts = data_of<float>(a.parts) + n;
   if (n >= rows) return;
   if (data_of<int32_t>(a.targets)[n] == IGNORE_INDEX) {
@@ -524,7 +522,7 @@ static __global__ void __launch_bounds__(256)
       float max = data_of<float>(a.rows.max)[row];
       int best = counts ? data_of<int32_t>(a.rows.best)[row] : 0;
       write(a.outputs.max_logit, row, counts ? inv_temperature * max : 0);
-      write(a.outputs.correct, row, counts && best == target);
+      write(a.outputs.correct, row, counts && best == target && l.nll == l.nll);
       if (a.outputs.predicted.data) data_of<int32_t>(a.outputs.predicted)[row] = best;
     }
     if (backward) {

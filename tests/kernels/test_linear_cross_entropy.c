@@ -142,6 +142,37 @@ TEST(test_common_offset) {
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
 
+// Entries that a bias of minus infinity masks, and a soft-cap in whose saturation many logits are equal: entropies stay finite,
+// and of equal ones the first is predicted.
+TEST(test_masked_and_saturated) {
+  Harness *h = *state;
+  enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
+  for (int capped = 0; capped < 2; capped++) {
+    ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, capped ? 60 : 1);
+    double *bias = host_values(h, VOCAB), *z = host_values(h, (int64_t)ROWS * VOCAB);
+    reference_linear(z, p.x, p.weight, false, NULL, NULL, ROWS, HIDDEN, VOCAB);
+    for (int v = 0; v < VOCAB; v++) bias[v] = v % 3 ? 0 : -INFINITY;
+    for (int n = 0; n < ROWS; n++) p.targets[n] = 1 + 3 * (n % 200);
+    LinearCrossEntropy a = fused(h, &p);
+    a.dx = a.dweight = (Tensor){0};
+    loss_call_all_outputs(h, &a, &p);
+    a.bias = vector_from(h, h->dtype, bias, VOCAB);
+    a.terms.softcap = capped ? 1 : 0;
+    linear_cross_entropy(h->backend, a);
+    const double *entropy = values_of(h, a.outputs.entropy), *predicted = values_of(h, a.outputs.predicted);
+    for (int n = 0; n < ROWS; n++) {
+      int first = -1, unsure = 0;
+      for (int v = 0; v < VOCAB && first < 0; v++) {
+        double u = z[n * VOCAB + v];
+        if (v % 3 && capped) unsure |= u > 8 && u < 12, first = u >= 12 ? v : first;
+      }
+      assert_true(isfinite(entropy[n]) && entropy[n] > 0);
+      assert_true((int)predicted[n] % 3);
+      if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
+    }
+  }
+}
+
 // Targets as the model's own probabilities have them: then the targets' part of dweight and the rest nearly cancel, and must be
 // added before they are rounded to W's dtype.
 TEST(test_narrow_dweight) {

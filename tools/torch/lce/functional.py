@@ -392,7 +392,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
     on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
     outputs: names of what is returned behind the loss, of each token, without gradient, and 0 where it does not count:
-    "z_loss" (its part of the loss, before token_weights), "correct" (1 where max v is v[target], else 0), "predicted" (the
+    "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else 0), "predicted" (the
     first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
 
     group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight and bias

@@ -64,13 +64,13 @@ class Patched:
     def loss_function(self):
         return super().loss_function if self.instead is None else self.instead
 
-    def fused(self, *args, labels=None, shift_labels=None, return_logits=None, **kwargs):
+    def fused(self, *, labels=None, shift_labels=None, return_logits=None, **kwargs):
         labels = shift_labels if labels is None else labels
         given = {name: t for name, t in dict(labels=labels, shift_labels=shift_labels).items() if t is not None}
         evaluated = not (self.training or torch.is_grad_enabled())
         return_logits = next(r for r in (return_logits, self.return_logits, evaluated) if r is not None)
         if not given or return_logits and not self.training:
-            return type(self).unpatched.forward(self, *args, **given, **kwargs)
+            return type(self).unpatched.forward(self, **given, **kwargs)
         target = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
         items, losses = kwargs.get("num_items_in_batch"), []
 
@@ -79,10 +79,10 @@ class Patched:
             loss = linear_cross_entropy(x, head.weight, target.to(x.device), head.bias, **options,
                                         reduction="mean" if items is None else "sum",
                                         ignore_index=kwargs.get("ignore_index", -100))
-            losses.append(loss if items is None else loss / items)
+            losses.append(loss if items is None else loss / torch.as_tensor(items, device=loss.device))
             return torch.nn.functional.linear(x, head.weight, head.bias) if return_logits else x.new_full((1, 1, 1), torch.nan)
         as_tuple = kwargs.pop("return_dict", self.config.return_dict) is False
-        outputs = with_head(self, instead, lambda *_, **__: losses.pop(), *args, **given, **kwargs, return_dict=True)
+        outputs = with_head(self, instead, lambda *_, **__: losses.pop(), **given, **kwargs, return_dict=True)
         if not return_logits:
             outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
         return outputs.to_tuple() if as_tuple else outputs
@@ -102,8 +102,10 @@ def revived(cls):
 
 @functools.lru_cache(None)
 def patched(cls):
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+
     def forward(self, *args, **kwargs):
-        return self.fused(*args, **kwargs)
+        return self.fused(**dict(zip(names, args)), **kwargs)
     functools.update_wrapper(forward, cls.forward).__signature__ = inspect.signature(cls.forward)  # trainers look at it
     del forward.__wrapped__  # accelerate's unwrap_model would go through to it
     return type(cls.__name__, (Patched, cls), dict(unpatched=cls, forward=forward, __module__=cls.__module__))
@@ -161,8 +163,8 @@ def patch_transformers(model, *, return_logits=None, **options):
     chunk, skip_ignored, and for training alone label_smoothing, z_loss, class_weights, sampling. The head's parameters, names
     and hooks stay, so checkpoints, DDP and FSDP are as before; patch before fully_shard. Of a PeftModel it patches the inside.
 
-    The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The patch looks what is
-    made of known logits, and compares the losses of two tokens before and after (not on meta); else it raises TypeError.
+    The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The patch checks what the
+    model makes of known logits, and compares the losses of two tokens before and after (not on meta); else it raises TypeError.
     """
     from transformers import PreTrainedModel
     known(options, ("chunk", "skip_ignored", *TERMS), "patch_transformers")
