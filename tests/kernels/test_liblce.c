@@ -385,9 +385,9 @@ TEST(test_wrong_arguments) {
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
   REFUSED("3 rows from -1 on", (a.first_row = -1, a.rows = 3));
   REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));
-  REFUSED("sampling acts on exponentials", (a.sample = 1, a.materialized = 1));
-  REFUSED("sampling acts on exponentials", (a.sample = 1, a.softcap = 30));
-  REFUSED("sampling acts on exponentials", (a.sample = 1, a.entropy_weights = a.x));
+  REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.materialized = 1));
+  REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.softcap = 30));
+  REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.entropy_weights = a.x));
   assert_int_equal(lce_held_bytes(context), 0);
   assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
   assert_non_null(strstr(lce_last_error(), "args must be there"));

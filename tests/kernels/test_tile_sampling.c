@@ -418,9 +418,9 @@ TEST(test_refusals) {
                  a.sampling.full_mass = -1);
   ASSERT_REFUSED(h, p.call, "sampling.full_mass is nan", a.sampling.full_mass = NAN);
   ASSERT_REFUSED(h, p.call, "sampling.full_mass is inf", a.sampling.full_mass = INFINITY);
-  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.mode = LCE_MATERIALIZED);
-  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.terms.softcap = 5);
-  ASSERT_REFUSED(h, p.call, "sampling acts on exponentials", a.outputs.entropy = a.loss);
+  ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.mode = LCE_MATERIALIZED);
+  ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.terms.softcap = 5);
+  ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.outputs.entropy = a.loss);
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [3] with a full_mass of 0", a.sampling.full_mass = 0);
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [2]", a.sampling.stats = tensor_rows(a.loss, 0, 2));
 }

@@ -431,7 +431,7 @@ def wrong_arguments():
              (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
              (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
-             (RuntimeError, "sampling acts on exponentials", dict(sampling=1.0, softcap=3.0)),
+             (RuntimeError, "sampling knows only the rows' sums", dict(sampling=1.0, softcap=3.0)),
              (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))))
     for kind, part, more in wrong:
         given = {**dict(x=x, weight=weight, target=target, bias=bias), **more}

@@ -10,6 +10,7 @@ import functools
 import itertools
 import threading
 import traceback
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -150,14 +151,15 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
     return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
-# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
+# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate. The name changes
+# with the schema, since Inductor's cache on disk would call the operator of an earlier version by its schema.
+SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
+          "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
+          "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
+          "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
 operator = torch.library.custom_op(
-    "lce::linear_cross_entropy", call, mutates_args=("exps",),
-    tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)],
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
-           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
-           "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
-           "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
+    f"lce::linear_cross_entropy_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=("exps",), schema=SCHEMA,
+    tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)])
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
 
 
