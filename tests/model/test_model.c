@@ -1,6 +1,5 @@
 // What a model is: published sizes, where the tensors lie, the rotary angles, first values, and sizes that are refused.
 // test_golden.c has the names and shapes of Hugging Face, test_transformer.c has it compute.
-#include "data/file.h"
 #include "model/model.h"
 #include "tests/harness.h"
 
@@ -16,20 +15,15 @@ static ModelConfig small(const char *preset) {
 
 // --- names and counts --------------------------------------------------------------------------------------
 
-// The families' names in help and messages, and those of the PyTorch patch, are those of the table.
+// The families' names in help and messages are those of the table.
 TEST(test_family_names) {
-  char names[256] = "", patch[256] = "MODELS = (";
+  char names[256] = "";
   for (int f = 0; f < FAMILY_COUNT; f++) {
     const char *name = model_families[f].model_type;
     assert_int_equal(model_families[f].config.family, f);
     strcat(strcat(names, f + 1 == FAMILY_COUNT ? " and " : f ? ", " : ""), name);
-    strcat(strcat(strcat(patch, f ? ", \"" : "\""), name), "\"");
   }
   assert_string_equal(names, FAMILY_NAMES);
-  size_t length;
-  char *text = file_read("tools/torch/lce/modules.py", &length);
-  assert_non_null(strstr(text, strcat(patch, ")\n")));
-  free(text);
 }
 
 // Every preset is complete, its name is in the list that messages show, and its size is the published one.

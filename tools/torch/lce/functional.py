@@ -31,10 +31,14 @@ class Context:
         with torch.cuda.device(device.index if device.type == "cuda" else -1):
             self.handle = self.library.lce_create(device.type.encode(), device.index or 0, DTYPES[dtype].encode())
         self.require(self.handle)
+        self.group_name = group_name
         if group_name:
-            self.group = dist.distributed_c10d._resolve_process_group(group_name)
             self.collective = Collective(self.exchange)  # kept: the library calls it
             self.require(self.library.lce_join(self.handle, self.group.rank(), self.group.size(), self.collective, None) == 0)
+
+    @property
+    def group(self):  # not kept: a group that outlives its program's end may abort it
+        return dist.distributed_c10d._resolve_process_group(self.group_name)
 
     def agree(self, *sizes):
         """Where the ranks' numbers of tokens or vocabularies differ, all ranks fail, and none waits for another."""
