@@ -195,7 +195,7 @@ def foot(s, rows):
     words = {f"Measured by the ledger; plan and ledger agree to the byte at {same} of {len(measured)} points.": measured,
              NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows), f"{too_large} would not fit.": too_large,
              s["grey"]: len(s["sweeps"]) == 1,
-             "Others: one H200, PyTorch 2.11, at their own chunks.": s["peers"] and all(row["sweep"] == "chunk" for row in rows)}
+             "Others: one H100, PyTorch 2.11, at their own chunks.": s["peers"] and all(row["sweep"] == "chunk" for row in rows)}
     return " ".join(text for text, true in words.items() if text and true)
 
 
