@@ -153,7 +153,8 @@ def test_recipes(folder):
     assert 250 < mib < 253, mib
     rows = table(recipe("llama3-8b-hidden-states")[0] / "timeline.csv")[1]
     assert 20 * GIB <= next(row["activations"] for row in rows if row["lm_head, loss"]) < 21.3 * GIB
-    recipe("gemma2-2b")[1].ok("1 MB / 24 GB", "60.1 MiB", "QuACK (CuTe)", "560.1 MiB, chunk 1,024")
+    recipe("gemma2-2b")[1].ok("1 MB / 24 GB", "60.1 MiB", "560.1 MiB, chunk 1,024")
+    recipe("chunk-sweep")[1].ok("QuACK (CuTe)", "Liger (CuTe, Hopper)")
 
 
 def test_offloaded_timelines(folder):
@@ -279,10 +280,10 @@ def test_pictures_of_sweeps(folder):
 
 def test_pictures_of_recipes(folder):
     # A planned sweep has the libraries at their own chunks, and ours at the default one.
-    assert_says(recipe("gemma2-2b")[0] / "curve.svg", "QuACK (CuTe), 3.13 GiB", "Liger (Triton)", "fused, default chunk", "560.1 MiB, 7.14x less",
+    assert_says(recipe("gemma2-2b")[0] / "curve.svg", "paper: plain, 23.44 GiB", "fused, default chunk", "560.1 MiB, 7.14x less",
                 "planned for a GPU")
     assert_says(recipe("chunk-sweep")[0] / "curve.svg", "vocabulary", "hidden size", "7.55x")
-    assert_says(recipe("chunk-sweep")[0] / "chunk.svg", "QuACK (CuTe), 1.55 GiB", "fused, default chunk")
+    assert_says(recipe("chunk-sweep")[0] / "chunk.svg", "QuACK (CuTe), 1.55 GiB", "Liger (Triton)", "fused, default chunk")
     said = assert_says(recipe("llama3-8b-32k")[0] / "timeline.svg", "the layers, not the loss, now set the peak", "peak 9.37 GiB",
                        "LM head + loss 15.66 GiB", "no time")
     assert not any("later" in text for text in said), said
