@@ -59,12 +59,10 @@ void lce_known_gradients(const Call *c) {
     Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
     shard_indices(c->backend,
                   (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
-    lce_logits_gradient(c->backend, (LceLogitsGradient){.dlogits = dlogits,
-                                                        .rows = rows,
-                                                        .x = kept ? (Tensor){0} : a->x,
-                                                        .weight = kept ? (Tensor){0} : weight,
-                                                        .targets = targets,
-                                                        .temperature = a->terms.temperature});
+    LceLogitsGradient gradient = {
+        .dlogits = dlogits, .rows = rows, .targets = targets, .temperature = a->terms.temperature};
+    if (!kept) gradient.x = a->x, gradient.weight = weight;
+    lce_logits_gradient(c->backend, gradient);
     if (tensor_exists(dx))
       linear_backward_input(
           c->backend,
