@@ -57,13 +57,17 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
       found[all++] = (Matrices){x, s->layer};
     }
   }
-  for (int first = 0, kinds; first < all; first++) {
+  for (int first = 0; first < all; first++) {
     Tensor like = found[first].first;
-    kinds = 0;
-    for (int i = 0; i < all && (i >= first || !tensor_same_shape(found[i].first, like)); i++)
-      if (tensor_same_shape(found[i].first, like)) alike[kinds++] = found[i];
+    if (!tensor_exists(like)) continue; // done, with an earlier one
+    int kinds = 0;
+    for (int i = first; i < all; i++) {
+      if (!tensor_same_shape(found[i].first, like)) continue;
+      alike[kinds++] = found[i];
+      found[i].first = (Tensor){0};
+    }
     float scale = 0.2f * sqrtf((float)max_i64(like.shape[0], like.shape[1]));
-    if (kinds > 0) orthogonalize(backend, alike, kinds, count, scale);
+    orthogonalize(backend, alike, kinds, count, scale);
   }
 }
 

@@ -252,7 +252,7 @@ def test_a_split_head_trains_the_same(folder):
     smoothed = TIED + "--label-smoothing 0.1 --lce-chunk 5 "
     for options, counts in ((LLAMA + "--vocab 301 ", RANKS),  # which nothing divides
                             (smoothed, RANKS[:2]), (GPT2 + "--num-layers 3 ", [2]), (TIED + PACKED, [ALL]),
-                            (masked() + " --z-loss 0.001 ", RANKS[-2:])):
+                            (masked() + " --z-loss 0.001 ", RANKS[-2:]), (LLAMA + "--metrics --logit-softcap 3 ", [2])):
         for ranks in counts:
             split = options + f"--vocab-parallel --zero {1 + ranks % 2} "
             job(0, options).same_training(job(ranks, split))
