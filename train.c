@@ -219,9 +219,8 @@ static void open_checkpoints(Run *run) {
   if (run->saves && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
-    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, newest);
+    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, o->keep, run->saved_step, newest);
   }
-  run->store.keep = o->keep;
   run->store.dtype = o->save_dtype;
 }
 

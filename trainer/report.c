@@ -195,6 +195,7 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)),
       {"fp8", .truth = &o->dtypes.fp8}, TEXT("data", data), OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
+  fflush(stdout); // the first step, or all of an evaluation, may take long
 }
 
 // --- steps -------------------------------------------------------------------------------------------------
