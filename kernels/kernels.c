@@ -401,10 +401,8 @@ NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweigh
 
 static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
   loss_terms(op, &a->terms, a->vocab_size);
-  CHECK(REFUSE(a->terms.softcap > 0 || a->terms.label_smoothing > 0,
-               "a soft-cap and label smoothing do not follow from log_prob"),
-        KNOWN_ROWS, FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"),
-        FIELD(row_sum, "fp32 [N] or absent"),
+  CHECK(REFUSE(a->terms.label_smoothing > 0, "label smoothing does not follow from log_prob"), KNOWN_ROWS,
+        FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"), FIELD(row_sum, "fp32 [N] or absent"),
         FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
         FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
         FIELD(factor, "fp32 [1] or absent"));
@@ -412,19 +410,14 @@ static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
 
 NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H] or absent"),
       FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
+      FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
       FIELD(dlogits, "T [N, V] strided"))
 
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
   loss_terms(op, &a->terms, a->logits.shape[1]);
-  size_t from = dtype_bytes(a->logits.dtype), to = dtype_bytes(a->dlogits.dtype);
-  CHECK(
-      FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
-      FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
-      FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "fp32|bf16 [V] or absent"),
-      FIELD(dlogits, "fp32|bf16 [N, V] strided or absent"), TOKEN_OUTPUTS,
-      REFUSE(tensor_exists(a->dlogits) && (a->dlogits.data != a->logits.data || to > from ||
-                                           (size_t)a->dlogits.stride * to != (size_t)a->logits.stride * from),
-             "dlogits does not lie in the place of logits"));
+  CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
+        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
+        FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "T [V] or absent"), TOKEN_OUTPUTS);
 }
 
 NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),

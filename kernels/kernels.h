@@ -288,15 +288,14 @@ typedef union {
 
 bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is there
 
-// The materialized mode's one pass, and that of terms which need a row's logits side by side: logits become their own gradient
-// in place, and loss and outputs are written.
+// The materialized mode's one pass, and that of label smoothing with a soft-cap: logits become their own gradient in place, and
+// loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
   Tensor logits;  // z: fp32/bf16 [N, V], still without the bias; may be strided; overwritten in any case
-  Tensor dlogits; // logits itself, or bf16 at the same address with rows as long in bytes (logits being
-                  // fp32), or absent: the forward pass alone
-  Tensor bias;    // fp32/bf16 [V], or absent: added to z
+  bool backward;  // else the forward pass alone
+  Tensor bias;    // of logits' type [V], or absent: added to z
   Tensor targets; // int32 [N]
   Tensor token_weights, entropy_weights; // fp32 [N], or absent
   Tensor factor;                         // fp32 [1], or absent
@@ -491,7 +490,7 @@ typedef struct {
 //   per_p        = s (w[y] + 2 lambda lse) - t entropy
 //   per_distance = -t
 //   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse alone is instead log(R + target_e),
+// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse alone is instead log(R + target_e),
 // relative to the anchor, where target_e = p[y] (R + target_e).
 typedef union {
   struct {
@@ -508,22 +507,23 @@ typedef struct {
   Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
   Tensor token_weights, entropy_weights; // fp32 [N], or absent
   Tensor factor;                         // fp32 [1], or absent
-  LossTerms terms;                       // label_smoothing and softcap are 0
+  LossTerms terms;                       // label_smoothing is 0
   int64_t vocab_size;
   float alpha;
 } LceKnownRows;
 
 // The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
-//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])),  p = exp(v - lse[n]),  v = x[n] . W[j] / T
-//                   at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
-// Without x and weight dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v = log E. E's
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]),  v = u / T of z = x[n] . W[j] +
+//                   bias[j];  at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
+// Without x, weight and the terms of u, dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v = log E. E's
 // rounding to bf16, by at most 2^-9 of it, moves v by as much.
 typedef struct {
   Tensor dlogits;   // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   KnownRows rows;   // read
   Tensor x, weight; // fp32/bf16 [N, H] and [V, H], or both absent
+  Tensor bias;      // fp32/bf16 [V], or absent
   Tensor targets;   // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
-  float temperature;
+  float softcap, temperature;
   Tensor workspace;
 } LceLogitsGradient;
 

@@ -5,8 +5,8 @@
 
 // Some of a call's tokens: views of the caller's tensors, or copies of the counted ones.
 #define TOKEN_FIELDS                                                                                         \
-  Tensor x, targets, token_weights, entropy_weights; /* read */                                              \
-  Tensor loss, dx;                                   /* written */                                           \
+  Tensor x, targets, token_weights; /* read */                                                               \
+  Tensor loss, dx;                  /* written */                                                            \
   TokenOutputs outputs;
 typedef union {
   struct {
@@ -15,7 +15,7 @@ typedef union {
   Tensor all[sizeof(struct {TOKEN_FIELDS}) / sizeof(Tensor)];
 } Tokens;
 
-enum { TOKENS_READ = 4, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
+enum { TOKENS_READ = 3, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
 // What a call holds besides its chunks.
 typedef struct {
@@ -23,7 +23,7 @@ typedef struct {
   const LinearCrossEntropy *a;
   Tokens tokens;        // all of the call's
   bool backward;        // dx, dweight or both
-  bool logits;          // chunks hold logits, not exponentials
+  bool logits;          // lce_holds_logits
   bool counted;         // the counted tokens of a chunk are copied to its buffers
   bool split;           // the head's rows are split over ranks
   bool targets_in_exps; // dweight is written once, in W's dtype, by the GEMM that has the targets' part, too
@@ -97,6 +97,11 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
 void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size);
 // Losses, outputs, scales and scaled x of the tokens, those that are there; exps may be absent.
 void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps);
+
+// Whether a chunk holds logits, not exponentials: they are rounded to x's type, and become their gradient in place.
+static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
+  return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
+}
 
 // lce_check.c: fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);

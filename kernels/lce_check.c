@@ -12,8 +12,8 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
 
 // Whether the call needs more of a row than the sums that sampling knows.
 static bool beyond_row_sums(const LinearCrossEntropy *a) {
-  return lce_needs_logits(a) || tensor_exists(a->bias) || a->terms.softcap > 0 ||
-         tensor_exists(a->outputs.entropy) || token_outputs_need_max(&a->outputs);
+  return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->outputs.entropy) ||
+         token_outputs_need_max(&a->outputs);
 }
 
 static void check_sampling(const LinearCrossEntropy *a) {
@@ -39,17 +39,16 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || lce_needs_logits(a))
+  if (lce_holds_logits(a))
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
-         "materialized one, entropy_weights, and label smoothing with a soft-cap",
+         "materialized one, and label smoothing with a soft-cap",
          backend->ranks);
 }
 
 // Whether log p[y] and the row's sum do not suffice for the gradients.
 static bool beyond_known(const LinearCrossEntropy *a) {
-  return a->mode == LCE_MATERIALIZED || tensor_exists(a->bias) || a->terms.softcap > 0 ||
-         a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 || a->shard.vocab_size > 0 ||
-         tensor_exists(a->rows);
+  return a->mode == LCE_MATERIALIZED || a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 ||
+         a->shard.vocab_size > 0 || tensor_exists(a->rows);
 }
 
 static void check_known(const LinearCrossEntropy *a) {
@@ -65,8 +64,9 @@ static void check_known(const LinearCrossEntropy *a) {
          "belong together",
          tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
   if (beyond_known(a))
-    fail("linear_cross_entropy: with known_log_prob there is no bias, soft-cap, label smoothing, sampling, "
-         "split head, list of counted tokens or materialized mode");
+    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head, list "
+         "of "
+         "counted tokens or materialized mode");
 }
 
 static void check_exps(const LinearCrossEntropy *a) {
@@ -75,6 +75,7 @@ static void check_exps(const LinearCrossEntropy *a) {
       !tensor_exists(a->exps_sum))
     fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens and %lld rows of weight",
          tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens, (long long)vocab_size);
+  if (a->terms.softcap > 0) fail("linear_cross_entropy: with a soft-cap no exps are kept");
   if (!tensor_exists(a->known_log_prob) &&
       (tensor_exists(a->dx) || tensor_exists(a->dweight) || tensor_exists(a->entropy_weights) ||
        a->chunk < tokens || beyond_known(a)))
@@ -118,6 +119,10 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("known_log_prob", a->known_log_prob, tokens);
   per_token("known_entropy", a->known_entropy, tokens);
   if (known || tensor_exists(a->known_entropy)) check_known(a);
+  if (tensor_exists(a->entropy_weights) && !known && a->mode == LCE_FUSED)
+    fail("%s: entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
+         "materialized mode",
+         op);
   per_token("exps_sum", a->exps_sum, tokens);
   if (tensor_exists(a->exps) || tensor_exists(a->exps_sum)) check_exps(a);
   check_sampling(a);

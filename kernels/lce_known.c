@@ -6,6 +6,7 @@
 //     G           = gradient of x W_block^T        (LceLogitsGradient; the target's own entry included)
 //     dX         += G W_block                      in fp32
 //     dW of block = G^T X                          written once, over all tokens, in fp32 or in W's dtype
+//     dbias       = sum of G's rows
 //
 // Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and dW, whose
 // sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G takes E's place, and the
@@ -59,9 +60,12 @@ void lce_known_gradients(const Call *c) {
     Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
     shard_indices(c->backend,
                   (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
-    LceLogitsGradient gradient = {
-        .dlogits = dlogits, .rows = rows, .targets = targets, .temperature = a->terms.temperature};
-    if (!kept) gradient.x = a->x, gradient.weight = weight;
+    LceLogitsGradient gradient = {.dlogits = dlogits,
+                                  .rows = rows,
+                                  .targets = targets,
+                                  .softcap = a->terms.softcap,
+                                  .temperature = a->terms.temperature};
+    if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.bias = first_rows(a->bias, first, count);
     lce_logits_gradient(c->backend, gradient);
     if (tensor_exists(dx))
       linear_backward_input(
@@ -70,6 +74,7 @@ void lce_known_gradients(const Call *c) {
     if (tensor_exists(a->dweight))
       linear_backward_weight(c->backend,
                              (LinearBackwardWeight){.dweight = tensor_rows(a->dweight, first, count),
+                                                    .dbias = first_rows(a->dbias, first, count),
                                                     .dout = dlogits,
                                                     .x = a->x,
                                                     .accumulate = a->accumulate});

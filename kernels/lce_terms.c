@@ -1,10 +1,6 @@
 // The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
-// updates, the mean's factor, a bias's gradient, and what needs the row's logits side by side.
+// updates, the mean's factor, a bias's gradient, and where a chunk holds logits.
 #include "kernels/lce_call.h"
-
-bool lce_needs_logits(const LinearCrossEntropy *a) {
-  return tensor_exists(a->entropy_weights) || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
-}
 
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   Backend *backend = c->backend;
@@ -75,38 +71,31 @@ void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate) {
 }
 
 // --- logits, and their gradient in place -------------------------------------------------------------------
-// With all tokens in one chunk this is the materialized mode, the baseline.
-
-// The same memory, row for row, as elements of `dtype`.
-static Tensor in_place_as(Tensor t, Dtype dtype) {
-  t.stride = t.stride * (int64_t)dtype_bytes(t.dtype) / (int64_t)dtype_bytes(dtype);
-  t.dtype = dtype;
-  return t;
-}
+// With all tokens in one chunk this is the materialized mode, the baseline. The fused mode takes it for label smoothing with a
+// soft-cap, whose gradient is no product of E and a row's factor.
 
 void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) {
   const LinearCrossEntropy *a = c->a;
   const Tokens *t = &k->local;
-  Tensor dlogits = c->backward ? in_place_as(k->logits, a->x.dtype) : (Tensor){0};
   linear_forward(c->backend, (LinearForward){.out = k->logits, .x = t->x, .weight = a->weight});
   cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = t->loss,
                                                            .outputs = t->outputs,
                                                            .logits = k->logits,
+                                                           .backward = c->backward,
                                                            .bias = a->bias,
-                                                           .dlogits = dlogits,
                                                            .targets = t->targets,
                                                            .token_weights = t->token_weights,
-                                                           .entropy_weights = t->entropy_weights,
+                                                           .entropy_weights = a->entropy_weights,
                                                            .factor = c->factor,
                                                            .terms = a->terms,
                                                            .alpha = a->scale});
   if (tensor_exists(t->dx))
     linear_backward_input(c->backend,
-                          (LinearBackwardInput){.dx = t->dx, .dout = dlogits, .weight = a->weight});
+                          (LinearBackwardInput){.dx = t->dx, .dout = k->logits, .weight = a->weight});
   if (tensor_exists(a->dweight))
     linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
                                                               .dbias = a->dbias,
-                                                              .dout = dlogits,
+                                                              .dout = k->logits,
                                                               .x = t->x,
                                                               .alpha = 1,
                                                               .accumulate = accumulate});

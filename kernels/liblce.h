@@ -63,7 +63,7 @@ typedef struct lce_context lce_context;
 // skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
 // model of 128,256 entries. Gradients stay exact where it would save no time: on GPUs other than Hopper, in fp32 on a GPU,
 // in chunks below 128 tokens, without dweight, and with sample below 1/32. It excludes materialized, bias, softcap,
-// entropy_weights, entropy, max_logit, correct and predicted, and dweight without dx.
+// entropy, max_logit, correct and predicted, and dweight without dx.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -83,19 +83,20 @@ typedef struct {
   int64_t first_row,
       rows;      // which of the head's V rows weight, bias and their gradients have (lce_join); 0, 0: all
   const void *x; // fp32/bf16 [N, H]
-  const void *weight;           // fp32/bf16 [V, H]
-  const void *bias;             // fp32/bf16 [V], or NULL
-  const void *targets;          // int32 or int64 [N], each in [0, V) or -100, which does not count
-  const float *class_weights;   // [V], or NULL
-  const float *token_weights;   // [N], or NULL: what each token's gradient is multiplied by
-  const float *entropy_weights; // [N], or NULL: adds these times the entropies to what is differentiated
-  // What a call of the same x, weight, targets and temperature put out: then this one makes the gradients alone, in a loop over
-  // weight's rows without a sum of dweight over chunks. known_entropy comes with entropy_weights. There is no loss and no other
-  // output, no materialized, sample, bias, softcap, label_smoothing and no split head.
+  const void *weight;         // fp32/bf16 [V, H]
+  const void *bias;           // fp32/bf16 [V], or NULL
+  const void *targets;        // int32 or int64 [N], each in [0, V) or -100, which does not count
+  const float *class_weights; // [V], or NULL
+  const float *token_weights; // [N], or NULL: what each token's gradient is multiplied by
+  // [N], or NULL: adds these times the entropies to what is differentiated; with known_entropy, or materialized
+  const float *entropy_weights;
+  // What a call of the same x, weight, bias, targets, softcap and temperature put out: then this one makes the gradients alone, in
+  // a loop over weight's rows without a sum of dweight over chunks. known_entropy comes with entropy_weights. There is no loss and
+  // no other output, no materialized, sample, label_smoothing and no split head.
   const float *known_log_prob, *known_entropy; // [N], or NULL
   // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of 128. A call for
-  // losses and outputs alone, with a chunk of N or more, keeps exponentials in them, and the call with known_log_prob, given the
-  // same, overwrites them and computes no logits again: three GEMMs in all, not four.
+  // losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in them, and the call with
+  // known_log_prob, given the same, overwrites them and computes no logits again: three GEMMs in all, not four.
   void *exps;
   float *loss; // [N]: per token, before scale, mean and token weights; 0 of what does not count
   void *dx;    // fp32/bf16 [N, H], or NULL: not computed
@@ -119,7 +120,7 @@ void lce_destroy(lce_context *context);
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
 // call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
 // Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
-// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized, entropy_weights,
+// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized, known_log_prob,
 // and label_smoothing with a softcap are refused.
 //
 // The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.

@@ -16,7 +16,7 @@
 // and `c` the call.)
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
-// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, a bias's gradient, and terms that need logits), lce_known.c
+// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, a bias's gradient, and logits in a chunk), lce_known.c
 // (gradients where log p[y] is known), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
@@ -187,7 +187,7 @@ static Chunk push_buffers(const Call *c, int64_t count) {
   int64_t rows = c->split ? count * c->backend->ranks : count;
   Dtype dtype = c->a->x.dtype;
   if (c->logits) {
-    b.logits = push_logits(c, "logits", rows, c->a->mode == LCE_MATERIALIZED ? dtype : DTYPE_F32);
+    b.logits = push_logits(c, "logits", rows, dtype);
     return b;
   }
   b.rows = push_loss_rows(c, rows);
@@ -247,12 +247,11 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
             .tokens = {.x = a->x,
                        .targets = a->targets,
                        .token_weights = a->token_weights,
-                       .entropy_weights = a->entropy_weights,
                        .loss = a->loss,
                        .dx = a->dx,
                        .outputs = a->outputs},
             .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
-            .logits = a->mode == LCE_MATERIALIZED || lce_needs_logits(a),
+            .logits = lce_holds_logits(a),
             .counted = a->mode == LCE_FUSED && tensor_exists(a->rows),
             .split = a->shard.vocab_size > 0,
             .vocab_size = a->weight.shape[0],

@@ -36,9 +36,9 @@ typedef struct {
 // reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
-// entropy_weights (unless known_log_prob is given) and label smoothing together with a soft-cap need a row's logits side by side:
-// then (lce_needs_logits) a chunk holds them in fp32 and makes their gradient in place. All other terms act on whole rows or on
-// the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias one over the exponentials.
+// All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias
+// one over the exponentials. But entropies' own gradient (entropy_weights) needs known_log_prob or the materialized mode, and label
+// smoothing with a soft-cap makes a chunk hold its logits, rounded to x's type as in that mode.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
@@ -49,15 +49,15 @@ typedef struct {
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
 // chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
 // names ignored tokens after the counted ones. `mean` is over all ranks' tokens. A shard supports neither the materialized
-// mode nor what lce_needs_logits.
+// mode nor label smoothing with a soft-cap.
 //
-// With known_log_prob, the output log_prob of an earlier call with the same x, weight, targets and temperature, the call
+// With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature, the call
 // makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how
 // much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
-// output, and no bias, soft-cap, label smoothing, sampling, shard, `rows` or materialized mode.
+// output, and no label smoothing, sampling, shard, `rows` or materialized mode.
 //
-// With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens, has kept E and R in them,
-// and it turns E into the gradient of the logits, in place. So they serve one such call.
+// With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens and without a soft-cap, has
+// kept E and R in them, and it turns E into the gradient of the logits, in place. So they serve one such call.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
@@ -90,9 +90,6 @@ typedef struct {
   bool mean;
   bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;
-
-// Whether the requested terms and outputs need a row's logits side by side.
-bool lce_needs_logits(const LinearCrossEntropy *a);
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 

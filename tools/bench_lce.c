@@ -310,7 +310,6 @@ static void add_terms(Bench *b) {
   call->dbias = memory_push_1d(m, "dbias", MEMORY_TABLES, DTYPE_F32, vocab_size);
   add_term(b, "entropy")->outputs.entropy = stats;
   add_term(b, "largest logit")->outputs.max_logit = stats;
-  add_term(b, "entropy's gradient")->entropy_weights = tensor_rows(ones, 0, tokens);
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
 }
 

@@ -113,7 +113,7 @@ const Option options_rows[] = {
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), in fp32, as in Gemma 2 (default what --init says, else 0: none)")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
-     HELP("Log each step's accuracy, entropy and largest logit; a chunk then holds fp32 logits")},
+     HELP("Log each step's accuracy, entropy and largest logit")},
 
     {GROUP("Data")},
     {LIST("data", "PATH", data),

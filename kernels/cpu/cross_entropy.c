@@ -90,7 +90,6 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   int64_t vocab = a->logits.shape[1];
   int32_t target = ((const int32_t *)a->targets.data)[n];
   float *v = cpu_row(a->logits, n);
-  bool backward = tensor_exists(a->dlogits);
   add_bias(v, vocab, a->bias.data);
   cap_and_scale(v, vocab, t);
   float target_v = v[target];
@@ -105,7 +104,7 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   cpu_store(a->outputs.max_logit, n, anchor);
   Sums sums = {0};
   if (t->plain)
-    sums.e = exp_and_sum(v, anchor, 1.0f, vocab, backward ? v : NULL);
+    sums.e = exp_and_sum(v, anchor, 1.0f, vocab, a->backward ? v : NULL);
   else
     sums = sums_of(v, vocab, anchor);
   double alpha = a->alpha * cpu_read(a->factor, 0, 1);
@@ -128,7 +127,7 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   cpu_store(a->outputs.log_prob, n, -r.nll);
   cpu_store(a->outputs.logsumexp, n, r.lse);
   cpu_store(a->outputs.entropy, n, entropy);
-  if (!backward) return;
+  if (!a->backward) return;
 
   double of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
   double target_gradient = r.target - r.uniform * class_weight -
@@ -153,8 +152,7 @@ static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
   cpu_store(a->loss, n, 0);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof a->outputs.all[0]; i++)
     if (tensor_exists(a->outputs.all[i])) memset((int32_t *)a->outputs.all[i].data + n, 0, sizeof(int32_t));
-  if (tensor_exists(a->dlogits))
-    memset(cpu_row(a->dlogits, n), 0, (size_t)a->logits.shape[1] * sizeof(float));
+  if (a->backward) memset(cpu_row(a->logits, n), 0, (size_t)a->logits.shape[1] * sizeof(float));
 }
 
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) {

@@ -503,6 +503,8 @@ void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
                   cpu_read(a->entropy, n, 0), counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0,
                   (double)a->terms.z_loss, scale * cpu_read(a->token_weights, n, 1),
                   scale * cpu_read(a->entropy_weights, n, 0));
+    double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
+    if (cap > 0) r.at_target *= (1 - u / cap) * (1 + u / cap);
     if (tensor_exists(a->row_sum))
       r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
     cpu_store(a->rows.lse, n, counts ? r.lse : 0);
@@ -538,10 +540,16 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
       float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - lse : 0;
       d[j] = d[j] * scale * (per_p + per_distance * distance);
     }
+    float slope[LCE_TILE_COLUMNS];
+    const float *bias = a->bias.data;
+    EACH_SIMD (j, bias ? tile.columns : 0) d[j] += bias[tile.column + j];
+    if (a->softcap > 0) soft_cap(d, a->softcap, tile.columns, slope);
     EACH_SIMD (j, kept ? 0 : tile.columns) {
       float distance = d[j] * inv_temperature - lse;
+      if (distance < -1e30f) distance = -1e30f; // a bias of minus infinity: p is 0, times a number
       d[j] = exp_f32(distance) * (per_p + per_distance * distance);
     }
+    EACH_SIMD (j, a->softcap > 0 ? tile.columns : 0) d[j] *= slope[j];
     if (target >= tile.column && target < tile.column + tile.columns)
       d[target - tile.column] = ((const float *)a->rows.at_target.data)[n];
   }

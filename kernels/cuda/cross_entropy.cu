@@ -6,8 +6,7 @@
 // TB/s at V = 50,304 and 2.9 at 128,256; two exponentials a logit keep it from more.
 //
 // The target stays out of the sums, so that its entry, p - 1 = -row_sum / total, and the loss of a nearly certain token
-// do not cancel. fp32 logits may leave bf16 gradients in their place: a block then walks forwards, all its threads
-// reading before any of them writes, and so never overwrites what is still to be read.
+// do not cancel.
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -100,8 +99,8 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 // --- v and its derivative ----------------------------------------------------------------------------------
 
 // v of the entry in column j.
-template <bool PLAIN, typename TB>
-static __device__ __forceinline__ float v_of(float z, int j, const TB *bias, const Loss &loss) {
+template <bool PLAIN, typename T>
+static __device__ __forceinline__ float v_of(float z, int j, const T *bias, const Loss &loss) {
   if (!PLAIN && bias) z += to_float(bias[j]);
   if (!PLAIN && loss.terms.softcap > 0) z = loss.terms.softcap * fast_tanh(z * loss.inv_softcap);
   return z * loss.inv_temperature;
@@ -164,25 +163,23 @@ static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_
                     of_entropy * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
 }
 
-// dlogits is absent, or logits in TG.
-template <typename T, typename TG, typename TB, int W, bool PLAIN>
+template <typename T, int W, bool PLAIN>
 static __global__ void __launch_bounds__(1024, 1)
-    cross_entropy_kernel(const TB *bias, const __grid_constant__ Loss a) {
+    cross_entropy_kernel(const T *bias, const __grid_constant__ Loss a) {
   int64_t row = blockIdx.x;
   int vocab_size = (int)a.logits.shape[1], target = data_of<int32_t>(a.targets)[row];
   int step = blockDim.x * W, first = threadIdx.x * W;
   int body = vocab_size / W * W, tail = body + threadIdx.x; // whole groups, then one element for each thread
-  const T *logits = data_of<T>(a.logits) + row * a.logits.stride;
-  TG *dlogits = a.dlogits.data ? data_of<TG>(a.dlogits) + row * a.dlogits.stride : nullptr;
+  T *logits = data_of<T>(a.logits) + row * a.logits.stride;
   if (target == IGNORE_INDEX) {
     float zero[W] = {};
     if (threadIdx.x == 0) {
       write(a.loss, row, 0);
       for (const Tensor &output : a.outputs.all) write(output, row, 0); // the same bits as an integer's 0
     }
-    if (!dlogits) return;
-    for (int i = first; i < body; i += step) store(dlogits + i, zero);
-    if (tail < vocab_size) dlogits[tail] = from_float<TG>(0);
+    if (!a.backward) return;
+    for (int i = first; i < body; i += step) store(logits + i, zero);
+    if (tail < vocab_size) logits[tail] = from_float<T>(0);
     return;
   }
   float target_v = v_of<PLAIN>(to_float(logits[target]), target, bias, a); // before any thread writes
@@ -202,7 +199,7 @@ static __global__ void __launch_bounds__(1024, 1)
   if (tail < vocab_size) add_entries<PLAIN>(s, tail_v, tail, target, a);
   s = block_join<PLAIN>(s);
   RowGradient g = finalize_row(s, target_v, target, row, a);
-  if (!dlogits) return;
+  if (!a.backward) return;
 
   auto gradient = [&](float v, int j) {
     if (j == target) return g.target * derivative_of<PLAIN>(v, a);
@@ -211,30 +208,14 @@ static __global__ void __launch_bounds__(1024, 1)
     if (e > 0) d -= e * g.entropy_per_e * (distance + g.from_anchor);
     return (d - g.uniform * read(a.terms.class_weights, j, 1)) * derivative_of<PLAIN>(v, a);
   };
-  auto group = [&](float(&v)[W], int i) {
-    EACH (k, W) v[k] = gradient(v_of<PLAIN>(v[k], i + k, bias, a), i + k);
-  };
-  if (sizeof(T) == sizeof(TG)) {
-    if (tail < vocab_size) dlogits[tail] = from_float<TG>(gradient(kept, tail));
-    if (first >= body) return;
+  if (tail < vocab_size) logits[tail] = from_float<T>(gradient(kept, tail));
+  if (first >= body) return;
 #pragma unroll 4
-    for (int i = last; i >= 0; i -= step) {
-      float v[W];
-      load(v, logits + i);
-      group(v, i);
-      store(dlogits + i, v);
-    }
-  } else {
-    for (int begin = 0; begin < body; begin += step) {
-      int i = begin + first;
-      float v[W];
-      if (i < body) load(v, logits + i);
-      __syncthreads();
-      if (i >= body) continue;
-      group(v, i);
-      store(dlogits + i, v);
-    }
-    if (tail < vocab_size) dlogits[tail] = from_float<TG>(gradient(kept, tail));
+  for (int i = last; i >= 0; i -= step) {
+    float v[W];
+    load(v, logits + i);
+    EACH (k, W) v[k] = gradient(v_of<PLAIN>(v[k], i + k, bias, a), i + k);
+    store(logits + i, v);
   }
 }
 
@@ -247,27 +228,16 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
     plain = plain && !tensor_exists(unused);
   with_float(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
-    auto run = [&](auto gradient_type) {
-      using TG = decltype(gradient_type);
-      bool aligned = rows_start_aligned(a->logits, WIDTH<T>) &&
-                     (!tensor_exists(a->dlogits) || rows_start_aligned(a->dlogits, WIDTH<T>));
-      with_bool(aligned, [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        int threads = row_threads(ceil_div(a->logits.shape[1], W), 1024);
-        KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend),
-                               dim3((unsigned)a->logits.shape[0]), threads};
-        if (plain)
-          launch_kernel(launch, cross_entropy_kernel<T, TG, float, W, true>, (const float *)nullptr, loss);
-        else if (a->bias.dtype == DTYPE_BF16)
-          launch_kernel(launch, cross_entropy_kernel<T, TG, bf16, W, false>, data_of<bf16>(a->bias), loss);
-        else
-          launch_kernel(launch, cross_entropy_kernel<T, TG, float, W, false>, data_of<float>(a->bias), loss);
-      });
-    };
-    if (tensor_exists(a->dlogits) && a->dlogits.dtype == DTYPE_BF16)
-      run(bf16());
-    else
-      run(T());
+    with_bool(rows_start_aligned(a->logits, WIDTH<T>), [&](auto wide) {
+      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      int threads = row_threads(ceil_div(a->logits.shape[1], W), 1024);
+      KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend),
+                             dim3((unsigned)a->logits.shape[0]), threads};
+      if (plain)
+        launch_kernel(launch, cross_entropy_kernel<T, W, true>, (const T *)nullptr, loss);
+      else
+        launch_kernel(launch, cross_entropy_kernel<T, W, false>, data_of<T>(a->bias), loss);
+    });
   });
 }
 

@@ -14,20 +14,25 @@ struct ThreadParts {
   Ranked best[2];
 };
 
-// Adds the bias, in place, and finds the largest entries of the thread's two rows.
-static __device__ __forceinline__ void epilogue_terms(float (&z)[TILE_N / 2], ThreadParts &parts,
-                                                      const TileScheduler &s, const EpilogueParams &params,
-                                                      int first_column, int column) {
-  if (params.bias) {
-    EACH (i, TILE_N / 4) {
-      int at = first_column + i / 2 * 8 + column + i % 2;
-      float bias = at < s.n ? to_float(params.bias[at]) : 0;
-      if (bias < -1e30f)
-        bias = -2e30f; // minus infinity masks an entry: its E is 0, and may be multiplied by t
-      z[i / 2 * 4 + i % 2] += bias;
-      z[i / 2 * 4 + 2 + i % 2] += bias;
-    }
+// Adds the bias, if there is one, in place.
+static __device__ __forceinline__ void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
+                                                     const EpilogueParams &params, int first_column,
+                                                     int column) {
+  if (!params.bias) return;
+  EACH (i, TILE_N / 4) {
+    int at = first_column + i / 2 * 8 + column + i % 2;
+    float bias = at < s.n ? to_float(params.bias[at]) : 0;
+    if (bias < -1e30f)
+      bias = -2e30f; // minus infinity masks an entry: its exponential is 0, and may be multiplied by t
+    z[i / 2 * 4 + i % 2] += bias;
+    z[i / 2 * 4 + 2 + i % 2] += bias;
   }
+}
+
+// Finds the largest entries of the thread's two rows, if they are asked for.
+static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts,
+                                                        const TileScheduler &s, const EpilogueParams &params,
+                                                        int first_column, int column) {
   if (!params.parts.best) return;
   float cap = params.softcap, max[2] = {-INFINITY, -INFINITY};
   int best[2] = {first_column + column, first_column + column};
@@ -46,7 +51,10 @@ template <bool TERMS>
 static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts,
                                                     const TileScheduler &s, const EpilogueParams &params,
                                                     int row, int first_column, int column) {
-  if (TERMS) epilogue_terms(z, parts, s, params, first_column, column);
+  if (TERMS) {
+    epilogue_bias(z, s, params, first_column, column);
+    epilogue_largest(z, parts, s, params, first_column, column);
+  }
   constexpr float NOTHING =
       -1e30f; // its exponential is 0 and, unlike minus infinity's, may be multiplied by it
   float shift[2], correction[2];
@@ -127,13 +135,16 @@ template <bool TERMS> struct LogitsExp : OfLogits {
   }
 };
 
-// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t).
+// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
+template <bool TERMS>
 static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
                                                          const EpilogueParams &params, int row,
                                                          int first_column, int column) {
   float shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
   bool counts[2];
+  if (TERMS) epilogue_bias(z, s, params, first_column, column);
+  float inv_softcap = TERMS && params.softcap > 0 ? 1 / params.softcap : 0;
   EACH (i, 2) {
     int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
     int32_t of_row = params.targets[n];
@@ -146,19 +157,27 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
   }
   EACH (j, TILE_N / 2) {
     int at = j / 4 * 8 + column + j % 2, i = j / 2 % 2;
-    float t = fmaf(z[j], params.scale, shift[i]);
+    float u = z[j], slope = 1;
+    if (TERMS && inv_softcap > 0) {
+      float tanh_z = fast_tanh(u * inv_softcap);
+      u = params.softcap * tanh_z;
+      slope = fmaf(-tanh_z, tanh_z, 1);
+    }
+    float t = fmaf(u, params.scale, shift[i]);
     z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
+    if (TERMS) z[j] *= slope;
     if (at == target[i]) z[j] = at_target[i];
     if (!counts[i] || first_column + at >= s.n) z[j] = 0;
   }
 }
 
-struct LogitsGradient : OfLogits {
+// TERMS: with a bias or a soft-cap.
+template <bool TERMS> struct LogitsGradient : OfLogits {
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
-      epilogue_gradient(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);
+      epilogue_gradient<TERMS>(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);
       epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
     }
   }

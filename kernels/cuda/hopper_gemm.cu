@@ -217,18 +217,26 @@ int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
   return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
 }
 
-bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
-  using K = KernelTraits<LogitsGradient>;
-  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) ||
-      !tma_takes(a->dlogits))
-    return false;
+template <bool TERMS>
+static void logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
+  using K = KernelTraits<LogitsGradient<TERMS>>;
   EpilogueParams params = {.targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
+                           .bias = data_of<bf16>(a->bias),
+                           .softcap = a->softcap,
                            .rows = {data_of<float>(a->rows.lse), data_of<float>(a->rows.per_p),
                                     data_of<float>(a->rows.per_distance), data_of<float>(a->rows.at_target)}};
   launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
             tma_map(backend, a->dlogits, STORE_ROWS),
             schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);
+}
+
+bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
+  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) ||
+      !tma_takes(a->dlogits))
+    return false;
+  bool terms = tensor_exists(a->bias) || a->softcap > 0;
+  (terms ? logits_gradient<true> : logits_gradient<false>)(backend, a, inv_temperature);
   return true;
 }
 

@@ -606,6 +606,8 @@ static __global__ void known_rows_kernel(const __grid_constant__ LceKnownRows a,
     r = known_row(inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
                   read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
                   scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
+  float cap = a.terms.softcap, u = data_of<float>(a.target_z)[n];
+  if (cap > 0) r.at_target *= (1 - u / cap) * (1 + u / cap);
   if (counts && a.row_sum.data)
     r.lse = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
   write(a.rows.lse, n, r.lse);
@@ -624,7 +626,7 @@ void cuda_lce_known_rows(Backend *backend, const LceKnownRows *a) {
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
-                           int columns, float inv_temperature) {
+                           int columns, Capped<T> capped, float inv_temperature) {
   int64_t row = blockIdx.x;
   int of_row = data_of<int32_t>(a.targets)[row], target = (int)(of_row - first);
   float lse = data_of<float>(a.rows.lse)[row], per_p = data_of<float>(a.rows.per_p)[row];
@@ -639,8 +641,15 @@ static __global__ void __launch_bounds__(256)
     else
       load(d, tile + row * columns + i);
     EACH (k, W) {
-      float distance = !kept ? d[k] * inv_temperature - lse : d[k] > 0 ? __logf(d[k]) - lse : 0;
-      d[k] = (kept ? d[k] * scale : __expf(distance)) * (per_p + per_distance * distance);
+      float slope = 1, p, distance;
+      if (kept) {
+        p = d[k] * scale, distance = d[k] > 0 ? __logf(d[k]) - lse : 0;
+      } else {
+        distance = capped(d[k], first + i + k, slope) * inv_temperature - lse;
+        if (distance < -1e30f) distance = -1e30f; // a bias of minus infinity: p is 0, times a number
+        p = __expf(distance);
+      }
+      d[k] = p * (per_p + per_distance * distance) * slope;
       if (i + k == target) d[k] = at_target;
       if (of_row == IGNORE_INDEX || i + k >= columns) d[k] = 0;
     }
@@ -658,7 +667,8 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
       with_bool(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         launch_kernel(per_row(backend, "lce_logits_gradient", rows, ceil_div(columns, W)),
-                      logits_gradient_kernel<T, W>, *a, tile, first, (int)columns, inv_temperature);
+                      logits_gradient_kernel<T, W>, *a, tile, first, (int)columns,
+                      Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature);
       });
     });
   };

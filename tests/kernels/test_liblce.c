@@ -76,7 +76,7 @@ typedef struct {
 
 typedef struct {
   int64_t tokens, hidden, vocab, chunk;
-  bool terms, logits; // terms of whole rows; what needs a row's logits side by side
+  bool terms, logits; // terms of whole rows; of single logits
   bool materialized, wide, forward_only;
 } Shape;
 
@@ -90,7 +90,7 @@ static Problem make_problem(Harness *h, Shape s) {
     loss_problem_add(h, &l,
                      TERM_MEAN | TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS |
                          TERM_TOKEN_WEIGHTS);
-  if (s.logits) loss_problem_add(h, &l, TERM_SOFTCAP | TERM_BIAS | TERM_ENTROPY);
+  if (s.logits) loss_problem_add(h, &l, TERM_SOFTCAP | TERM_BIAS | (s.materialized ? TERM_ENTROPY : 0));
   for (int64_t i = 1; i < s.tokens; i += 3) l.targets[i] = IGNORE_INDEX;
   if (!s.forward_only) reference_gradients(h, &l);
   Problem p = {.args = {.tokens = s.tokens,
@@ -337,7 +337,7 @@ TEST(test_targets_out_of_range) {
 }
 
 static Problem small_problem(Harness *h, bool all) {
-  return make_problem(h, (Shape){7, 5, 3, 2, .terms = all, .logits = all});
+  return make_problem(h, (Shape){7, 5, 3, 2, .terms = all, .logits = all, .materialized = all});
 }
 
 static void *moved(const void *address, int64_t bytes) {
@@ -387,7 +387,7 @@ TEST(test_wrong_arguments) {
   REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));
   REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.materialized = 1));
   REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.softcap = 30));
-  REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.entropy_weights = a.x));
+  REFUSED("entropy_weights need known_log_prob", (a.sample = 1, a.entropy_weights = a.x));
   assert_int_equal(lce_held_bytes(context), 0);
   assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
   assert_non_null(strstr(lce_last_error(), "args must be there"));

@@ -83,7 +83,8 @@ def every_field_arrives(lce):
         got = {name: floats([9] * N) for name in OUTPUTS}
         got.update(dbias=floats([9] * V), correct=floats([9] * N), predicted=array.array("i", [9] * N))
         more = {name: address(elements) for name, elements in (*given.items(), *got.items())}
-        for materialized in (0, 1):
+        for materialized in range(case["with_entropy_weights"], 2):  # which the forward pass has not
+            more["entropy_weights"] = address(given["entropy_weights"]) if materialized else None
             got.update(run(lce, context, case, wide=materialized == 1, softcap=case["softcap"], materialized=materialized,
                            **more))
             for what in ("loss", "dx", "dweight", "predicted", *OUTPUTS, *(["dbias"] if "dbias" in case else [])):
@@ -92,14 +93,16 @@ def every_field_arrives(lce):
             want = [float(y >= 0 and y == p) for y, p in zip(targets, case["predicted"])]
             assert list(got["correct"]) == want, case["name"]
         once = got["dweight"]
-        again = run(lce, context, case, once, softcap=case["softcap"], accumulate=1, **more)["dweight"]
+        again = run(lce, context, case, once, softcap=case["softcap"], materialized=1, accumulate=1, **more)["dweight"]
         close(f"{case['name']}: dweight twice", again, [2 * number for number in case["dweight"]])
-        if case["with_bias"] or case["softcap"] or case["label_smoothing"]:
+        if case["label_smoothing"]:
             continue
         known = {f"known_{name}": address(got[name]) for name in ("log_prob", "entropy")}
-        alone = run(lce, context, case, without="loss", **known,
-                    **{name: address(given[name]) for name in given if name != "bias"})
-        for what in ("dx", "dweight"):
+        got["dbias"] = floats([9] * V)
+        alone = run(lce, context, case, without="loss", softcap=case["softcap"], dbias=address(got["dbias"]), **known,
+                    **{name: address(given[name]) for name in given})
+        alone["dbias"] = got["dbias"]
+        for what in ("dx", "dweight", *(["dbias"] if "dbias" in case else [])):
             close(f"{case['name']}: {what} of known outputs", alone[what], case[what])
     lce.lce_destroy(context)
 

@@ -270,7 +270,7 @@ static void cross_entropy_case(Harness *h, const void *shape) {
   CrossEntropyInPlace a = {.targets = ids_from(h, c.targets, rows), .alpha = 0.5f};
   for (int backward = 0; backward < 2; backward++) {
     a.logits = strided_from(h, h->dtype, c.logits, rows, vocab, vocab + pad);
-    if (backward) a.dlogits = a.logits;
+    a.backward = backward;
     a.loss = poisoned_vector(h, DTYPE_F32, rows);
     cross_entropy_in_place(h->backend, a);
     cross_entropy_objective(&c);
@@ -278,8 +278,8 @@ static void cross_entropy_case(Harness *h, const void *shape) {
   }
   Tolerance of_logits = within(32, 1);
   if (!h->recording) of_logits = of_size(within_stored(h, 8, (double)vocab), c.alpha);
-  check_gradient(h, "dlogits", a.logits, NULL, c.logits, cross_entropy_objective, &c, of_logits);
-  check_gaps(h, "dlogits", a.logits);
+  check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, of_logits);
+  check_gaps(h, "the gradient", a.logits);
   if (rows <= 2) return;
   cross_entropy_objective(&c); // the loss at the point itself again
   double *got = values_of(h, a.loss), *gradient = values_of(h, a.logits);
@@ -426,7 +426,7 @@ TEST(test_refusals) {
   ASSERT_REFUSED(
       h, call, "known_entropy is fp32 [3]; with known_log_prob they belong together",
       (a.known_log_prob = a.known_entropy = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0}));
-  ASSERT_REFUSED(h, call, "there is no bias, soft-cap",
+  ASSERT_REFUSED(h, call, "there is no label smoothing",
                  (a.known_log_prob = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0},
                   a.terms.label_smoothing = 0.1f));
   ASSERT_REFUSED(h, call, "known_log_prob is fp32 [2] for 3 tokens", a.known_log_prob = two);
@@ -437,6 +437,9 @@ TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = exps, a.exps_sum = two));
   ASSERT_REFUSED(h, call, "kept by a call without gradients",
                  (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3));
+  ASSERT_REFUSED(h, call, "with a soft-cap no exps are kept",
+                 (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3, a.terms.softcap = 30));
+  ASSERT_REFUSED(h, call, "entropy_weights need known_log_prob", a.entropy_weights = a.loss);
   call.dx = call.dweight = (Tensor){0};
   ASSERT_REFUSED(h, call, "in one chunk of all tokens", (a.exps = exps, a.exps_sum = a.loss));
   ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));

@@ -317,10 +317,11 @@ def the_operator():
 
 
 def log_probs_and_entropy():
-    for temperature, softcap, bias in ((1.0, 0.0, False), (0.6, None, False), (1.3, 2.0, True)):
+    cases = (1.0, 0.0, False), (0.6, None, False), (0.8, 0.0, True), (1.3, 2.0, True)
+    for (temperature, softcap, bias), chunk in itertools.product(cases, (4, N)):
         x, weight, bias, target = problem(bias=bias, ignored=5)
         options = dict(temperature=temperature, bias=bias, softcap=softcap)
-        got = linear_log_probs(x, weight, target, chunk=4, **options)
+        got = linear_log_probs(x, weight, target, chunk=chunk, **options)
         z = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         p = torch.log_softmax((softcap * torch.tanh(z / softcap) if softcap else z) / temperature, -1)
         counts = target != -100

@@ -276,8 +276,8 @@ class PerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, want_entropy, differentiated):
         _, group, _, label_smoothing, z_loss, softcap, _, chunk, sampling = options
-        known = not (group or label_smoothing or z_loss or softcap or sampling) and bias is None and class_weights is None
-        ctx.kept = known and differentiated and not torch.compiler.is_compiling() and len(x) <= chunk
+        known = not (group or label_smoothing or z_loss or sampling) and class_weights is None
+        ctx.kept = known and differentiated and not (softcap or torch.compiler.is_compiling()) and len(x) <= chunk
         loss, entropy, _, _, _, exps, *more = operator(
             x, weight, bias, target, None, None, class_weights, None, None, None, *options, False, torch.float32,
             [want_entropy, False, False, False, ctx.kept, *outputs])
@@ -413,9 +413,9 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
     parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
     "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over
-    chunks; in one chunk, or for "none" without other terms, it is written in weight's dtype at once. Where `chunk` is given and
-    covers all tokens, "none" without other terms keeps the logits' exponentials, N V elements, for the first backward pass,
-    which otherwise computes the logits again; not in compiled code.
+    chunks; in one chunk, or for "none" without label_smoothing, z_loss, class_weights, sampling and group, it is written in
+    weight's dtype at once. Where `chunk` is given and covers all tokens, "none" without these and a softcap keeps the logits'
+    exponentials, N V elements, for the first backward pass, which otherwise computes the logits again; not in compiled code.
     Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
@@ -440,10 +440,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
     They are 0 where the target is ignore_index. entropy=False returns None for entropies; those of a group have no gradient.
-    Without bias, softcap and group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight; with a
-    bias or softcap the gradient of entropies needs logits in fp32, a chunk at a time. A chunk of all tokens keeps N V elements
-    of x's dtype for the backward pass, which then takes two GEMMs instead of three (linear_cross_entropy: "none"). The other
-    arguments: linear_cross_entropy.
+    Without group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight. A chunk of all tokens keeps
+    N V elements of x's dtype for the backward pass, which then takes two GEMMs instead of three (linear_cross_entropy: "none").
+    The other arguments: linear_cross_entropy.
     """
     tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
