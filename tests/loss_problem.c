@@ -173,6 +173,12 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
     Tolerance t = f->kind == LOSS_GRADIENT ? gradients : outputs;
     if (predicted) t = (Tolerance){0};
     check_values(h, what, got, all, t);
+    if (f->kind != LOSS_GRADIENT) continue;
+    // And as a whole, since most entries are smaller than an entry's tolerance.
+    double off = euclidean_distance(values_of(h, got), all, count);
+    double size = euclidean_distance(want, host_values(h, count), count) * gradients.size / r->scale;
+    if (!(off <= (6 * dtype_epsilon(h->dtype) + 1e-3) * size + 1e-6 * sqrt((double)count)))
+      fail_msg("%s is off by %g of %g", what, off, size);
   }
   if (!tensor_exists(a->outputs.correct) || !exact) return;
   const double *correct = values_of(h, a->outputs.correct);

@@ -156,6 +156,7 @@ TEST(test_masked_and_saturated) {
     LinearCrossEntropy a = fused(h, &p);
     a.dx = a.dweight = (Tensor){0};
     loss_call_all_outputs(h, &a, &p);
+    a.outputs.log_prob = poisoned_vector(h, DTYPE_F32, ROWS);
     a.bias = vector_from(h, h->dtype, bias, VOCAB);
     a.terms.softcap = capped ? 1 : 0;
     linear_cross_entropy(h->backend, a);
@@ -170,6 +171,12 @@ TEST(test_masked_and_saturated) {
       assert_true((int)predicted[n] % 3);
       if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
     }
+    a.known_log_prob = a.outputs.log_prob, a.known_entropy = a.outputs.entropy, a.entropy_weights = a.loss;
+    a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
+    a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN), a.dbias = poisoned_vector(h, DTYPE_F32, VOCAB);
+    linear_cross_entropy(h->backend, a);
+    const double *dbias = values_of(h, a.dbias);
+    for (int v = 0; v < VOCAB; v++) assert_true(v % 3 ? isfinite(dbias[v]) : dbias[v] == 0);
   }
 }
 
