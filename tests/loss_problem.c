@@ -151,6 +151,26 @@ void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before) {
   a->dbias = vector_from(h, DTYPE_F32, before->dbias, w.shape[0]);
 }
 
+LinearCrossEntropy loss_call_known(Harness *h, LinearCrossEntropy a, bool kept) {
+  int64_t rows = a.x.shape[0], vocab = a.weight.shape[0];
+  if (kept) { // in rows that start aligned, and others
+    int64_t stride = rows % 4 == 3 ? vocab + 1 : h->backend->scratch->logits_stride(vocab, h->dtype);
+    a.exps = poisoned_strided(h, h->dtype, rows, vocab, stride);
+    a.exps_sum = poisoned_vector(h, DTYPE_F32, rows);
+    a.chunk = rows;
+  }
+  a.known_log_prob = poisoned_vector(h, DTYPE_F32, rows);
+  if (tensor_exists(a.entropy_weights)) a.known_entropy = poisoned_vector(h, DTYPE_F32, rows);
+  LinearCrossEntropy forward = a;
+  forward.outputs = (TokenOutputs){.log_prob = a.known_log_prob, .entropy = a.known_entropy};
+  forward.dx = forward.dweight = forward.dbias = (Tensor){0};
+  forward.entropy_weights = forward.known_log_prob = forward.known_entropy = (Tensor){0};
+  linear_cross_entropy(h->backend, forward);
+  a.loss = (Tensor){0};
+  a.outputs = (TokenOutputs){0};
+  return a;
+}
+
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients) {
   // Predictions are what the logits are that were stored.

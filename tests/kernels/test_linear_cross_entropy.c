@@ -53,16 +53,7 @@ TEST(test_logits_exp) {
 
 // The gradients again, by a call that knows what the forward pass put out, and maybe its exponentials.
 static LinearCrossEntropy of_known(Harness *h, LinearCrossEntropy a, bool kept) {
-  if (kept) {
-    a.chunk = a.x.shape[0];
-    a.exps = poisoned(h, h->dtype, a.chunk, a.weight.shape[0]);
-    a.exps_sum = poisoned_vector(h, DTYPE_F32, a.chunk);
-  }
-  LinearCrossEntropy forward = a;
-  forward.dx = forward.dweight = (Tensor){0};
-  a.known_log_prob = forward.outputs.log_prob = poisoned_vector(h, DTYPE_F32, a.x.shape[0]);
-  linear_cross_entropy(h->backend, forward);
-  a.loss = (Tensor){0};
+  a = loss_call_known(h, a, kept);
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
   a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
   linear_cross_entropy(h->backend, a);
@@ -156,7 +147,6 @@ TEST(test_masked_and_saturated) {
     LinearCrossEntropy a = fused(h, &p);
     a.dx = a.dweight = (Tensor){0};
     loss_call_all_outputs(h, &a, &p);
-    a.outputs.log_prob = poisoned_vector(h, DTYPE_F32, ROWS);
     a.bias = vector_from(h, h->dtype, bias, VOCAB);
     a.terms.softcap = capped ? 1 : 0;
     linear_cross_entropy(h->backend, a);
@@ -171,10 +161,9 @@ TEST(test_masked_and_saturated) {
       assert_true((int)predicted[n] % 3);
       if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
     }
-    a.known_log_prob = a.outputs.log_prob, a.known_entropy = a.outputs.entropy, a.entropy_weights = a.loss;
-    a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
+    a.entropy_weights = a.loss;
     a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN), a.dbias = poisoned_vector(h, DTYPE_F32, VOCAB);
-    linear_cross_entropy(h->backend, a);
+    linear_cross_entropy(h->backend, loss_call_known(h, a, false));
     const double *dbias = values_of(h, a.dbias);
     for (int v = 0; v < VOCAB; v++) assert_true(v % 3 ? isfinite(dbias[v]) : dbias[v] == 0);
   }

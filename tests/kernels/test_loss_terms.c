@@ -139,26 +139,6 @@ typedef struct {
   bool kept;   // known, and what the losses' call kept of the logits
 } Way;
 
-// The forward pass by a call of its own, and in `a` what is left for one that knows its results.
-static void know(Harness *h, LinearCrossEntropy *a, bool kept) {
-  int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
-  if (kept) { // in rows that start aligned, and others
-    int64_t stride = rows % 4 == 3 ? vocab + 1 : h->backend->scratch->logits_stride(vocab, h->dtype);
-    a->exps = poisoned_strided(h, h->dtype, rows, vocab, stride);
-    a->exps_sum = poisoned_vector(h, DTYPE_F32, rows);
-    a->chunk = rows;
-  }
-  LinearCrossEntropy forward = *a;
-  bool entropy = tensor_exists(a->entropy_weights);
-  if (entropy) forward.outputs.entropy = poisoned_vector(h, DTYPE_F32, a->x.shape[0]);
-  forward.dx = forward.dweight = forward.dbias = forward.entropy_weights = (Tensor){0};
-  linear_cross_entropy(h->backend, forward);
-  a->known_log_prob = forward.outputs.log_prob;
-  if (entropy) a->known_entropy = forward.outputs.entropy;
-  a->loss = (Tensor){0};
-  a->outputs = (TokenOutputs){0};
-}
-
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
   ReferenceLoss p = make_problem(h, terms, rows, hidden, vocab);
   ReferenceLoss *r = &p;
@@ -168,7 +148,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (way.outputs) loss_call_all_outputs(h, &a, r);
   LossBefore before = {0};
   if (way.accumulate && !way.forward_only) loss_call_adds(h, &a, &before);
-  if (way.known) know(h, &a, way.kept);
+  if (way.known) a = loss_call_known(h, a, way.kept);
   if (way.narrow) a.dweight = poisoned(h, h->dtype, vocab, hidden);
   LinearCrossEntropy of_x = a, of_weight = a;
   of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
