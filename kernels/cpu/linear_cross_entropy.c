@@ -549,7 +549,8 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
       if (distance < -1e30f) distance = -1e30f; // a bias of minus infinity: p is 0, times a number
       d[j] = exp_f32(distance) * (per_p + per_distance * distance);
     }
-    EACH_SIMD (j, a->softcap > 0 ? tile.columns : 0) d[j] *= slope[j];
+    if (a->softcap > 0)
+      EACH_SIMD (j, tile.columns) d[j] *= slope[j];
     if (target >= tile.column && target < tile.column + tile.columns)
       d[target - tile.column] = ((const float *)a->rows.at_target.data)[n];
   }
