@@ -64,9 +64,8 @@ static void check_known(const LinearCrossEntropy *a) {
          "belong together",
          tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
   if (beyond_known(a))
-    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head, list "
-         "of "
-         "counted tokens or materialized mode");
+    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head, "
+         "list of counted tokens or materialized mode");
 }
 
 static void check_exps(const LinearCrossEntropy *a) {
@@ -75,7 +74,7 @@ static void check_exps(const LinearCrossEntropy *a) {
       !tensor_exists(a->exps_sum))
     fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens and %lld rows of weight",
          tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens, (long long)vocab_size);
-  if (a->terms.softcap > 0) fail("linear_cross_entropy: with a soft-cap no exps are kept");
+  if (a->terms.softcap > 0) fail("linear_cross_entropy: with a soft-cap no exps are kept; leave them out");
   if (!tensor_exists(a->known_log_prob) &&
       (tensor_exists(a->dx) || tensor_exists(a->dweight) || tensor_exists(a->entropy_weights) ||
        a->chunk < tokens || beyond_known(a)))
