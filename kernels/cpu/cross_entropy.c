@@ -11,51 +11,6 @@
 #include "kernels/cpu/vector_math.h"
 #include "kernels/loss_row.h"
 
-// The terms, as one row needs them.
-typedef struct {
-  float softcap, inv_temperature; // inv_temperature = 1 / T
-  bool smoothing;
-  const float *class_weights; // or NULL
-  double class_weight_sum;
-  bool plain; // nothing but inv_temperature, z-loss and weights of whole rows
-} Terms;
-
-static Terms terms_of(const CrossEntropyInPlace *a) {
-  const LossTerms *t = &a->terms;
-  int64_t vocab = a->logits.shape[1];
-  return (Terms){.softcap = t->softcap,
-                 .inv_temperature = cpu_inv_temperature(t->temperature),
-                 .smoothing = t->label_smoothing > 0,
-                 .class_weights = t->class_weights.data,
-                 .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
-                 .plain = t->softcap == 0 && t->label_smoothing == 0 && !tensor_exists(a->entropy_weights) &&
-                          !tensor_exists(a->outputs.entropy)};
-}
-
-// The sums over the non-targets of a row, with e = exp(v - anchor): what the loss and its gradient are made of.
-typedef struct {
-  double e;   // sum e
-  double e_v; // sum e (v - anchor)
-} Sums;
-
-static Sums sums_of(const float *v, int64_t vocab, float anchor) {
-  enum { BLOCK = 1024 };
-  Sums sums = {0};
-  for (int64_t first = 0; first < vocab; first += BLOCK) {
-    int64_t last = min_i64(vocab, first + BLOCK);
-    float e_sum = 0, e_v = 0;
-#pragma omp simd reduction(+ : e_sum, e_v)
-    for (int64_t j = first; j < last; j++) {
-      float distance = v[j] - anchor, e = exp_f32(distance);
-      e_sum += e;
-      e_v += e == 0.0f ? 0.0f : e * distance;
-    }
-    sums.e += e_sum;
-    sums.e_v += e_v;
-  }
-  return sums;
-}
-
 // sum_j w[j] v[j], over all of the row.
 static double weighted_sum(const float *v, int64_t vocab, const float *w) {
   double sum = 0;
@@ -64,64 +19,58 @@ static double weighted_sum(const float *v, int64_t vocab, const float *w) {
   return sum;
 }
 
-static void add_bias(float *z, int64_t vocab, const float *bias) {
-  if (!bias) return;
-  EACH_SIMD (j, vocab) z[j] += bias[j];
-}
-
 // v in place of z; dv/dz is found again from v (derivative_of).
-static void cap_and_scale(float *z, int64_t vocab, const Terms *t) {
-  float cap = t->softcap;
+static void v_in_place(float *z, int64_t vocab, const CrossEntropyInPlace *a) {
+  float cap = a->terms.softcap, inv_temperature = cpu_inv_temperature(a->terms.temperature);
+  if (tensor_exists(a->bias)) add_bias(z, a->bias.data, vocab);
   if (cap > 0)
-    EACH_SIMD (j, vocab) z[j] = cap * tanh_f32(z[j] / cap) * t->inv_temperature;
-  else if (t->inv_temperature != 1)
-    EACH_SIMD (j, vocab) z[j] *= t->inv_temperature;
+    EACH_SIMD (j, vocab) z[j] = cap * tanh_f32(z[j] / cap) * inv_temperature;
+  else if (inv_temperature != 1)
+    EACH_SIMD (j, vocab) z[j] *= inv_temperature;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
-static inline float derivative_of(float v, const Terms *t) {
-  if (t->softcap == 0) return t->inv_temperature;
-  float ratio = v / (t->inv_temperature * t->softcap);
-  return t->inv_temperature * (1.0f - ratio * ratio);
+static inline float derivative_of(float v, float cap, float inv_temperature) {
+  if (cap == 0) return inv_temperature;
+  float ratio = v / (inv_temperature * cap);
+  return inv_temperature * (1.0f - ratio * ratio);
 }
 
 // Row n, whose target counts.
-static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
+static void one_row(const CrossEntropyInPlace *a, int64_t n) {
+  const LossTerms *t = &a->terms;
   int64_t vocab = a->logits.shape[1];
   int32_t target = ((const int32_t *)a->targets.data)[n];
-  float *v = cpu_row(a->logits, n);
-  add_bias(v, vocab, a->bias.data);
-  cap_and_scale(v, vocab, t);
+  float *v = cpu_row(a->logits, n), cap = t->softcap, inv_temperature = cpu_inv_temperature(t->temperature);
+  const float *w = t->class_weights.data;
+  bool of_entropy_too = tensor_exists(a->entropy_weights) || tensor_exists(a->outputs.entropy);
+  bool plain = cap == 0 && t->label_smoothing == 0 && !of_entropy_too; // E is the gradient, but for a factor
+  v_in_place(v, vocab, a);
   float target_v = v[target];
   if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
     int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
     if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
     cpu_store(a->outputs.correct, n, predicted == target);
   }
-  double weighted = t->smoothing ? weighted_sum(v, vocab, t->class_weights) : 0;
+  double weighted = t->label_smoothing > 0 ? weighted_sum(v, vocab, w) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
   cpu_store(a->outputs.max_logit, n, anchor);
-  Sums sums = {0};
-  if (t->plain)
-    sums.e = exp_and_sum(v, anchor, 1.0f, vocab, a->backward ? v : NULL);
-  else
-    sums = sums_of(v, vocab, anchor);
-  double alpha = a->alpha * cpu_read(a->factor, 0, 1);
-  double class_weight = t->class_weights ? t->class_weights[target] : 1.0;
-  RowSums row = {.row_sum = sums.e,
+  double distance = of_entropy_too ? exp_times_distance(v, anchor, 1.0f, vocab) : 0;
+  double alpha = a->alpha * cpu_read(a->factor, 0, 1), class_weight = w ? w[target] : 1.0;
+  RowSums row = {.row_sum = exp_and_sum(v, anchor, 1.0f, vocab, plain && a->backward ? v : NULL),
                  .target_e = exp((double)target_v - anchor),
                  .offset = anchor - (double)target_v,
                  .target_v = target_v,
                  .weighted = weighted,
                  .class_weight = class_weight,
-                 .class_weight_sum = t->class_weight_sum,
+                 .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
                  .vocab_size = (double)vocab,
-                 .label_smoothing = a->terms.label_smoothing,
-                 .z_loss = a->terms.z_loss,
+                 .label_smoothing = t->label_smoothing,
+                 .z_loss = t->z_loss,
                  .scale = alpha * cpu_read(a->token_weights, n, 1)};
   RowLoss r = loss_of_row(row);
-  double entropy = entropy_of_row(row, r, sums.e_v);
+  double entropy = entropy_of_row(row, r, distance);
   cpu_store(a->loss, n, r.loss);
   cpu_store(a->outputs.z_loss, n, r.z_loss);
   cpu_store(a->outputs.log_prob, n, -r.nll);
@@ -132,20 +81,19 @@ static void one_row(const CrossEntropyInPlace *a, const Terms *t, int64_t n) {
   double of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
   double target_gradient = r.target - r.uniform * class_weight -
                            of_entropy * (row.target_e / r.total) * (target_v - r.lse + entropy);
-  if (t->plain) {
-    float scale = (float)(r.per_e * t->inv_temperature);
+  if (plain) {
+    float scale = (float)(r.per_e * inv_temperature);
     EACH_SIMD (j, vocab) v[j] *= scale;
   } else {
     float per_e = (float)r.per_e, entropy_per_e = (float)(of_entropy / r.total);
     float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
-    const float *w = t->class_weights;
     EACH_SIMD (j, vocab) {
-      float distance = v[j] - anchor, e = exp_f32(distance);
-      float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (distance + from_anchor));
-      v[j] = (g - uniform * (w ? w[j] : 1.0f)) * derivative_of(v[j], t);
+      float d = v[j] - anchor, e = exp_f32(d);
+      float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (d + from_anchor));
+      v[j] = (g - uniform * (w ? w[j] : 1.0f)) * derivative_of(v[j], cap, inv_temperature);
     }
   }
-  v[target] = (float)(target_gradient * (double)derivative_of(target_v, t));
+  v[target] = (float)(target_gradient * (double)derivative_of(target_v, cap, inv_temperature));
 }
 
 static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
@@ -157,12 +105,11 @@ static void ignored_row(const CrossEntropyInPlace *a, int64_t n) {
 
 void cpu_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) {
   const int32_t *targets = a->targets.data;
-  Terms terms = terms_of(a);
   EACH_PARALLEL (n, a->logits.shape[0])
     if (targets[n] == IGNORE_INDEX)
       ignored_row(a, n);
     else
-      one_row(a, &terms, n);
+      one_row(a, n);
 }
 
 void cpu_loss_factor(Backend *backend, const LossFactor *a) {

@@ -142,7 +142,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
       float *z = e + i * stride, slope[LCE_TILE_COLUMNS];
-      EACH_SIMD (j, bias ? tile.columns : 0) z[j] += bias[tile.column + j];
+      if (bias) add_bias(z, bias + tile.column, tile.columns);
       if (a->softcap > 0) soft_cap(z, a->softcap, tile.columns, slope);
       float largest = max || maxima ? maximum_of(z, tile.columns) : 0;
       if (max && largest > max[i])
@@ -541,8 +541,7 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
       d[j] = d[j] * scale * (per_p + per_distance * distance);
     }
     float slope[LCE_TILE_COLUMNS];
-    const float *bias = a->bias.data;
-    EACH_SIMD (j, bias ? tile.columns : 0) d[j] += bias[tile.column + j];
+    if (tensor_exists(a->bias)) add_bias(d, (const float *)a->bias.data + tile.column, tile.columns);
     if (a->softcap > 0) soft_cap(d, a->softcap, tile.columns, slope);
     EACH_SIMD (j, kept ? 0 : tile.columns) {
       float distance = d[j] * inv_temperature - lse;

@@ -125,6 +125,11 @@ static inline double exp_times_distance(const float *z, float anchor, float inv_
   return total;
 }
 
+static inline void add_bias(float *z, const float *bias, int64_t count) {
+#pragma omp simd
+  for (int64_t j = 0; j < count; j++) z[j] += bias[j];
+}
+
 // u = cap tanh(z / cap) in place of z, and in slope du/dz.
 static inline void soft_cap(float *z, float cap, int64_t count, float *slope) {
 #pragma omp simd
