@@ -23,7 +23,6 @@ typedef struct {
   const LinearCrossEntropy *a;
   Tokens tokens;        // all of the call's
   bool backward;        // dx, dweight or both
-  bool logits;          // lce_holds_logits
   bool counted;         // the counted tokens of a chunk are copied to its buffers
   bool split;           // the head's rows are split over ranks
   bool targets_in_exps; // dweight is written once, in W's dtype, by the GEMM that has the targets' part, too
@@ -51,7 +50,7 @@ typedef struct {
   LossRows rows;               // fp32 [G C] each, of the whole vocabulary
   LossRows local_rows;         // of this rank's rows of W; else `rows`
   Tensor local_sums, all_sums; // split: fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
-  Tensor exps, logits;         // [G C, V / G]; one of them
+  Tensor exps;                 // [G C, V / G]
   Tensor tile_sums, tiles;     // sampled: fp32 [G C, B], [A, B], as LceSampledGradients has them
   Tensor kept;                 // likewise, for all chunks
   int64_t kept_rows;
@@ -65,6 +64,14 @@ static inline Tensor push_vector(const Call *c, const char *name, Dtype dtype, i
 static inline Tensor push_matrix(const Call *c, const char *name, Dtype dtype, int64_t rows,
                                  int64_t columns) {
   return memory_push_2d(&c->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
+}
+
+// [rows, V] of x's type, with V that of this rank.
+static inline Tensor push_logits(const Call *c, const char *name, int64_t rows) {
+  int64_t vocab_rows = c->a->weight.shape[0];
+  Dtype dtype = c->a->x.dtype;
+  int64_t stride = c->backend->scratch->logits_stride(vocab_rows, dtype);
+  return tensor_columns(push_matrix(c, name, dtype, rows, stride), 0, vocab_rows);
 }
 
 // A vector as a matrix of one column.
@@ -98,7 +105,8 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
 // Losses, outputs, scales and scaled x of the tokens, those that are there; exps may be absent.
 void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps);
 
-// Whether a chunk holds logits, not exponentials: they are rounded to x's type, and become their gradient in place.
+// lce_materialized.c: logits, not exponentials.
+void lce_materialized(const Call *c);
 static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
   return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
 }
@@ -111,7 +119,6 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the 
 void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
 void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate);
-void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate); // instead of exponentials
 
 // lce_known.c: log p[y] of every token is known.
 void lce_known_gradients(const Call *c);

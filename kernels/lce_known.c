@@ -46,6 +46,7 @@ static KnownRows known_rows(const Call *c) {
 
 void lce_known_gradients(const Call *c) {
   const LinearCrossEntropy *a = c->a;
+  if (!c->backward) return;
   int64_t tokens = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = c->vocab_size;
   bool kept = tensor_exists(a->exps);
   int64_t size = kept ? vocab_size : block_rows(a);

@@ -1,5 +1,5 @@
 // The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
-// updates, the mean's factor, a bias's gradient, and where a chunk holds logits.
+// updates, the mean's factor, and a bias's gradient.
 #include "kernels/lce_call.h"
 
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
@@ -20,7 +20,7 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
         backend,
         (LossFactor){.factor = c->factor, .targets = targets, .class_weights = a->terms.class_weights});
   }
-  if (!smoothing || c->logits) return;
+  if (!smoothing || lce_holds_logits(a)) return;
   int64_t hidden_size = a->x.shape[1];
   c->smoothing_row = c->smoothing_local = push_vector(c, "weighted sum of W", DTYPE_F32, hidden_size);
   if (c->split) c->smoothing_local = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
@@ -68,35 +68,4 @@ void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate) {
                                                             .coefficients = k->rows.scale_non_target,
                                                             .alpha = c->a->scale,
                                                             .accumulate = accumulate});
-}
-
-// --- logits, and their gradient in place -------------------------------------------------------------------
-// With all tokens in one chunk this is the materialized mode, the baseline. The fused mode takes it for label smoothing with a
-// soft-cap, whose gradient is no product of E and a row's factor.
-
-void lce_logits_and_gradient(const Call *c, const Chunk *k, bool accumulate) {
-  const LinearCrossEntropy *a = c->a;
-  const Tokens *t = &k->local;
-  linear_forward(c->backend, (LinearForward){.out = k->logits, .x = t->x, .weight = a->weight});
-  cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = t->loss,
-                                                           .outputs = t->outputs,
-                                                           .logits = k->logits,
-                                                           .backward = c->backward,
-                                                           .bias = a->bias,
-                                                           .targets = t->targets,
-                                                           .token_weights = t->token_weights,
-                                                           .entropy_weights = a->entropy_weights,
-                                                           .factor = c->factor,
-                                                           .terms = a->terms,
-                                                           .alpha = a->scale});
-  if (tensor_exists(t->dx))
-    linear_backward_input(c->backend,
-                          (LinearBackwardInput){.dx = t->dx, .dout = k->logits, .weight = a->weight});
-  if (tensor_exists(a->dweight))
-    linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
-                                                              .dbias = a->dbias,
-                                                              .dout = k->logits,
-                                                              .x = t->x,
-                                                              .alpha = 1,
-                                                              .accumulate = accumulate});
 }

@@ -16,8 +16,8 @@
 // and `c` the call.)
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
-// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, a bias's gradient, and logits in a chunk), lce_known.c
-// (gradients where log p[y] is known), lce_check.c.
+// split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and a bias's gradient), lce_known.c (gradients where log p[y] is
+// known), lce_materialized.c (the mode to compare with), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
@@ -37,18 +37,14 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
     bool accumulate = c->a->accumulate || first > 0;
     MemoryMark mark = memory_mark(memory);
     finish_chunk(c, &before);
-    if (c->logits) {
-      lce_logits_and_gradient(c, &chunk, accumulate);
-    } else {
-      logits_exp(c, &chunk); // E, R, dX = E W
-      if (c->backward)
-        chunk.scaled_x = push_matrix(c, "scaled x", c->a->x.dtype, chunk.global.x.shape[0], c->a->x.shape[1]);
-      if (c->split) lce_split_losses(c, &chunk);
-      if (c->backward || !c->split)
-        lce_rows_of(c, &chunk.global, chunk.rows, chunk.scaled_x,
-                    c->targets_in_exps ? chunk.exps : (Tensor){0}); // loss, r, c, r X
-    }
-    if (c->backward && !c->logits) {
+    logits_exp(c, &chunk); // E, R, dX = E W
+    if (c->backward)
+      chunk.scaled_x = push_matrix(c, "scaled x", c->a->x.dtype, chunk.global.x.shape[0], c->a->x.shape[1]);
+    if (c->split) lce_split_losses(c, &chunk);
+    if (c->backward || !c->split)
+      lce_rows_of(c, &chunk.global, chunk.rows, chunk.scaled_x,
+                  c->targets_in_exps ? chunk.exps : (Tensor){0}); // loss, r, c, r X
+    if (c->backward) {
       if (c->sampled) lce_sampling_gradients(c, &chunk, first / size, left <= 0);
       // The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
       if (gemm_of_weight && first == 0) add_non_targets(c, &chunk, accumulate);
@@ -59,7 +55,7 @@ void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t si
       lce_terms_add(c, &chunk, first == 0);
     }
     if (left > 0) next = start_chunk(c, buffers, first + size, min_i64(left, size));
-    if (gemm_of_weight && !c->logits && first > 0) add_non_targets(c, &chunk, true); // dW += E^T (r X)
+    if (gemm_of_weight && first > 0) add_non_targets(c, &chunk, true); // dW += E^T (r X)
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }
@@ -177,22 +173,12 @@ static LossRows push_loss_rows(const Call *c, int64_t rows) {
   return r;
 }
 
-static Tensor push_logits(const Call *c, const char *name, int64_t rows, Dtype dtype) {
-  int64_t vocab_rows = c->a->weight.shape[0], stride = c->backend->scratch->logits_stride(vocab_rows, dtype);
-  return tensor_columns(push_matrix(c, name, dtype, rows, stride), 0, vocab_rows);
-}
-
 static Chunk push_buffers(const Call *c, int64_t count) {
   Chunk b = {.local = c->counted ? lce_counted_buffers(c, count) : c->tokens};
   int64_t rows = c->split ? count * c->backend->ranks : count;
-  Dtype dtype = c->a->x.dtype;
-  if (c->logits) {
-    b.logits = push_logits(c, "logits", rows, dtype);
-    return b;
-  }
   b.rows = push_loss_rows(c, rows);
   if (c->split) lce_split_buffers(c, &b, rows);
-  b.exps = c->backward ? push_logits(c, "exponentials", rows, dtype) : c->a->exps;
+  b.exps = c->backward ? push_logits(c, "exponentials", rows) : c->a->exps;
   if (c->sampled) lce_sampling_buffers(c, &b, rows);
   return b;
 }
@@ -205,7 +191,6 @@ static Chunk start_chunk(const Call *c, const Chunk *buffers, int64_t first, int
   if (c->counted) lce_counted_gather(c, &k, first, count);
   k.global = k.local, k.local_targets = k.local.targets;
   k.exps = first_rows(k.exps, 0, rows);
-  k.logits = first_rows(k.logits, 0, rows);
   k.tile_sums = first_rows(k.tile_sums, 0, rows);
   k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_TILE_ROWS));
   k.rows = loss_rows_range(&buffers->rows, 0, rows);
@@ -251,13 +236,12 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
                        .dx = a->dx,
                        .outputs = a->outputs},
             .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
-            .logits = lce_holds_logits(a),
-            .counted = a->mode == LCE_FUSED && tensor_exists(a->rows),
+            .counted = tensor_exists(a->rows),
             .split = a->shard.vocab_size > 0,
             .vocab_size = a->weight.shape[0],
             .class_weights = a->terms.class_weights};
-  c.targets_in_exps = !c.logits && tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32;
-  c.at_once = !c.logits && !c.counted && !c.split && !c.targets_in_exps;
+  c.targets_in_exps = tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32;
+  c.at_once = !c.counted && !c.split && !c.targets_in_exps;
   if (c.split) {
     c.vocab_size = a->shard.vocab_size;
     c.class_weights = first_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
@@ -267,31 +251,33 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
   return c;
 }
 
-static void run_call(Backend *backend, LinearCrossEntropy *a) {
-  Call c = begin_call(backend, a);
-  if (tensor_exists(a->known_log_prob)) {
-    if (c.backward) lce_known_gradients(&c);
-    return;
-  }
-  int64_t tokens = a->x.shape[0], counted = c.counted ? a->counted : tokens;
+static void fused(const Call *c) {
+  const LinearCrossEntropy *a = c->a;
+  int64_t tokens = a->x.shape[0], counted = c->counted ? a->counted : tokens;
   // The memory is that of all tokens counted: it must not depend on the data.
-  int64_t max = a->mode == LCE_MATERIALIZED ? tokens : lce_used_chunk(tokens, a->chunk);
-  Chunk buffers = push_buffers(&c, max);
-  if (c.counted) lce_counted_begin(&c, &buffers, max);
+  int64_t max = lce_used_chunk(tokens, a->chunk);
+  Chunk buffers = push_buffers(c, max);
+  if (c->counted) lce_counted_begin(c, &buffers, max);
   if (counted == 0) {
-    if (tensor_exists(a->dweight) && !a->accumulate) fill_zero(backend, a->dweight);
-    if (tensor_exists(a->dbias) && !a->accumulate) fill_zero(backend, a->dbias);
+    if (tensor_exists(a->dweight) && !a->accumulate) fill_zero(c->backend, a->dweight);
+    if (tensor_exists(a->dbias) && !a->accumulate) fill_zero(c->backend, a->dbias);
     return;
   }
-  if (c.at_once) lce_target_z(&c, buffers.rows.target_z, a->x, a->targets);
-  lce_chunks(&c, &buffers, counted, lce_used_chunk(counted, max));
-  if (c.at_once && tensor_exists(a->dweight)) add_all_targets(&c, &buffers);
-  lce_terms_end(&c);
+  if (c->at_once) lce_target_z(c, buffers.rows.target_z, a->x, a->targets);
+  lce_chunks(c, &buffers, counted, lce_used_chunk(counted, max));
+  if (c->at_once && tensor_exists(a->dweight)) add_all_targets(c, &buffers);
+  lce_terms_end(c);
 }
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   lce_check(backend, &a);
   MemoryMark mark = memory_mark(&backend->memory);
-  run_call(backend, &a);
+  Call c = begin_call(backend, &a);
+  if (tensor_exists(a.known_log_prob))
+    lce_known_gradients(&c);
+  else if (lce_holds_logits(&a))
+    lce_materialized(&c);
+  else
+    fused(&c);
   memory_pop_to(&backend->memory, mark);
 }
