@@ -4,8 +4,8 @@
 
 // Buffers for `count` tokens, of what the caller gave.
 Tokens lce_counted_buffers(const Call *c, int64_t count) {
-  static const char *const names[] = {"counted rows of x",       "counted targets", "counted token weights",
-                                      "counted entropy weights", "counted losses",  "counted rows of dx"};
+  static const char *const names[] = {"counted rows of x", "counted targets", "counted token weights",
+                                      "counted losses", "counted rows of dx"};
   Tokens t = c->tokens;
   for (int i = 0; i < TOKENS_ALL; i++) {
     const char *name = i < (int)(sizeof names / sizeof *names) ? names[i] : "counted outputs";
