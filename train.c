@@ -164,7 +164,10 @@ static void train(Run *run) {
   const char *why = report_log_lost(&run->report) ? "" : " on a signal";
   if (stopping(run)) printf("stopped after step %lld%s\n", (long long)done, why);
   bool validated = run->state.val_step == done;
-  if (run->saves && run->saved_step != done) save(run, done);
+  if (run->saves && run->saved_step != done)
+    save(run, done);
+  else
+    checkpoint_store_settle(&run->store, done); // the run that saved it may have been killed
   if (!validated) validate(run, done);
 }
 
@@ -219,8 +222,9 @@ static void open_checkpoints(Run *run) {
   if (run->saves && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
-    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, o->keep, run->saved_step, newest);
+    run->store = checkpoint_store_open(o->save, o->origin, o->tokenizer, run->saved_step, newest);
   }
+  run->store.keep = o->keep;
   run->store.dtype = o->save_dtype;
 }
 

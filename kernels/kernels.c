@@ -411,6 +411,7 @@ static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
 NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H] or absent"),
       FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
       FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
+      REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
       FIELD(dlogits, "T [N, V] strided"))
 
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {

@@ -490,8 +490,8 @@ typedef struct {
 //   per_p        = s (w[y] + 2 lambda lse) - t entropy
 //   per_distance = -t
 //   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse alone is instead log(R + target_e),
-// relative to the anchor, where target_e = p[y] (R + target_e).
+// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse
+// alone is instead log(R + target_e), relative to the anchor, where target_e = p[y] (R + target_e).
 typedef union {
   struct {
     Tensor lse, per_p, per_distance, at_target; // fp32 [N]
@@ -515,8 +515,8 @@ typedef struct {
 // The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
 //   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]),  v = u / T of z = x[n] . W[j] +
 //                   bias[j];  at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
-// Without x, weight and the terms of u, dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v = log E. E's
-// rounding to bf16, by at most 2^-9 of it, moves v by as much.
+// Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v =
+// log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
 typedef struct {
   Tensor dlogits;   // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   KnownRows rows;   // read

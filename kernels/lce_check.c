@@ -39,9 +39,9 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (lce_holds_logits(a))
+  if (lce_holds_logits(a) || tensor_exists(a->entropy_weights))
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
-         "materialized one, and label smoothing with a soft-cap",
+         "materialized one, entropy_weights, and label smoothing with a soft-cap",
          backend->ranks);
 }
 
@@ -118,6 +118,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("known_log_prob", a->known_log_prob, tokens);
   per_token("known_entropy", a->known_entropy, tokens);
   if (known || tensor_exists(a->known_entropy)) check_known(a);
+  check_shard(backend, a);
   if (tensor_exists(a->entropy_weights) && !known && a->mode == LCE_FUSED)
     fail("%s: entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
          "materialized mode",
@@ -125,7 +126,6 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("exps_sum", a->exps_sum, tokens);
   if (tensor_exists(a->exps) || tensor_exists(a->exps_sum)) check_exps(a);
   check_sampling(a);
-  check_shard(backend, a);
   if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))
     fail("%s: %lld tokens count, but rows is %s", op, (long long)a->counted, tensor_text(a->rows).text);
 }

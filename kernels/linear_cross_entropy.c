@@ -17,7 +17,7 @@
 //
 // Files of their own have what this one calls in a line each: lce_counted.c (only some tokens count), lce_split_head.c (a head
 // split over ranks), lce_sampling.c, lce_terms.c (label smoothing, and a bias's gradient), lce_known.c (gradients where log p[y] is
-// known), lce_materialized.c (the mode to compare with), lce_check.c.
+// known), lce_materialized.c (logits, not exponentials), lce_check.c.
 #include "kernels/integers.h"
 #include "kernels/lce_call.h"
 

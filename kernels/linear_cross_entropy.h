@@ -51,9 +51,9 @@ typedef struct {
 // names ignored tokens after the counted ones. `mean` is over all ranks' tokens. A shard supports neither the materialized
 // mode nor label smoothing with a soft-cap.
 //
-// With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature, the call
-// makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says how
-// much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
+// With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature,
+// the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says
+// how much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
 // output, and no label smoothing, sampling, shard, `rows` or materialized mode.
 //
 // With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens and without a soft-cap, has
@@ -61,7 +61,7 @@ typedef struct {
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
-// other's.
+// other's, and so does a bias of minus infinity at its target.
 typedef struct {
   LceMode mode;
   int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
@@ -84,7 +84,9 @@ typedef struct {
   LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here
-  Tensor rows; // int32 [N], or absent: positions of the counted tokens come first, and only they are computed
+  // int32 [N], or absent: positions of the counted tokens come first, and only they are computed (all are where a chunk holds
+  // logits); the targets of the others are IGNORE_INDEX
+  Tensor rows;
   int64_t counted; // how many; read only when rows is there
   float scale;
   bool mean;

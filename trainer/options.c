@@ -111,7 +111,7 @@ const Option options_rows[] = {
     {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-     HELP("Logits become C tanh(logit / C), in fp32, as in Gemma 2 (default what --init says, else 0: none)")},
+     HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
     {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
      HELP("Log each step's accuracy, entropy and largest logit")},
 

@@ -249,8 +249,6 @@ void folder_require_new(const char *option, const char *parent, const char *name
 
 // --- the store ---------------------------------------------------------------------------------------------
 
-static void settle(const CheckpointStore *store, int64_t step);
-
 // Makes the directory and takes its lock, unless that is held: the directory may have been removed since.
 static bool enter(CheckpointStore *store, Reason *reason) {
   struct stat now, held;
@@ -339,16 +337,13 @@ static void take_along(CheckpointStore *store, const char *origin, const char *t
 }
 
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
-                                      int64_t keep, int64_t first_step, bool may_replace) {
-  CheckpointStore store = {
-      .keep = keep, .shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
+                                      int64_t first_step, bool may_replace) {
+  CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
   Reason reason;
   store.directory = text_format("%s", directory);
   refuse_foreign(directory, first_step, may_replace);
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
   clean(directory);
-  if (first_step >= 0 && may_replace)
-    settle(&store, first_step); // the run that made it may have been killed before
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -408,9 +403,10 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   list_free(l);
 }
 
-// What follows a checkpoint that is in its place.
-static void settle(const CheckpointStore *store, int64_t step) {
-  point_to(store->directory, step_name(step).text);
+void checkpoint_store_settle(const CheckpointStore *store, int64_t step) {
+  Text name = step_name(step);
+  if (!store->directory || !path_exists(path_in(store->directory, name.text).text)) return;
+  point_to(store->directory, name.text);
   if (store->keep) delete_older(store, step); // only now: `latest` never leads to one that goes
 }
 
@@ -438,7 +434,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                   (long long)store->last_step);
   }
   store->last_step = step;
-  settle(store, step);
+  checkpoint_store_settle(store, step);
   return true;
 }
 

@@ -55,15 +55,17 @@ typedef struct {
 // that the model in `origin` (NULL: none) came with are copied along; `tokenizer` replaces its tokenizer (a tokenizer.json
 // by any name, or a folder with one; NULL: none) and the tokenizer's other files there. Fails when another run writes
 // there, when it holds a model that is no checkpoint, or checkpoints beyond the one that the run resumes from
-// (`first_step`; -1: it does not resume), unless `may_replace` says that those are known to be damaged and that of first_step is
-// there; then `latest` leads to it, and the oldest beyond `keep` (0: all stay) go.
+// (`first_step`; -1: it does not resume), unless `may_replace` says that those are known to be damaged.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
-                                      int64_t keep, int64_t first_step, bool may_replace);
+                                      int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
 // last good one when it could not be written; nothing is then left behind or deleted. `trainer_state` has the "step".
 // Call it on all ranks: only rank 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
+// What follows a checkpoint that is in its place: `latest` leads to it, and the oldest beyond `keep` go. A run that is killed
+// leaves it undone. Nothing where the store has no checkpoint of that step.
+void checkpoint_store_settle(const CheckpointStore *store, int64_t step);
 void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------

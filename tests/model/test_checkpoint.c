@@ -233,7 +233,9 @@ static void save_steps(Run *run, CheckpointStore *store, const int64_t *steps, i
 }
 
 static CheckpointStore open_store(const char *name, int64_t keep) {
-  return checkpoint_store_open(temp_path(name), NULL, NULL, keep, -1, true);
+  CheckpointStore store = checkpoint_store_open(temp_path(name), NULL, NULL, -1, true);
+  store.keep = keep;
+  return store;
 }
 
 #define NEW_STEP                                                                                             \
@@ -378,9 +380,13 @@ TEST(damage_is_noticed_and_passed_over) {
     free(newest);
   }
   checkpoint_store_close(&store);
-  // Killed after its last checkpoint was in its place, and before anything else: the run that resumes does the rest.
+  store = checkpoint_store_open(temp_path("damaged"), NULL, NULL, 1000000, true);
+  store.keep = 1;
+  // Killed after its last checkpoint was in its place, and before anything else.
   shell("ln -sfn step-000005 %s/latest", temp_path("damaged"));
-  store = checkpoint_store_open(temp_path("damaged"), NULL, NULL, 1, 1000000, true);
+  checkpoint_store_settle(&store, 7); // there is none
+  shell("cd %s && test $(readlink latest) = step-000005 && test -e step-000005", temp_path("damaged"));
+  checkpoint_store_settle(&store, 1000000);
   shell("cd %s && test $(ls -d step-*) = step-1000000 && test $(readlink latest) = step-1000000",
         temp_path("damaged"));
   save_steps(run, &store, (const int64_t[]){1000001}, 1);
@@ -418,9 +424,9 @@ TEST(the_newest_are_kept) {
   shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-1000001 step-2000000'", directory);
   shell("mv %s %s.away && mkdir %s", directory, directory, directory); // made anew, it is locked anew
   save_steps(run, &store, (const int64_t[]){1000002}, 1);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, 999999, true), "another run is writing");
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
   checkpoint_store_close(&store);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, -1, false), "step-1000002 is there",
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000002 is there",
                "--resume auto");
   run_close(run);
 }
@@ -495,12 +501,12 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
   for (volatile size_t i = 0; i < 2 * sizeof foreign / sizeof *foreign; i++) {
     shell("rm -rf %s; mkdir %s; cd %s && %s %s", temp_path("mixed"), temp_path("mixed"), temp_path("mixed"),
           i % 2 ? "ln -s ../elsewhere" : "touch", foreign[i / 2]);
-    ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, 0, -1, false),
+    ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, -1, false),
                  "it holds a model that is no checkpoint", foreign[i / 2]);
   }
   write_text("file", "");
   ASSERT_FAILS(open_store("file/store", 0), "cannot make");
-  ASSERT_FAILS(checkpoint_store_open("", NULL, NULL, 0, -1, false), "the name of the folder is empty");
+  ASSERT_FAILS(checkpoint_store_open("", NULL, NULL, -1, false), "the name of the folder is empty");
   read_only = true;
   ASSERT_FAILS(open_store("read-only", 0), "read-only: nothing can be written there", strerror(EROFS));
   read_only = false;
@@ -536,7 +542,7 @@ TEST(companions_travel_along) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const char *origin = cases[i].origin ? temp_path(cases[i].origin) : NULL;
     const char *tokenizer = cases[i].tokenizer ? temp_path(cases[i].tokenizer) : NULL;
-    CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, 0, -1, false);
+    CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, -1, false);
     if (!strcmp(cases[i].store, "by-model")) shell("rm -r %s", temp_path("base"));
     save_steps(run, &store, (const int64_t[]){1}, 1);
     checkpoint_store_close(&store);

@@ -230,7 +230,7 @@ static void check_round_trip(const char *name, Dtype dtype, size_t shard_bytes, 
   char before[256], saved[256];
   snprintf(before, sizeof before, "tests/golden/%s", name);
   snprintf(saved, sizeof saved, "%s", temp_path(name));
-  CheckpointStore store = checkpoint_store_open(saved, before, NULL, 0, -1, false);
+  CheckpointStore store = checkpoint_store_open(saved, before, NULL, -1, false);
   store.dtype = dtype;
   store.shard_bytes = shard_bytes;
   cJSON *nothing = cJSON_CreateObject();

@@ -193,9 +193,13 @@ def test_stopped_runs_save(folder):
     ended = p.finish().ok("saved in").out.split("stopped after")[1]  # it may soon be killed: it saves before it validates
     if not ended.startswith(" step 6 "):  # where it had just saved
         assert 0 < ended.find("saved in") < ended.find("validation loss"), ended
-    for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do, and nothing changes
+    latest = folder / "stopped/latest"
+    for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do but what a killed run leaves
+        latest.unlink()
+        latest.symlink_to("step-000006")
         output = train(RUN + f"--resume auto --save {folder}/stopped {line}").ok("resumed  ")
         same_files(straight() / LAST, folder / "stopped" / LAST)
+        assert os.readlink(latest) == LAST
     assert "after step 12 of 12" in output.out, output
     losses = {line["step"]: line["loss"] for line in read_log(folder / "log") if line["event"] == "step"}
     assert losses == {line["step"]: line["loss"] for line in read_log(straight_log()) if line["event"] == "step"}

@@ -286,6 +286,9 @@ class PerToken(torch.autograd.Function):
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs nothing
+        elif group and want_entropy:  # nor is it refused, though its gradient arrives as zeros
+            ctx.want_entropy = False
+            ctx.mark_non_differentiable(entropy)
         return loss if token_weights is None else loss * token_weights, entropy, *more
 
     @staticmethod
@@ -447,7 +450,7 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
     tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
-    differentiated = torch.is_grad_enabled() and (tensors[0].requires_grad or weight.requires_grad)
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:3])
     loss, entropies, *more = PerToken.apply(*tensors, options, flags, entropy, differentiated)
     return (-in_place(loss), in_place(entropies) if entropy else None,
             *(in_place(more[OUTPUTS.index(name)].detach()) for name in outputs))
