@@ -164,10 +164,8 @@ static void train(Run *run) {
   const char *why = report_log_lost(&run->report) ? "" : " on a signal";
   if (stopping(run)) printf("stopped after step %lld%s\n", (long long)done, why);
   bool validated = run->state.val_step == done;
-  if (run->saves && run->saved_step != done)
-    save(run, done);
-  else
-    checkpoint_store_settle(&run->store, done); // the run that saved it may have been killed
+  if (run->saves && run->saved_step != done) save(run, done);
+  checkpoint_store_settle(&run->store);
   if (!validated) validate(run, done);
 }
 

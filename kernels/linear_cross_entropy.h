@@ -88,7 +88,7 @@ typedef struct {
   // logits); the targets of the others are IGNORE_INDEX
   Tensor rows;
   int64_t counted; // how many; read only when rows is there
-  float scale;
+  float scale;     // not 0 where gradients are computed: GEMMs read 0 as 1
   bool mean;
   bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;

@@ -545,7 +545,7 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
     if (a->softcap > 0) soft_cap(d, a->softcap, tile.columns, slope);
     EACH_SIMD (j, kept ? 0 : tile.columns) {
       float distance = d[j] * inv_temperature - lse;
-      if (distance < -1e30f) distance = -1e30f; // a bias of minus infinity: p is 0, times a number
+      if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
       d[j] = exp_f32(distance) * (per_p + per_distance * distance);
     }
     if (a->softcap > 0)

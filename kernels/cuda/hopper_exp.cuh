@@ -164,6 +164,7 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
       slope = fmaf(-tanh_z, tanh_z, 1);
     }
     float t = fmaf(u, params.scale, shift[i]);
+    if (TERMS && t < -1e4f) t = -1e4f; // a masked entry: 0 times a number
     z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
     if (TERMS) z[j] *= slope;
     if (at == target[i]) z[j] = at_target[i];

@@ -646,7 +646,7 @@ static __global__ void __launch_bounds__(256)
         p = d[k] * scale, distance = d[k] > 0 ? __logf(d[k]) - lse : 0;
       } else {
         distance = capped(d[k], first + i + k, slope) * inv_temperature - lse;
-        if (distance < -1e30f) distance = -1e30f; // a bias of minus infinity: p is 0, times a number
+        if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
         p = __expf(distance);
       }
       d[k] = p * (per_p + per_distance * distance) * slope;

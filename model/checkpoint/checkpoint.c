@@ -106,6 +106,11 @@ static int in_order(const struct dirent **a, const struct dirent **b) {
   return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
+static bool is_same(const char *a, const char *b) {
+  struct stat of_a, of_b;
+  return !stat(a, &of_a) && !stat(b, &of_b) && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+
 // What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing where it is
 // unreadable.
 static Listing list(int at, const char *path) {
@@ -344,6 +349,8 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   refuse_foreign(directory, first_step, may_replace);
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
   clean(directory);
+  store.unsettled =
+      origin && first_step >= 0 && is_same(origin, path_in(directory, step_name(first_step).text).text);
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -403,11 +410,11 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   list_free(l);
 }
 
-void checkpoint_store_settle(const CheckpointStore *store, int64_t step) {
-  Text name = step_name(step);
-  if (!store->directory || !path_exists(path_in(store->directory, name.text).text)) return;
-  point_to(store->directory, name.text);
-  if (store->keep) delete_older(store, step); // only now: `latest` never leads to one that goes
+void checkpoint_store_settle(CheckpointStore *store) {
+  if (!store->unsettled) return;
+  store->unsettled = false;
+  point_to(store->directory, step_name(store->last_step).text);
+  if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
 }
 
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
@@ -434,7 +441,8 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                   (long long)store->last_step);
   }
   store->last_step = step;
-  checkpoint_store_settle(store, step);
+  store->unsettled = true;
+  checkpoint_store_settle(store);
   return true;
 }
 

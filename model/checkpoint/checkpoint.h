@@ -46,6 +46,7 @@ typedef struct {
   int companion_count;
   int lock;          // descriptor: one run writes here at a time
   int64_t last_step; // newest checkpoint of this run, -1 before there is one
+  bool unsettled;    // it was there already: checkpoint_store_settle
 } CheckpointStore;
 
 // Hugging Face's default of many years.
@@ -63,9 +64,9 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
 // Call it on all ranks: only rank 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
-// What follows a checkpoint that is in its place: `latest` leads to it, and the oldest beyond `keep` go. A run that is killed
-// leaves it undone. Nothing where the store has no checkpoint of that step.
-void checkpoint_store_settle(const CheckpointStore *store, int64_t step);
+// At a run's end: where it resumed from the store's own checkpoint and saved no other, `latest` leads to that one, and the oldest
+// beyond `keep` go, which the run that saved it may have been killed before.
+void checkpoint_store_settle(CheckpointStore *store);
 void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------

@@ -296,6 +296,8 @@ class PerToken(torch.autograd.Function):
     def backward(ctx, of_loss, of_entropy, *_):
         if of_loss is None and of_entropy is None:
             return (None,) * len(ctx.needs_input_grad)
+        if ctx.options[1] and ctx.want_entropy and of_entropy is not None:
+            raise RuntimeError("entropies of a group have no gradient; detach() them")
         if of_loss is None:
             of_loss = torch.zeros_like(of_entropy)
         weights, _, log_prob, entropy, exps = ctx.saved_tensors[4:]
