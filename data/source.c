@@ -53,9 +53,9 @@ static bool is_bin(const char *path) {
 }
 
 static void append(Source *source, const char *path, int origin) {
-  source->pieces = host_grow(source->pieces, source->files, &source->capacity, sizeof *source->pieces,
-                             "a list of data files");
-  source->pieces[source->files++] = (SourceFile){.path = text_format("%s", path), .origin = origin};
+  source->parts = host_grow(source->parts, source->files, &source->capacity, sizeof *source->parts,
+                            "a list of data files");
+  source->parts[source->files++] = (SourceFile){.path = text_format("%s", path), .origin = origin};
 }
 
 // strcmp, not the locale's order: the stream of tokens must not depend on LANG.
@@ -105,10 +105,10 @@ static void add_path(Source *source, const char *path) {
   if (!named) globfree(&found);
 }
 
-static void close_file(SourceFile *piece) {
-  free(piece->path);
-  file_unmap(&piece->file);
-  file_unmap(&piece->mask_file);
+static void close_file(SourceFile *part) {
+  free(part->path);
+  file_unmap(&part->file);
+  file_unmap(&part->mask_file);
 }
 
 // --- shards in memory ----------------------------------------------------------------------------------------
@@ -186,19 +186,19 @@ static char *find_beside(const char *shard, ShardPart part) {
 }
 
 // Loads the bits of a shard, if there are any, and checks that they fit.
-static const uint8_t *open_bits(const SourceFile *piece, ShardPart part, Mapping *file) {
-  char *path = find_beside(piece->path, part);
+static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping *file) {
+  char *path = find_beside(part->path, which);
   if (!path) return NULL;
   *file = load_file(path);
   Reason reason;
   Shard bits;
-  bool good = shard_parse(file->bytes, file->size, part, &bits, &reason);
-  if (good && bits.count != piece->stored)
+  bool good = shard_parse(file->bytes, file->size, which, &bits, &reason);
+  if (good && bits.count != part->stored)
     good = refuse(&reason, "is not that of its shard: it is for %lld tokens and the shard has %lld",
-                  (long long)bits.count, (long long)piece->stored);
+                  (long long)bits.count, (long long)part->stored);
   if (!good)
     fail("%s %s; make it and its shard again with tools/prepare_data.py, or remove it%s", path, reason.text,
-         part == SHARD_MASK ? " to count every token" : " and give --end-of-text ID");
+         which == SHARD_MASK ? " to count every token" : " and give --end-of-text ID");
   free(path);
   return bits.data;
 }
@@ -207,41 +207,41 @@ static const char *const kind_names[] = {[SOURCE_TEXT] = "byte-level text",
                                          [SOURCE_SHARDS_UINT16] = "llm.c shards, uint16",
                                          [SOURCE_SHARDS_UINT32] = "llm.c shards, uint32"};
 
-static void open_file(SourceFile *piece) {
-  piece->file = load_file(piece->path);
-  const Mapping *file = &piece->file;
+static void open_file(SourceFile *part) {
+  part->file = load_file(part->path);
+  const Mapping *file = &part->file;
   bool magic = find_format(file->bytes, file->size, SHARD_TOKENS) < FORMATS;
-  if (is_bin(piece->path) && (piece->origin != FILE_FOUND || magic)) {
+  if (is_bin(part->path) && (part->origin != FILE_FOUND || magic)) {
     Shard shard;
     Reason reason;
     if (!shard_parse(file->bytes, file->size, SHARD_TOKENS, &shard, &reason))
-      fail("%s %s", piece->path, reason.text);
-    piece->kind = shard.bits / 8;
-    piece->tokens = shard.data;
-    piece->stored = shard.count;
-    piece->mask = open_bits(piece, SHARD_MASK, &piece->mask_file);
+      fail("%s %s", part->path, reason.text);
+    part->kind = shard.bits / 8;
+    part->tokens = shard.data;
+    part->stored = shard.count;
+    part->mask = open_bits(part, SHARD_MASK, &part->mask_file);
     return;
   }
   const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
-  if (piece->origin == FILE_NAMED && file->size == 0)
-    fail("%s is empty: name a file with at least one byte of text", piece->path);
-  if (piece->origin == FILE_NAMED && nul)
+  if (part->origin == FILE_NAMED && file->size == 0)
+    fail("%s is empty: name a file with at least one byte of text", part->path);
+  if (part->origin == FILE_NAMED && nul)
     fail("%s is not text (NUL at byte %lld): name text files, or llm.c token shards ending in .bin",
-         piece->path, (long long)(nul - file->bytes));
-  piece->tokens = file->bytes;
-  piece->stored = (int64_t)file->size;
-  piece->kind = nul || !file->size ? 0 : SOURCE_TEXT;
+         part->path, (long long)(nul - file->bytes));
+  part->tokens = file->bytes;
+  part->stored = (int64_t)file->size;
+  part->kind = nul || !file->size ? 0 : SOURCE_TEXT;
 }
 
 // --- token ids ---------------------------------------------------------------------------------------------
 
-// out[i] = the piece's token first + i. Returns the largest; in `out` one above INT32_MAX is negative.
-static uint32_t widen(const SourceFile *piece, int64_t first, int64_t count, int32_t *out) {
-  const void *from = (const char *)piece->tokens + first * piece->kind;
+// out[i] = the part's token first + i. Returns the largest; in `out` one above INT32_MAX is negative.
+static uint32_t widen(const SourceFile *part, int64_t first, int64_t count, int32_t *out) {
+  const void *from = (const char *)part->tokens + first * part->kind;
   uint32_t largest = 0;
-  if (piece->kind == SOURCE_TEXT)
+  if (part->kind == SOURCE_TEXT)
     for (int64_t i = 0; i < count; i++) out[i] = ((const uint8_t *)from)[i];
-  else if (piece->kind == SOURCE_SHARDS_UINT16)
+  else if (part->kind == SOURCE_SHARDS_UINT16)
     for (int64_t i = 0; i < count; i++) out[i] = ((const uint16_t *)from)[i];
   else
     memcpy(out, from, (size_t)count * sizeof *out);
@@ -250,74 +250,74 @@ static uint32_t widen(const SourceFile *piece, int64_t first, int64_t count, int
 }
 
 // Names the first id from `first` on that is none of the vocabulary, and the largest. What check_ids has passed has changed.
-static void fail_outside(const Source *source, const SourceFile *piece, int64_t first, bool passed) {
+static void fail_outside(const Source *source, const SourceFile *part, int64_t first, bool passed) {
   int32_t id;
-  while (widen(piece, first, 1, &id) < source->vocab_size && first + 1 < piece->stored) first++;
+  while (widen(part, first, 1, &id) < source->vocab_size && first + 1 < part->stored) first++;
   char at[64];
   snprintf(at, sizeof at, "token %lld (byte %lld)", (long long)first,
-           (long long)((const char *)piece->tokens - piece->file.bytes + first * piece->kind));
+           (long long)((const char *)part->tokens - part->file.bytes + first * part->kind));
   if (passed)
     fail("%s has changed since it was opened: %s has id %u now and the vocabulary has %lld; put back what "
          "was there and start again",
-         piece->path, at, (uint32_t)id, (long long)source->vocab_size);
+         part->path, at, (uint32_t)id, (long long)source->vocab_size);
   uint32_t largest = (uint32_t)id;
-  for (int64_t i = first; i < piece->stored; i++) {
-    uint32_t other = widen(piece, i, 1, &(int32_t){0});
+  for (int64_t i = first; i < part->stored; i++) {
+    uint32_t other = widen(part, i, 1, &(int32_t){0});
     if (other > largest) largest = other;
   }
   fail("%s: %s has id %u and the vocabulary has %lld: %s, or train a new model with --vocab %lld or more",
-       piece->path, at, (uint32_t)id, (long long)source->vocab_size,
-       piece->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer",
+       part->path, at, (uint32_t)id, (long long)source->vocab_size,
+       part->kind == SOURCE_TEXT ? "name other text" : "make the shards with the model's tokenizer",
        (long long)largest + 1);
 }
 
-static void check_ids(const Source *source, const SourceFile *piece) {
-  if (source->vocab_size >= (int64_t)1 << (8 * piece->kind)) return;
-  for (int64_t first = 0; first < piece->stored; first += CHECK_STRETCH) {
-    int64_t end = min_i64(piece->stored, first + CHECK_STRETCH);
+static void check_ids(const Source *source, const SourceFile *part) {
+  if (source->vocab_size >= (int64_t)1 << (8 * part->kind)) return;
+  for (int64_t first = 0; first < part->stored; first += CHECK_STRETCH) {
+    int64_t end = min_i64(part->stored, first + CHECK_STRETCH);
     uint32_t largest = 0;
 #pragma omp parallel for reduction(max : largest)
     for (int64_t start = first; start < end; start += BLOCK) {
       int32_t ids[BLOCK];
-      uint32_t found = widen(piece, start, min_i64(end - start, BLOCK), ids);
+      uint32_t found = widen(part, start, min_i64(end - start, BLOCK), ids);
       if (found > largest) largest = found;
     }
-    if (largest >= source->vocab_size) fail_outside(source, piece, first, false);
+    if (largest >= source->vocab_size) fail_outside(source, part, first, false);
     // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
-    file_done_with(&piece->file, 0, piece->file.size);
+    file_done_with(&part->file, 0, part->file.size);
   }
 }
 
 // --- the source --------------------------------------------------------------------------------------------
 
-// Reads the pieces from `before` on, which `name` names, and drops those that are left out.
-static void open_pieces(Source *source, int64_t before, const char *name) {
+// Reads the parts from `before` on, which `name` names, and drops those that are left out.
+static void open_parts(Source *source, int64_t before, const char *name) {
   int64_t end = source->files;
-  SourceFile *pieces = source->pieces;
+  SourceFile *parts = source->parts;
   bool shards_found = false;
-  if (end > before) qsort(pieces + before, (size_t)(end - before), sizeof *pieces, compare_paths);
+  if (end > before) qsort(parts + before, (size_t)(end - before), sizeof *parts, compare_paths);
   for (int64_t i = before; i < end; i++) {
-    open_file(&pieces[i]);
-    shards_found |= pieces[i].origin == FILE_FOUND && pieces[i].kind > SOURCE_TEXT;
+    open_file(&parts[i]);
+    shards_found |= parts[i].origin == FILE_FOUND && parts[i].kind > SOURCE_TEXT;
   }
   source->files = before;
   for (int64_t i = before; i < end; i++) {
-    SourceFile piece = pieces[i];
-    if (!piece.kind || (shards_found && piece.origin == FILE_FOUND && piece.kind == SOURCE_TEXT)) {
-      bool of_a_shard = text_ends_in(piece.path, ".mask") || text_ends_in(piece.path, ".ends");
-      if (!of_a_shard && !source->left++) source->first_left = text_format("%s", piece.path);
-      close_file(&piece);
+    SourceFile part = parts[i];
+    if (!part.kind || (shards_found && part.origin == FILE_FOUND && part.kind == SOURCE_TEXT)) {
+      bool of_a_shard = text_ends_in(part.path, ".mask") || text_ends_in(part.path, ".ends");
+      if (!of_a_shard && !source->left++) source->first_left = text_format("%s", part.path);
+      close_file(&part);
       continue;
     }
-    if (source->files > 0 && source->kind != piece.kind)
-      fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", pieces[0].path,
-           kind_names[source->kind], piece.path, kind_names[piece.kind]);
-    source->kind = piece.kind;
-    source->masked |= piece.mask != NULL;
-    pieces[source->files++] = piece;
+    if (source->files > 0 && source->kind != part.kind)
+      fail("%s (%s) and %s (%s) cannot be mixed: name files of one kind", parts[0].path,
+           kind_names[source->kind], part.path, kind_names[part.kind]);
+    source->kind = part.kind;
+    source->masked |= part.mask != NULL;
+    parts[source->files++] = part;
   }
   if (source->files == before) fail("%s holds no text and no token shards", name);
-  for (int64_t i = before; i < source->files; i++) check_ids(source, &pieces[i]);
+  for (int64_t i = before; i < source->files; i++) check_ids(source, &parts[i]);
 }
 
 static bool has_separators(const Source *source) {
@@ -346,27 +346,27 @@ Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size)
     find_root(root);
     source->name = text_format("the source tree %s", root);
     add_directory(source, root, true);
-    open_pieces(source, 0, source->name);
+    open_parts(source, 0, source->name);
   } else {
     source->name = text_format(count > 1 ? "%s and %lld more" : "%s", paths[0], (long long)count - 1);
   }
   for (int64_t i = 0; i < count; i++) {
     int64_t before = source->files;
     add_path(source, paths[i]);
-    open_pieces(source, before, paths[i]);
+    open_parts(source, before, paths[i]);
   }
   for (int64_t i = 0; i < source->files; i++) {
     if (i > 0) source->tokens += has_separators(source);
-    source->pieces[i].first = source->tokens;
-    source->tokens += source->pieces[i].stored;
+    source->parts[i].first = source->tokens;
+    source->tokens += source->parts[i].stored;
   }
   return source;
 }
 
 void source_close(Source *source) {
   if (!source) return;
-  for (int64_t i = 0; i < source->files; i++) close_file(&source->pieces[i]);
-  free(source->pieces);
+  for (int64_t i = 0; i < source->files; i++) close_file(&source->parts[i]);
+  free(source->parts);
   free(source->packing.pieces);
   free(source->packing.starts);
   free(source->first_left);
@@ -383,22 +383,22 @@ void source_describe_left(const Source *source, char *out, size_t size) {
   char *said = text_format("%s file%s left out, such as %s: %s%s%s", text_grouped(source->left).text,
                            one ? " is" : "s are", source->first_left ? source->first_left : "",
                            text ? "empty or binary" : "a directory with token shards (",
-                           text ? "" : source->pieces[0].path, text ? "" : ") is read for them alone");
+                           text ? "" : source->parts[0].path, text ? "" : ") is read for them alone");
   text_escape(out, size, said, source->left ? strlen(said) : 0); // found names may hold anything
   free(said);
 }
 
-// The last piece that begins at or before `position`.
+// The last part that begins at or before `position`.
 static const SourceFile *file_at(const Source *source, int64_t position) {
   int64_t low = 0, high = source->files;
   while (high - low > 1) {
     int64_t middle = low + (high - low) / 2;
-    if (source->pieces[middle].first <= position)
+    if (source->parts[middle].first <= position)
       low = middle;
     else
       high = middle;
   }
-  return &source->pieces[low];
+  return &source->parts[low];
 }
 
 static bool is_set(const uint8_t *bits, int64_t index) {
@@ -409,12 +409,12 @@ static bool is_set(const uint8_t *bits, int64_t index) {
 static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   int64_t counted = count;
-  for (const SourceFile *piece = count ? file_at(source, first) : NULL; count > 0; piece++) {
-    int64_t start = first - piece->first;
-    int64_t taken = min_i64(piece->stored - start, count); // 0 when `first` is the separator itself
-    if (widen(piece, start, taken, out) >= source->vocab_size) fail_outside(source, piece, start, true);
-    for (int64_t i = 0; targets && piece->mask && i < taken; i++)
-      if (!is_set(piece->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
+  for (const SourceFile *part = count ? file_at(source, first) : NULL; count > 0; part++) {
+    int64_t start = first - part->first;
+    int64_t taken = min_i64(part->stored - start, count); // 0 when `first` is the separator itself
+    if (widen(part, start, taken, out) >= source->vocab_size) fail_outside(source, part, start, true);
+    for (int64_t i = 0; targets && part->mask && i < taken; i++)
+      if (!is_set(part->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }
@@ -434,25 +434,25 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t
   bool text = source->kind == SOURCE_TEXT;
   *count = 0;
   for (int64_t i = 0; i < source->files; i++) {
-    const SourceFile *piece = &source->pieces[i];
-    int64_t next = i + 1 < source->files ? piece[1].first : source->tokens;
+    const SourceFile *part = &source->parts[i];
+    int64_t next = i + 1 < source->files ? part[1].first : source->tokens;
     Mapping file = {0};
-    const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(piece, SHARD_ENDS, &file);
+    const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(part, SHARD_ENDS, &file);
     if (!text && end_of_text < 0 && !bits)
       fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
            "with tools/prepare_data.py, which writes that next to it",
-           piece->path);
-    for (int64_t k = bits || end_of_text >= 0 ? 0 : piece->stored; k <= piece->stored; k++) {
+           part->path);
+    for (int64_t k = bits || end_of_text >= 0 ? 0 : part->stored; k <= part->stored; k++) {
       int32_t id = -1;
-      bool past = k == piece->stored, is_end = past && (text || next == source->tokens);
-      if (!past && !bits) widen(piece, k, 1, &id);
+      bool past = k == part->stored, is_end = past && (text || next == source->tokens);
+      if (!past && !bits) widen(part, k, 1, &id);
       if (!past) is_end = bits ? is_set(bits, k) : id == end_of_text;
-      int64_t end = past ? next : piece->first + k + 1;
+      int64_t end = past ? next : part->first + k + 1;
       if (!is_end || (*count && ends[*count - 1] == end)) continue;
       ends = host_grow(ends, *count, &capacity, sizeof *ends, "documents");
       ends[(*count)++] = end;
     }
-    file_done_with(&piece->file, 0, piece->file.size); // as in check_ids
+    file_done_with(&part->file, 0, part->file.size); // as in check_ids
     file_unmap(&file);
   }
   return ends;
@@ -463,7 +463,7 @@ bool source_paths_masked(const char *const *paths, int64_t count) {
   Source *listed = host_alloc(1, sizeof *listed, "a data source");
   for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
   for (int64_t i = 0; i < listed->files && !masked; i++) {
-    const char *path = listed->pieces[i].path;
+    const char *path = listed->parts[i].path;
     char *mask = is_bin(path) ? find_beside(path, SHARD_MASK) : NULL;
     masked = mask;
     free(mask);

@@ -52,8 +52,8 @@ typedef struct {
   bool masked;      // some file has a mask: targets may be ignored
   int64_t left;     // files of directories and globs that were not taken, masks not counted
   char *first_left; // the path of one; NULL: there is none
-  struct SourceFile *pieces;
-  int64_t capacity; // of pieces
+  struct SourceFile *parts;
+  int64_t capacity; // of parts
   Packing packing;  // source_pack's
 } Source;
 
