@@ -38,8 +38,8 @@
 #include "kernels/integers.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
-#include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
+#include "model/checkpoint/weights.h"
 #include "tools/ladder/ladder.h"
 #include "trainer/machine.h"
 #include "trainer/option_rows.h"
@@ -150,7 +150,7 @@ static State run_model(const Settings *o, const ModelConfig *config, const Loade
   Memory *memory = &backend->memory;
   Model model;
   model_create(&model, config, backend, (ParameterDtypes){.weight = o->dtype, .frozen = true}, o->seq_len);
-  checkpoint_load(o->checkpoint, &model, backend, false);
+  weights_load(&model, backend, o->checkpoint, false);
   size_t usable = usable_bytes(backend), weights = memory->ledger.total;
   memory_set_stack(memory, usable > weights ? usable - weights : 0);
   Batch batch = {.batch = 1, .seq_len = o->seq_len};

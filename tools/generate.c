@@ -16,8 +16,8 @@
 #include "kernels/integers.h"
 #include "kernels/ranks/launch.h"
 #include "kernels/system.h"
-#include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
+#include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "trainer/machine.h"
 #include "trainer/option_rows.h"
@@ -150,7 +150,7 @@ int main(int argc, char **argv) {
   size_t stack = plan_stack(o, backend, &g);
   Model model;
   create_model(&model, o, backend, g.window);
-  checkpoint_load(o->init, &model, backend, false);
+  weights_load(&model, backend, o->init, false);
   memory_set_stack(&backend->memory, stack);
 
   int64_t written = 0, count;

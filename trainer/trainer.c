@@ -82,7 +82,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
   t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
   if (options->origin)
-    checkpoint_load(options->origin, &t->model, backend, options->resumed_from != NULL);
+    weights_load(&t->model, backend, options->origin, options->resumed_from != NULL);
   else
     parameters_initialize(&t->model.parameters, backend, options->seed);
 }

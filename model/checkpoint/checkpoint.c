@@ -503,8 +503,3 @@ cJSON *checkpoint_trainer_state(const char *folder) {
          folder);
   return state;
 }
-
-void checkpoint_load(const char *folder, Model *model, Backend *backend, bool state) {
-  weights_load(model, backend, folder);
-  if (state) optimizer_load(model, backend, folder);
-}

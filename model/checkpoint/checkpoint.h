@@ -77,5 +77,3 @@ char *checkpoint_newest(const char *directory, bool *any);
 void checkpoint_require_whole(const char *folder);
 // trainer_state.json; the caller deletes it. Fails when the folder has none.
 cJSON *checkpoint_trainer_state(const char *folder);
-// Fills weights, master weights and, with `state`, the optimizer's states.
-void checkpoint_load(const char *folder, Model *model, Backend *backend, bool state);

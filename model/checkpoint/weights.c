@@ -314,7 +314,28 @@ static void check_set(Model *model, const TensorSet *set) {
   free(stored);
 }
 
-void weights_load(Model *model, Backend *backend, const char *folder) {
+static void optimizer_load(Model *model, Backend *backend, const char *folder) {
+  TensorSet set = tensor_set_open(folder, STATE_STEM);
+  const ParameterSet *all = &model->parameters;
+  for (const Parameter *p = all->items; p < all->items + all->count; p++)
+    for (int s = 0; s <= OPTIMIZER_STATES; s++) {
+      bool master = s == OPTIMIZER_STATES; // which not every run stores
+      const Tensor *role = master ? all->value : all->state[s];
+      if (!tensor_exists(role[p->group])) continue;
+      TensorToStore stored = parameter_to_store(master ? "master" : all->optimizer->states[s].name, all, p,
+                                                role, role[p->group].dtype);
+      StoredTensor t = tensor_set_find(&set, stored.name);
+      if (!t.entry && !master)
+        fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone",
+             set.path.text, p->name);
+      if (!t.entry) continue;
+      check_fit(t, p);
+      tensor_read(t, backend, all, p, role, master ? all->master : NULL);
+    }
+  tensor_set_close(&set);
+}
+
+void weights_load(Model *model, Backend *backend, const char *folder, bool state) {
   TensorSet set = tensor_set_open(folder, MODEL_STEM);
   const ParameterSet *all = &model->parameters;
   if (!set.count)
@@ -330,6 +351,7 @@ void weights_load(Model *model, Backend *backend, const char *folder) {
       if (p) tensor_read((StoredTensor){file, e}, backend, all, p, all->value, all->master);
     }
   tensor_set_close(&set);
+  if (state) optimizer_load(model, backend, folder);
 }
 
 // --- storing -----------------------------------------------------------------------------------------------
@@ -371,25 +393,4 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
   tensor_set_write(folder, STATE_STEM, rest, count, backend, shard_bytes);
   free(weights);
   free(rest);
-}
-
-void optimizer_load(Model *model, Backend *backend, const char *folder) {
-  TensorSet set = tensor_set_open(folder, STATE_STEM);
-  const ParameterSet *all = &model->parameters;
-  for (const Parameter *p = all->items; p < all->items + all->count; p++)
-    for (int s = 0; s <= OPTIMIZER_STATES; s++) {
-      bool master = s == OPTIMIZER_STATES; // which not every run stores
-      const Tensor *role = master ? all->value : all->state[s];
-      if (!tensor_exists(role[p->group])) continue;
-      TensorToStore stored = parameter_to_store(master ? "master" : all->optimizer->states[s].name, all, p,
-                                                role, role[p->group].dtype);
-      StoredTensor t = tensor_set_find(&set, stored.name);
-      if (!t.entry && !master)
-        fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone",
-             set.path.text, p->name);
-      if (!t.entry) continue;
-      check_fit(t, p);
-      tensor_read(t, backend, all, p, role, master ? all->master : NULL);
-    }
-  tensor_set_close(&set);
 }

@@ -86,10 +86,9 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 // tensor of the model must be there with its shape, and nothing else but what is known to mean nothing (buffers
 // of old files, a copy of a tied head): what is missing, left over or misshapen is named in one sentence with
 // its file. Names may lack the base model's prefix (transformer. or model.), as in files of the bare model.
-void weights_load(Model *model, Backend *backend, const char *folder);
+// With `state` also the optimizer's states, as weights_store has written them.
+void weights_load(Model *model, Backend *backend, const char *folder, bool state);
 // Writes them, as fp32 from the master weights where there are any, or as bf16; and, in training_state.safetensors or its
 // shards, the optimizer's states ("m.NAME", ...) in their dtype and, where the stored weights are bf16, the fp32 master
 // weights ("master.NAME").
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
-// Reads those; call it after weights_load. Fails like it.
-void optimizer_load(Model *model, Backend *backend, const char *folder);

@@ -65,7 +65,7 @@ static void load_tampered(Tampered *t, size_t shard_bytes) {
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
-  weights_load(trainer_model(&t->run->trainer), t->run->h->backend, temp_path("tampered"));
+  weights_load(trainer_model(&t->run->trainer), t->run->h->backend, temp_path("tampered"), false);
 }
 
 TEST(what_is_missing_left_over_or_misshapen_is_named) {
@@ -132,7 +132,7 @@ TEST(shards_and_index_must_agree) {
   for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     shell("cd %s && rm -rf other && cp -r tampered other && cd other && %s", temp_path("."),
           cases[i].command);
-    ASSERT_FAILS(weights_load(trainer_model(&t.run->trainer), t.run->h->backend, temp_path("other")),
+    ASSERT_FAILS(weights_load(trainer_model(&t.run->trainer), t.run->h->backend, temp_path("other"), false),
                  cases[i].why, cases[i].more);
   }
   run_close(t.run);
@@ -397,9 +397,9 @@ TEST(damage_is_noticed_and_passed_over) {
         temp_path("damaged")); // the list of before is ours, too
   checkpoint_store_close(&store);
   snprintf(at, sizeof at, "%s", temp_path("damaged/step-1000001"));
-  checkpoint_load(at, trainer_model(&run->trainer), run->h->backend, true);
+  weights_load(trainer_model(&run->trainer), run->h->backend, at, true);
   shell("sed -i s/v.model.norm.weight/x.model.norm.weight/ %s/training_state.safetensors", at);
-  ASSERT_FAILS(checkpoint_load(at, trainer_model(&run->trainer), run->h->backend, true),
+  ASSERT_FAILS(weights_load(trainer_model(&run->trainer), run->h->backend, at, true),
                "training_state.safetensors lacks the moments of model.norm.weight", "--init");
   run_close(run);
 }
