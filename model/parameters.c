@@ -288,10 +288,6 @@ Tensor shards_local_grads(const ParameterSet *p, ParameterGroup group, Bucket b)
   return tensor_rows(p->grad[group], first, b.count);
 }
 
-bool shards_weights_are_whole(const ParameterSet *p, ParameterGroup group) {
-  return !is_sharded(p, p->value, group);
-}
-
 Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
   return shards_part(p, tensor_exists(p->grad_shard[group]) ? p->grad_shard : p->grad, group, b);
 }

@@ -157,8 +157,6 @@ Tensor shards_part(const ParameterSet *parameters, const Tensor *role, Parameter
 bool shards_double_buffered(const ParameterSet *parameters, ParameterGroup group);
 // This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
 Tensor shards_local_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
-// Whether the other ranks' weights are here too.
-bool shards_weights_are_whole(const ParameterSet *parameters, ParameterGroup group);
 // The rank's slice of the gradients' sum over all ranks.
 Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
 

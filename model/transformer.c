@@ -21,11 +21,6 @@
 #include "kernels/profile.h"
 #include "model/pass.h"
 
-const char *recompute_name(Recompute recompute) {
-  static const char *const names[RECOMPUTE_COUNT] = {"none", "elementwise", "mlp", "layer"};
-  return names[recompute];
-}
-
 // --- norms -------------------------------------------------------------------------------------------------
 
 static void push_norm_statistics(const Pass *p, Norm *norm) {

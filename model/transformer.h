@@ -15,8 +15,6 @@ typedef enum {
   RECOMPUTE_COUNT
 } Recompute;
 
-const char *recompute_name(Recompute recompute); // "none", "elementwise", "mlp", "layer"
-
 // The tokens of one micro-batch, on the device; row n = b * seq_len + t.
 typedef struct {
   int64_t batch, seq_len;

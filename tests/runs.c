@@ -15,7 +15,8 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   assert_in_range(argc, 1, WORDS - 1);
   Options options;
   setup_options(&options, argc, argv);
-  setup_device(&options, device);
+  options_resolve_dtypes(&options, device == ON_CUDA);
+  plan_resolve_chunk(&options, device);
   return options;
 }
 

@@ -483,12 +483,11 @@ const char *options_words(const Options *o, const char *name, char words[64]) {
 }
 
 Text options_recompute(const Options *o) {
-  Text words;
-  int length = snprintf(words.text, sizeof words.text, "%s", recompute_name(o->recompute));
-  if (o->recompute_layers)
-    snprintf(words.text + length, sizeof words.text - (size_t)length, " in %lld layers",
-             (long long)o->recompute_layers);
-  return words;
+  Text text;
+  char words[64];
+  snprintf(text.text, sizeof text.text, o->recompute_layers ? "%s in %lld layers" : "%s",
+           options_words(o, "recompute", words), (long long)o->recompute_layers);
+  return text;
 }
 
 void options_free(Options *o) {

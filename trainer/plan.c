@@ -314,19 +314,14 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
 enum { MAX_COLUMNS = 3 };
 
 // A row of bytes; none where all are 0, unless it is wanted all the same.
-__attribute__((format(printf, 4, 5))) static void print_row(const size_t *bytes, int count, bool wanted,
-                                                            const char *name, ...) {
-  char cells[MAX_COLUMNS * 32] = "", text[64];
-  va_list arguments;
-  va_start(arguments, name);
-  vsnprintf(text, sizeof text, name, arguments);
-  va_end(arguments);
+static void print_row(const size_t *bytes, int count, bool wanted, const char *where, const char *name) {
+  char cells[MAX_COLUMNS * 32] = "";
   for (int i = 0; i < count; i++) {
     size_t at = strlen(cells);
     snprintf(cells + at, sizeof cells - at, " %24s", bytes[i] ? text_bytes(bytes[i]).text : "-");
     wanted |= bytes[i] > 0;
   }
-  if (wanted) printf("  %-34s%s\n", text, cells);
+  if (wanted) printf("  %s%-*s%s\n", where, 34 - (int)strlen(where), name, cells);
 }
 
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device) {
@@ -339,20 +334,21 @@ void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device)
   }
   putchar('\n');
   size_t cells[MAX_COLUMNS];
-#define ROW(wanted, bytes, ...)                                                                              \
+#define ROW(wanted, bytes, where, name)                                                                      \
   for (const MemoryColumn *c = columns; c < columns + count; c++) cells[c - columns] = bytes;                \
-  print_row(cells, count, wanted, __VA_ARGS__)
+  print_row(cells, count, wanted, where, name)
   for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
-    ROW(false, c->memory.at_peak[k], "%s", memory_category_name((MemoryCategory)k));
+    ROW(false, c->memory.at_peak[k], "", memory_category_name((MemoryCategory)k));
   }
-  ROW(true, c->memory.peak, "all together (ledger)");
+  ROW(true, c->memory.peak, "", "all together (ledger)");
   for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
-    ROW(false, c->memory.host[k], "on the host: %s", memory_category_name((MemoryCategory)k));
+    ROW(false, c->memory.host[k], "on the host: ", memory_category_name((MemoryCategory)k));
   }
-  ROW(measured, c->device_bytes > c->memory.peak ? c->device_bytes - c->memory.peak : 0,
+  ROW(measured, c->device_bytes > c->memory.peak ? c->device_bytes - c->memory.peak : 0, "",
       "outside of it (libraries, context)");
-  ROW(false, c->device_bytes, device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)");
-  ROW(true, c->memory.highest[MEMORY_HEAD], "LM head + loss alone, at its peak");
+  ROW(false, c->device_bytes, "",
+      device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)");
+  ROW(true, c->memory.highest[MEMORY_HEAD], "", "LM head + loss alone, at its peak");
 #undef ROW
   if (!timed) return;
   printf("  %-34s", "time of one forward and backward");

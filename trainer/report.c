@@ -60,12 +60,9 @@ static void fill_random(Backend *backend, Tensor t) {
   enum { BLOCK = 1 << 16 };
   static float values[BLOCK];
   static uint16_t rounded[BLOCK];
-  for (int i = 0; i < BLOCK; i++) {
-    values[i] = (float)(2 * random_uniform(1, 2, (uint64_t)i) - 1);
-    rounded[i] = bf16_from_f32(values[i]);
-  }
+  for (int i = 0; i < BLOCK; i++) values[i] = (float)(2 * random_uniform(1, 2, (uint64_t)i) - 1);
   Tensor flat = tensor_flat(t);
-  const void *block = t.dtype == DTYPE_F32 ? (const void *)values : (const void *)rounded;
+  const void *block = parameters_round(t.dtype, values, BLOCK, rounded);
   for (int64_t first = 0; first < flat.shape[0]; first += BLOCK)
     backend_to_device(backend, tensor_rows(flat, first, min_i64(flat.shape[0] - first, BLOCK)), block);
 }

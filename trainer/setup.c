@@ -1,7 +1,6 @@
 #include "trainer/setup.h"
 
 #include "kernels/memory.h"
-#include "trainer/plan.h"
 #include "trainer/resume.h"
 
 void setup_options(Options *o, int argc, char **argv) {
@@ -12,11 +11,6 @@ void setup_options(Options *o, int argc, char **argv) {
   resume_find(o);
   if (o->resumed_from) resume_take_settings(o);
   options_resolve(o);
-}
-
-void setup_device(Options *o, DeviceKind device) {
-  options_resolve_dtypes(o, device == ON_CUDA);
-  plan_resolve_chunk(o, device);
 }
 
 // What the options train on: --data, or the source tree; with --eval-only alone --val-data.

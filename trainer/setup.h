@@ -4,9 +4,8 @@
 #include "trainer/options.h"
 
 // Reads the command line, finds the model or checkpoint that it names, takes what is not given from that, and resolves
-// the rest but what depends on the device: machine_open and plan_resolve_chunk, or setup_device, come next.
+// the rest but what depends on the device: machine_open and plan_resolve_chunk come next.
 void setup_options(Options *options, int argc, char **argv);
-void setup_device(Options *options, DeviceKind device);
 
 typedef struct {
   Source *source, *val_source; // val_source: of --val-data, or NULL
