@@ -78,12 +78,9 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
   const int32_t *candidates = ids + vocab_size - kept;
   double passing = uniform * sum_of(weights, candidates, kept), passed = 0;
   int32_t drawn = best;
-  for (int64_t i = 0; i < kept; i++) {
+  for (int64_t i = 0; i < kept && passed <= passing; i++) {
     passed += weights[candidates[i]];
-    if (passed > passing) {
-      drawn = candidates[i];
-      break;
-    }
+    if (passed > passing) drawn = candidates[i];
   }
   free(weights);
   free(ids);

@@ -87,31 +87,13 @@ static void append(TextList *list, const char *text) {
 
 void option_set(const Option *o, void *values, const char *text) {
   void *field = (char *)values + o->offset;
-  switch (o->type) {
-  case OPTION_FLAG:
-    store(o, field, (int64_t)o->min);
-    break;
-  case OPTION_WHOLE:
-    store(o, field, whole(o, text));
-    break;
-  case OPTION_NUMBER:
-    *(double *)field = number(o, text);
-    break;
-  case OPTION_CHOICE:
-    store(o, field, choice(o, text));
-    break;
-  case OPTION_SET:
-    store(o, field, set(o, text));
-    break;
-  case OPTION_TEXT:
-    *(const char **)field = text;
-    break;
-  case OPTION_LIST:
-    append(field, text);
-    break;
-  default:
-    fail("internal: a row of the options is none");
-  }
+  if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
+  if (o->type == OPTION_WHOLE) store(o, field, whole(o, text));
+  if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
+  if (o->type == OPTION_CHOICE) store(o, field, choice(o, text));
+  if (o->type == OPTION_SET) store(o, field, set(o, text));
+  if (o->type == OPTION_TEXT) *(const char **)field = text;
+  if (o->type == OPTION_LIST) append(field, text);
 }
 
 double option_number(const Option *o, const void *values) {
