@@ -48,10 +48,6 @@ static bool is_left_out(const char *name, bool is_directory, bool tree) {
   return tree && fnmatch(corpus, name, FNM_EXTMATCH);
 }
 
-static bool is_bin(const char *path) {
-  return text_ends_in(path, ".bin");
-}
-
 static void append(Source *source, const char *path, int origin) {
   source->parts = host_grow(source->parts, source->files, &source->capacity, sizeof *source->parts,
                             "a list of data files");
@@ -211,7 +207,7 @@ static void open_file(SourceFile *part) {
   part->file = load_file(part->path);
   const Mapping *file = &part->file;
   bool magic = find_format(file->bytes, file->size, SHARD_TOKENS) < FORMATS;
-  if (is_bin(part->path) && (part->origin != FILE_FOUND || magic)) {
+  if (text_ends_in(part->path, ".bin") && (part->origin != FILE_FOUND || magic)) {
     Shard shard;
     Reason reason;
     if (!shard_parse(file->bytes, file->size, SHARD_TOKENS, &shard, &reason))
@@ -464,7 +460,7 @@ bool source_paths_masked(const char *const *paths, int64_t count) {
   for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
   for (int64_t i = 0; i < listed->files && !masked; i++) {
     const char *path = listed->parts[i].path;
-    char *mask = is_bin(path) ? find_beside(path, SHARD_MASK) : NULL;
+    char *mask = text_ends_in(path, ".bin") ? find_beside(path, SHARD_MASK) : NULL;
     masked = mask;
     free(mask);
   }

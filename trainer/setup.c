@@ -13,14 +13,10 @@ void setup_options(Options *o, int argc, char **argv) {
   options_resolve(o);
 }
 
-// What the options train on: --data, or the source tree; with --eval-only alone --val-data.
-static Source *open_source(const Options *o) {
-  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
-  return source_open(paths->items, paths->count, o->model.vocab_size);
-}
-
 RunData setup_data(const Options *o) {
-  RunData d = {.source = open_source(o)};
+  // What is trained on: --data, or the source tree; with --eval-only alone --val-data.
+  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
+  RunData d = {.source = source_open(paths->items, paths->count, o->model.vocab_size)};
   if (o->val_data.count)
     d.val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
   if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);

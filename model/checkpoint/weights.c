@@ -368,14 +368,11 @@ TensorToStore parameter_to_store(const char *prefix, const ParameterSet *all, co
   return t;
 }
 
-// The master weights where there are any: what the weights would be without rounding.
-static const Tensor *exact_weights(const ParameterSet *all) {
-  return tensor_exists(all->master[GROUP_MATRICES]) ? all->master : all->value;
-}
-
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
   const ParameterSet *all = &model->parameters;
-  const Tensor *exact = exact_weights(all), *role = dtype == DTYPE_F32 ? exact : all->value;
+  // What the weights would be without rounding.
+  const Tensor *exact = tensor_exists(all->master[GROUP_MATRICES]) ? all->master : all->value;
+  const Tensor *role = dtype == DTYPE_F32 ? exact : all->value;
   TensorToStore *weights = host_alloc(all->count, sizeof *weights, "a list of tensors");
   TensorToStore *rest = host_alloc((OPTIMIZER_STATES + 1) * all->count, sizeof *rest, "a list of tensors");
   int64_t count = 0;
