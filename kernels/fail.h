@@ -2,10 +2,9 @@
 #pragma once
 
 #include <stdbool.h>
+#include <sys/cdefs.h>
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 // Prints "lce: <sentence>" to stderr and exits with status 1. Never returns.
 void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
@@ -37,6 +36,4 @@ typedef struct {
 // Writes the sentence (whose arguments may be reason->text) and returns false: `return refuse(reason, ...)`.
 bool refuse(Reason *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

@@ -21,9 +21,7 @@
 #include "kernels/memory.h"
 #include "kernels/tensor.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 typedef struct Backend Backend;
 
@@ -806,6 +804,4 @@ Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, si
 Backend *backend_finish(Backend *backend);
 void backend_abandon(void);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

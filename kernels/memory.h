@@ -14,9 +14,7 @@
 
 #include "kernels/tensor.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 typedef enum {
   MEMORY_WEIGHTS,              // what the GEMMs read
@@ -129,6 +127,4 @@ size_t ledger_host_bytes(const Ledger *ledger); // offloaded, of all categories
 // The high-water marks (total, stack, categories) start again from what is in use now.
 void ledger_reset_peak(Ledger *ledger);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

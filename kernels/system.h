@@ -2,10 +2,9 @@
 #pragma once
 
 #include <stddef.h>
+#include <sys/cdefs.h>
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 double now_seconds(void); // monotonic
 
@@ -17,6 +16,4 @@ size_t system_bytes(const char *path, const char *field);
 // page faults of a mapped file or of fresh memory fast enough.
 void copy_bytes(void *to, const void *from, size_t bytes);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

@@ -4,10 +4,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/cdefs.h>
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_E4M3, DTYPE_COUNT } Dtype;
 
@@ -57,6 +56,4 @@ float bf16_to_f32(uint16_t bits);
 uint8_t e4m3_from_f32(float value);
 float e4m3_to_f32(uint8_t code);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

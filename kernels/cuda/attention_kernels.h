@@ -7,9 +7,7 @@
 
 #include "kernels/kernels.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 // Any head_dim up to 256, fp32 or bf16; fails with a sentence beyond that.
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream);
@@ -30,6 +28,4 @@ bool attention_hopper_backward(const AttentionBackward *a, int *counters, float 
 enum { ATTENTION_COUNTERS = 2 };
 void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_t stream);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

@@ -4,9 +4,7 @@
 
 #include "kernels/kernels.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 // --- sizes -------------------------------------------------------------------------------------------------
 
@@ -125,6 +123,4 @@ OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
 void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

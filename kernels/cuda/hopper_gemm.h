@@ -4,9 +4,7 @@
 
 #include "kernels/cuda/cuda_ops.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 // Whether the device and the build have what they need. LCE_HOPPER=0 in the environment makes it false.
 bool hopper_runs(Backend *backend);
@@ -52,6 +50,4 @@ bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tenso
 // [N, O], weight [O, F]), stays in fp32. Tensors as above.
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

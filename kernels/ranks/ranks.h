@@ -16,10 +16,9 @@
 #include "kernels/ranks/launch.h"
 
 #include <stddef.h>
+#include <sys/cdefs.h>
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 // Reads the launcher's environment, initialises MPI where mpirun (or srun with PMI) started the process, and
 // starts the watchdog. Call it first in main; MPI_Finalize follows at exit by itself.
@@ -46,6 +45,4 @@ void ranks_leave(void);
 typedef bool (*RanksDevice)(void *context, char *text, size_t size);
 void ranks_watch_device(RanksDevice device, void *context);
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS
