@@ -2,17 +2,6 @@
 
 #include <math.h>
 
-static uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
-uint64_t random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
-  uint64_t key = mix(seed + 0x9E3779B97F4A7C15u) ^ mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
-  return mix(key + (index + 1) * 0x9E3779B97F4A7C15u);
-}
-
 static double to_unit(uint64_t bits) {
   return (double)(bits >> 11) * 0x1p-53;
 }

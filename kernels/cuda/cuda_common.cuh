@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/fail.h"
+#include "kernels/random.h"
 
 typedef __nv_bfloat16 bf16;
 
@@ -180,24 +181,6 @@ static __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// --- random numbers ----------------------------------------------------------------------------------------
-// The same as kernels/random.c's: random_bits(seed, stream, index) is counter_bits(counter_key(seed, stream), index).
-
-static __host__ __device__ __forceinline__ uint64_t counter_mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
-static inline uint64_t counter_key(uint64_t seed, uint64_t stream) {
-  return counter_mix(seed + 0x9E3779B97F4A7C15u) ^
-         counter_mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
-}
-
-static __device__ __forceinline__ uint64_t counter_bits(uint64_t key, uint64_t index) {
-  return counter_mix(key + (index + 1) * 0x9E3779B97F4A7C15u);
 }
 
 // --- choosing a kernel by dtype and alignment --------------------------------------------------------------

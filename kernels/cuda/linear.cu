@@ -216,7 +216,7 @@ static bool all_aligned(const Gemm *p) {
 static __global__ void random_kernel(uint32_t *words, int64_t e4m3_words, int64_t count, uint64_t key) {
   int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
   if (i >= count) return;
-  uint32_t bits = (uint32_t)counter_bits(key, (uint64_t)i);
+  uint32_t bits = (uint32_t)random_bits_of(key, (uint64_t)i);
   words[i] = i < e4m3_words ? bits & 0xBFBFBFBF : (bits & 0x80FF80FF) | 0x3F003F00;
 }
 
@@ -251,7 +251,7 @@ static char *random_operands(cudaStream_t stream, Gemm *p) {
   }
   launch_kernel({"random operands", stream, dim3((unsigned)ceil_div(total / 4, 256)), 256}, random_kernel,
                 reinterpret_cast<uint32_t *>(memory), p->operand_dtype == DTYPE_E4M3 ? operands_end / 4 : 0,
-                total / 4, counter_key(0, 0));
+                total / 4, random_key(0, 0));
   char *at = memory + MEMORY_ALIGNMENT;
   for (auto &part : parts) {
     if (*part.operand) *part.operand = at;

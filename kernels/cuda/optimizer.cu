@@ -11,7 +11,7 @@
 
 // 32 bits for an element: 16 for the weight, 16 for its moments. Two neighbours share one draw.
 static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t index) {
-  return (uint32_t)(counter_bits(key, index / 2) >> (index % 2 * 32));
+  return (uint32_t)(random_bits_of(key, index / 2) >> (index % 2 * 32));
 }
 
 // Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
@@ -113,7 +113,7 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
                          .beta2 = a->beta2,
                          .epsilon = a->epsilon,
                          .decay = a->lr * a->weight_decay,
-                         .key = counter_key(a->seed, (uint64_t)a->step),
+                         .key = random_key(a->seed, (uint64_t)a->step),
                          .place = a->first};
   int64_t max_blocks = a->async ? async_blocks(a->m.data) : INT32_MAX;
   bool aligned = true;

@@ -93,7 +93,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   auto step = [&](int t) { return (uint64_t)(keep_probability(row[t], full_mass) * 0x1p32f); };
   uint2 of_mine = make_uint2(0, 0), all;
   for (int t = mine.begin; t < mine.end; t++) of_mine.x += (uint32_t)step(t);
-  uint32_t sum = (uint32_t)(counter_bits(key, blockIdx.x) >> 32) + sum_before(of_mine, &all).x;
+  uint32_t sum = (uint32_t)(random_bits_of(key, blockIdx.x) >> 32) + sum_before(of_mine, &all).x;
   for (int t = mine.begin; t < mine.end; t++) {
     uint64_t q = step(t);
     row[t] = sum + q >= (uint64_t)1 << 32 ? 0x1p32f / (float)q : -row[t];
@@ -258,7 +258,7 @@ void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) 
       cuda_kept_tiles(a->kept.data, a->kept_rows, a->weight.shape[0], a->weight.shape[1], a->full_mass);
   launch_kernel({"lce_sampled_gradients", stream, by_part, THREADS, true}, tile_masses_kernel, *a);
   launch_kernel({"draws of tiles", stream, by_block, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
-                a->full_mass, counter_key(a->seed, a->stream));
+                a->full_mass, random_key(a->seed, a->stream));
   launch_kernel({"slots of tiles", stream, dim3(1), ONE_BLOCK, true}, place_kernel, k,
                 data_of<float>(a->stats), tiles, blocks, across, a->first, a->accumulate);
   if (!a->first) hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
