@@ -17,6 +17,10 @@ typedef double LossReal;
 // above the smallest normal number, 2^-126.
 #define LCE_LARGEST_SUM 0x1p96f
 
+static inline float inverse_temperature(float temperature) {
+  return temperature > 0 ? 1.0f / temperature : 1.0f;
+}
+
 typedef struct {
   LossReal row_sum;  // R: of exp(v - anchor) over the non-targets
   LossReal target_e; // exp(v[y] - anchor)

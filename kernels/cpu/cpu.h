@@ -79,10 +79,6 @@ static inline void cpu_store(Tensor output, int64_t n, double value) {
   if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
 }
 
-static inline float cpu_inv_temperature(float temperature) {
-  return temperature > 0 ? 1.0f / temperature : 1.0f;
-}
-
 // --- what the kernels and backend.c must agree on ----------------------------------------------------------
 
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum

@@ -11,24 +11,6 @@
 #include "kernels/cpu/vector_math.h"
 #include "kernels/loss_row.h"
 
-// sum_j w[j] v[j], over all of the row.
-static double weighted_sum(const float *v, int64_t vocab, const float *w) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < vocab; j++) sum += (w ? w[j] : 1.0f) * (double)v[j];
-  return sum;
-}
-
-// v in place of z; dv/dz is found again from v (derivative_of).
-static void v_in_place(float *z, int64_t vocab, const CrossEntropyInPlace *a) {
-  float cap = a->terms.softcap, inv_temperature = cpu_inv_temperature(a->terms.temperature);
-  if (tensor_exists(a->bias)) add_bias(z, a->bias.data, vocab);
-  if (cap > 0)
-    EACH_SIMD (j, vocab) z[j] = cap * tanh_f32(z[j] / cap) * inv_temperature;
-  else if (inv_temperature != 1)
-    EACH_SIMD (j, vocab) z[j] *= inv_temperature;
-}
-
 // dv/dz = (1 - (u/c)^2) / T
 static inline float derivative_of(float v, float cap, float inv_temperature) {
   if (cap == 0) return inv_temperature;
@@ -41,18 +23,19 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   const LossTerms *t = &a->terms;
   int64_t vocab = a->logits.shape[1];
   int32_t target = ((const int32_t *)a->targets.data)[n];
-  float *v = cpu_row(a->logits, n), cap = t->softcap, inv_temperature = cpu_inv_temperature(t->temperature);
+  float *v = cpu_row(a->logits, n), cap = t->softcap, inv_temperature = inverse_temperature(t->temperature);
   const float *w = t->class_weights.data;
   bool of_entropy_too = tensor_exists(a->entropy_weights) || tensor_exists(a->outputs.entropy);
   bool plain = cap == 0 && t->label_smoothing == 0 && !of_entropy_too; // E is the gradient, but for a factor
-  v_in_place(v, vocab, a);
+  bias_and_cap(v, a->bias.data, cap, vocab, NULL); // dv/dz is found again from v (derivative_of)
+  EACH_SIMD (j, inv_temperature != 1 ? vocab : 0) v[j] *= inv_temperature;
   float target_v = v[target];
   if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
     int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
     if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
     cpu_store(a->outputs.correct, n, predicted == target);
   }
-  double weighted = t->label_smoothing > 0 ? weighted_sum(v, vocab, w) : 0;
+  double weighted = t->label_smoothing > 0 ? weighted_sum(v, w, vocab) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
   cpu_store(a->outputs.max_logit, n, anchor);

@@ -115,17 +115,16 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
                             const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
+  int64_t of_unit = slice * chunk + first_row; // its part of the scratch
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->rows.anchor.data + first_row;
-  double *sums = scratch->sums + slice * chunk + first_row;
-  double *distances = scratch->distances ? scratch->distances + slice * chunk + first_row : NULL;
+  double *sums = scratch->sums + of_unit;
+  double *distances = scratch->distances ? scratch->distances + of_unit : NULL;
+  double *max = scratch->max ? scratch->max + of_unit : NULL, *best = max ? scratch->best + of_unit : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
-  float *scratch_tile = scratch->wide + (slice * chunk + first_row) * LCE_TILE_COLUMNS;
-  float *dx = scratch->wide + (slice * chunk + first_row) * hidden;
-  float inv_temperature = cpu_inv_temperature(a->temperature);
+  float *scratch_tile = scratch->wide + of_unit * LCE_TILE_COLUMNS, *dx = scratch->wide + of_unit * hidden;
+  float inv_temperature = inverse_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
-  double *max = scratch->max ? scratch->max + slice * chunk + first_row : NULL;
-  double *best = max ? scratch->best + slice * chunk + first_row : NULL;
   const float *bias = a->bias.data;
   for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) {
     sums[i] = maxima ? -INFINITY : 0;
@@ -142,8 +141,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
       float *z = e + i * stride, slope[LCE_TILE_COLUMNS];
-      if (bias) add_bias(z, bias + tile.column, tile.columns);
-      if (a->softcap > 0) soft_cap(z, a->softcap, tile.columns, slope);
+      bias_and_cap(z, bias ? bias + tile.column : NULL, a->softcap, tile.columns, slope);
       float largest = max || maxima ? maximum_of(z, tile.columns) : 0;
       if (max && largest > max[i])
         max[i] = largest, best[i] = (double)(tile.column + index_of(z, tile.columns, largest));
@@ -172,14 +170,6 @@ static void add_shares(float *out, const float *wide, int64_t slices, int64_t ch
   }
 }
 
-// sum of x[i] * w[i].
-static double dot(const float *x, const float *w, int64_t count) {
-  double sum = 0.0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; i++) sum += (double)x[i] * w[i];
-  return sum;
-}
-
 void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   const int32_t *targets = a->targets.data;
   float *target_z = a->target_z.data;
@@ -187,7 +177,7 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   EACH_PARALLEL (n, a->x.shape[0]) {
     target_z[n] = 0;
     if (targets[n] < 0) continue;
-    double z = dot(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]) +
+    double z = weighted_sum(cpu_row(a->x, n), cpu_row(a->weight, targets[n]), a->x.shape[1]) +
                cpu_read(a->bias, targets[n], 0);
     target_z[n] = (float)(cap > 0 ? cap * tanh(z / cap) : z);
   }
@@ -233,7 +223,7 @@ static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const G
     if (!unfinished(&a->rows, n)) continue;
     for (int64_t slice = 0; slice < g->slices; slice++)
       anchor[n] = fmaxf(anchor[n], (float)s->sums[slice * rows + n]);
-    target_e[n] = expf((target_z[n] - anchor[n]) * cpu_inv_temperature(a->temperature));
+    target_e[n] = expf((target_z[n] - anchor[n]) * inverse_temperature(a->temperature));
   }
 }
 
@@ -385,7 +375,7 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   float *rescale = r->rescale.data;
   bool distances = tensor_exists(r->e_distance), largest = tensor_exists(r->max);
   int64_t of_rank = lce_row_parts(r) * rows;
-  double inv_temperature = cpu_inv_temperature(a->temperature);
+  double inv_temperature = inverse_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, max = -INFINITY;
@@ -421,7 +411,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
   const float *anchor = r->anchor.data;
   const int32_t *targets = a->targets.data;
   bool smoothing = terms->label_smoothing > 0;
-  double inv_temperature = cpu_inv_temperature(terms->temperature), factor = cpu_read(a->factor, 0, 1);
+  double inv_temperature = inverse_temperature(terms->temperature), factor = cpu_read(a->factor, 0, 1);
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
@@ -429,10 +419,11 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
                     .target_e = target_e[n],
                     .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
                     .target_v = target_z[n] * inv_temperature,
-                    .weighted = smoothing && counts
-                                    ? inv_temperature * (dot(x, a->smoothing_row.data, a->x.shape[1]) +
-                                                         cpu_read(a->smoothing_bias, 0, 0))
-                                    : 0,
+                    .weighted =
+                        smoothing && counts
+                            ? inv_temperature * (weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) +
+                                                 cpu_read(a->smoothing_bias, 0, 0))
+                            : 0,
                     .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
                     .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
                     .vocab_size = (double)a->vocab_size,
@@ -494,7 +485,7 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
 
 void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
   const int32_t *targets = a->targets.data;
-  double inv_temperature = (double)cpu_inv_temperature(a->terms.temperature);
+  double inv_temperature = (double)inverse_temperature(a->terms.temperature);
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     double scale = counts ? inv_temperature * (double)a->alpha * cpu_read(a->factor, 0, 1) : 0;
@@ -519,7 +510,8 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
                                  int64_t t) {
   Tile tile = tile_of(a->dlogits.shape[0], a->dlogits.shape[1], block, t);
   float *first = cpu_row(a->dlogits, tile.row) + tile.column;
-  float inv_temperature = cpu_inv_temperature(a->temperature);
+  float inv_temperature = inverse_temperature(a->temperature);
+  const float *bias = a->bias.data;
   bool kept = !tensor_exists(a->x);
   if (!kept) {
     CpuMatrix x = {.data = cpu_row(a->x, tile.row), .stride = a->x.stride},
@@ -541,8 +533,7 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
       d[j] = d[j] * scale * (per_p + per_distance * distance);
     }
     float slope[LCE_TILE_COLUMNS];
-    if (tensor_exists(a->bias)) add_bias(d, (const float *)a->bias.data + tile.column, tile.columns);
-    if (a->softcap > 0) soft_cap(d, a->softcap, tile.columns, slope);
+    bias_and_cap(d, bias ? bias + tile.column : NULL, a->softcap, tile.columns, slope);
     EACH_SIMD (j, kept ? 0 : tile.columns) {
       float distance = d[j] * inv_temperature - lse;
       if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number

@@ -125,19 +125,24 @@ static inline double exp_times_distance(const float *z, float anchor, float inv_
   return total;
 }
 
-static inline void add_bias(float *z, const float *bias, int64_t count) {
+// u in place of z: bias is added, and with a cap above 0 u is cap tanh(z / cap), and slope du/dz; bias and slope may be NULL.
+static inline void bias_and_cap(float *z, const float *bias, float cap, int64_t count, float *slope) {
 #pragma omp simd
-  for (int64_t j = 0; j < count; j++) z[j] += bias[j];
-}
-
-// u = cap tanh(z / cap) in place of z, and in slope du/dz.
-static inline void soft_cap(float *z, float cap, int64_t count, float *slope) {
+  for (int64_t j = 0; j < (bias ? count : 0); j++) z[j] += bias[j];
 #pragma omp simd
-  for (int64_t j = 0; j < count; j++) {
+  for (int64_t j = 0; j < (cap > 0 ? count : 0); j++) {
     float t = tanh_f32(z[j] / cap);
     z[j] = cap * t;
-    slope[j] = 1.0f - t * t;
+    if (slope) slope[j] = 1.0f - t * t;
   }
+}
+
+// sum_j w[j] x[j]; w NULL: all are 1.
+static inline double weighted_sum(const float *x, const float *w, int64_t count) {
+  double total = 0.0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = 0; j < count; j++) total += (double)x[j] * (w ? w[j] : 1.0f);
+  return total;
 }
 
 // The first index of `value`; 0 where there is none.

@@ -222,7 +222,7 @@ static __global__ void __launch_bounds__(1024, 1)
 void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a) {
   const LossTerms &t = a->terms;
   const TokenOutputs &o = a->outputs;
-  Loss loss = {*a, t.softcap > 0 ? 1 / t.softcap : 0, t.temperature > 0 ? 1 / t.temperature : 1};
+  Loss loss = {*a, t.softcap > 0 ? 1 / t.softcap : 0, inverse_temperature(t.temperature)};
   bool plain = t.softcap == 0 && t.label_smoothing == 0;
   for (const Tensor &unused : {a->entropy_weights, o.entropy, o.max_logit, o.predicted, o.correct, a->bias})
     plain = plain && !tensor_exists(unused);

@@ -30,10 +30,6 @@ struct TileScratch {
   int tiles; // how many there are
 };
 
-static float inv_temperature_of(float temperature) {
-  return temperature > 0 ? 1 / temperature : 1;
-}
-
 static TileScratch tile_scratch(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
   size_t bytes = (size_t)(rows * columns) * sizeof(float);
@@ -340,7 +336,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
       launch_kernel({"the exponentials of a tile", state->urgent, dim3((unsigned)rows), threads},
                     exponential_kernel<T, W>, exps, a->exps.stride, s, s.tile[i],
                     data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets), first, (int)columns,
-                    Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature_of(a->temperature));
+                    Capped<T>{data_of<T>(a->bias), a->softcap}, inverse_temperature(a->temperature));
     });
     record(state->joined[i], state->urgent);
     if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends last
@@ -373,7 +369,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
       bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
       float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile[0];
       size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
-      done = hopper_logits_exp(backend, &rest, parts, bytes, inv_temperature_of(a->temperature));
+      done = hopper_logits_exp(backend, &rest, parts, bytes, inverse_temperature(a->temperature));
       bool on_hopper = done > 0;
       if (!on_hopper) {
         logits_exp_tiles<T>(backend, a, s);
@@ -390,7 +386,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .rows = done,
                                   .vocab_size = vocab_size,
                                   .hidden_size = (int)hidden_size,
-                                  .inv_temperature = inv_temperature_of(a->temperature),
+                                  .inv_temperature = inverse_temperature(a->temperature),
                                   .capped = {data_of<T>(a->bias), a->softcap},
                                   .first = a->first,
                                   .sum = on_hopper ? nullptr : s.sum,
@@ -475,7 +471,7 @@ static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int 
 
 void cuda_lce_combine(Backend *backend, const LceCombine *a) {
   launch_kernel(per_element(backend, "lce_combine", a->targets.shape[0]), combine_kernel, *a, backend->ranks,
-                backend->rank, inv_temperature_of(a->temperature));
+                backend->rank, inverse_temperature(a->temperature));
 }
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
@@ -548,7 +544,7 @@ void cuda_lce_rows(Backend *backend, const LceRows *a) {
     KernelLaunch launch = per_row(backend, "lce_rows", a->targets.shape[0], ceil_div(a->x.shape[1], width),
                                   hopper_runs(backend));
     launch_kernel(launch, lce_rows_kernel<decltype(type), width>, *a,
-                  inv_temperature_of(a->terms.temperature));
+                  inverse_temperature(a->terms.temperature));
   });
 }
 
@@ -618,7 +614,7 @@ static __global__ void known_rows_kernel(const __grid_constant__ LceKnownRows a,
 
 void cuda_lce_known_rows(Backend *backend, const LceKnownRows *a) {
   launch_kernel(per_element(backend, "lce_known_rows", a->targets.shape[0]), known_rows_kernel, *a,
-                inv_temperature_of(a->terms.temperature));
+                inverse_temperature(a->terms.temperature));
 }
 
 // fp32 logits of a tile of columns from `first` on, or without a tile the exponentials, into their gradient; a block takes a
@@ -660,7 +656,7 @@ static __global__ void __launch_bounds__(256)
 // The portable path, where cuBLASLt makes fp32 logits, a tile at a time, and any GPU's with exponentials.
 void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   int64_t rows = a->dlogits.shape[0], vocab_size = a->dlogits.shape[1];
-  float inv_temperature = inv_temperature_of(a->temperature);
+  float inv_temperature = inverse_temperature(a->temperature);
   auto run = [&](const float *tile, int64_t first, int64_t columns) {
     with_float(a->dlogits.dtype, [&](auto type) {
       using T = decltype(type);
