@@ -369,11 +369,9 @@ typedef struct {
   // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
-  Tensor
-      tile_sums; // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps,
-                 // and without a soft-cap
-  LossRows
-      rows; // reads target_z; writes anchor, row_sum, target_e and, without tile_sums, e_distance, max and best
+  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps, and without a soft-cap
+  Tensor tile_sums;
+  LossRows rows; // reads target_z; writes anchor, row_sum, target_e; without tile_sums e_distance, max, best
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
@@ -388,8 +386,7 @@ typedef struct {
 //   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T);  max, best: the largest, of the lowest rank
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
-  LossRows
-      rows; // reads target_z; writes anchor, row_sum, target_e, rescale and, those that are there, e_distance, max, best
+  LossRows rows; // reads target_z; writes all that are there but the scales
   // fp32 [R * P C]: from each rank C anchors, C row sums and, as far as rows has them, C each of e_distance, max and best (whose
   // int32 bits are kept as they are)
   Tensor parts;
@@ -408,13 +405,11 @@ typedef struct {
 // and there is no label smoothing.
 //   scaled_x      = scale_non_target * x
 typedef struct {
-  Tensor loss; // fp32 [C], or absent where scaled_x is there
-  TokenOutputs
-      outputs;     // any of them; entropy needs rows.e_distance, and the last three rows.max and rows.best
-  Tensor scaled_x; // fp32/bf16 [C, H], or absent: forward only, and no scale is written
-  Tensor
-      exps; // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, so that
-            // E^T scaled_x has the targets' part, too
+  Tensor loss;          // fp32 [C], or absent where scaled_x is there
+  TokenOutputs outputs; // any; entropy needs rows.e_distance, the last three rows.max and rows.best
+  Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, the targets' part of E^T scaled_x
+  Tensor exps;
   LossRows rows;         // reads the first eight; writes the scales, scale_uniform with label smoothing alone
   Tensor x, targets;     // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights;  // fp32 [C], or absent

@@ -32,9 +32,8 @@ typedef struct {
   Tensor factor;        // fp32 [1], or absent
   bool sampled;         // E's tiles are sampled for the gradients
   size_t kept_bytes;    // of Chunk.kept
-  Tensor smoothing_row,
-      smoothing_bias;     // fp32 [H], [1]: sum_j w[j] W[j] and sum_j w[j] b[j], over all rows of W
-  Tensor smoothing_local; // fp32 [H]: over this rank's rows
+  Tensor smoothing_row, smoothing_bias; // fp32 [H], [1]: sum_j w[j] W[j] and w[j] b[j], over all rows of W
+  Tensor smoothing_local;               // fp32 [H]: over this rank's rows
   // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks (and ranks)
   Tensor smoothing_x, smoothing_sum;
 } Call;

@@ -71,18 +71,15 @@ typedef struct {
   int32_t mean;                            // scale by 1 / (sum of the counted tokens' class weights) as well
   int32_t accumulate;                      // add to dweight and dbias rather than write them
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
-  int32_t
-      narrow_dweight; // dweight has the context's dtype: only in one chunk or with known_log_prob, and without sample,
-                      // label_smoothing, a split head and accumulate
+  // dweight has the context's dtype: in one chunk or with known_log_prob alone; not with sample, label_smoothing, split head, accumulate
+  int32_t narrow_dweight;
   int32_t check_targets; // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
-  float label_smoothing, z_loss, softcap,
-      temperature;      // finite; 0: none (temperature 0 is read as 1, else 1e-6 or more)
-  float sample;         // the mass from which a tile is kept; 0: exact gradients
-  uint64_t sample_seed; // of the draws, to be changed from call to call
-  int64_t first_row,
-      rows;      // which of the head's V rows weight, bias and their gradients have (lce_join); 0, 0: all
-  const void *x; // fp32/bf16 [N, H]
+  float label_smoothing, z_loss, softcap, temperature; // finite; 0: none (temperature: as 1, else from 1e-6)
+  float sample;               // the mass from which a tile is kept; 0: exact gradients
+  uint64_t sample_seed;       // of the draws, to be changed from call to call
+  int64_t first_row, rows;    // which of V rows weight, bias and their gradients have (lce_join); 0, 0: all
+  const void *x;              // fp32/bf16 [N, H]
   const void *weight;         // fp32/bf16 [V, H]
   const void *bias;           // fp32/bf16 [V], or NULL
   const void *targets;        // int32 or int64 [N], each in [0, V) or -100, which does not count
@@ -98,11 +95,10 @@ typedef struct {
   // losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in them, and the call with
   // known_log_prob, given the same, overwrites them and computes no logits again: three GEMMs in all, not four.
   void *exps;
-  float *loss; // [N]: per token, before scale, mean and token weights; 0 of what does not count
-  void *dx;    // fp32/bf16 [N, H], or NULL: not computed
-  void *
-      dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the call is the forward pass alone
-  float *dbias; // [V]; there when bias and dweight are
+  float *loss;   // [N]: per token, before scale, mean and token weights; 0 of what does not count
+  void *dx;      // fp32/bf16 [N, H], or NULL: not computed
+  void *dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the forward pass alone
+  float *dbias;  // [V]; there when bias and dweight are
   // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
