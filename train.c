@@ -165,7 +165,6 @@ static void train(Run *run) {
   if (stopping(run)) printf("stopped after step %lld%s\n", (long long)done, why);
   bool validated = run->state.val_step == done;
   if (run->saves && run->saved_step != done) save(run, done);
-  checkpoint_store_settle(&run->store);
   if (!validated) validate(run, done);
 }
 

@@ -355,16 +355,6 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   return store;
 }
 
-void checkpoint_store_close(CheckpointStore *store) {
-  if (!store->directory) return;
-  if (store->lock >= 0) close(store->lock);
-  for (int i = 0; i < store->companion_count; i++) free(store->companions[i].text);
-  free(store->companions);
-  free(store->config);
-  free(store->directory);
-  *store = (CheckpointStore){0};
-}
-
 // --- saving ------------------------------------------------------------------------------------------------
 
 // Makes the link directory/name, or replaces our own.
@@ -410,8 +400,8 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   list_free(l);
 }
 
-void checkpoint_store_settle(CheckpointStore *store) {
-  if (!store->unsettled) return;
+// What follows a checkpoint that is in its place.
+static void settle(CheckpointStore *store) {
   store->unsettled = false;
   point_to(store->directory, step_name(store->last_step).text);
   if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
@@ -441,9 +431,19 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                   (long long)store->last_step);
   }
   store->last_step = step;
-  store->unsettled = true;
-  checkpoint_store_settle(store);
+  settle(store);
   return true;
+}
+
+void checkpoint_store_close(CheckpointStore *store) {
+  if (!store->directory) return;
+  if (store->unsettled) settle(store);
+  if (store->lock >= 0) close(store->lock);
+  for (int i = 0; i < store->companion_count; i++) free(store->companions[i].text);
+  free(store->companions);
+  free(store->config);
+  free(store->directory);
+  *store = (CheckpointStore){0};
 }
 
 // --- reading -----------------------------------------------------------------------------------------------

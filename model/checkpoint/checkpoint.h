@@ -46,7 +46,7 @@ typedef struct {
   int companion_count;
   int lock;          // descriptor: one run writes here at a time
   int64_t last_step; // newest checkpoint of this run, -1 before there is one
-  bool unsettled;    // it was there already: checkpoint_store_settle
+  bool unsettled;    // it was there already: checkpoint_store_close
 } CheckpointStore;
 
 // Hugging Face's default of many years.
@@ -64,9 +64,8 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
 // Call it on all ranks: only rank 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
-// At a run's end: where it resumed from the store's own checkpoint and saved no other, `latest` leads to that one, and the oldest
-// beyond `keep` go, which the run that saved it may have been killed before.
-void checkpoint_store_settle(CheckpointStore *store);
+// Where the run resumed from the store's own checkpoint and saved no other, `latest` first leads to that one, and the oldest beyond
+// `keep` go, which the run that saved it may have been killed before.
 void checkpoint_store_close(CheckpointStore *store);
 
 // --- reading -----------------------------------------------------------------------------------------------
