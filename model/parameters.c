@@ -313,19 +313,6 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
   }
 }
 
-// Elements of its slice of a bucket that each rank contributes to one all-gather. A split head's one bucket is too large to
-// gather at once.
-static int64_t read_at_once(const ParameterSet *p, ParameterGroup group, Dtype dtype, int64_t slice) {
-  bool split = group == GROUP_HEAD && p->sharding.split_head;
-  return split ? min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->sharding.parts, slice) : slice;
-}
-
-// One such piece of all slices, those of the ranks one after the other. The caller pops it.
-static Tensor push_pieces(const ParameterSet *p, Backend *backend, Dtype dtype, int64_t each) {
-  return memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype,
-                        each * p->sharding.parts);
-}
-
 void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                  int64_t first, int64_t count, void *host) {
   ParameterGroup group = parameter->group;
@@ -337,7 +324,9 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
   }
   for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->sharding.parts, most = read_at_once(p, group, dtype, slice), each;
+    int64_t slice = b.count / p->sharding.parts, most = slice, each;
+    if (group == GROUP_HEAD && p->sharding.split_head) // its one bucket is too large to gather at once
+      most = min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->sharding.parts, slice);
     Tensor shard = shards_part(p, role, group, b);
     for (int64_t at = 0; at < slice && b.first < stop; at += each) {
       each = min_i64(most, slice - at);
@@ -348,7 +337,8 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
         int64_t from = max_i64(begin, piece), to = min_i64(stop, piece + each);
         if (from >= to) continue;
         if (!tensor_exists(all)) {
-          all = push_pieces(p, backend, dtype, each);
+          all = memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype,
+                               each * p->sharding.parts);
           all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, at, each)});
         }
         if (backend->rank == 0)
@@ -358,18 +348,4 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
       memory_pop_to(&backend->memory, mark);
     }
   }
-}
-
-void shards_plan_read(const ParameterSet *p, Backend *backend) {
-  const Tensor *roles[2 + OPTIMIZER_STATES] = {p->value, p->master};
-  for (int s = 0; s < OPTIMIZER_STATES; s++) roles[2 + s] = p->state[s];
-  for (int r = 0; r < 2 + OPTIMIZER_STATES; r++)
-    for (ParameterGroup g = 0; g < GROUP_COUNT; g++) {
-      if (!tensor_exists(roles[r][g]) || !is_sharded(p, roles[r], g)) continue;
-      MemoryMark mark = memory_mark(&backend->memory);
-      Dtype dtype = roles[r][g].dtype;
-      int64_t slice = min_i64(p->bucket[g], p->group_elements[g]) / p->sharding.parts;
-      push_pieces(p, backend, dtype, read_at_once(p, g, dtype, slice));
-      memory_pop_to(&backend->memory, mark);
-    }
 }

@@ -170,9 +170,6 @@ void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor
 void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
 
-// Pushes and pops what shards_read needs at most, for a plan.
-void shards_plan_read(const ParameterSet *parameters, Backend *backend);
-
 // --- the optimizers (optimizer.c) ---------------------------------------------------------------------------
 
 // What an optimizer keeps for every weight, and how it updates them.

@@ -42,7 +42,8 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   if (o.eval_only || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
-  if (o.save && !o.eval_only) shards_plan_read(&trainer_model(&trainer)->parameters, trainer.backend);
+  if (o.save && !o.eval_only) // as a rank that writes no files
+    weights_store(trainer_model(&trainer), trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
   close_planned(&trainer);
   return plan;
