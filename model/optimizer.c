@@ -23,7 +23,7 @@ static Update slice_update(const ParameterSet *p, ParameterGroup group, Bucket b
 }
 
 static void gather_weights(Backend *backend, const ParameterSet *p, ParameterGroup group, Bucket bucket) {
-  if (p->sharding.parts == 1 || (group == GROUP_HEAD && p->sharding.split_head_weights)) return;
+  if (p->sharding.parts == 1 || shards_hold_part(p, p->value, group)) return;
   Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
   all_gather(backend,
              (Collective){.out = whole, .x = shards_part(p, p->value, group, bucket), .async = true});

@@ -267,16 +267,17 @@ Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
   return (Bucket){end - count, count};
 }
 
-static bool is_sharded(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
+bool shards_hold_part(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
   return tensor_count(role[group]) != p->group_elements[group];
 }
 
 Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
   int64_t slice = b.count / p->sharding.parts;
   if (!tensor_exists(role[group])) return role[group];
-  return tensor_rows(
-      role[group],
-      is_sharded(p, role, group) ? b.first / p->sharding.parts : b.first + p->sharding.part * slice, slice);
+  return tensor_rows(role[group],
+                     shards_hold_part(p, role, group) ? b.first / p->sharding.parts
+                                                      : b.first + p->sharding.part * slice,
+                     slice);
 }
 
 bool shards_double_buffered(const ParameterSet *p, ParameterGroup group) {
@@ -294,16 +295,22 @@ Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket 
 
 // --- elements to and from the host -------------------------------------------------------------------------
 
+// Where the bucket with the element before `stop` ends.
+static int64_t end_of_bucket(const ParameterSet *p, ParameterGroup group, int64_t stop) {
+  int64_t end = p->group_elements[group];
+  return end - (end - stop) / p->bucket[group] * p->bucket[group];
+}
+
 void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                   int64_t first, int64_t count, const void *values) {
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!is_sharded(p, role, group)) {
+  if (!shards_hold_part(p, role, group)) {
     backend_to_device(backend, tensor_rows(role[group], begin, count), values);
     return;
   }
-  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+  for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;
     int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
@@ -318,17 +325,17 @@ void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, co
   ParameterGroup group = parameter->group;
   Dtype dtype = role[group].dtype;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!is_sharded(p, role, group)) {
+  if (!shards_hold_part(p, role, group)) {
     if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
     return;
   }
-  for (Bucket b = {p->group_elements[group], 0}; b.first > begin;) {
+  for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, most = slice, each;
     if (group == GROUP_HEAD && p->sharding.split_head) // its one bucket is too large to gather at once
       most = min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->sharding.parts, slice);
     Tensor shard = shards_part(p, role, group, b);
-    for (int64_t at = 0; at < slice && b.first < stop; at += each) {
+    for (int64_t at = 0; at < slice; at += each) {
       each = min_i64(most, slice - at);
       MemoryMark mark = memory_mark(&backend->memory);
       Tensor all = {0};

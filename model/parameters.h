@@ -150,7 +150,9 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
 
-// The rank's slice of a bucket in one role (parameters->value, ...), whole or sharded. What is absent stays absent.
+// Whether this rank holds a part alone of the group's tensors in one role (parameters->value, ...).
+bool shards_hold_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group);
+// The rank's slice of a bucket in one role, whole or sharded. What is absent stays absent.
 Tensor shards_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
 
 // Whether the group's gradients are those of two layers, a double buffer.
