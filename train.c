@@ -189,12 +189,12 @@ static void keep_inputs(const Options *o) {
   const TextList tokenizer = {.items = (const char **)&o->tokenizer, .count = o->tokenizer != NULL};
   const TextList *const inputs[] = {&o->data, &o->val_data, &tokenizer};
   const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
-  struct stat in, out;
+  struct stat out;
   for (int k = 0; k < 2; k++)
     for (int l = 0; l < 3; l++)
       for (int i = 0; i < inputs[l]->count; i++)
-        if (outputs[k][1] && !stat(outputs[k][1], &out) && !stat(inputs[l]->items[i], &in) &&
-            S_ISREG(out.st_mode) && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+        if (outputs[k][1] && !stat(outputs[k][1], &out) && S_ISREG(out.st_mode) &&
+            path_is_same(outputs[k][1], inputs[l]->items[i]))
           fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], outputs[k][1]);
 }
 

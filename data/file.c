@@ -32,6 +32,11 @@ bool path_is_folder(const char *path) {
   return stat(path, &status) == 0 && S_ISDIR(status.st_mode);
 }
 
+bool path_is_same(const char *a, const char *b) {
+  struct stat of_a, of_b;
+  return !stat(a, &of_a) && !stat(b, &of_b) && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+}
+
 bool path_make_folders(const char *path, Reason *reason) {
   char *partial = text_format("%s", path);
   bool made = *path || refuse(reason, "the name of the folder is empty");

@@ -14,6 +14,7 @@ typedef struct {
 Path path_in(const char *folder, const char *name); // "folder/name"; too long: "", which is no file's
 bool path_exists(const char *path);                 // something is there, be it a link that leads nowhere
 bool path_is_folder(const char *path);
+bool path_is_same(const char *a, const char *b);          // both lead to one file or folder
 bool path_make_folders(const char *path, Reason *reason); // the folder and those above it
 
 // Opens an output `what` ("the log"). Fails unless it may be written: nothing is there, or a pipe or character device, or

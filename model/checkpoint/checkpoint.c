@@ -106,11 +106,6 @@ static int in_order(const struct dirent **a, const struct dirent **b) {
   return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
-static bool is_same(const char *a, const char *b) {
-  struct stat of_a, of_b;
-  return !stat(a, &of_a) && !stat(b, &of_b) && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
-}
-
 // What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing where it is
 // unreadable.
 static Listing list(int at, const char *path) {
@@ -349,8 +344,8 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   refuse_foreign(directory, first_step, may_replace);
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
   clean(directory);
-  store.unsettled =
-      origin && first_step >= 0 && is_same(origin, path_in(directory, step_name(first_step).text).text);
+  store.unfinished =
+      origin && first_step >= 0 && path_is_same(origin, path_in(directory, step_name(first_step).text).text);
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -401,8 +396,8 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
 }
 
 // What follows a checkpoint that is in its place.
-static void settle(CheckpointStore *store) {
-  store->unsettled = false;
+static void finish_step(CheckpointStore *store) {
+  store->unfinished = false;
   point_to(store->directory, step_name(store->last_step).text);
   if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
 }
@@ -431,13 +426,13 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                   (long long)store->last_step);
   }
   store->last_step = step;
-  settle(store);
+  finish_step(store);
   return true;
 }
 
 void checkpoint_store_close(CheckpointStore *store) {
   if (!store->directory) return;
-  if (store->unsettled) settle(store);
+  if (store->unfinished) finish_step(store);
   if (store->lock >= 0) close(store->lock);
   for (int i = 0; i < store->companion_count; i++) free(store->companions[i].text);
   free(store->companions);

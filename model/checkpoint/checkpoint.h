@@ -46,7 +46,7 @@ typedef struct {
   int companion_count;
   int lock;          // descriptor: one run writes here at a time
   int64_t last_step; // newest checkpoint of this run, -1 before there is one
-  bool unsettled;    // it was there already: checkpoint_store_close
+  bool unfinished;   // it was there already: checkpoint_store_close
 } CheckpointStore;
 
 // Hugging Face's default of many years.
