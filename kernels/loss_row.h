@@ -76,6 +76,11 @@ LOSS_ROW LossReal log_total(LossReal row_sum, LossReal nll) {
   return nll > 0 ? log(row_sum / -expm1(-nll)) : 0;
 }
 
+// du/dz of u = cap tanh(z / cap), from u.
+LOSS_ROW LossReal capped_slope(LossReal u, LossReal cap) {
+  return (1 - u / cap) * (1 + u / cap);
+}
+
 // The entropy, from e_v = sum of exp(v - anchor) (v - anchor) over the non-targets.
 LOSS_ROW LossReal entropy_of_row(RowSums s, RowLoss r, LossReal e_v) {
   return (s.target_e == 1 ? r.nll : log(r.total)) - (e_v - s.target_e * s.offset) / r.total;

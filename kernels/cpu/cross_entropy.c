@@ -25,8 +25,8 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   int32_t target = ((const int32_t *)a->targets.data)[n];
   float *v = cpu_row(a->logits, n), cap = t->softcap, inv_temperature = inverse_temperature(t->temperature);
   const float *w = t->class_weights.data;
-  bool of_entropy_too = tensor_exists(a->entropy_weights) || tensor_exists(a->outputs.entropy);
-  bool plain = cap == 0 && t->label_smoothing == 0 && !of_entropy_too; // E is the gradient, but for a factor
+  bool needs_entropy = tensor_exists(a->entropy_weights) || tensor_exists(a->outputs.entropy);
+  bool plain = cap == 0 && t->label_smoothing == 0 && !needs_entropy; // E is the gradient, but for a factor
   bias_and_cap(v, a->bias.data, cap, vocab, NULL); // dv/dz is found again from v (derivative_of)
   EACH_SIMD (j, inv_temperature != 1 ? vocab : 0) v[j] *= inv_temperature;
   float target_v = v[target];
@@ -39,7 +39,7 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
   cpu_store(a->outputs.max_logit, n, anchor);
-  double distance = of_entropy_too ? exp_times_distance(v, anchor, 1.0f, vocab) : 0;
+  double distance = needs_entropy ? exp_times_distance(v, anchor, 1.0f, vocab) : 0;
   double alpha = a->alpha * cpu_read(a->factor, 0, 1), class_weight = w ? w[target] : 1.0;
   RowSums row = {.row_sum = exp_and_sum(v, anchor, 1.0f, vocab, plain && a->backward ? v : NULL),
                  .target_e = exp((double)target_v - anchor),

@@ -444,7 +444,7 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
       if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = best;
     }
     if (!tensor_exists(a->scaled_x)) continue;
-    if (cap > 0) row.target *= (1 - target_z[n] / cap) * (1 + target_z[n] / cap);
+    if (cap > 0) row.target *= capped_slope(target_z[n], cap);
     float scale = (float)(row.per_e * cpu_read(r->rescale, n, 1));
     cpu_store(r->scale_non_target, n, scale);
     cpu_store(r->scale_target, n, row.target);
@@ -495,7 +495,7 @@ void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
                   (double)a->terms.z_loss, scale * cpu_read(a->token_weights, n, 1),
                   scale * cpu_read(a->entropy_weights, n, 0));
     double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
-    if (cap > 0) r.at_target *= (1 - u / cap) * (1 + u / cap);
+    if (cap > 0) r.at_target *= capped_slope(u, cap);
     if (tensor_exists(a->row_sum))
       r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
     cpu_store(a->rows.lse, n, counts ? r.lse : 0);

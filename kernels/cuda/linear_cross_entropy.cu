@@ -507,7 +507,7 @@ static __global__ void __launch_bounds__(256)
                       counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
   RowLoss l = loss_of_row(sums);
   float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0, cap = terms.softcap;
-  if (cap > 0) l.target *= (1 - target_z / cap) * (1 + target_z / cap);
+  if (cap > 0) l.target *= capped_slope(target_z, cap);
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
     write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
@@ -603,7 +603,7 @@ static __global__ void known_rows_kernel(const __grid_constant__ LceKnownRows a,
                   read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
                   scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
   float cap = a.terms.softcap, u = data_of<float>(a.target_z)[n];
-  if (cap > 0) r.at_target *= (1 - u / cap) * (1 + u / cap);
+  if (cap > 0) r.at_target *= capped_slope(u, cap);
   if (counts && a.row_sum.data)
     r.lse = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
   write(a.rows.lse, n, r.lse);
