@@ -14,7 +14,7 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   for (char *word; argc < WORDS && (word = strtok_r(NULL, " ", &rest));) argv[argc++] = word;
   assert_in_range(argc, 1, WORDS - 1);
   Options options;
-  setup_options(&options, argc, argv);
+  options_read(&options, argc, argv);
   options_resolve_dtypes(&options, device == ON_CUDA);
   plan_resolve_chunk(&options, device);
   return options;
@@ -37,9 +37,9 @@ static Run *open_line(const char *backend, const char *format, va_list arguments
   bool cuda = !strncmp(backend, "cuda", 4), fp32 = cuda && strstr(backend, "fp32");
   run->options = options_of(cuda ? ON_CUDA : ON_CPU, fp32 ? " --dtype fp32" : "", format, arguments);
   const Options *o = &run->options;
-  run->data = setup_data(o);
+  run->data = run_data_open(o);
   trainer_create(&run->trainer, o, run->h->backend);
-  plan_set_mode(&run->trainer, o->mode);
+  plan_set_mode(&run->trainer, o->pass.mode);
   return run;
 }
 
@@ -62,7 +62,7 @@ Run *run_open_on(const char *backend, const char *format, ...) {
 
 void run_close(Run *run) {
   trainer_destroy(&run->trainer);
-  setup_data_close(&run->data);
+  run_data_close(&run->data);
   harness_close(run->h);
   options_free(&run->options);
   free(run);

@@ -4,7 +4,7 @@
 //   tools/generate --init runs/llama --prompt "Once upon a time"
 //   tools/generate --init gpt2 --prompt - --tokens 400 --temperature 0.7 --top-p 0.9 <prompt.txt
 //
-// trainer/prompt.c makes the prompt tokens, model/generate.c draws more, data/tokenizer.c makes them text.
+// trainer/data.c makes the prompt tokens, model/generate.c draws more, data/tokenizer.c makes them text.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,9 +19,9 @@
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
+#include "trainer/data.h"
 #include "trainer/machine.h"
 #include "trainer/option_rows.h"
-#include "trainer/prompt.h"
 
 typedef struct {
   Options train; // what ./train calls the same
@@ -141,7 +141,7 @@ int main(int argc, char **argv) {
                   .prompt_count = prompt.count,
                   .max_new_tokens = w.tokens,
                   .window = min_i64(prompt.count + w.tokens, model_max_seq_len(&o->model)),
-                  .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
+                  .sampling = o->generation.sampling,
                   .seed = o->seed,
                   .stop = stops,
                   .stop_count = w.go_on ? 0 : find_stops(o->init, stops),

@@ -3,14 +3,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
-#include <cjson/cJSON.h>
-
-#include "data/source.h"
+#include "data/file.h"
 #include "kernels/fail.h"
+#include "kernels/memory.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
+#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -76,39 +77,39 @@ const Option options_rows[] = {
     {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING | TRAINING,
      NEEDS("schedule wsd", "says when the rate of wsd falls"),
      HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
-    {NUMBER("beta1", "B", beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
+    {NUMBER("beta1", "B", update.beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
      HELP("Decay of the first moment")},
-    {NUMBER("beta2", "B", beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
+    {NUMBER("beta2", "B", update.beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
      HELP("Decay of the second moment")},
-    {NUMBER("epsilon", "E", epsilon, 1e-30, 1), DEFAULT("1e-8"), .flags = SETTING | TRAINING,
+    {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), DEFAULT("1e-8"), .flags = SETTING | TRAINING,
      HELP("Added to the root of the second moment")},
-    {NUMBER("momentum", "MU", momentum, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
+    {NUMBER("momentum", "MU", update.momentum, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
      NEEDS("optimizer muon", "is Muon's"), HELP("Decay of Muon's momentum")},
-    {NUMBER("weight-decay", "D", weight_decay, 0, 100), DEFAULT("0.1"), .flags = SETTING | TRAINING,
+    {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), DEFAULT("0.1"), .flags = SETTING | TRAINING,
      HELP("Decoupled; matrices only, not norms and biases")},
     {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), DEFAULT("1"), .flags = SETTING | TRAINING,
      HELP("Largest global gradient norm; 0 does not clip")},
 
     {GROUP("LM head + loss")},
-    {FLAG("fused-lce", mode, LCE_FUSED), .flags = SETTING,
+    {FLAG("fused-lce", pass.mode, LCE_FUSED), .flags = SETTING,
      HELP("Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)")},
-    {FLAG("materialized-logits", mode, LCE_MATERIALIZED), .flags = SETTING,
+    {FLAG("materialized-logits", pass.mode, LCE_MATERIALIZED), .flags = SETTING,
      EXCLUDES("lce-chunk, lce-memory, lce-sample", "chunks and sampling belong to --fused-lce"),
      HELP("Keep the logits of all tokens, to compare with")},
-    {WHOLE("lce-chunk", "TOKENS", lce_chunk, 1, MAX), .flags = SETTING,
+    {WHOLE("lce-chunk", "TOKENS", pass.chunk, 1, MAX), .flags = SETTING,
      EXCLUDES("lce-memory", "both choose the chunk"),
      HELP("Tokens per chunk (default a ninth of B x T, at least 112; on cuda 1024 or an eighth; at most 4096)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
-    {NUMBER("lce-sample", "M0", lce_sample, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      EXCLUDES("metrics", "sampling knows only the rows' sums, and metrics need more"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
           "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
           "save no time: gradients are exact")},
-    {NUMBER("label-smoothing", "EPS", label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("label-smoothing", "EPS", pass.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
-    {NUMBER("z-loss", "LAMBDA", z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("z-loss", "LAMBDA", pass.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
@@ -139,13 +140,13 @@ const Option options_rows[] = {
      HELP("Batches of a validation, spread evenly over all; 0 takes all")},
     {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
      HELP("Show a text sample every N steps; 0 for none")},
-    {WHOLE("sample-tokens", "N", sample_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
+    {WHOLE("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
      HELP("Tokens of a sample")},
-    {NUMBER("temperature", "T", temperature, 0, 100), DEFAULT("0.8"), .flags = TRAINING,
+    {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), DEFAULT("0.8"), .flags = TRAINING,
      HELP("Temperature of the samples; 0 takes the likeliest token")},
-    {WHOLE("top-k", "K", top_k, 0, MAX), DEFAULT("0"), .flags = TRAINING,
+    {WHOLE("top-k", "K", generation.sampling.top_k, 0, MAX), DEFAULT("0"), .flags = TRAINING,
      HELP("Samples take one of the K likeliest tokens; 0: of all tokens")},
-    {NUMBER("top-p", "P", top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
+    {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
      HELP("Samples take one of the fewest tokens that together have probability P")},
     {TEXT("tokenizer", "PATH", tokenizer),
      HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
@@ -190,13 +191,13 @@ const Option options_rows[] = {
      HELP("Keep fp32 master weights of bf16 ones (default)")},
     {FLAG("no-master-weights", dtypes.master, false), .flags = GPU_SETTING | TRAINING,
      HELP("Update bf16 weights directly, with stochastic rounding")},
-    {CHOICE("recompute", "WHAT", recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
+    {CHOICE("recompute", "WHAT", pass.recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
      .flags = SETTING | TRAINING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
-    {WHOLE("recompute-layers", "N", recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {WHOLE("recompute-layers", "N", pass.recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute", "says in how many layers to recompute, and not what"),
      HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
-    {WHOLE("mlp-chunk", "TOKENS", mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {WHOLE("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
      NEEDS("recompute layer", "drops a chunk's activations before the next one"),
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), for long sequences")},
     {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"), .flags = TRAINING,
@@ -349,10 +350,10 @@ static void resolve_batch(Options *o) {
 // What the loss cannot do with this model.
 static void check_loss(const Options *o) {
   double softcap = o->model.final_logit_softcapping;
-  if (softcap > 0 && o->lce_sample > 0)
+  if (softcap > 0 && o->pass.sampling.full_mass > 0)
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
-  if (softcap > 0 && o->dtypes.vocab_parallel && o->label_smoothing > 0)
+  if (softcap > 0 && o->dtypes.vocab_parallel && o->pass.label_smoothing > 0)
     fail("--vocab-parallel has no label smoothing beside %s's logit soft-cap of %g; leave one out",
          o->model.name, softcap);
 }
@@ -367,7 +368,7 @@ static void check_fp8(const Options *o) {
                {"key/value heads x head size", m->num_key_value_heads * m->head_dim},
                {"intermediate size", m->intermediate_size},
                {"--seq-len", o->seq_len},
-               {"--mlp-chunk", o->mlp_chunk}};
+               {"--mlp-chunk", o->pass.mlp_chunk}};
   for (size_t i = 0; o->dtypes.fp8 && i < sizeof sizes / sizeof *sizes; i++)
     if (sizes[i].size % 16)
       fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
@@ -406,12 +407,12 @@ static void resolve_job(Options *o) {
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
     if (o->given[i] && (!o->eval_only || !(options_rows[i].flags & TRAINING)))
       option_require_needs(options_rows, o, i);
-  if (o->recompute_layers > o->model.num_hidden_layers)
+  if (o->pass.recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
-         (long long)o->recompute_layers, (long long)o->model.num_hidden_layers);
+         (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
   check_loss(o);
   check_fp8(o);
-  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->recompute != RECOMPUTE_LAYER)
+  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
          "--recompute layer");
 }
@@ -429,7 +430,7 @@ static void check_eval_only(const Options *o) {
   if (count) warn("--eval-only trains nothing: %s %s no effect", list, count == 1 ? "has" : "have");
 }
 
-void options_parse(Options *o, int argc, char **argv) {
+static void parse(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
       .doc =
@@ -449,10 +450,31 @@ void options_parse(Options *o, int argc, char **argv) {
   if (o->eval_only) check_eval_only(o);
 }
 
-void options_resolve(Options *o) {
+// An earlier log may be written over, but not while it is read as text.
+static void keep_inputs(const Options *o) {
+  const TextList tokenizer = {.items = (const char **)&o->tokenizer, .count = o->tokenizer != NULL};
+  const TextList *const inputs[] = {&o->data, &o->val_data, &tokenizer};
+  const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
+  struct stat out;
+  for (int k = 0; k < 2; k++)
+    for (int l = 0; l < 3; l++)
+      for (int i = 0; i < inputs[l]->count; i++)
+        if (outputs[k][1] && !stat(outputs[k][1], &out) && S_ISREG(out.st_mode) &&
+            path_is_same(outputs[k][1], inputs[l]->items[i]))
+          fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], outputs[k][1]);
+}
+
+void options_read(Options *o, int argc, char **argv) {
+  memory_set_advice(
+      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
+      "less, and --plan says how much");
+  parse(o, argc, argv);
+  resume_find(o);
+  if (o->resumed_from) resume_take_settings(o);
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
+  keep_inputs(o);
 }
 
 void options_resolve_dtypes(Options *o, bool cuda) {
@@ -474,7 +496,7 @@ void options_resolve_dtypes(Options *o, bool cuda) {
 }
 
 int64_t options_used_chunk(const Options *o) {
-  return lce_used_chunk(o->batch * o->seq_len, o->lce_chunk);
+  return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
 }
 
 const char *options_words(const Options *o, const char *name, char words[64]) {
@@ -485,8 +507,8 @@ const char *options_words(const Options *o, const char *name, char words[64]) {
 Text options_recompute(const Options *o) {
   Text text;
   char words[64];
-  snprintf(text.text, sizeof text.text, o->recompute_layers ? "%s in %lld layers" : "%s",
-           options_words(o, "recompute", words), (long long)o->recompute_layers);
+  snprintf(text.text, sizeof text.text, o->pass.recompute_layers ? "%s in %lld layers" : "%s",
+           options_words(o, "recompute", words), (long long)o->pass.recompute_layers);
   return text;
 }
 

@@ -3,6 +3,7 @@
 
 #include "data/loader.h"
 #include "kernels/text.h"
+#include "model/generate.h"
 #include "model/transformer.h"
 #include "trainer/option_table.h"
 
@@ -41,14 +42,14 @@ typedef struct {
   uint64_t seed;
   // optimizer
   Schedule schedule;
-  double beta1, beta2, epsilon, momentum, weight_decay, max_grad_norm;
+  Update update; // all but tensors, rate and step
+  float max_grad_norm;
   // LM head + loss
-  LceMode mode;
-  int64_t lce_chunk;  // max tokens; 0 until plan_resolve_chunk has chosen
+  TransformerOptions
+      pass;           // all but tensors and hooks; chunk: max tokens; 0 until plan_resolve_chunk has chosen
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
-  double label_smoothing, z_loss, lce_sample;
-  bool no_sampling; // the GPU does not sample the gradient's tiles (Backend)
-  bool metrics;     // accuracy, entropy and largest logit of every step
+  bool no_sampling;   // the GPU does not sample the gradient's tiles (Backend)
+  bool metrics;       // accuracy, entropy and largest logit of every step
   // data
   TextList data, val_data; // paths
   DataOrder data_order;
@@ -57,9 +58,8 @@ typedef struct {
   double val_fraction;
   bool masked; // some of the data has a mask, or windows are padded: training targets may be ignored
   // evaluation
-  int64_t eval_every, eval_batches, sample_every, sample_tokens;
-  double temperature, top_p; // of the samples; see Sampling
-  int64_t top_k;
+  int64_t eval_every, eval_batches, sample_every;
+  Generation generation;          // all but prompt, window and seed
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
   bool eval_only;                 // no training: the validation data from end to end
   // checkpoints
@@ -79,9 +79,6 @@ typedef struct {
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
   bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
-  Recompute recompute;
-  int64_t recompute_layers; // 0: all
-  int64_t mlp_chunk;        // 0: all tokens at once
   // output
   const char *log, *timeline, *dump;
   bool plan, compare_modes, fit, profile;
@@ -94,10 +91,9 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
-// Reads the command line. Wrong values end the program with one sentence. setup_options does this and what follows.
-void options_parse(Options *options, int argc, char **argv);
-// Once origin and the checkpoint's settings are known: model, ranks, micro-batches.
-void options_resolve(Options *options);
+// Reads the command line, finds the model or checkpoint that it names, takes what is not given from that, and resolves the
+// rest but what depends on the device: machine_open and plan_resolve_chunk come next. Wrong values end the program with one sentence.
+void options_read(Options *options, int argc, char **argv);
 
 // Whether --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);

@@ -33,7 +33,7 @@ static void close_planned(Trainer *t) {
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
-  o.mode = mode;
+  o.pass.mode = mode;
   Trainer trainer;
   open_planned(&trainer, &o, device);
   if (!o.eval_only) {
@@ -69,7 +69,7 @@ static Options with_shape(const Options *given, DeviceKind device, int64_t batch
   o.seq_len = seq_len;
   o.total_batch = batch * seq_len * o.ranks;
   o.micro_steps = 1;
-  if (!options_given(&o, "lce-chunk")) o.lce_chunk = 0;
+  if (!options_given(&o, "lce-chunk")) o.pass.chunk = 0;
   plan_resolve_chunk(&o, device);
   return o;
 }
@@ -85,7 +85,7 @@ typedef struct {
 
 static size_t bytes_of(const Budget *b, int64_t count) {
   Options o = *b->options;
-  if (b->of == CHUNK) o.lce_chunk = count;
+  if (b->of == CHUNK) o.pass.chunk = count;
   if (b->of == BATCH) o = with_shape(&o, b->device, count, o.seq_len);
   if (b->of == SEQ_LEN) o = with_shape(&o, b->device, o.batch, count * seq_len_unit(&o));
   Ledger plan = plan_run(&o, b->device, b->mode);
@@ -104,9 +104,9 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
       fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
            "that",
            (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
-    o->lce_chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
+    o->pass.chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
   }
-  if (!o->lce_chunk) o->lce_chunk = lce_default_chunk(device, o->batch * o->seq_len);
+  if (!o->pass.chunk) o->pass.chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
@@ -214,7 +214,7 @@ static Options with_change(const Options *given, DeviceKind device, const Change
   snprintf(name, sizeof name, "%.*s", (int)length - 2, c->flag + 2);
   const Option *row = &options_rows[option_row(options_rows, name)];
   option_set(row, &o, c->flag + length + (c->flag[length] != 0));
-  if ((c->on_cuda && device != ON_CUDA) || o.recompute < given->recompute) return *given;
+  if ((c->on_cuda && device != ON_CUDA) || o.pass.recompute < given->pass.recompute) return *given;
   return o.batch == given->batch ? o : with_shape(&o, device, o.batch, o.seq_len);
 }
 
@@ -237,10 +237,10 @@ __attribute__((format(printf, 3, 4))) static void append(List *list, const char 
 static List suggest_together(const Options *options, DeviceKind device, size_t usable) {
   Options o = *options;
   List flags = {""}, text = {""};
-  size_t peak = plan_run(&o, device, o.mode).peak;
+  size_t peak = plan_run(&o, device, o.pass.mode).peak;
   for (const Change *c = changes; c < changes + CHANGES && peak > usable; c++) {
     Options changed = with_change(&o, device, c);
-    size_t bytes = c->weaker ? peak : plan_run(&changed, device, changed.mode).peak;
+    size_t bytes = c->weaker ? peak : plan_run(&changed, device, changed.pass.mode).peak;
     if (bytes >= peak) continue;
     o = changed;
     peak = bytes;
@@ -248,11 +248,11 @@ static List suggest_together(const Options *options, DeviceKind device, size_t u
   }
   int64_t unit = seq_len_unit(&o);
   if (peak > usable && o.seq_len > unit) {
-    const Budget budget = {&o, device, o.mode, usable, SEQ_LEN};
+    const Budget budget = {&o, device, o.pass.mode, usable, SEQ_LEN};
     int64_t seq_len = unit * max_i64(largest_that_fits(within, &budget, (o.seq_len - 1) / unit), 1);
     while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
     o = with_shape(&o, device, o.batch, seq_len);
-    peak = plan_run(&o, device, o.mode).peak;
+    peak = plan_run(&o, device, o.pass.mode).peak;
     append(&flags, " ", "--seq-len %lld", (long long)seq_len);
   }
   bool fits = peak <= usable;
@@ -268,13 +268,13 @@ static List suggest(const Options *options, DeviceKind device, size_t usable) {
   bool recompute_fits = false;
   for (const Change *c = changes; c < changes + SINGLE_CHANGES; c++) {
     Options o = with_change(options, device, c);
-    bool recomputes = o.recompute > options->recompute;
-    size_t bytes = plan_run(&o, device, o.mode).peak;
+    bool recomputes = o.pass.recompute > options->pass.recompute;
+    size_t bytes = plan_run(&o, device, o.pass.mode).peak;
     if (bytes > usable || (recomputes && recompute_fits)) continue;
     recompute_fits |= recomputes;
     append(&text, ", ", "%s needs %s", c->flag, text_bytes(bytes).text);
   }
-  int64_t batch = plan_largest_batch(options, device, options->mode, usable);
+  int64_t batch = plan_largest_batch(options, device, options->pass.mode, usable);
   while (batch && !divides_total(options, batch, options->seq_len)) batch--;
   if (batch) append(&text, ", ", "--batch %lld fits", (long long)batch);
   return *text.text ? text : suggest_together(options, device, usable);
@@ -302,7 +302,7 @@ static void require_host(const Ledger *plan) {
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
-  Ledger plan = plan_run(options, device, options->mode);
+  Ledger plan = plan_run(options, device, options->pass.mode);
   require_host(&plan);
   if (!usable || plan.peak <= usable) return;
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
@@ -312,7 +312,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
 
 // --- the table ---------------------------------------------------------------------------------------------
 
-enum { MAX_COLUMNS = 3 };
+enum { MAX_COLUMNS = 3, TIMELINE_STEPS = 3 };
 
 // A row of bytes; none where all are 0, unless it is wanted all the same.
 static void print_row(const size_t *bytes, int count, bool wanted, const char *where, const char *name) {
@@ -488,7 +488,7 @@ void plan_print_fit(Options *o) {
   const unsigned offloads[CHOICES] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
                                       OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
   int count = o->dtypes.offload || device == ON_CPU || o->eval_only ? 1
-              : o->recompute == RECOMPUTE_LAYER                     ? CHOICES
+              : o->pass.recompute == RECOMPUTE_LAYER                ? CHOICES
                                                                     : CHOICES - 1;
   int64_t batches[CHOICES][2], largest = 0;
   Options with[CHOICES];
@@ -500,7 +500,7 @@ void plan_print_fit(Options *o) {
   }
   if (!largest) {
     Options one = with_shape(o, device, 1, o->seq_len);
-    one.mode = LCE_FUSED;
+    one.pass.mode = LCE_FUSED;
     fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
          o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, suggest(&one, device, capacity).text);
   }
@@ -565,6 +565,24 @@ void plan_compare_modes(Trainer *trainer) {
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------
+
+void plan_record(Ledger *ledger, const Options *o, int64_t step) {
+  // Not of the first step, which also chooses algorithms.
+  ledger->recording = o->timeline && step > o->first_step && step <= o->first_step + TIMELINE_STEPS;
+  ledger->step = (int)step;
+}
+
+static double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
+}
+
+void plan_write_recorded(const Options *o, Backend *backend) {
+  Ledger *ledger = &backend->memory.ledger;
+  ledger->clock = device_seconds;
+  ledger->clock_context = backend;
+  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, ledger);
+}
 
 void plan_write_timeline(const char *path, const Ledger *ledger) {
   static const char columns[] = "event,step,at,block,total";

@@ -59,8 +59,10 @@ void plan_compare_modes(Trainer *trainer);
 
 // --timeline: bytes in use after every event of the ledger, one line each, by category, as CSV. `at` is the time since the
 // first, or of a plan, which takes none, the bytes pushed and popped since then.
-enum { TIMELINE_STEPS = 3 };
 void plan_write_timeline(const char *path, const Ledger *ledger);
+// Of a run: records the events of its second to fourth step until recording is false again, and writes the file.
+void plan_record(Ledger *ledger, const Options *options, int64_t step);
+void plan_write_recorded(const Options *options, Backend *backend);
 
 // "gradients, master weights and moments are sharded over them": what --zero and --vocab-parallel do.
 const char *sharding_name(const ParameterDtypes *dtypes);

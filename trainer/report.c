@@ -15,12 +15,36 @@
 #include "kernels/profile.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
 #include "kernels/text.h"
 #include "trainer/plan.h"
 #include "trainer/record.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
+
+static cJSON *value_of(const RecordField *f) {
+  if (f->item) return f->item;
+  if (f->text) return json_string(f->text);
+  if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
+  return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
+}
+
+cJSON *record_object(const RecordField *fields) {
+  cJSON *object = cJSON_CreateObject();
+  for (const RecordField *f = fields; f->name; f++)
+    if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(object, f->name, value_of(f));
+  return object;
+}
+
+bool record_write(FILE *log, const RecordField *fields) {
+  cJSON *line = record_object(fields);
+  char *text = json_print(line, false);
+  bool written = fprintf(log, "%s\n", text) >= 0 && !fflush(log);
+  int error = errno;
+  free(text);
+  cJSON_Delete(line);
+  errno = error;
+  return written;
+}
 
 bool report_log_lost(const Report *r) {
   return r->log && ferror(r->log);
@@ -138,7 +162,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
            options_words(o, "schedule", words), o->schedule.peak);
-  if (o->mode == LCE_FUSED)
+  if (o->pass.mode == LCE_FUSED)
     printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
            (long long)options_used_chunk(o), options_recompute(o).text);
   else
@@ -187,8 +211,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
       NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
       NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
-      TEXT("loss_mode", lce_mode_name(o->mode)),
-      NUMBER("lce_chunk", o->mode == LCE_FUSED ? options_used_chunk(o) : 0),
+      TEXT("loss_mode", lce_mode_name(o->pass.mode)),
+      NUMBER("lce_chunk", o->pass.mode == LCE_FUSED ? options_used_chunk(o) : 0),
       TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)),
       {"fp8", .truth = &o->dtypes.fp8}, TEXT("data", data), OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
@@ -277,6 +301,22 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
   r->smoothed_seconds = r->smoothed_seconds > 0 ? 0.8 * r->smoothed_seconds + 0.2 * each : each;
   Backend *backend = trainer->backend;
   print_progress(r, &results[count - 1], backend->ops->device_bytes_now(backend));
+}
+
+bool report_due(const Report *r, const Trainer *t) {
+  double pace = t->backend->ranks == 1 ? r->smoothed_seconds : t->agreed_seconds;
+  return t->pending_count >= (pace > 0 ? (int64_t)fmax(fmin(0.5 / pace, TRAINER_PENDING), 1) : 1);
+}
+
+void report_collect(Report *r, Trainer *t, RunState *state) {
+  StepResult results[TRAINER_PENDING];
+  int count = trainer_collect(t, results);
+  if (!count) return;
+  double seconds = now_seconds() - r->since; // only now has the device done them all
+  if (isnan(state->first_loss)) state->first_loss = results[0].loss;
+  state->last_loss = results[count - 1].loss;
+  report_steps(r, t, results, count, seconds);
+  t->step_seconds = r->smoothed_seconds;
 }
 
 // --- between steps -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 #include <stdio.h>
 
 #include "kernels/system.h" // now_seconds
-#include "trainer/prompt.h"
+#include "trainer/data.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
 
@@ -23,6 +23,7 @@ typedef struct {
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,
   double seconds_timed;    // without validation and samples
+  double since; // when the steps began whose results wait; set it when something else has taken time
   double dropped_tiles, dropped_mass; // sums over steps_done; NaN without --lce-sample
 } Report;
 
@@ -36,6 +37,10 @@ void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
+// Whether to fetch the results of the steps that are under way: about twice a second, which costs nothing; all ranks after
+// the same step. And that, which waits for the device.
+bool report_due(const Report *report, const Trainer *trainer);
+void report_collect(Report *report, Trainer *trainer, RunState *state);
 // `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, // NaN: not known

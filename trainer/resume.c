@@ -8,7 +8,6 @@
 #include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
-#include "model/checkpoint/checkpoint.h"
 #include "trainer/machine.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ void resume_find(Options *o) {
 
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
-  if (!strcmp(name, "lce-chunk")) return o->mode == LCE_FUSED;
+  if (!strcmp(name, "lce-chunk")) return o->pass.mode == LCE_FUSED;
   if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
   if (!strcmp(name, "save-dtype")) return options_given(o, name); // else it follows --dtype
   return true;
@@ -125,7 +124,7 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
          (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
 }
 
-// --- the state ---------------------------------------------------------------------------------------------
+// --- the state, and its checkpoints --------------------------------------------------------------------------
 
 static cJSON *paths(const TextList *list) {
   cJSON *array = cJSON_CreateArray();
@@ -133,7 +132,7 @@ static cJSON *paths(const TextList *list) {
   return array;
 }
 
-cJSON *resume_write(const Options *o, const RunState *state, int64_t step, const char *data) {
+static cJSON *state_json(const Options *o, const RunState *state, int64_t step, const char *data) {
   cJSON *json = cJSON_CreateObject(), *settings = cJSON_CreateObject();
   char text[64];
   cJSON_AddNumberToObject(json, "step", (double)step);
@@ -170,7 +169,7 @@ static void compare(const Options *o, const cJSON *then) {
   }
 }
 
-RunState resume_read(const Options *o, const char *data) {
+static RunState state_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
   const char *before = json_text(json, "data");
   const cJSON *val_step = json_member(json, "val_step");
@@ -183,4 +182,31 @@ RunState resume_read(const Options *o, const char *data) {
                     .last_loss = loss_of(json, "last_loss"),
                     .val_loss = loss_of(json, "val_loss"),
                     .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1};
+}
+
+Checkpoints resume_open(const Options *o, const char *data) {
+  Checkpoints c = {.saves = o->save && !o->eval_only,
+                   .saved_step = o->resumed_from ? o->first_step : -1,
+                   .state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1}};
+  if (o->resumed_from) c.state = state_read(o, data);
+  if (c.saves && o->rank == 0) {
+    // From the newest whole checkpoint there: those after it are damaged.
+    bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
+    c.store = checkpoint_store_open(o->save, o->origin, o->tokenizer, c.saved_step, newest);
+  }
+  c.store.keep = o->keep;
+  c.store.dtype = o->save_dtype;
+  return c;
+}
+
+bool resume_save(Checkpoints *c, const Options *o, const Model *model, Backend *backend, int64_t step,
+                 const char *data) {
+  Reason reason;
+  cJSON *json = state_json(o, &c->state, step, data);
+  int32_t saved = checkpoint_save(&c->store, model, backend, step, json, &reason);
+  if (!saved) warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
+  machine_broadcast(backend, &saved, sizeof saved); // rank 0's counts
+  if (saved) c->saved_step = step;
+  cJSON_Delete(json);
+  return saved;
 }

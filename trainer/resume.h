@@ -1,8 +1,7 @@
 // Where a run begins: with random weights, with a model (--init), or where another run stopped (--resume).
 #pragma once
 
-#include <cjson/cJSON.h>
-
+#include "model/checkpoint/checkpoint.h"
 #include "trainer/options.h"
 
 // Finds origin, resumed_from and first_step for init, resume and save, and checks that a checkpoint is whole. Fails
@@ -21,7 +20,16 @@ typedef struct {
   int64_t val_step;                       // the step that val_loss was measured after; -1 where there is none
 } RunState;
 
-// trainer_state.json after `step` steps; the caller deletes it.
-cJSON *resume_write(const Options *options, const RunState *state, int64_t step, const char *data);
-// The state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
-RunState resume_read(const Options *options, const char *data);
+// Where checkpoints go, and what of the run they hold besides its tensors.
+typedef struct {
+  CheckpointStore store; // of rank 0, with --save
+  bool saves;            // with --save, on all ranks
+  int64_t saved_step;    // of the last checkpoint; -1 before there is one
+  RunState state;        // the losses so far
+} Checkpoints;
+
+// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
+Checkpoints resume_open(const Options *options, const char *data);
+// The checkpoint after `step` steps. False, with a warning, where it cannot be written. Call it on all ranks.
+bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,
+                 int64_t step, const char *data);

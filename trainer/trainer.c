@@ -8,8 +8,6 @@
 #include "kernels/integers.h"
 #include "kernels/profile.h"
 #include "model/checkpoint/checkpoint.h"
-#include "model/checkpoint/weights.h"
-#include "model/generate.h"
 
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the loss agree on what is not counted");
@@ -26,16 +24,7 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
 }
 
 void trainer_create(Trainer *t, const Options *options, Backend *backend) {
-  *t = (Trainer){.options = options,
-                 .backend = backend,
-                 .transformer = {.mode = options->mode,
-                                 .chunk = options->lce_chunk,
-                                 .recompute = options->recompute,
-                                 .recompute_layers = options->recompute_layers,
-                                 .mlp_chunk = options->mlp_chunk,
-                                 .label_smoothing = (float)options->label_smoothing,
-                                 .z_loss = (float)options->z_loss,
-                                 .sampling.full_mass = (float)options->lce_sample}};
+  *t = (Trainer){.options = options, .backend = backend, .transformer = options->pass};
   int64_t tokens = tokens_of(t);
   model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
@@ -50,7 +39,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     bool wanted;
     const char *name;
     Tensor *tensor;
-  } outputs[] = {{RESULT_Z_LOSS, options->z_loss > 0, "z-losses", &t->transformer.outputs.z_loss},
+  } outputs[] = {{RESULT_Z_LOSS, options->pass.z_loss > 0, "z-losses", &t->transformer.outputs.z_loss},
                  {RESULT_CORRECT, options->metrics, "right predictions", &t->transformer.outputs.correct},
                  {RESULT_ENTROPY, options->metrics, "entropies", &t->transformer.outputs.entropy},
                  {RESULT_MAX_LOGIT, options->metrics, "largest logits", &t->transformer.outputs.max_logit}};
@@ -64,7 +53,8 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
   }
   if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
-    int64_t layers = options->recompute_layers ? options->recompute_layers : options->model.num_hidden_layers;
+    int64_t layers =
+        options->pass.recompute_layers ? options->pass.recompute_layers : options->model.num_hidden_layers;
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
@@ -98,7 +88,7 @@ void trainer_destroy(Trainer *t) {
   *t = (Trainer){0};
 }
 
-// --- after a step ------------------------------------------------------------------------------------------
+// --- a step's results ------------------------------------------------------------------------------------------
 
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
@@ -115,8 +105,8 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
       r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)of_step[k] / over : 0;
     }
     r->grad_norm = (double)of_step[RESULT_NORM];
-    r->stop = of_step[RESULT_STOP] > 0;
-    r->agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
+    t->stopping |= of_step[RESULT_STOP] > 0;
+    t->agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;
@@ -143,7 +133,9 @@ void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
   memory_pop_to(&b->memory, mark);
 }
 
-void trainer_store_step(const Trainer *t, Folder *folder) {
+void trainer_dump(const Trainer *t) {
+  Reason reason;
+  Folder folder = folder_begin(t->options->dump, "first-step", NULL);
   const ParameterSet *p = &t->model.parameters;
   const TensorToStore of_tokens[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
@@ -158,8 +150,9 @@ void trainer_store_step(const Trainer *t, Folder *folder) {
     const Parameter *parameter = &p->items[i];
     list[OF_TOKENS + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
   }
-  tensor_set_write(folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
+  tensor_set_write(&folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
+  if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
 
 int64_t trainer_first_lost_token(Trainer *t) {
@@ -247,20 +240,19 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
     sum += validate_some(t, loader, first, batches, &counted);
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
+  t->stopping |= t->cut_short;
   t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
   return counted.tokens ? sum / (double)counted.tokens : 0;
 }
 
 int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count) {
-  const Options *o = t->options;
-  Generation generation = {.prompt = prompt,
-                           .prompt_count = prompt_count,
-                           .max_new_tokens = o->sample_tokens,
-                           .window = o->seq_len,
-                           .sampling = {.temperature = o->temperature, .top_k = o->top_k, .top_p = o->top_p},
-                           .seed = seed,
-                           .cancel = t->stop};
+  Generation generation = t->options->generation;
+  generation.prompt = prompt;
+  generation.prompt_count = prompt_count;
+  generation.window = t->options->seq_len;
+  generation.seed = seed;
+  generation.cancel = t->stop;
   Model *model = trainer_model(t);
   MemoryMark mark = model_gather_head(model, t->backend);
   int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);

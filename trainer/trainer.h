@@ -41,10 +41,13 @@ typedef struct {
     };
     double means[RESULT_STATISTICS];
   };
-  // Over all ranks, and so the same on each; with one rank false and 0.
-  bool stop;             // some rank got a signal to stop
-  double agreed_seconds; // of a step, the mean over the ranks
 } StepResult;
+
+// Gradients that are summed over the ranks in the backward pass under way.
+typedef struct {
+  bool first, last;               // micro-batch of the step
+  int64_t unreduced[GROUP_COUNT]; // elements of each group, from its start
+} Reduction;
 
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
@@ -59,17 +62,20 @@ typedef struct {
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
-  Update update;             // of the last step, as the next forward pass makes it
-  bool update_deferred;      // of the layers but the first, to the next forward pass or trainer_model
+  Reduction reduction;
+  Update update;        // of the last step, as the next forward pass makes it
+  bool update_deferred; // of the layers but the first, to the next forward pass or trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   bool cut_short;       // the last validation, by a signal
-  // What this rank shares with each step; see StepResult.
+  // What this rank shares with each step, and what follows for all ranks; with one rank false and 0.
   const volatile sig_atomic_t *stop; // not 0 once a signal asks to stop; NULL: none does
   double step_seconds;
-  double wire_bytes; // that this rank sent in the last step
+  bool stopping;         // some rank got such a signal
+  double agreed_seconds; // of a step, the mean over the ranks
+  double wire_bytes;     // that this rank sent in the last step
 } Trainer;
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
@@ -80,9 +86,18 @@ void trainer_destroy(Trainer *trainer);
 // The rate of step `step`, counted from 0. Past total_steps it stays at its end.
 double schedule_rate(const Schedule *schedule, int64_t step);
 
-// One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping,
-// update, with gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device.
+// One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping, update, with
+// gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device. A plan has no loader. It is in train.c.
 void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
+
+// --- what train.c's step is made of (step.c) ---------------------------------------------------------------
+
+// How transformer_train passes over micro-batch m of the step: with the deferred update, and with gradients summed over the ranks.
+TransformerOptions trainer_pass(Trainer *trainer, int64_t step, int64_t m);
+// Of all gradients, over the ranks, to `squares`.
+void trainer_sum_squares(Trainer *trainer);
+// Each rank updates its part of what is sharded, and the new weights are gathered.
+void trainer_update(Trainer *trainer, Update settings);
 
 // The model with its last update complete. With one rank, layers after the first are updated during the next step's
 // forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call makes the
@@ -96,9 +111,9 @@ Batch trainer_loaded_batch(Trainer *trainer, int64_t m, bool masked);
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 
-// Adds first_step.safetensors to a folder: tokens, targets and loss [B, T] and "grad.NAME" of every weight, before
+// --dump: writes first-step/first_step.safetensors: tokens, targets and loss [B, T] and "grad.NAME" of every weight, before
 // clipping, of the last step, which had one micro-batch on one rank.
-void trainer_store_step(const Trainer *trainer, Folder *folder);
+void trainer_dump(const Trainer *trainer);
 
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
@@ -108,7 +123,7 @@ int64_t trainer_first_lost_token(Trainer *trainer);
 // Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
-// Continues `prompt` by options->sample_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt
+// Continues `prompt` by options->generation.max_new_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt
 // included); *count receives how many. Call it on all ranks: all but rank 0 get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);

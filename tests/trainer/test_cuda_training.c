@@ -163,7 +163,8 @@ TEST(test_ledger_agrees_with_the_device) {
     trainer_gradient_pass(&run->trainer);
     backend_synchronize(backend);
     const Memory *memory = &backend->memory;
-    assert_true(plan_run(&run->options, ON_CUDA, run->options.mode).stack_peak == memory->stack_capacity);
+    assert_true(plan_run(&run->options, ON_CUDA, run->options.pass.mode).stack_peak ==
+                memory->stack_capacity);
     double ledger = (double)(memory->ledger.total + memory->stack_capacity);
     double device = (double)backend->ops->device_bytes_now(backend) - (double)backend->device_overhead;
     double pages = (double)((memory->reserved_count + 2) * (2 << 20));

@@ -36,7 +36,7 @@ static void check_plan(const char *model, const char *job, const char *more) {
   assert_int_equal(sum, ledger->peak);
   // A run of the same shape that counts every target does not need more.
   run->options.masked = false;
-  assert_in_range(plan_run(&run->options, ON_CPU, run->options.mode).highest[MEMORY_HEAD], 1, head);
+  assert_in_range(plan_run(&run->options, ON_CPU, run->options.pass.mode).highest[MEMORY_HEAD], 1, head);
   run_close(run);
 }
 
@@ -150,7 +150,7 @@ TEST(test_chunk_option) {
                {ON_CUDA, "--batch 16 --seq-len 128 --lce-chunk 77", 77, 77}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     Options o = options_on(cases[i].device, LLAMA "%s", cases[i].job);
-    assert_in_range(o.lce_chunk, cases[i].min, cases[i].max);
+    assert_in_range(o.pass.chunk, cases[i].min, cases[i].max);
     options_free(&o);
   }
 }
@@ -165,12 +165,12 @@ static void check_budget(DeviceKind device, const char *job, bool masked, int me
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
   if (held > budget)
     fail_msg("%s %s: chunks of %lld hold %zu bytes, which is more than %d MiB", device_name(device), job,
-             (long long)o.lce_chunk, held, mebibytes);
-  if (o.lce_chunk++ < o.batch * o.seq_len) {
+             (long long)o.pass.chunk, held, mebibytes);
+  if (o.pass.chunk++ < o.batch * o.seq_len) {
     held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
     if (held <= budget)
       fail_msg("%s %s: chunks of %lld would hold %zu bytes, which is no more than %d MiB",
-               device_name(device), job, (long long)o.lce_chunk, held, mebibytes);
+               device_name(device), job, (long long)o.pass.chunk, held, mebibytes);
   }
   options_free(&o);
 }

@@ -41,7 +41,7 @@ static Outcome outcome_of(Run *run, bool update_at_once) {
   }
   assert_planned(run);
   // Of one layer the input stays on the device.
-  int64_t recomputed = o->recompute_layers ? o->recompute_layers : o->model.num_hidden_layers;
+  int64_t recomputed = o->pass.recompute_layers ? o->pass.recompute_layers : o->model.num_hidden_layers;
   bool offloads = o->dtypes.offload & OFFLOAD_PARAMETERS || (o->dtypes.offload && recomputed > 1);
   assert_true((ledger_host_bytes(&b->memory.ledger) > 0) == offloads);
   run_close(run);

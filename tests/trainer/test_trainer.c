@@ -373,16 +373,16 @@ typedef struct {
 // A step of the optimizer in float64: of Muon for the matrices of layers, each block of columns, and else of AdamW.
 static void reference_update(const Options *o, const Parameter *t, const ReferenceMoments *r,
                              const double *grad, double scale, double rate, int64_t step) {
-  double decay = t->rank == 2 ? o->weight_decay : 0;
+  double decay = t->rank == 2 ? o->update.weight_decay : 0;
   if (!o->dtypes.optimizer || t->group != GROUP_MATRICES) {
-    reference_adamw(r->weight, r->m, r->v, grad, tensor_count(t->value), scale, rate, o->beta1, o->beta2,
-                    o->epsilon, decay, step);
+    reference_adamw(r->weight, r->m, r->v, grad, tensor_count(t->value), scale, rate, o->update.beta1,
+                    o->update.beta2, o->update.epsilon, decay, step);
     return;
   }
   int64_t blocks = strstr(t->name, "c_attn") ? 3 : 1, columns = t->shape[1] / blocks;
   for (int64_t at = 0; at < t->shape[1]; at += columns)
     reference_muon(r->weight + at, r->m + at, grad + at, t->shape[0], columns, t->shape[1], scale, rate,
-                   o->momentum, decay);
+                   o->update.momentum, decay);
 }
 
 // Three steps in float64 from the first weights on, with the gradients that the trainer computed:

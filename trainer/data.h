@@ -1,9 +1,18 @@
-// A run's tokens as text: by a tokenizer.json, byte by byte, or not at all.
+// A run's data, and its tokens as text: by a tokenizer.json, byte by byte, or not at all.
 #pragma once
 
 #include "data/source.h"
 #include "data/tokenizer.h"
 #include "trainer/options.h"
+
+typedef struct {
+  Source *source, *val_source; // val_source: of --val-data, or NULL
+  Loader loader;
+  char text[256]; // loader_describe's
+} RunData;
+
+RunData run_data_open(const Options *options);
+void run_data_close(RunData *data);
 
 typedef struct {
   Tokenizer *tokenizer; // or NULL: nothing says what tokens mean

@@ -1,4 +1,4 @@
-#include "trainer/prompt.h"
+#include "trainer/data.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -6,6 +6,31 @@
 #include "data/file.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
+
+RunData run_data_open(const Options *o) {
+  // What is trained on: --data, or the source tree; with --eval-only alone --val-data.
+  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
+  RunData d = {.source = source_open(paths->items, paths->count, o->model.vocab_size)};
+  if (o->val_data.count)
+    d.val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
+  if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);
+  if (o->pack && d.val_source) source_pack(d.val_source, o->seq_len, o->end_of_text);
+  d.loader = loader_create((LoaderOptions){.source = d.source,
+                                           .validation_source = d.val_source,
+                                           .validation_fraction = o->val_fraction,
+                                           .batch = o->batch,
+                                           .seq_len = o->seq_len,
+                                           .seed = o->seed,
+                                           .order = o->data_order});
+  loader_describe(&d.loader, d.text, sizeof d.text);
+  return d;
+}
+
+void run_data_close(RunData *d) {
+  source_close(d->val_source);
+  source_close(d->source);
+  *d = (RunData){0};
+}
 
 // A tokenizer that nobody named ends no training: it serves the samples alone.
 static Tokenizer *open_tokenizer(const Options *o, const Source *source) {
