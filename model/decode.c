@@ -18,12 +18,11 @@ static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
 
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor rows, Tensor logits) {
-  Pass p = pass_begin(backend, model, batch);
+  Pass p = pass_begin(backend, model, batch, NULL, false);
   if (cache) p.attend = attend_to_cache; // which refuses what does not fit
   p.cache = cache;
   p.past = past;
-  MemoryMark bottom = memory_mark(&backend->memory);
-  Tensor stream = forward_only(&p);
+  Tensor stream = layers_forward(&p);
   if (tensor_exists(logits)) {
     Norm norm = final_norm(&p, stream, none);
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
@@ -31,5 +30,5 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
     gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .rows = rows});
     linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
   }
-  memory_pop_to(&backend->memory, bottom);
+  pass_end(&p);
 }

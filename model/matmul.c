@@ -19,22 +19,6 @@ static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool tr
 
 // --- what is saved -----------------------------------------------------------------------------------------
 
-void matmuls_begin(Pass *p) {
-  p->fp8 = tensor_exists(p->model->layers->qkv.weight.fp8.codes);
-}
-
-void prepare_weights(const Pass *p, int64_t l, bool backward) {
-  bool shared = p->model->parameters.fp8_by_layer; // one layer's memory serves all
-  // The forward pass's last layer is the backward pass's first.
-  bool there =
-      backward ? !shared || l == p->model->config.num_hidden_layers - 1 : !shared && p->accumulate_head;
-  if (!p->fp8 || there) return;
-  const Layer *w = &p->model->layers[l];
-  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
-  for (int i = 0; i < 4; i++)
-    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
-}
-
 bool operands_saved(const Pass *p) {
   return p->fp8 && p->recompute == RECOMPUTE_NONE;
 }

@@ -1,21 +1,46 @@
 #include "model/pass.h"
 
+#include <stdlib.h>
+
+#include "kernels/alloc.h"
 #include "kernels/fail.h"
 
-Pass pass_begin(Backend *backend, Model *model, const Batch *batch) {
+static void begin_training(Pass *p, const TransformerOptions *options, bool accumulate) {
+  const LayerDoor *door = &options->door;
+  bool split_tied = p->model->config.tie_word_embeddings && p->model->shard.vocab_size;
+  if (split_tied && !door->add_embedding_grads)
+    fail("internal: a split, tied head needs add_embedding_grads");
+  p->options = options;
+  p->mlp_chunk = options->mlp_chunk;
+  p->accumulate = accumulate && !door->overwrite;
+  p->accumulate_head = accumulate;
+  p->fp8 = tensor_exists(p->model->layers->qkv.weight.fp8.codes);
+}
+
+Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *training,
+                bool accumulate) {
   const ModelConfig *c = &model->config;
   if (!c->learned_positions && batch->seq_len > model->rope_angles.shape[0])
     fail("a batch of sequences of %lld for a model made for %lld", (long long)batch->seq_len,
          (long long)model->rope_angles.shape[0]);
-  return (Pass){.backend = backend,
-                .model = model,
-                .batch = batch,
-                .rows = batch->batch * batch->seq_len,
-                .heads = {.batch = batch->batch,
-                          .seq_len = batch->seq_len,
-                          .num_heads = c->num_attention_heads,
-                          .num_key_value_heads = c->num_key_value_heads,
-                          .head_dim = c->head_dim}};
+  Pass p = {.backend = backend,
+            .model = model,
+            .batch = batch,
+            .rows = batch->batch * batch->seq_len,
+            .bottom = memory_mark(&backend->memory),
+            .states = host_alloc(c->num_hidden_layers, sizeof *p.states, "the layers' states"),
+            .heads = {.batch = batch->batch,
+                      .seq_len = batch->seq_len,
+                      .num_heads = c->num_attention_heads,
+                      .num_key_value_heads = c->num_key_value_heads,
+                      .head_dim = c->head_dim}};
+  if (training) begin_training(&p, training, accumulate);
+  return p;
+}
+
+void pass_end(Pass *p) {
+  memory_pop_to(&p->backend->memory, p->bottom);
+  free(p->states);
 }
 
 static Tensor push(const Pass *p, const char *name, MemoryCategory category, int64_t columns) {

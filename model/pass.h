@@ -1,5 +1,5 @@
-// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), copies between host and device
-// while layers compute (layer_copies.c), and decoding with a cache (decode.c).
+// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes before and
+// after a layer (layer_door.c), and decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
@@ -36,16 +36,21 @@ typedef struct Pass {
   Backend *backend;
   Model *model;
   const Batch *batch;
-  const TransformerOptions *options; // of training
+  const TransformerOptions *options; // of training; NULL: a forward pass alone
   int64_t rows;                      // N
   AttentionShape heads;
+  MemoryMark bottom;    // the stack before the pass
   Recompute recompute;  // in this layer
   int64_t mlp_chunk;    // 0: all rows
-  bool accumulate;      // the parameters' gradients; false where a hook reduces them in every pass
+  bool accumulate;      // the parameters' gradients; false where they are reduced in every pass
   bool accumulate_head; // the head's, as requested
-  bool hook_adds;       // hooks.add_embedding_grads adds to a tied head's gradient
   bool fp8;             // the layers' matmuls
-  LayerState *states;   // of training, one a layer
+  LayerState *states;   // one a layer
+  Tensor stream;        // [N, H]: of the forward pass, what is entered next reads
+  Tensor spare;         // another, where the stream alternates between two
+  Tensor dx;            // [N, H]: the stream's gradient; of training
+  Tensor dtokens;       // the token embedding's gradient, in the embedding; absent where the door adds to it
+  int64_t arriving;     // copies in that were begun when this layer was entered
   // Of decoding (decode.c): attention of layer l over the `past` tokens in the cache and the batch's; NULL: over these alone.
   void (*attend)(const struct Pass *p, int64_t l, const LayerState *s);
   const KeyValueCache *cache;
@@ -54,8 +59,12 @@ typedef struct Pass {
 
 static const Tensor none; // an operand that is absent
 
-// Fails where the batch's sequences are longer than those that the model was made for.
-Pass pass_begin(Backend *backend, Model *model, const Batch *batch);
+// A forward pass (training NULL) or a training pass, which adds to the gradients where `accumulate`. Fails where the batch's
+// sequences are longer than those that the model was made for.
+Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *training,
+                bool accumulate);
+// Pops all that it pushed.
+void pass_end(Pass *p);
 // [N, columns] of the backend's dtype, on the stack.
 Tensor push_activation(const Pass *p, const char *name, int64_t columns);
 Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
@@ -64,8 +73,8 @@ Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 
 // --- transformer.c -----------------------------------------------------------------------------------------
 
-// The residual stream after all layers; nothing is kept.
-Tensor forward_only(Pass *p);
+// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and else nothing is.
+Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
@@ -77,11 +86,6 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 // its inner dimension alone: the backward pass needs those of the transpose. Where nothing is recomputed, the forward pass
 // writes these too and they are kept in place of the operand, in half its memory. SwiGLU is then an operation of its
 // own, which finds the maximum of what it writes.
-
-// Before training passes: in FP8 where the layers' matrices have codes.
-void matmuls_begin(Pass *p);
-// The weights' codes of layer l, where they are not there from an earlier pass.
-void prepare_weights(const Pass *p, int64_t l, bool backward);
 
 // Whether operands are saved as codes, and not themselves.
 bool operands_saved(const Pass *p);
@@ -108,23 +112,18 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const W
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
-// --- layer_copies.c ----------------------------------------------------------------------------------------
+// --- layer_door.c ------------------------------------------------------------------------------------------
 
-// Copies between the host's memory and the device's (--offload) while other layers compute: a layer's weights arrive during
-// the layer before it, and its gradients and its input leave during the layer after it, by way of double buffers.
-// Each function does nothing for what stays on the device.
+typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// Before any layer's forward pass: the first layer's weights.
-void copies_begin(const Pass *p);
-// Before layer l's forward pass: the next one's weights, updated where that was deferred; in training also l's input.
-void copies_before_forward(const Pass *p, int64_t l);
-// Whether layer l's input leaves the device, so that its memory is free after the layer.
-bool copies_take_input(const Pass *p);
-// Between the passes: gradients that are added to.
-void copies_turn(const Pass *p);
-// Before layer l's backward pass: what the layer below reads.
-int64_t copies_before_backward(const Pass *p, int64_t l);
-// After it: its gradients leave, after their squares were summed. `begun`: what copies_before_backward returned.
-void copies_after_backward(const Pass *p, int64_t l, int64_t begun);
-// After all layers.
-void copies_end(const Pass *p);
+// What has a door, from the bottom up: the embedding, the layers 0 to L - 1, and the head, L.
+enum { EMBEDDING = -1 };
+int64_t head_layer(const Pass *p);
+
+// Before layer l computes: what it reads is there, and what the next one reads is on its way. That is its weights, from the
+// host (--offload), with the update that the last step deferred, and in codes (--fp8); its input, of training as the
+// recomputation in p->recompute keeps it, and memory for its output; and gradients that are added to.
+LayerState *layer_enter(Pass *p, int64_t l, Direction direction);
+// After it: what it made may go. Its output becomes the stream, or its gradients leave to the host or are summed over the
+// ranks, while the next one computes.
+void layer_leave(Pass *p, int64_t l, Direction direction);

@@ -14,10 +14,6 @@
 // output first, then what RECOMPUTE_LAYER drops, then what RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to
 // drop is to pop, and to recompute is to push and compute the same again.
 
-#include <stdlib.h>
-
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/profile.h"
 #include "model/pass.h"
 
@@ -304,21 +300,20 @@ static Tensor embed(const Pass *p) {
   return out;
 }
 
-static void embed_backward(const Pass *p, Tensor dx) {
-  const GradHooks *hooks = &p->options->hooks;
-  Tensor dtokens = p->hook_adds ? none : p->model->token_embedding.grad;
-  Tensor dpositions = p->model->position_embedding.grad;
-  if (p->hook_adds) hooks->add_embedding_grads(hooks->context, p->batch, dx);
-  if (!tensor_exists(dtokens) && !tensor_exists(dpositions)) return;
+static void embed_backward(Pass *p) {
   bool tied = p->model->config.tie_word_embeddings; // then the head's gradient is there
-  embedding_backward(p->backend, (EmbeddingBackward){.dtoken_weight = dtokens,
-                                                     .dposition_weight = dpositions,
-                                                     .dout = dx,
-                                                     .tokens = p->batch->tokens,
-                                                     .positions = positions_of(p),
-                                                     .seq_len = p->batch->seq_len,
-                                                     .accumulate_token = p->accumulate || tied,
-                                                     .accumulate_position = p->accumulate});
+  Tensor dpositions = p->model->position_embedding.grad;
+  layer_enter(p, EMBEDDING, BACKWARD);
+  if (tensor_exists(p->dtokens) || tensor_exists(dpositions))
+    embedding_backward(p->backend, (EmbeddingBackward){.dtoken_weight = p->dtokens,
+                                                       .dposition_weight = dpositions,
+                                                       .dout = p->dx,
+                                                       .tokens = p->batch->tokens,
+                                                       .positions = positions_of(p),
+                                                       .seq_len = p->batch->seq_len,
+                                                       .accumulate_token = p->accumulate || tied,
+                                                       .accumulate_position = p->accumulate});
+  layer_leave(p, EMBEDDING, BACKWARD);
 }
 
 Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
@@ -329,14 +324,8 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
   return norm;
 }
 
-// Tells the caller's hook which gradients are ready.
-static void grads_ready(const Pass *p, ParameterGroup group, int64_t first) {
-  const GradHooks *hooks = &p->options->hooks;
-  if (hooks->on_grads_ready) hooks->on_grads_ready(hooks->context, group, first);
-}
-
-// dx receives the gradient of the stream.
-static void head_and_loss(const Pass *p, Tensor stream, Tensor dx, float scale, Tensor loss) {
+// p->dx receives the gradient of the stream.
+static void head_and_loss(Pass *p, Tensor stream, float scale, Tensor loss) {
   const TransformerOptions *o = p->options;
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
@@ -364,104 +353,56 @@ static void head_and_loss(const Pass *p, Tensor stream, Tensor dx, float scale, 
                                        .scale = scale,
                                        .accumulate = p->accumulate_head});
   profile_phase(p->backend, PHASE_BACKWARD);
-  if (!model->config.tie_word_embeddings || p->hook_adds) grads_ready(p, GROUP_HEAD, 0);
-  run_norm_backward(p, &norm, dx, dnorm, stream, &model->final_norm, false, none);
+  layer_leave(p, head_layer(p), BACKWARD);
+  run_norm_backward(p, &norm, p->dx, dnorm, stream, &model->final_norm, false, none);
   memory_pop_to(memory, top);
 }
 
 // --- the whole step ----------------------------------------------------------------------------------------
 
 static Recompute recompute_of(const TransformerOptions *options, int64_t l) {
+  if (!options) return RECOMPUTE_LAYER; // nothing is kept
   bool less = options->recompute_layers && l >= options->recompute_layers;
   return options->recompute - (less && options->recompute > RECOMPUTE_NONE);
 }
 
-// From the tokens to the stream after all layers.
-static Tensor layers_forward(Pass *p) {
-  int64_t hidden_size = p->model->config.hidden_size;
-  Tensor stream = embed(p), spare = none;
-  if (tensor_exists(p->options->inputs)) spare = push_activation(p, "residual", hidden_size);
-  copies_begin(p);
+Tensor layers_forward(Pass *p) {
+  p->stream = embed(p);
   for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
-    LayerState *s = &p->states[l];
-    s->below = memory_mark(&p->backend->memory);
-    s->input = stream;
     p->recompute = recompute_of(p->options, l);
-    s->output = copies_take_input(p) ? spare : push_activation(p, "residual", hidden_size);
-    copies_before_forward(p, l);
-    prepare_weights(p, l, false);
+    LayerState *s = layer_enter(p, l, FORWARD);
     layer_forward(p, &p->model->layers[l], s);
-    spare = stream;
-    stream = s->output;
+    layer_leave(p, l, FORWARD);
   }
-  copies_turn(p);
-  return stream;
+  return p->stream;
 }
 
-// dx: in, the gradient of the stream after all layers; out, of the embedding.
-static void layers_backward(Pass *p, Tensor dx) {
+// p->dx: in, the gradient of the stream after all layers; out, of the embedding.
+static void layers_backward(Pass *p) {
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
-    LayerState *s = &p->states[l];
-    int64_t begun = copies_before_backward(p, l);
     p->recompute = recompute_of(p->options, l);
-    prepare_weights(p, l, true);
-    layer_backward(p, &p->model->layers[l], s, dx);
-    memory_pop_to(&p->backend->memory, s->below); // the layer's output too: its input is the one below
-    copies_after_backward(p, l, begun);
-    grads_ready(p, GROUP_MATRICES, l * p->model->parameters.sharding.layer);
+    LayerState *s = layer_enter(p, l, BACKWARD);
+    layer_backward(p, &p->model->layers[l], s, p->dx);
+    layer_leave(p, l, BACKWARD);
   }
-  copies_end(p);
 }
 
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
-  const GradHooks *hooks = &options->hooks;
-  bool tied = model->config.tie_word_embeddings;
-  Pass p = pass_begin(backend, model, batch);
-  p.options = options;
-  p.mlp_chunk = options->mlp_chunk;
-  p.accumulate = accumulate && !hooks->overwrite;
-  p.accumulate_head = accumulate;
-  p.hook_adds = tied && hooks->add_embedding_grads;
-  matmuls_begin(&p);
-  p.states = host_alloc(model->config.num_hidden_layers, sizeof *p.states, "the layers' states");
-  if (tied && model->shard.vocab_size && !p.hook_adds) fail("internal: a split, tied head needs GradHooks");
-
-  MemoryMark bottom = memory_mark(&backend->memory);
+  Pass p = pass_begin(backend, model, batch, options, accumulate);
   profile_phase(backend, PHASE_FORWARD);
-  Tensor dx = push_gradient(&p, "d residual", model->config.hidden_size);
-  Tensor stream = layers_forward(&p);
-  head_and_loss(&p, stream, dx, scale, loss);
-  layers_backward(&p, dx);
-  embed_backward(&p, dx);
-  memory_pop_to(&backend->memory, bottom);
-  grads_ready(&p, GROUP_EMBEDDINGS, 0);
-  grads_ready(&p, GROUP_VECTORS, 0);
-  if (tied && !p.hook_adds) grads_ready(&p, GROUP_HEAD, 0);
-  free(p.states);
-}
-
-// Two tensors alternate as the stream.
-Tensor forward_only(Pass *p) {
-  p->recompute = RECOMPUTE_LAYER;
-  Tensor stream = embed(p), spare = push_activation(p, "residual", p->model->config.hidden_size);
-  copies_begin(p);
-  for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
-    LayerState s = {.input = stream, .output = spare};
-    copies_before_forward(p, l);
-    layer_forward(p, &p->model->layers[l], &s);
-    spare = stream;
-    stream = s.output;
-  }
-  return stream;
+  p.dx = push_gradient(&p, "d residual", model->config.hidden_size);
+  head_and_loss(&p, layers_forward(&p), scale, loss);
+  layers_backward(&p);
+  embed_backward(&p);
+  pass_end(&p);
 }
 
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss) {
-  Pass p = pass_begin(backend, model, batch);
+  Pass p = pass_begin(backend, model, batch, NULL, false);
   p.mlp_chunk = options->mlp_chunk;
-  MemoryMark bottom = memory_mark(&backend->memory);
-  Norm norm = final_norm(&p, forward_only(&p), none);
+  Norm norm = final_norm(&p, layers_forward(&p), none);
   linear_cross_entropy(
       backend, (LinearCrossEntropy){.mode = options->mode,
                                     .chunk = options->chunk,
@@ -472,12 +413,11 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                                     .targets = batch->targets,
                                     .rows = batch->rows,
                                     .counted = batch->counted});
-  memory_pop_to(&backend->memory, bottom);
+  pass_end(&p);
 }
 
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out) {
-  Pass p = pass_begin(backend, model, batch);
-  MemoryMark bottom = memory_mark(&backend->memory);
-  final_norm(&p, forward_only(&p), out);
-  memory_pop_to(&backend->memory, bottom);
+  Pass p = pass_begin(backend, model, batch, NULL, false);
+  final_norm(&p, layers_forward(&p), out);
+  pass_end(&p);
 }

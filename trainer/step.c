@@ -51,7 +51,7 @@ static void reduce_bucket(const Trainer *t, ParameterGroup group, Bucket bucket)
   reduce_scatter(t->backend, c);
 }
 
-// on_grads_ready: reduces the buckets that are complete.
+// LayerDoor.grads_ready: reduces the buckets that are complete.
 static void reduce_ready(void *trainer, ParameterGroup group, int64_t first) {
   Trainer *t = trainer;
   Reduction *r = &t->reduction;
@@ -101,22 +101,21 @@ static void add_embedding_grads(void *trainer, const Batch *batch, Tensor dout) 
   memory_pop_to(memory, mark);
 }
 
-// The hooks for the backward pass of a micro-batch; nothing with one rank. Where gradients are accumulated over the
-// micro-batches only the last one's pass reduces them.
-static GradHooks reduction_begin(Trainer *t, bool first, bool last) {
-  if (t->backend->ranks == 1) return (GradHooks){0};
+// The layer door for the backward pass of a micro-batch; unchanged with one rank. Where gradients are accumulated over
+// the micro-batches only the last one's pass reduces them.
+static void reduction_begin(Trainer *t, bool first, bool last, LayerDoor *door) {
+  if (t->backend->ranks == 1) return;
   const ParameterSet *p = &t->model.parameters;
   t->reduction.first = first;
   t->reduction.last = last;
   memcpy(t->reduction.unreduced, p->group_elements, sizeof t->reduction.unreduced);
   bool zero_2 = p->sharding.zero == 2, positions = tensor_exists(t->model.position_embedding.grad);
   if (zero_2) collectives_join(t->backend, 0); // this pass overwrites what the last one's reads
-  bool head_first = p->sharding.split_head || (last && !positions),
-       tied = t->model.config.tie_word_embeddings;
-  return (GradHooks){.context = t,
-                     .on_grads_ready = reduce_ready,
-                     .add_embedding_grads = tied && head_first ? add_embedding_grads : NULL,
-                     .overwrite = zero_2};
+  bool head_first = p->sharding.split_head || (last && !positions);
+  door->context = t;
+  door->grads_ready = reduce_ready;
+  if (t->model.config.tie_word_embeddings && head_first) door->add_embedding_grads = add_embedding_grads;
+  door->overwrite = zero_2;
 }
 
 // --- the update --------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ void trainer_update(Trainer *t, Update settings) {
   collectives_join(t->backend, 0);
 }
 
-// TransformerOptions.update_layer.
+// LayerDoor.update_layer, with one rank.
 static void update_layer(void *trainer, int64_t layer) {
   Trainer *t = trainer;
   const ParameterSet *p = &t->model.parameters;
@@ -200,9 +199,9 @@ TransformerOptions trainer_pass(Trainer *t, int64_t step, int64_t m) {
   TransformerOptions pass = t->transformer;
   bool last = m == o->micro_steps - 1;
   pass.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
-  pass.hooks = reduction_begin(t, m == 0, last);
-  if (sums_squares(t) && (t->backend->memory.planning || last)) pass.squares = t->squares;
-  if (t->update_deferred) pass.update_layer = update_layer, pass.update_context = t;
+  reduction_begin(t, m == 0, last, &pass.door);
+  if (sums_squares(t) && (t->backend->memory.planning || last)) pass.door.squares = t->squares;
+  if (t->update_deferred) pass.door.update_layer = update_layer, pass.door.context = t;
   t->update_deferred = false; // this pass makes it
   return pass;
 }

@@ -58,7 +58,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
-    t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);
+    t->transformer.door.inputs = tensor_2d(data, backend->dtype, rows, columns);
   }
   t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
