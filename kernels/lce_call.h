@@ -3,7 +3,7 @@
 
 #include "kernels/linear_cross_entropy.h"
 
-// Some of a call's tokens: views of the caller's tensors, or copies of the counted ones.
+// Some of a call's tokens: views of the caller's tensors, or what all ranks gave.
 #define TOKEN_FIELDS                                                                                         \
   Tensor x, targets, token_weights; /* read */                                                               \
   Tensor loss, dx;                  /* written */                                                            \
@@ -22,11 +22,9 @@ typedef struct {
   Backend *backend;
   const LinearCrossEntropy *a;
   Tokens tokens;        // all of the call's
+  int ranks;            // that the head's rows are split over; 1: all are here
   bool backward;        // dx, dweight or both
-  bool counted;         // the counted tokens of a chunk are copied to its buffers
-  bool split;           // the head's rows are split over ranks
   bool targets_in_exps; // dweight is written once, in W's dtype, by the GEMM that has the targets' part, too
-  bool at_once;         // target logits and target gradients are those of all tokens, not of a chunk
   int64_t vocab_size;   // of the whole head
   Tensor class_weights; // of this rank's rows of W
   Tensor factor;        // fp32 [1], or absent
@@ -38,22 +36,17 @@ typedef struct {
   Tensor smoothing_x, smoothing_sum;
 } Call;
 
-// A chunk of C tokens, or the buffers of the largest one. With a split head each of the G ranks gives C tokens, and all
-// that follows `positions` is about G C.
+// A chunk of C tokens (of every rank), or the buffers of the largest one.
 typedef struct {
-  Tokens local;     // this rank's; in the buffers all of the call's, unless `counted`
-  Tensor positions; // int32 [C]: where they are in the call, with `counted`
-  // With a split head those of all ranks, rank by rank, and dx is what this rank's rows of W add to it; else `local`.
-  Tokens global;
-  Tensor local_targets;        // int32 [G C]: targets as rows of this rank's W, else ELSEWHERE
-  LossRows rows;               // fp32 [G C] each, of the whole vocabulary
-  LossRows local_rows;         // of this rank's rows of W; else `rows`
-  Tensor local_sums, all_sums; // split: fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
-  Tensor exps;                 // [G C, V / G]
-  Tensor tile_sums, tiles;     // sampled: fp32 [G C, B], [A, B], as LceSampledGradients has them
-  Tensor kept;                 // likewise, for all chunks
+  Tokens tokens;
+  Tensor targets;          // int32 [C]: as rows of this rank's W, else ELSEWHERE
+  LossRows rows;           // fp32 [C] each, of the whole vocabulary
+  LossRows local_rows;     // of this rank's rows of W
+  Tensor exps;             // [C, V]
+  Tensor tile_sums, tiles; // sampled: fp32 [C, B], [A, B], as LceSampledGradients has them
+  Tensor kept;             // likewise, for all chunks
   int64_t kept_rows;
-  Tensor scaled_x; // [G C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
+  Tensor scaled_x; // [C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
 static inline Tensor push_vector(const Call *c, const char *name, Dtype dtype, int64_t count) {
@@ -78,16 +71,6 @@ static inline Tensor as_column(Tensor vector) {
   return tensor_reshape_2d(vector, vector.shape[0], 1);
 }
 
-// The logits of these tokens' targets.
-static inline void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
-  lce_target_logits(c->backend, (LceTargetLogits){.target_z = target_z,
-                                                  .x = x,
-                                                  .weight = c->a->weight,
-                                                  .bias = c->a->bias,
-                                                  .targets = targets,
-                                                  .softcap = c->a->terms.softcap});
-}
-
 // Rows of a tensor that may be absent.
 static inline Tensor first_rows(Tensor t, int64_t first, int64_t count) {
   return tensor_exists(t) ? tensor_rows(t, first, count) : t;
@@ -99,13 +82,23 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
   return range;
 }
 
-// The chunk loop, from buffers for `size` tokens a chunk.
-void lce_chunks(const Call *c, const Chunk *buffers, int64_t counted, int64_t size);
+// lce_steps.c: what the loops are made of.
+Chunk lce_push_buffers(const Call *c, int64_t rows,
+                       int64_t lasting);                  // of a chunk; of what is kept for all tokens
+Chunk lce_first_rows(const Chunk *buffers, int64_t rows); // without its tokens
+void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets); // the logits of these targets
+void lce_exponentials(const Call *c, const Chunk *k);                        // E, R, dX = E W
 // Losses, outputs, scales and scaled x of the tokens, those that are there; exps may be absent.
 void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps);
+void lce_push_scaled_x(const Call *c, Chunk *k);
+void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);           // dW (+)= E^T (r X)
+void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets); // dW[y] += c x
+void lce_finish_dx(const Call *c, const Chunk *k);                                  // dX = r dX + c W[y]
 
-// lce_materialized.c: logits, not exponentials.
-void lce_materialized(const Call *c);
+// The ways to compute a call, each with a loop of its own.
+void lce_materialized(const Call *c);    // logits, not exponentials
+void lce_known_gradients(const Call *c); // log p[y] of every token is known
+void lce_split_head(const Call *c);      // the head's rows are split over ranks
 static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
   return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
 }
@@ -118,22 +111,6 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the 
 void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
 void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate);
-
-// lce_known.c: log p[y] of every token is known.
-void lce_known_gradients(const Call *c);
-
-// lce_counted.c: only the counted tokens are computed.
-Tokens lce_counted_buffers(const Call *c, int64_t count);
-void lce_counted_begin(const Call *c, const Chunk *buffers, int64_t size);
-void lce_counted_gather(const Call *c, Chunk *k, int64_t first, int64_t count);
-void lce_counted_scatter(const Call *c, const Chunk *k);
-
-// lce_split_head.c: the head's rows are split over ranks.
-void lce_split_buffers(const Call *c, Chunk *b, int64_t rows);
-void lce_split_gather(const Call *c, Chunk *k, const Chunk *buffers, int64_t rows);
-void lce_split_targets(const Call *c, const Chunk *k);
-void lce_split_combine(const Call *c, const Chunk *k);
-void lce_split_losses(const Call *c, const Chunk *k);
 
 // lce_sampling.c: a random part of E's tiles makes the gradients, where that saves time.
 void lce_sampling_begin(Call *c, LinearCrossEntropy *a); // completes `a` with memory for the statistics

@@ -48,7 +48,7 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
 // Whether log p[y] and the row's sum do not suffice for the gradients.
 static bool beyond_known(const LinearCrossEntropy *a) {
   return a->mode == LCE_MATERIALIZED || a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 ||
-         a->shard.vocab_size > 0 || tensor_exists(a->rows);
+         a->shard.vocab_size > 0;
 }
 
 static void check_known(const LinearCrossEntropy *a) {
@@ -64,8 +64,8 @@ static void check_known(const LinearCrossEntropy *a) {
          "belong together",
          tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
   if (beyond_known(a))
-    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head, "
-         "list of counted tokens or materialized mode");
+    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head or "
+         "materialized mode");
 }
 
 static void check_exps(const LinearCrossEntropy *a) {
@@ -112,7 +112,6 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
          tensor_text(a->targets).text, (long long)tokens);
   per_token("token_weights", a->token_weights, tokens);
   per_token("entropy_weights", a->entropy_weights, tokens);
-  per_token("rows", a->rows, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);
   per_token("known_log_prob", a->known_log_prob, tokens);
@@ -126,6 +125,4 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("exps_sum", a->exps_sum, tokens);
   if (tensor_exists(a->exps) || tensor_exists(a->exps_sum)) check_exps(a);
   check_sampling(a);
-  if (tensor_exists(a->rows) && (a->counted < 0 || a->counted > tokens))
-    fail("%s: %lld tokens count, but rows is %s", op, (long long)a->counted, tensor_text(a->rows).text);
 }

@@ -11,7 +11,7 @@ void lce_sampling_begin(Call *c, LinearCrossEntropy *a) {
   c->sampled =
       tensor_exists(a->dweight) && a->sampling.full_mass >= LEAST_FULL_MASS && !c->backend->no_sampling;
   if (c->sampled && scratch->lce_kept_bytes) {
-    int64_t rows = lce_used_chunk(a->x.shape[0], a->chunk) * (c->split ? c->backend->ranks : 1);
+    int64_t rows = lce_used_chunk(a->x.shape[0], a->chunk) * c->ranks;
     c->kept_bytes = scratch->lce_kept_bytes(a->weight, a->dx, a->dweight, rows, a->sampling.full_mass);
     c->sampled = c->kept_bytes > 0;
   }
@@ -33,7 +33,7 @@ void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool l
   const LinearCrossEntropy *a = c->a;
   lce_sampled_gradients(
       c->backend,
-      (LceSampledGradients){.dx_raw = k->global.dx,
+      (LceSampledGradients){.dx_raw = k->tokens.dx,
                             .dweight = a->dweight,
                             .tiles = k->tiles,
                             .stats = a->sampling.stats,
@@ -49,6 +49,6 @@ void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool l
                             .kept = k->kept,
                             .kept_rows = k->kept_rows,
                             .first = chunk == 0,
-                            .flush = last || !c->at_once, // else a chunk's targets would be added before
+                            .flush = last,
                             .accumulate = a->accumulate});
 }

@@ -5,65 +5,108 @@
 // pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's dX
 // is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent.
 // Most of it overlaps: dX leaves and the next x arrives while dW is computed.
+#include "kernels/integers.h"
 #include "kernels/lce_call.h"
 
-void lce_split_buffers(const Call *c, Chunk *b, int64_t rows) {
+// A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
+typedef struct {
+  Tokens local;
+  Chunk all;
+  Tensor local_sums, sums; // fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
+} Split;
+
+static Split push_buffers(const Call *c, int64_t count) {
   const LinearCrossEntropy *a = c->a;
-  int64_t hidden_size = a->x.shape[1];
-  b->global.x = push_matrix(c, "x of all ranks", a->x.dtype, rows, hidden_size);
-  b->global.targets = push_vector(c, "targets of all ranks", DTYPE_I32, rows);
-  b->local_targets = push_vector(c, "targets in local rows", DTYPE_I32, rows);
-  int64_t parts = lce_row_parts(&b->rows) * rows;
-  b->local_sums = push_vector(c, "local anchors and row sums", DTYPE_F32, parts);
-  b->all_sums = push_vector(c, "anchors and row sums", DTYPE_F32, parts * c->backend->ranks);
+  int64_t rows = count * c->ranks, hidden_size = a->x.shape[1];
+  Split b = {.all = lce_push_buffers(c, rows, rows)};
+  Tokens *t = &b.all.tokens;
+  t->x = push_matrix(c, "x of all ranks", a->x.dtype, rows, hidden_size);
+  t->targets = push_vector(c, "targets of all ranks", DTYPE_I32, rows);
+  b.all.targets = push_vector(c, "targets in local rows", DTYPE_I32, rows);
+  int64_t parts = lce_row_parts(&b.all.rows) * rows;
+  b.local_sums = push_vector(c, "local anchors and row sums", DTYPE_F32, parts);
+  b.sums = push_vector(c, "anchors and row sums", DTYPE_F32, parts * c->ranks);
   if (tensor_exists(a->token_weights))
-    b->global.token_weights = push_vector(c, "token weights of all ranks", DTYPE_F32, rows);
-  if (tensor_exists(a->dx)) b->global.dx = push_matrix(c, "parts of dx", a->dx.dtype, rows, hidden_size);
+    t->token_weights = push_vector(c, "token weights of all ranks", DTYPE_F32, rows);
+  if (tensor_exists(a->dx)) t->dx = push_matrix(c, "parts of dx", a->dx.dtype, rows, hidden_size);
+  return b;
 }
 
-// The chunk's part of the buffers. Its tokens start for all ranks, and have arrived after collectives_join.
-void lce_split_gather(const Call *c, Chunk *k, const Chunk *buffers, int64_t rows) {
-  k->global = tokens_range(&buffers->global, 0, rows);
-  k->local_targets = tensor_rows(buffers->local_targets, 0, rows);
-  int64_t parts = lce_row_parts(&k->rows) * rows;
-  k->local_sums = tensor_rows(buffers->local_sums, 0, parts);
-  k->all_sums = tensor_rows(buffers->all_sums, 0, parts * c->backend->ranks);
-  Tensor *local[] = {&k->local_rows.anchor, &k->local_rows.row_sum, &k->local_rows.e_distance,
-                     &k->local_rows.max, &k->local_rows.best};
-  for (int64_t i = 0, first = 0; i < 5; i++) {
+// The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after collectives_join.
+static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t count) {
+  Split s = *buffers;
+  int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.rows) * rows;
+  s.local = tokens_range(&c->tokens, first, count);
+  s.all = lce_first_rows(&buffers->all, rows);
+  s.all.tokens = tokens_range(&buffers->all.tokens, 0, rows);
+  s.all.targets = tensor_rows(buffers->all.targets, 0, rows);
+  s.local_sums = tensor_rows(buffers->local_sums, 0, parts);
+  s.sums = tensor_rows(buffers->sums, 0, parts * c->ranks);
+  LossRows *r = &s.all.local_rows;
+  Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->max, &r->best};
+  for (int64_t i = 0, at = 0; i < 5; i++) {
     if (!tensor_exists(*local[i])) continue;
     Dtype dtype = local[i]->dtype; // as wide as fp32
-    *local[i] = tensor_rows(k->local_sums, first, rows);
+    *local[i] = tensor_rows(s.local_sums, at, rows);
     local[i]->dtype = dtype;
-    first += rows;
+    at += rows;
   }
   for (int i = 0; i < TOKENS_READ; i++)
-    if (tensor_exists(k->local.all[i]))
-      all_gather(c->backend, (Collective){.out = k->global.all[i], .x = k->local.all[i], .async = true});
+    if (tensor_exists(s.local.all[i]))
+      all_gather(c->backend, (Collective){.out = s.all.tokens.all[i], .x = s.local.all[i], .async = true});
+  return s;
 }
 
-// The targets' logits, each from the rank that has its row of W.
-void lce_split_targets(const Call *c, const Chunk *k) {
-  shard_indices(c->backend, (ShardIndices){.out = k->local_targets,
-                                           .indices = k->global.targets,
+// E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row of W.
+static void exponentials(const Call *c, const Split *s) {
+  const Chunk *k = &s->all;
+  shard_indices(c->backend, (ShardIndices){.out = k->targets,
+                                           .indices = k->tokens.targets,
                                            .first = c->a->shard.first,
                                            .count = c->a->weight.shape[0]});
-  lce_target_z(c, k->rows.target_z, k->global.x, k->local_targets);
+  lce_target_z(c, k->rows.target_z, k->tokens.x, k->targets);
   all_reduce(c->backend, (Collective){.out = k->rows.target_z, .x = k->rows.target_z});
-}
-
-// Each row's sums over the whole vocabulary.
-void lce_split_combine(const Call *c, const Chunk *k) {
-  all_gather(c->backend, (Collective){.out = k->all_sums, .x = k->local_sums});
+  lce_exponentials(c, k);
+  all_gather(c->backend, (Collective){.out = s->sums, .x = s->local_sums});
   lce_combine(c->backend, (LceCombine){.rows = k->rows,
-                                       .parts = k->all_sums,
-                                       .targets = k->global.targets,
+                                       .parts = s->sums,
+                                       .targets = k->tokens.targets,
                                        .temperature = c->a->terms.temperature});
 }
 
-// Losses and outputs of the local tokens.
-void lce_split_losses(const Call *c, const Chunk *k) {
-  int64_t count = k->local.x.shape[0];
-  lce_rows_of(c, &k->local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0},
-              (Tensor){0});
+// The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
+void lce_split_head(const Call *c) {
+  const LinearCrossEntropy *a = c->a;
+  Memory *memory = &c->backend->memory;
+  bool gemm_of_weight = tensor_exists(a->dweight) && !c->sampled;
+  int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk), left = tokens;
+  Split buffers = push_buffers(c, size), now = gather(c, &buffers, 0, size), next = {0};
+  for (int64_t first = 0; left > 0; first += size, left -= size, now = next) {
+    Chunk *k = &now.all;
+    int64_t count = now.local.x.shape[0];
+    bool accumulate = a->accumulate || first > 0;
+    MemoryMark mark = memory_mark(memory);
+    collectives_join(c->backend, 0); // the chunk before has its dx, and this one its tokens
+    exponentials(c, &now);
+    if (c->backward) lce_push_scaled_x(c, k);
+    lce_rows_of(c, &now.local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0},
+                (Tensor){0}); // losses and outputs of the local tokens
+    if (c->backward) {
+      lce_rows_of(c, &k->tokens, k->rows, k->scaled_x, (Tensor){0});
+      if (c->sampled) lce_sampling_gradients(c, k, first / size, true); // before targets are added
+      if (gemm_of_weight && first == 0) lce_add_non_targets(c, k, accumulate);
+      if (tensor_exists(a->dbias)) lce_bias_non_targets(c, k, accumulate);
+      lce_finish_dx(c, k);
+      if (tensor_exists(a->dx))
+        reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
+      if (tensor_exists(a->dweight)) lce_add_targets(c, k->rows.scale_target, k->tokens.x, k->targets);
+      lce_terms_add(c, k, first == 0);
+    }
+    if (left > size) next = gather(c, &buffers, first + size, min_i64(left - size, size));
+    if (gemm_of_weight && first > 0) lce_add_non_targets(c, k, true);
+    memory_pop_to(memory, mark);
+    if (memory->planning) break;
+  }
+  collectives_join(c->backend, 0);
+  lce_terms_end(c);
 }

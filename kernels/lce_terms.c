@@ -12,7 +12,7 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   if (a->mean) {
     Tensor targets = a->targets;
     c->factor = push_vector(c, "the mean's factor", DTYPE_F32, 1);
-    if (c->split) {
+    if (c->ranks > 1) {
       targets = push_vector(c, "targets of all ranks' tokens", DTYPE_I32, targets.shape[0] * backend->ranks);
       all_gather(backend, (Collective){.out = targets, .x = a->targets});
     }
@@ -23,25 +23,25 @@ void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   if (!smoothing || lce_holds_logits(a)) return;
   int64_t hidden_size = a->x.shape[1];
   c->smoothing_row = c->smoothing_local = push_vector(c, "weighted sum of W", DTYPE_F32, hidden_size);
-  if (c->split) c->smoothing_local = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
+  if (c->ranks > 1) c->smoothing_local = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
   if (tensor_exists(a->dweight)) c->smoothing_x = push_vector(c, "weighted sum of x", DTYPE_F32, hidden_size);
   linear_backward_weight(backend, (LinearBackwardWeight){.dbias = c->smoothing_local,
                                                          .dout = a->weight,
                                                          .coefficients = c->class_weights});
-  if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
+  if (c->ranks > 1) all_reduce(backend, (Collective){.out = c->smoothing_row, .x = c->smoothing_local});
   if (!tensor_exists(a->bias)) return;
   c->smoothing_bias = push_vector(c, "weighted sum of the bias", DTYPE_F32, 1);
   if (tensor_exists(a->dbias)) c->smoothing_sum = push_vector(c, "sum of uniform scales", DTYPE_F32, 1);
   linear_backward_weight(backend, (LinearBackwardWeight){.dbias = c->smoothing_bias,
                                                          .dout = as_column(a->bias),
                                                          .coefficients = c->class_weights});
-  if (c->split) all_reduce(backend, (Collective){.out = c->smoothing_bias, .x = c->smoothing_bias});
+  if (c->ranks > 1) all_reduce(backend, (Collective){.out = c->smoothing_bias, .x = c->smoothing_bias});
 }
 
 void lce_terms_add(const Call *c, const Chunk *k, bool first) {
   if (tensor_exists(c->smoothing_x))
     linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = c->smoothing_x,
-                                                              .dout = k->global.x,
+                                                              .dout = k->tokens.x,
                                                               .coefficients = k->rows.scale_uniform,
                                                               .accumulate = !first});
   if (tensor_exists(c->smoothing_sum))

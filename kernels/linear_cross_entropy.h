@@ -47,14 +47,13 @@ typedef struct {
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
-// chunk (tokens of each rank) are the same on all ranks; so is `counted`, the largest of theirs: `rows` then
-// names ignored tokens after the counted ones. `mean` is over all ranks' tokens. A shard supports neither the materialized
-// mode nor label smoothing with a soft-cap.
+// chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard supports neither the
+// materialized mode nor label smoothing with a soft-cap.
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature,
 // the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says
 // how much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
-// output, and no label smoothing, sampling, shard, `rows` or materialized mode.
+// output, and no label smoothing, sampling, shard or materialized mode.
 //
 // With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens and without a soft-cap, has
 // kept E and R in them, and it turns E into the gradient of the logits, in place. So they serve one such call.
@@ -84,10 +83,6 @@ typedef struct {
   LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here
-  // int32 [N], or absent: positions of the counted tokens come first, and only they are computed (all are where a chunk holds
-  // logits); the targets of the others are IGNORE_INDEX
-  Tensor rows;
-  int64_t counted; // how many; read only when rows is there
   float scale;     // not 0 where gradients are computed: GEMMs read 0 as 1
   bool mean;
   bool accumulate; // add to dweight and dbias rather than write them

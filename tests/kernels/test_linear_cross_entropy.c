@@ -311,11 +311,6 @@ static void layer_case(Harness *h, const void *shape) {
   if (s.wide_dx) a.dx = poisoned(h, DTYPE_F32, s.rows, s.hidden);
   LossBefore before = {0};
   if (s.accumulate) loss_call_adds(h, &a, &before);
-  if (s.ignored) {
-    int32_t *positions = counted_positions(h, p.targets, s.rows, &a.counted);
-    for (int64_t n = a.counted; n < s.rows; n++) positions[n] = positions[0]; // not read
-    a.rows = ids_from(h, positions, s.rows);
-  }
   linear_cross_entropy(h->backend, a);
   LinearCrossEntropy forward = a;
   forward.loss = poisoned_vector(h, DTYPE_F32, s.rows);
@@ -438,9 +433,6 @@ TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "entropy_weights need known_log_prob", a.entropy_weights = a.loss);
   call.dx = call.dweight = (Tensor){0};
   ASSERT_REFUSED(h, call, "in one chunk of all tokens", (a.exps = exps, a.exps_sum = a.loss));
-  ASSERT_REFUSED(h, call, "4 tokens count", (a.rows = a.targets, a.counted = 4));
-  ASSERT_REFUSED(h, call, "rows is int32 [2] for 3 tokens",
-                 (a.rows = tensor_rows(a.targets, 0, 2), a.counted = 2));
   ASSERT_REFUSED(h, call, "which holds no token", a.x = tensor_rows(a.x, 0, 0));
   ASSERT_REFUSED(h, call, "targets is int32 [2] for 3 tokens", a.targets = tensor_rows(a.targets, 0, 2));
   ASSERT_REFUSED(h, call, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", a.loss = two);

@@ -50,12 +50,10 @@ static Problem make_problem(Harness *h, Case c) {
   if (c.terms)
     loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS);
   p.temperature = c.terms ? 1.25 : 1, p.mean = c.mean;
-  p.full_mass = 50, p.seed = 7, p.chunk = c.size, p.counted_alone = c.packed;
+  p.full_mass = 50, p.seed = 7, p.chunk = c.size, p.counted_alone = false;
   Problem made = {.call = sampled_call(h, &p, c.chunk)};
   made.r = p;
   if (c.accumulate) loss_call_adds(h, &made.call, &made.before);
-  if (c.packed)
-    made.call.rows = ids_from(h, counted_positions(h, p.targets, c.rows, &made.call.counted), c.rows);
   return made;
 }
 
@@ -122,11 +120,11 @@ TEST(test_cases) {
                                {600, 17, 777, 256, 256, .accumulate = true},
                                {450, 72, 2003, 150, 150, .terms = true, .mean = true},
                                {450, 16, 1030, 225, 225, .ignored = true},
-                               {450, 16, 1030, 225, 150, .ignored = true, .packed = true},
+                               {450, 16, 1030, 225, 225, .ignored = true},
                                // Many chunks, whose kept tiles a backend may keep to make dW of several.
                                {1500, 72, 900, 128, 128, .accumulate = true},
                                {700, 40, 1283, 100, 100, .ignored = true},
-                               {900, 40, 900, 500, 384, .ignored = true, .packed = true, .terms = true,
+                               {900, 40, 900, 500, 450, .ignored = true, .terms = true,
                                 .mean = true, .accumulate = true}};
   RUN_CASES(*state, sampled_case, cases);
 }

@@ -93,15 +93,6 @@ static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceL
 }
 
 // The most tokens that count on any rank.
-static int64_t max_counted(const ReferenceLoss *p, int64_t rows, int ranks) {
-  int64_t max = 0;
-  for (int r = 0; r < ranks; r++) {
-    int64_t counted = 0;
-    for (int64_t n = 0; n < rows; n++) counted += p->targets[r * rows + n] != IGNORE_INDEX;
-    max = max_i64(max, counted);
-  }
-  return max;
-}
 
 static void check_case(Harness *h, const Case *c) {
   Backend *b = h->backend;
@@ -109,10 +100,6 @@ static void check_case(Harness *h, const Case *c) {
   ReferenceLoss p = make_problem(h, c, vocab, part);
   ReferenceLoss *r = &p;
   LinearCrossEntropy a = local_call(h, c, &p, part);
-  if (c->named) {
-    a.rows = ids_from(h, counted_positions(h, p.targets + from, c->rows, &a.counted), c->rows);
-    a.counted = max_counted(&p, c->rows, b->ranks);
-  }
   LossBefore before = {0};
   if (c->wide_dx) a.dx = poisoned(h, DTYPE_F32, c->rows, c->hidden);
   if (c->accumulate) loss_call_adds(h, &a, &before);

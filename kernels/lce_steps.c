@@ -1,0 +1,132 @@
+// The steps of a chunk, of which the loops of linear_cross_entropy.c and lce_split_head.c are made.
+#include "kernels/integers.h"
+#include "kernels/lce_call.h"
+
+const char *lce_mode_name(LceMode mode) {
+  return mode == LCE_FUSED ? "fused" : "materialized";
+}
+
+int64_t lce_default_chunk(DeviceKind device, int64_t tokens) {
+  return min_i64(4096,
+                 device == ON_CUDA ? max_i64(1024, ceil_div(tokens, 8)) : max_i64(112, ceil_div(tokens, 9)));
+}
+
+int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
+  int64_t max = min_i64(chunk, tokens), even = ceil_div(tokens, ceil_div(tokens, max));
+  int64_t rounded = round_up(even, 128);
+  return rounded <= max ? rounded : even;
+}
+
+static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
+  LossRows r = {.row_sum = c->a->exps_sum,
+                .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
+                .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
+                .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
+  if (!tensor_exists(r.row_sum)) r.row_sum = push_vector(c, "row sums", DTYPE_F32, rows);
+  if (tensor_exists(c->a->outputs.entropy))
+    r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
+  if (token_outputs_need_max(&c->a->outputs)) {
+    r.max = push_vector(c, "largest logits", DTYPE_F32, rows);
+    r.best = push_vector(c, "columns of the largest logits", DTYPE_I32, rows);
+  }
+  if (c->a->shard.vocab_size) r.rescale = push_vector(c, "scales between anchors", DTYPE_F32, rows);
+  if (!c->backward) return r;
+  r.scale_non_target = push_vector(c, "scales of non-targets", DTYPE_F32, rows);
+  r.scale_target = push_vector(c, "scales of the target", DTYPE_F32, lasting);
+  if (c->a->terms.label_smoothing > 0) r.scale_uniform = push_vector(c, "scales of all", DTYPE_F32, rows);
+  return r;
+}
+
+Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting) {
+  Chunk b = {.rows = push_loss_rows(c, rows, lasting)};
+  b.exps = c->backward ? push_logits(c, "exponentials", rows) : c->a->exps;
+  if (c->sampled) lce_sampling_buffers(c, &b, rows);
+  return b;
+}
+
+Chunk lce_first_rows(const Chunk *buffers, int64_t rows) {
+  Chunk k = *buffers;
+  k.exps = first_rows(k.exps, 0, rows);
+  k.tile_sums = first_rows(k.tile_sums, 0, rows);
+  k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_TILE_ROWS));
+  k.rows = k.local_rows = loss_rows_range(&k.rows, 0, rows);
+  return k;
+}
+
+void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
+  lce_target_logits(c->backend, (LceTargetLogits){.target_z = target_z,
+                                                  .x = x,
+                                                  .weight = c->a->weight,
+                                                  .bias = c->a->bias,
+                                                  .targets = targets,
+                                                  .softcap = c->a->terms.softcap});
+}
+
+void lce_exponentials(const Call *c, const Chunk *k) {
+  lce_logits_exp(c->backend,
+                 (LceLogitsExp){.exps = k->exps,
+                                .dx_raw = c->sampled ? (Tensor){0} : k->tokens.dx, // needs R first
+                                .tile_sums = k->tile_sums,
+                                .rows = k->local_rows,
+                                .x = k->tokens.x,
+                                .weight = c->a->weight,
+                                .bias = c->a->bias,
+                                .targets = k->targets,
+                                .first = c->a->shard.first,
+                                .softcap = c->a->terms.softcap,
+                                .temperature = c->a->terms.temperature});
+}
+
+void lce_push_scaled_x(const Call *c, Chunk *k) {
+  k->scaled_x = push_matrix(c, "scaled x", c->a->x.dtype, k->tokens.x.shape[0], c->a->x.shape[1]);
+}
+
+void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps) {
+  lce_rows(c->backend, (LceRows){.loss = t->loss,
+                                 .outputs = t->outputs,
+                                 .scaled_x = scaled_x,
+                                 .exps = exps,
+                                 .rows = rows,
+                                 .x = t->x,
+                                 .targets = t->targets,
+                                 .token_weights = t->token_weights,
+                                 .factor = c->factor,
+                                 .smoothing_row = c->smoothing_row,
+                                 .smoothing_bias = c->smoothing_bias,
+                                 .terms = c->a->terms,
+                                 .vocab_size = c->vocab_size});
+}
+
+void lce_finish_dx(const Call *c, const Chunk *k) {
+  if (!tensor_exists(k->tokens.dx)) return;
+  lce_input_gradient(c->backend, (LceInputGradient){.dx = k->tokens.dx,
+                                                    .rows = k->rows,
+                                                    .smoothing_row = c->smoothing_local,
+                                                    .weight = c->a->weight,
+                                                    .targets = k->targets,
+                                                    .alpha = c->a->scale});
+}
+
+// The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
+void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
+  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
+                                                            .dout = k->exps,
+                                                            .x = k->scaled_x,
+                                                            .alpha = c->a->scale,
+                                                            .accumulate = accumulate});
+}
+
+// The targets' rows of dweight += scale c x, and of dbias += scale c.
+void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {
+  LceTargetGradient of_weight = {.dweight = c->a->dweight,
+                                 .scale_target = scale_target,
+                                 .x = x,
+                                 .targets = targets,
+                                 .alpha = c->a->scale};
+  lce_target_gradient(c->backend, of_weight);
+  if (!tensor_exists(c->a->dbias)) return;
+  LceTargetGradient of_bias = of_weight;
+  of_bias.dweight = as_column(c->a->dbias), of_bias.x = as_column(scale_target);
+  of_bias.scale_target = (Tensor){0};
+  lce_target_gradient(c->backend, of_bias);
+}
