@@ -232,7 +232,7 @@ endif # SEARCH
 # --- Sources, by directory --------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard train.c $(addsuffix /*.c,data data/tokenizer kernels kernels/cpu kernels/ranks model model/checkpoint \
+SOURCES  := $(wildcard train.c $(addsuffix /*.c,data data/tokenizer kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
 	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
@@ -350,7 +350,7 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
-# An exercise of kernels/LCE.md is a file of the ladder with a hole, made once and then yours; the ladder's test is the checker.
+# An exercise of kernels/lce/LCE.md is a file of the ladder with a hole, made once and then yours; the ladder's test is the checker.
 N         ?= 1
 EXERCISES ?= exercises
 HOLE       = $(EXERCISES)/$(N).c
@@ -422,7 +422,7 @@ help:
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
 #:                      --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
-#: make exercise N=1     an exercise of kernels/LCE.md, 1 to 5: fill the hole in exercises/1.c until its checks pass
+#: make exercise N=1     an exercise of kernels/lce/LCE.md, 1 to 5: fill the hole in exercises/1.c until its checks pass
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
 #: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
 #: make curves          installs what is missing, builds, and draws a memory curve (tools/memory_curve, tools/CURVES.md)

@@ -3,7 +3,7 @@
 //   options -> backend -> data -> plan -> model -> THE STEP, and what happens now and then -> summary
 //
 // Reading on from here: trainer/step.c (many ranks, the update), model/transformer.c (forward and backward),
-// kernels/linear_cross_entropy.c (LM head + loss), kernels/kernels.h (every operation).
+// kernels/lce/linear_cross_entropy.c (LM head + loss), kernels/kernels.h (every operation).
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

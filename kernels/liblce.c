@@ -7,7 +7,7 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 #include "kernels/text.h"
 
 #define EXPORTED __attribute__((visibility("default")))

@@ -1,7 +1,7 @@
 // A model: its configuration, its weights, and the layers as operations see them.
 #pragma once
 
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 #include "model/config.h"
 #include "model/parameters.h"
 

@@ -136,7 +136,7 @@ void parameters_free(ParameterSet *parameters);
 //            biases are whole, too. The layers' are in a double buffer of two layers: one layer's are reduce-scattered
 //            into the shards while the next layer's are computed
 //
-// Where the head is split (--vocab-parallel; kernels/linear_cross_entropy.h) its group is one bucket, whose slices are
+// Where the head is split (--vocab-parallel; kernels/lce/linear_cross_entropy.h) its group is one bucket, whose slices are
 // whole rows, and a rank computes its rows' gradients from the tokens of all ranks: there is nothing to reduce. Its
 // weights are sharded as well, unless they are the embedding's, which every rank reads for its tokens.
 

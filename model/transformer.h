@@ -1,7 +1,7 @@
 // Forward and backward pass of a transformer, for all families alike.
 #pragma once
 
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 #include "model/model.h"
 
 // What the forward pass does not keep and the backward pass computes again (activation checkpointing; Chen et

@@ -2,7 +2,7 @@
 // linear_cross_entropy that has to find it.
 #pragma once
 
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 

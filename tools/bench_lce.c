@@ -2,7 +2,7 @@
 // three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
 // each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
 // with, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 = 1. --ladder times the
-// versions of kernels/LCE.md instead.
+// versions of kernels/lce/LCE.md instead.
 //
 // How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint takes a
 // trained state: W is the model's head, x the final norm's output for the first N tokens that ./train --init DIR --data
@@ -85,7 +85,7 @@ static const Option option_rows[] = {
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
     {FLAG("ladder", ladder, true),
      EXCLUDES("materialized, terms, sample", "the ladder has seven rungs and no more"),
-     HELP("Time the versions of kernels/LCE.md instead, at the first chunk")},
+     HELP("Time the versions of kernels/lce/LCE.md instead, at the first chunk")},
     {FLAG("plan", plan, true), EXCLUDES("checkpoint, ladder", "a plan computes nothing"),
      HELP("Compute nothing: only the memory, also for a GPU that is not here")},
     {FLAG("json", json, true), HELP("Print a JSON object a line instead of the table")},

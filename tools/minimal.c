@@ -20,7 +20,7 @@
 // What is special is the loss. The last matmul makes V logits for each of N tokens, one for each entry of the vocabulary. At
 // Llama 3's V of 128,256 these logits are often the largest matrix of a training step. `loss_materialized` makes them.
 // `loss_fused` does not: it takes the tokens in chunks, and computes the gradients while a chunk's logits are there.
-// kernels/LCE.md goes on from there, down to the tensor cores of a GPU.
+// kernels/lce/LCE.md goes on from there, down to the tensor cores of a GPU.
 //
 // Letters: B sequences of T tokens, N = B T; H hidden size; Q query heads and K key/value heads of D elements; F width of the
 // MLP; V vocabulary. Matrices are dense and row-major: element (n, h) of x [N, H] is x[n * H + h]. Names are Hugging Face's.

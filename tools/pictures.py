@@ -499,7 +499,7 @@ def groups(title, subtitle, all_groups, path):
 
 
 def ladder(rows, path):
-    """The rungs of kernels/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
+    """The rungs of kernels/lce/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
     figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
                             "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
                             wspace=0.4)

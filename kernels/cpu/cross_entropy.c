@@ -9,7 +9,7 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
-#include "kernels/loss_row.h"
+#include "kernels/lce/loss_row.h"
 
 // dv/dz = (1 - (u/c)^2) / T
 static inline float derivative_of(float v, float cap, float inv_temperature) {

@@ -1,4 +1,4 @@
-// The operations of linear_cross_entropy on the CPU. kernels/linear_cross_entropy.c combines them.
+// The operations of linear_cross_entropy on the CPU. kernels/lce/linear_cross_entropy.c combines them.
 //
 // The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level cache, and does
 // with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
@@ -10,13 +10,13 @@
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
 // pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
 // rows of W and dW that it meets.
-// kernels/LCE.md ("What was tried") has the measurements.
+// kernels/lce/LCE.md ("What was tried") has the measurements.
 #include <math.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
-#include "kernels/loss_row.h"
+#include "kernels/lce/loss_row.h"
 #include "kernels/random.h"
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough

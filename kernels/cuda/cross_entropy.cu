@@ -10,7 +10,7 @@
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/loss_row.h"
+#include "kernels/lce/loss_row.h"
 
 // The operation as the kernel gets it.
 struct Loss : CrossEntropyInPlace {

@@ -1,5 +1,5 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue. kernels/LCE.md ("On Hopper") explains the terms and gives the reasons, what was measured and what was tried.
+// epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms and gives the reasons, what was measured and what was tried.
 //
 // D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
 //   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;

@@ -1,5 +1,5 @@
 // The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
-// arithmetic is anchored at the target: kernels/linear_cross_entropy.c. This file is about data flow.
+// arithmetic is anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
 //
 // Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
 // reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E in bf16. So a logit crosses
@@ -17,7 +17,7 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
-#include "kernels/loss_row.h"
+#include "kernels/lce/loss_row.h"
 
 static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
 

@@ -8,9 +8,9 @@
 //                                    \--dX-->  dx_raw, in each chunk
 // A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Which tiles are kept is known on the
 // device alone: the host launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is
-// anything to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed. kernels/LCE.md
+// anything to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed. kernels/lce/LCE.md
 // ("Sampling the gradient's tiles") says why tiles are copied.
-// Other GPUs do not come here: their gradients are exact (lce_sampling.c).
+// Other GPUs do not come here: their gradients are exact (sampling.c).
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 

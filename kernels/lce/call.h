@@ -1,7 +1,7 @@
 // Inside linear_cross_entropy: what its files know of a call and of a chunk of it.
 #pragma once
 
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 
 // Some of a call's tokens: views of the caller's tensors, or what all ranks gave.
 #define TOKEN_FIELDS                                                                                         \
@@ -82,7 +82,7 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
   return range;
 }
 
-// lce_steps.c: what the loops are made of.
+// steps.c: what the loops are made of.
 Chunk lce_push_buffers(const Call *c, int64_t rows,
                        int64_t lasting);                  // of a chunk; of what is kept for all tokens
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows); // without its tokens
@@ -103,16 +103,16 @@ static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
   return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
 }
 
-// lce_check.c: fails with a sentence where the call cannot be.
+// check.c: fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);
 
-// lce_terms.c: terms of the loss that need more than a row's sums.
+// terms.c: terms of the loss that need more than a row's sums.
 void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the sum of the class weights
 void lce_terms_add(const Call *c, const Chunk *k, bool first);
 void lce_terms_end(const Call *c);
 void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate);
 
-// lce_sampling.c: a random part of E's tiles makes the gradients, where that saves time.
+// sampling.c: a random part of E's tiles makes the gradients, where that saves time.
 void lce_sampling_begin(Call *c, LinearCrossEntropy *a); // completes `a` with memory for the statistics
 void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows);
 void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last);

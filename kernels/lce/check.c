@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "kernels/fail.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 // The operations get only a chunk's part, so what belongs to all tokens is measured here.
 static void per_token(const char *field, Tensor t, int64_t tokens) {

@@ -12,7 +12,7 @@
 // sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G takes E's place, and the
 // GEMMs are two.
 #include "kernels/integers.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 // Rows of W at a time, such that G takes half of what a chunk's exponentials would.
 static int64_t block_rows(const LinearCrossEntropy *a) {

@@ -1,4 +1,4 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/LCE.md derives it and lists what was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists what was tried.
 //
 // A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So the fused
 // mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V] exponentials are at
@@ -15,11 +15,11 @@
 // exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
 // and `c` the call.)
 //
-// This file has the plain loop. Others have loops of their own: lce_split_head.c (a head split over ranks), lce_known.c (gradients
-// where log p[y] is known), lce_materialized.c (logits, not exponentials). Below them: lce_steps.c, lce_sampling.c, lce_terms.c
-// (label smoothing, and a bias's gradient), lce_check.c.
+// This file has the plain loop. Others have loops of their own: split_head.c (a head split over ranks), known.c (gradients
+// where log p[y] is known), materialized.c (logits, not exponentials). Below them: steps.c, sampling.c, terms.c
+// (label smoothing, and a bias's gradient), check.c.
 #include "kernels/integers.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 // The targets' rows of W and dW are touched for thousands of tokens at a time, before the first chunk and after the last: that
 // keeps a GPU busy where a chunk of a thousand takes almost as long.

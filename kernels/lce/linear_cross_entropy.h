@@ -43,7 +43,7 @@ typedef struct {
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
 // so only the fused mode has it, without a bias, a soft-cap, entropies, largest logits and predictions; dweight alone, without dx,
-// it does not make. Where it would save no time (lce_sampling.c) the gradients are exact.
+// it does not make. Where it would save no time (sampling.c) the gradients are exact.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
@@ -51,7 +51,7 @@ typedef struct {
 // materialized mode nor label smoothing with a soft-cap.
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature,
-// the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (lce_known.c): `chunk` says
+// the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (known.c): `chunk` says
 // how much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
 // output, and no label smoothing, sampling, shard or materialized mode.
 //
@@ -83,7 +83,7 @@ typedef struct {
   LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here
-  float scale;     // not 0 where gradients are computed: GEMMs read 0 as 1
+  float scale;           // not 0 where gradients are computed: GEMMs read 0 as 1
   bool mean;
   bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;

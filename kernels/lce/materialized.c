@@ -2,7 +2,7 @@
 // term of the loss. With all tokens in one chunk this is the materialized mode, the baseline. The fused mode takes it in its
 // chunks for label smoothing with a soft-cap, whose gradient is no product of E and a row's factor.
 #include "kernels/integers.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 static void logits_and_gradients(const Call *c, const Tokens *t, Tensor logits, bool accumulate) {
   const LinearCrossEntropy *a = c->a;

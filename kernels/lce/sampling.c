@@ -1,6 +1,6 @@
 // linear_cross_entropy with sampled gradients: a random part of the softmax gradient's tiles, scaled so that dx and dweight
 // keep their expectation (LceSampledGradients).
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 // Below this full mass so many tiles are kept that skipping the others costs more than it saves, and the gradients are exact.
 // Measured on an H200 (GPT-2 124M after 540 steps, chunk 4096), in times of the exact gradients: 1.00 at 2^-5, 1.12 at 2^-6.
@@ -32,23 +32,22 @@ void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows) {
 void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last) {
   const LinearCrossEntropy *a = c->a;
   lce_sampled_gradients(
-      c->backend,
-      (LceSampledGradients){.dx_raw = k->tokens.dx,
-                            .dweight = a->dweight,
-                            .tiles = k->tiles,
-                            .stats = a->sampling.stats,
-                            .exps = k->exps,
-                            .tile_sums = k->tile_sums,
-                            .rows = k->rows,
-                            .weight = a->weight,
-                            .scaled_x = k->scaled_x,
-                            .full_mass = a->sampling.full_mass,
-                            .seed = a->sampling.seed,
-                            .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank),
-                            .alpha = a->scale,
-                            .kept = k->kept,
-                            .kept_rows = k->kept_rows,
-                            .first = chunk == 0,
-                            .flush = last,
-                            .accumulate = a->accumulate});
+      c->backend, (LceSampledGradients){.dx_raw = k->tokens.dx,
+                                        .dweight = a->dweight,
+                                        .tiles = k->tiles,
+                                        .stats = a->sampling.stats,
+                                        .exps = k->exps,
+                                        .tile_sums = k->tile_sums,
+                                        .rows = k->rows,
+                                        .weight = a->weight,
+                                        .scaled_x = k->scaled_x,
+                                        .full_mass = a->sampling.full_mass,
+                                        .seed = a->sampling.seed,
+                                        .stream = (uint64_t)(chunk * c->backend->ranks + c->backend->rank),
+                                        .alpha = a->scale,
+                                        .kept = k->kept,
+                                        .kept_rows = k->kept_rows,
+                                        .first = chunk == 0,
+                                        .flush = last,
+                                        .accumulate = a->accumulate});
 }

@@ -3,10 +3,10 @@
 //
 // For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but one add 0), the
 // pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's dX
-// is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/LCE.md counts what is sent.
+// is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/lce/LCE.md counts what is sent.
 // Most of it overlaps: dX leaves and the next x arrives while dW is computed.
 #include "kernels/integers.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 // A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
 typedef struct {

@@ -1,6 +1,6 @@
-// The steps of a chunk, of which the loops of linear_cross_entropy.c and lce_split_head.c are made.
+// The steps of a chunk, of which the loops of linear_cross_entropy.c and split_head.c are made.
 #include "kernels/integers.h"
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 const char *lce_mode_name(LceMode mode) {
   return mode == LCE_FUSED ? "fused" : "materialized";

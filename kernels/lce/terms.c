@@ -1,6 +1,6 @@
 // The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
 // updates, the mean's factor, and a bias's gradient.
-#include "kernels/lce_call.h"
+#include "kernels/lce/call.h"
 
 void lce_terms_begin(Call *c, LinearCrossEntropy *a) {
   Backend *backend = c->backend;

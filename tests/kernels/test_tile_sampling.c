@@ -114,18 +114,18 @@ static void sampled_case(Harness *h, const void *shape) {
 }
 
 TEST(test_cases) {
-  static const Case cases[] = {{150, 24, 768, 150, 150, .terms = false},
-                               {150, 24, 768, 40, 38, .terms = false},
-                               {301, 40, 1401, 1000, 301, .terms = false},
-                               {600, 17, 777, 256, 256, .accumulate = true},
-                               {450, 72, 2003, 150, 150, .terms = true, .mean = true},
-                               {450, 16, 1030, 225, 225, .ignored = true},
-                               {450, 16, 1030, 225, 225, .ignored = true},
-                               // Many chunks, whose kept tiles a backend may keep to make dW of several.
-                               {1500, 72, 900, 128, 128, .accumulate = true},
-                               {700, 40, 1283, 100, 100, .ignored = true},
-                               {900, 40, 900, 500, 450, .ignored = true, .terms = true,
-                                .mean = true, .accumulate = true}};
+  static const Case cases[] = {
+      {150, 24, 768, 150, 150, .terms = false},
+      {150, 24, 768, 40, 38, .terms = false},
+      {301, 40, 1401, 1000, 301, .terms = false},
+      {600, 17, 777, 256, 256, .accumulate = true},
+      {450, 72, 2003, 150, 150, .terms = true, .mean = true},
+      {450, 16, 1030, 225, 225, .ignored = true},
+      {450, 16, 1030, 225, 225, .ignored = true},
+      // Many chunks, whose kept tiles a backend may keep to make dW of several.
+      {1500, 72, 900, 128, 128, .accumulate = true},
+      {700, 40, 1283, 100, 100, .ignored = true},
+      {900, 40, 900, 500, 450, .ignored = true, .terms = true, .mean = true, .accumulate = true}};
   RUN_CASES(*state, sampled_case, cases);
 }
 

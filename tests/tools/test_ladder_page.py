@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""kernels/LCE.md on the ladder: the checker of each exercise fails on the hole and passes once the ladder's own lines fill it,
+"""kernels/lce/LCE.md on the ladder: the checker of each exercise fails on the hole and passes once the ladder's own lines fill it,
 and the differences between rungs are lines of the ladder."""
 import pathlib
 import re
@@ -29,7 +29,7 @@ def test_exercises(folder):
 
 def test_differences(folder):
     code = [line.split("//")[0].strip() for path in LADDER.glob("*.c*") for line in path.read_text().splitlines()]
-    blocks = re.findall("```diff\n(.*?)```", (ROOT / "kernels/LCE.md").read_text(), re.S)
+    blocks = re.findall("```diff\n(.*?)```", (ROOT / "kernels/lce/LCE.md").read_text(), re.S)
     assert len(blocks) == 5
     for line in "".join(blocks).splitlines():
         assert line[1:].split("//")[0].strip() in code, line

@@ -1,11 +1,11 @@
 // The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the one
-// before it. kernels/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
+// before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
 // rungs.c holds what a rung does, for both devices: matmuls are the backend's linear_*, and what happens to
 // single rows is in rows_cpu.c (plain loops: read these) and rows_cuda.cu (the same as kernels).
 #pragma once
 
-#include "kernels/linear_cross_entropy.h"
+#include "kernels/lce/linear_cross_entropy.h"
 
 #if defined(__cplusplus)
 extern "C" {
