@@ -220,7 +220,7 @@ const Option options_rows[] = {
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
-     HELP("Only print the largest --batch that fits, in both modes, and what choices of --offload cost")},
+     HELP("Only print the largest --batch that fits, in both modes, without and with --offload")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump), .flags = REFUSED,

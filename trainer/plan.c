@@ -114,71 +114,6 @@ int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mo
                            INT32_MAX / options->seq_len);
 }
 
-// --- what offloading costs ---------------------------------------------------------------------------------
-
-// The tensor's bytes where they are in the host's memory, else 0.
-static size_t on_host(const Backend *backend, Tensor t) {
-  const Memory *memory = &backend->memory;
-  for (int64_t i = 0; tensor_exists(t) && i < memory->reserved_count; i++) {
-    const MemoryBlock *block = &memory->reserved[i];
-    uintptr_t first = (uintptr_t)block->data, at = (uintptr_t)t.data;
-    if (block->on_host && at >= first && at - first < block->bytes) return tensor_bytes(t);
-  }
-  return 0;
-}
-
-// An operation of a plan that adds to the HostTraffic in backend->state what it reads of the host's memory and writes there.
-#define COUNT(name, Operation, part, read, written)                                                          \
-  static void name(Backend *b, const Operation *a) {                                                         \
-    HostBytes *bytes = &((HostTraffic *)b->state)->part;                                                     \
-    bytes->in += read;                                                                                       \
-    bytes->out += written;                                                                                   \
-  }
-COUNT(count_copy_in, Copy, micro_batch, tensor_bytes(a->x), 0)
-COUNT(count_copy_out, Copy, micro_batch, 0, tensor_bytes(a->x))
-// A row of each table for every token.
-COUNT(count_embedding, EmbeddingForward, micro_batch,
-      tensor_bytes(a->out) * ((on_host(b, a->token_weight) > 0) + (on_host(b, a->position_weight) > 0)), 0)
-// At most: every row is written, and read where it is added to.
-COUNT(count_embedding_backward, EmbeddingBackward, micro_batch,
-      (a->accumulate_token ? on_host(b, a->dtoken_weight) : 0) +
-          (a->accumulate_position ? on_host(b, a->dposition_weight) : 0),
-      on_host(b, a->dtoken_weight) + on_host(b, a->dposition_weight))
-COUNT(count_reduce, Reduce, update, on_host(b, a->x), 0)
-COUNT(count_update, Update, update,
-      on_host(b, tensor_exists(a->master) ? a->master : a->weight) + on_host(b, a->m) + on_host(b, a->v) +
-          on_host(b, a->grad),
-      on_host(b, a->weight) + on_host(b, a->master) + on_host(b, a->m) + on_host(b, a->v))
-// Of gradients, during the backward pass.
-COUNT(count_reduce_scatter, Collective, micro_batch,
-      on_host(b, a->x) + (a->accumulate ? on_host(b, a->out) : 0), on_host(b, a->out))
-// Of weights, after the update.
-COUNT(count_all_gather, Collective, update, on_host(b, a->x), on_host(b, a->out))
-
-HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
-  static const BackendOps counting = {.embedding_forward = count_embedding,
-                                      .embedding_backward = count_embedding_backward,
-                                      .reduce = count_reduce,
-                                      .adamw = count_update,
-                                      .nesterov = count_update,
-                                      .descend = count_update,
-                                      .reduce_scatter = count_reduce_scatter,
-                                      .all_gather = count_all_gather,
-                                      .copy_in = count_copy_in,
-                                      .copy_out = count_copy_out};
-  HostTraffic traffic = {0};
-  Options o = *options;
-  o.micro_steps = 1;
-  Trainer t;
-  open_planned(&t, &o, device);
-  t.backend->ops = &counting;
-  t.backend->state = &traffic;
-  trainer_step(&t, NULL, 0);
-  trainer_model(&t); // with what the step leaves of the update
-  close_planned(&t);
-  return traffic;
-}
-
 // --- what would fit ----------------------------------------------------------------------------------------
 
 // Whether a --total-batch that was given is a multiple of such micro-batches.
@@ -452,33 +387,6 @@ void plan_print(Options *o) {
   if (o->device_memory > 0) plan_require(o, device, capacity);
 }
 
-// Bytes a second in each direction, of the 63e9 that PCIe 5 x16 carries at most.
-static const double HOST_LINK_RATE = 50e9;
-
-static void print_link(HostBytes b) {
-  size_t more = b.in > b.out ? b.in : b.out; // both directions at once
-  printf("  %10s / %-10s %6.2f s", text_bytes(b.in).text, text_bytes(b.out).text,
-         (double)more / HOST_LINK_RATE);
-}
-
-// A row: the largest batches in both modes, and what offloading costs at the fused one.
-static void print_fit(const Options *o, DeviceKind device, const int64_t batch[2]) {
-  char words[64], cells[2][24];
-  for (int m = 0; m < 2; m++)
-    snprintf(cells[m], sizeof cells[m], batch[m] ? "%lld" : "none", (long long)batch[m]);
-  printf("%-40s %7s %13s", o->dtypes.offload ? options_words(o, "offload", words) : "nothing", cells[0],
-         cells[1]);
-  if (o->dtypes.offload && batch[LCE_FUSED]) {
-    Options with = with_shape(o, device, batch[LCE_FUSED], o->seq_len);
-    Ledger plan = plan_run(&with, device, LCE_FUSED);
-    HostTraffic traffic = plan_host_traffic(&with, device);
-    printf(" %11s", text_bytes(ledger_host_bytes(&plan)).text);
-    print_link(traffic.micro_batch);
-    print_link(traffic.update);
-  }
-  putchar('\n');
-}
-
 void plan_print_fit(Options *o) {
   enum { CHOICES = 4 };
   size_t capacity = 0;
@@ -491,11 +399,10 @@ void plan_print_fit(Options *o) {
               : o->pass.recompute == RECOMPUTE_LAYER                ? CHOICES
                                                                     : CHOICES - 1;
   int64_t batches[CHOICES][2], largest = 0;
-  Options with[CHOICES];
+  Options with = *o;
   for (int i = 0; i < count; i++) {
-    with[i] = *o;
-    with[i].dtypes.offload = offloads[i];
-    for (int m = 0; m < 2; m++) batches[i][m] = plan_largest_batch(&with[i], device, (LceMode)m, capacity);
+    with.dtypes.offload = offloads[i];
+    for (int m = 0; m < 2; m++) batches[i][m] = plan_largest_batch(&with, device, (LceMode)m, capacity);
     largest = max_i64(largest, batches[i][LCE_FUSED]);
   }
   if (!largest) {
@@ -506,17 +413,15 @@ void plan_print_fit(Options *o) {
   }
   printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
          text_bytes(capacity).text);
-  bool costs = offloads[count - 1] != 0;
-  printf("%-40s %7s %13s", "--offload", "fused", "materialized");
-  printf(costs ? " %11s  %-32s  %s\n" : "\n", "on the host", "  a micro-batch: in / out",
-         "  an update: in / out");
-  for (int i = 0; i < count; i++) print_fit(&with[i], device, batches[i]);
-  if (costs)
-    printf(
-        "in / out: bytes over the host link at the fused --batch, and their time at %g GB/s a direction "
-        "(PCIe 5 x16), part of which\ncomputation hides; a micro-batch after a step's first also reads the "
-        "gradients that it adds to\n",
-        1e-9 * HOST_LINK_RATE);
+  printf("%-40s %7s %13s\n", "--offload", "fused", "materialized");
+  for (int i = 0; i < count; i++) {
+    char words[64];
+    with.dtypes.offload = offloads[i];
+    printf("%-40s", offloads[i] ? options_words(&with, "offload", words) : "nothing");
+    for (int m = 0; m < 2; m++)
+      printf(" %*s", m ? 13 : 7, batches[i][m] ? text_number((double)batches[i][m]).text : "none");
+    putchar('\n');
+  }
 }
 
 // --- --compare-modes ---------------------------------------------------------------------------------------

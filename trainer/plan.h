@@ -18,20 +18,6 @@ void plan_resolve_chunk(Options *options, DeviceKind device);
 // The largest batch whose step fits into `bytes`, total_batch following; 0 when not even one sequence does.
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
 
-// Bytes that cross the host link: read from the host's memory by the device (in), and written to it (out).
-typedef struct {
-  size_t in, out;
-} HostBytes;
-
-typedef struct {
-  // Copies, the embedding's rows, reduced gradients; of a step's first one, which adds to no gradients.
-  HostBytes micro_batch;
-  HostBytes update; // what the norm and the optimizer access, and gathered weights; once a step
-} HostTraffic;
-
-// What --offload costs each rank in a step of `options` (resolved), counted from the operations that the step calls.
-HostTraffic plan_host_traffic(const Options *options, DeviceKind device);
-
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), with who holds what, and what would fit; or when
 // it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
@@ -49,8 +35,8 @@ typedef struct {
 // At most 3 columns, of the device that they are for.
 void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device);
 
-// --plan: what a run needs in both modes, also as a line of --log for each, and by --timeline. --fit: the largest batch with
-// each choice of --offload in both modes, and what that costs, or a failure. Both finish the options.
+// --plan: what a run needs in both modes, also as a line of --log for each, and by --timeline. --fit: the largest batch in
+// both modes, without and with --offload, or a failure. Both finish the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 

@@ -370,19 +370,16 @@ def fit(table, choice):
     return [int(batch.replace("none", "0")) for batch in found.groups()]
 
 
-# Every choice of --offload, its largest batches as --plan has them, and what it costs: the bytes of llama-8b are known.
+# Every choice of --offload, and its largest batches as --plan has them.
 def test_fit(folder):
     output = train("--device cpu --model gpt2-124m --fit").ok("the largest --batch of gpt2-124m at --seq-len 1024 in ")
     fused, materialized = fit(output.out, "nothing")
-    assert fused >= materialized and "host" not in output.out, output  # a CPU's own memory
+    assert fused >= materialized and "optimizer" not in output.out, output  # a CPU offloads to its own memory
     choices = ["nothing", "optimizer", "weights,gradients,optimizer", "weights,gradients,optimizer,activations"]
     job = "--device cuda --device-memory 24 --model llama-8b --seq-len 8192 --fit "
-    output = train(job + "--recompute layer")
+    output = train(job + "--recompute layer").ok()
     batches = [fit(output.out, choice) for choice in choices]
     assert batches[0] == batches[1] == [0, 0] and batches[3][0] > batches[2][0] > 0 and batches[3][0] > batches[3][1] > 0, output
-    # AdamW on 8,030,261,248 weights: fp32 master weights and moments are read and written, 89.75 GiB; 13.98 GiB are the
-    # bf16 gradients, all but the head's, of which the norm reads the embedding's 0.98 too; 13.98 GiB of weights are written.
-    output.ok(" 104.70 GiB / 103.72 GiB   2.25 s\n", "at 50 GB/s a direction (PCIe 5 x16)")
     # The inputs of layers can leave under --recompute layer alone; --offload asks for one choice.
     output = train(job.replace("--device-memory 24", "--device-memory 80")).ok("\nnothing ", "\noptimizer ")
     assert "activations" not in output.out, output

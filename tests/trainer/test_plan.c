@@ -199,47 +199,6 @@ TEST(test_budget) {
       }
 }
 
-// --- what offloading costs ---------------------------------------------------------------------------------
-
-// Worked out by hand: L 4, H 64, I 128, V 512, N 64 on a GPU in bf16 with fp32 master weights and moments.
-TEST(test_host_traffic) {
-#define JOB                                                                                                  \
-  "--model llama-tiny --untie-word-embeddings --vocab 512 --hidden-size 64 --intermediate-size 128 "         \
-  "--num-layers 4 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 32 --batch 2 --seq-len 32 "     \
-  "--recompute layer "
-  const size_t layer = 4 * 64 * 64 + 3 * 64 * 128, embedding = 512 * 64, inputs = 3 * 64 * 64;
-  const size_t matrices = 4 * layer + embedding, all = matrices + embedding + 9 * 128; // norms, padded to 128
-  const size_t shards = matrices + 9 * 256; // of both ranks, whose norms are padded to 256
-  const struct {
-    const char *options;
-    HostTraffic bytes;
-  } cases[] = {
-      {"", {{0, 0}, {0, 0}}},
-      // A layer's weights twice, but for the last two, which stay for the backward pass; a row a token.
-      {"--offload weights", {{2 * (6 * layer + 64 * 64), 0}, {0, 2 * matrices}}},
-      // Every gradient leaves once, and AdamW reads it; the norm reads the embedding's.
-      {"--offload gradients", {{0, 2 * matrices}, {2 * (matrices + embedding), 0}}},
-      {"--offload optimizer", {{0, 0}, {12 * all, 12 * all}}},
-      // Muon has no second moments of the layers.
-      {"--offload optimizer --optimizer muon", {{0, 0}, {12 * all - 16 * layer, 12 * all - 16 * layer}}},
-      {"--offload activations", {{2 * inputs, 2 * inputs}, {0, 0}}},
-      {"--offload weights,gradients,optimizer,activations",
-       {{2 * (6 * layer + 64 * 64 + inputs), 2 * (matrices + inputs)},
-        {2 * (matrices + embedding) + 12 * all, 2 * matrices + 12 * all}}},
-      // AdamW reads the weights themselves.
-      {"--offload weights --no-master-weights",
-       {{2 * (6 * layer + 64 * 64), 0}, {2 * matrices, 2 * matrices}}},
-      // Two ranks sum their gradients into a shard each, in the host's memory: half of them leave.
-      {"--offload gradients --zero 2 --ranks 2 --plan", {{0, shards}, {2 * shards, 0}}}};
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    Options o = options_on(ON_CUDA, JOB "%s", cases[i].options);
-    HostTraffic got = plan_host_traffic(&o, ON_CUDA);
-    assert_memory_equal(&got, &cases[i].bytes, sizeof got);
-    options_free(&o);
-  }
-#undef JOB
-}
-
 // Tokens of which every third counts, now and then none for a while.
 static int make_masked(void **state) {
   enum { TOKENS = 3000 };
