@@ -115,17 +115,23 @@ void memory_set_advice(const char *text) {
   advice = text;
 }
 
-static _Noreturn void out_of_memory(const Memory *memory, const char *name, size_t bytes) {
-  char holders[1024] = "";
+const char *memory_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min, char text[512]) {
   size_t length = 0;
+  *text = 0;
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    if (memory->ledger.now[c])
-      length +=
-          (size_t)snprintf(holders + length, sizeof holders - length, "%s%s %s", length ? ", " : "",
-                           memory_category_name((MemoryCategory)c), text_bytes(memory->ledger.now[c]).text);
+    if (bytes[c] >= min)
+      length += (size_t)snprintf(text + length, 512 - length, "%s%s %s", length ? ", " : "",
+                                 memory_category_name((MemoryCategory)c), text_bytes(bytes[c]).text);
+  return text;
+}
+
+static _Noreturn void out_of_memory(const Memory *memory, const char *name, size_t bytes) {
+  char holders[512];
+  const Ledger *ledger = &memory->ledger;
   const char *hint = advice;
+  memory_holders(ledger->now, 1, holders);
   fail("out of memory: %s needs %s more, and %s are in use (%s)%s%s", name, text_bytes(bytes).text,
-       text_bytes(memory->ledger.total).text, length ? holders : "nothing yet", hint ? "; " : "",
+       text_bytes(ledger->total).text, *holders ? holders : "nothing yet", hint ? "; " : "",
        hint ? hint : "");
 }
 

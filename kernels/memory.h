@@ -31,6 +31,9 @@ typedef enum {
 
 const char *memory_category_name(MemoryCategory category);
 
+// "weights 1.20 GiB, gradients 1.20 GiB": the categories that hold `min` bytes or more, written to `text`.
+const char *memory_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min, char text[512]);
+
 // Every block starts on a multiple of this many bytes, and the ledger counts the padding.
 enum { MEMORY_ALIGNMENT = 256 };
 size_t memory_padded(size_t bytes);

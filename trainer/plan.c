@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -57,175 +56,82 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-// Sequence lengths are multiples of this.
-static int64_t seq_len_unit(const Options *o) {
-  return o->dtypes.fp8 ? 16 : 1;
-}
-
-// The options of a step of one micro-batch of this shape, with its chunk unless --lce-chunk gave one.
-static Options with_shape(const Options *given, DeviceKind device, int64_t batch, int64_t seq_len) {
+// The options of a step of one micro-batch of this size, with its chunk unless --lce-chunk gave one.
+static Options with_batch(const Options *given, DeviceKind device, int64_t batch) {
   Options o = *given;
   o.batch = batch;
-  o.seq_len = seq_len;
-  o.total_batch = batch * seq_len * o.ranks;
+  o.total_batch = batch * o.seq_len * o.ranks;
   o.micro_steps = 1;
   if (!options_given(&o, "lce-chunk")) o.pass.chunk = 0;
   plan_resolve_chunk(&o, device);
   return o;
 }
 
-// What a budget is spent on: tokens of a chunk, which only LM head and loss hold; sequences; units of a sequence's length.
 typedef struct {
   const Options *options;
   DeviceKind device;
   LceMode mode;
   size_t bytes;
-  enum { CHUNK, BATCH, SEQ_LEN } of;
 } Budget;
 
-static size_t bytes_of(const Budget *b, int64_t count) {
-  Options o = *b->options;
-  if (b->of == CHUNK) o.pass.chunk = count;
-  if (b->of == BATCH) o = with_shape(&o, b->device, count, o.seq_len);
-  if (b->of == SEQ_LEN) o = with_shape(&o, b->device, o.batch, count * seq_len_unit(&o));
-  Ledger plan = plan_run(&o, b->device, b->mode);
-  return b->of == CHUNK ? plan.highest[MEMORY_HEAD] : plan.peak;
+static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
+  Options o = *options;
+  o.pass.chunk = chunk;
+  return plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
 }
 
-static bool within(const void *budget, int64_t count) {
-  return bytes_of(budget, count) <= ((const Budget *)budget)->bytes;
+static bool chunk_fits(const void *budget, int64_t chunk) {
+  const Budget *b = budget;
+  return head_bytes(b->options, b->device, chunk) <= b->bytes;
+}
+
+static bool batch_fits(const void *budget, int64_t batch) {
+  const Budget *b = budget;
+  Options o = with_batch(b->options, b->device, batch);
+  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
 void plan_resolve_chunk(Options *o, DeviceKind device) {
-  if (o->lce_memory) {
-    const Budget budget = {o, device, LCE_FUSED, (size_t)o->lce_memory << 20, CHUNK};
-    size_t min = bytes_of(&budget, 1);
-    if (min > budget.bytes)
-      fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least "
-           "that",
-           (long long)o->lce_memory, (min + (1 << 20) - 1) >> 20);
-    o->pass.chunk = largest_that_fits(within, &budget, o->batch * o->seq_len);
-  }
-  if (!o->pass.chunk) o->pass.chunk = lce_default_chunk(device, o->batch * o->seq_len);
+  const Budget budget = {.options = o, .device = device, .bytes = (size_t)o->lce_memory << 20};
+  int64_t tokens = o->batch * o->seq_len;
+  if (o->lce_memory) o->pass.chunk = largest_that_fits(chunk_fits, &budget, tokens);
+  if (o->lce_memory && !o->pass.chunk)
+    fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least that",
+         (long long)o->lce_memory, (head_bytes(o, device, 1) + (1 << 20) - 1) >> 20);
+  if (!o->pass.chunk) o->pass.chunk = lce_default_chunk(device, tokens);
 }
 
 int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest_that_fits(within, &(Budget){options, device, mode, bytes, BATCH},
-                           INT32_MAX / options->seq_len);
+  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
 }
 
-// --- what would fit ----------------------------------------------------------------------------------------
+// --- a run that does not fit -------------------------------------------------------------------------------
 
-// Whether a --total-batch that was given is a multiple of such micro-batches.
-static bool divides_total(const Options *o, int64_t batch, int64_t seq_len) {
-  return !options_given(o, "total-batch") || o->total_batch % (batch * seq_len * o->ranks) == 0;
-}
-
-// Changes of the command line that may help. A weaker one holds more than the next.
-typedef struct {
-  const char *flag;
-  bool on_cuda, weaker;
-} Change;
-
-static const Change changes[] = {{.flag = "--fused-lce"},
-                                 {"--recompute elementwise", .weaker = true},
-                                 {"--recompute mlp", .weaker = true},
-                                 {.flag = "--recompute layer"},
-                                 {"--moment-dtype bf16", .on_cuda = true},
-                                 {"--no-master-weights", .on_cuda = true},
-                                 {"--offload optimizer", .on_cuda = true, .weaker = true},
-                                 {"--offload weights,gradients,optimizer", .on_cuda = true},
-                                 {.flag = "--batch 1"}};
-enum {
-  CHANGES = sizeof changes / sizeof *changes,
-  SINGLE_CHANGES = CHANGES - 1
-}; // which batches fit is said apart
-
-// The options with a change; as they are where the device excludes it, or they recompute more already.
-static Options with_change(const Options *given, DeviceKind device, const Change *c) {
-  Options o = *given;
-  char name[32];
-  size_t length = strcspn(c->flag, " ");
-  snprintf(name, sizeof name, "%.*s", (int)length - 2, c->flag + 2);
-  const Option *row = &options_rows[option_row(options_rows, name)];
-  option_set(row, &o, c->flag + length + (c->flag[length] != 0));
-  if ((c->on_cuda && device != ON_CUDA) || o.pass.recompute < given->pass.recompute) return *given;
-  return o.batch == given->batch ? o : with_shape(&o, device, o.batch, o.seq_len);
-}
-
-typedef struct {
-  char text[512];
-} List;
-
-__attribute__((format(printf, 3, 4))) static void append(List *list, const char *separator,
-                                                         const char *format, ...) {
-  size_t length = strlen(list->text);
-  length += (size_t)snprintf(list->text + length, sizeof list->text - length, "%s", length ? separator : "");
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(list->text + length, sizeof list->text - length, format, arguments);
-  va_end(arguments);
-}
-
-// For a run that needs more than `usable` bytes although single changes were made: all changes that help, then also a
-// shorter sequence. If that does not suffice either, what is left to need.
-static List suggest_together(const Options *options, DeviceKind device, size_t usable) {
-  Options o = *options;
-  List flags = {""}, text = {""};
-  size_t peak = plan_run(&o, device, o.pass.mode).peak;
-  for (const Change *c = changes; c < changes + CHANGES && peak > usable; c++) {
-    Options changed = with_change(&o, device, c);
-    size_t bytes = c->weaker ? peak : plan_run(&changed, device, changed.pass.mode).peak;
-    if (bytes >= peak) continue;
-    o = changed;
-    peak = bytes;
-    append(&flags, " ", "%s", c->flag);
-  }
-  int64_t unit = seq_len_unit(&o);
-  if (peak > usable && o.seq_len > unit) {
-    const Budget budget = {&o, device, o.pass.mode, usable, SEQ_LEN};
-    int64_t seq_len = unit * max_i64(largest_that_fits(within, &budget, (o.seq_len - 1) / unit), 1);
-    while (!divides_total(options, o.batch, seq_len)) seq_len -= unit;
-    o = with_shape(&o, device, o.batch, seq_len);
-    peak = plan_run(&o, device, o.pass.mode).peak;
-    append(&flags, " ", "--seq-len %lld", (long long)seq_len);
-  }
-  bool fits = peak <= usable;
-  append(&text, "", "%s%s%s needs %s%s", fits ? "" : "no smaller batch fits, and ",
-         !fits && *flags.text ? "even " : "", *flags.text ? flags.text : "this model", text_bytes(peak).text,
-         fits ? "" : ": take a smaller model, or a device with more memory");
-  return text;
-}
-
-// Changes with which the run needs at most `usable` bytes, each checked by a plan.
-static List suggest(const Options *options, DeviceKind device, size_t usable) {
-  List text = {""};
-  bool recompute_fits = false;
-  for (const Change *c = changes; c < changes + SINGLE_CHANGES; c++) {
-    Options o = with_change(options, device, c);
-    bool recomputes = o.pass.recompute > options->pass.recompute;
-    size_t bytes = plan_run(&o, device, o.pass.mode).peak;
-    if (bytes > usable || (recomputes && recompute_fits)) continue;
-    recompute_fits |= recomputes;
-    append(&text, ", ", "%s needs %s", c->flag, text_bytes(bytes).text);
-  }
-  int64_t batch = plan_largest_batch(options, device, options->pass.mode, usable);
-  while (batch && !divides_total(options, batch, options->seq_len)) batch--;
-  if (batch) append(&text, ", ", "--batch %lld fits", (long long)batch);
-  return *text.text ? text : suggest_together(options, device, usable);
-}
-
-// "weights 1.20 GiB, gradients 1.20 GiB": the categories that hold `min` bytes or more.
-static List holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min) {
-  List text = {""};
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    if (bytes[c] >= min)
-      append(&text, ", ", "%s %s", memory_category_name((MemoryCategory)c), text_bytes(bytes[c]).text);
+// The end of a refusal: up to three changes of the command line that lower any model's peak.
+static const char *remedies(const Options *o, DeviceKind device, char text[160]) {
+  int64_t tokens = o->batch * o->seq_len;
+  bool trains = !o->eval_only, chunks = lce_default_chunk(device, tokens) < tokens;
+  const struct {
+    bool possible;
+    const char *change;
+  } all[] = {{o->batch > 1, "a smaller --batch (--fit finds the largest)"},
+             {trains && o->pass.recompute != RECOMPUTE_LAYER, "--recompute layer"},
+             {o->pass.mode == LCE_MATERIALIZED && chunks, "--fused-lce"},
+             {trains && device == ON_CUDA && !o->dtypes.offload, "--offload optimizer"},
+             {o->seq_len > (o->dtypes.fp8 ? 16 : 1), "a smaller --seq-len"}};
+  const char *found[3] = {0};
+  int count = 0;
+  for (size_t i = 0; i < sizeof all / sizeof *all && count < 3; i++)
+    if (all[i].possible) found[count++] = all[i].change;
+  if (!count) return "take a smaller model, or a device with more memory";
+  snprintf(text, 160, count == 1 ? "try %s" : count == 2 ? "try %s or %s" : "try %s, %s or %s", found[0],
+           found[1], found[2]);
   return text;
 }
 
 // All ranks of the machine offload as much.
 static void require_host(const Ledger *plan) {
+  char holders[512];
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
   size_t needed = ledger_host_bytes(plan) * (size_t)ranks,
          left = system_bytes("/proc/meminfo", "MemAvailable");
@@ -233,16 +139,17 @@ static void require_host(const Ledger *plan) {
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
        "--moment-dtype bf16 or --no-master-weights",
        text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "",
-       holders(plan->host, 1).text);
+       memory_holders(plan->host, 1, holders));
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
+  char holders[512], text[160];
   Ledger plan = plan_run(options, device, options->pass.mode);
   require_host(&plan);
   if (!usable || plan.peak <= usable) return;
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
-       text_bytes(usable).text, holders(plan.at_peak, plan.peak / 100).text,
-       suggest(options, device, usable).text);
+       text_bytes(usable).text, memory_holders(plan.at_peak, plan.peak / 100, holders),
+       remedies(options, device, text));
 }
 
 // --- the table ---------------------------------------------------------------------------------------------
@@ -406,10 +313,12 @@ void plan_print_fit(Options *o) {
     largest = max_i64(largest, batches[i][LCE_FUSED]);
   }
   if (!largest) {
-    Options one = with_shape(o, device, 1, o->seq_len);
+    char text[160];
+    Options one = *o;
+    one.batch = 1;
     one.pass.mode = LCE_FUSED;
     fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
-         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, suggest(&one, device, capacity).text);
+         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, remedies(&one, device, text));
   }
   printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
          text_bytes(capacity).text);

@@ -159,7 +159,6 @@ REFUSED = [
     ("--fp8 --mlp-chunk 30 --recompute layer", "--fp8 takes multiples of 16, and --mlp-chunk is 30"),
     ("--fp8 --head-dim 20", "--fp8 takes multiples of 16, and key/value heads x head size is 40"),
     ("--fp8 --device cuda --dtype fp32 --plan", "--fp8 reads and writes bf16 on cuda, and not fp32"),
-    ("--fp8 --plan --model llama-8b --total-batch 8192 --device cuda --device-memory 5", "--seq-len 16 needs "),
     ("--offload activations", "from which all else is computed again: add --recompute layer"),
     ("--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "),
     ("--pack documents --end-of-text 60000 --vocab 60000", "--end-of-text 60000: the vocabulary has 60000"),
@@ -411,45 +410,47 @@ def test_device_memory(folder):
             train(absent + mode + f"--plan --batch {batch + 1}").fails("and the device has 80.00 GiB to give")
     # A run as on a smaller device: what is said to fit does, and nothing larger.
     small = TINY + "--device-memory 0.02 --steps 1 --sample-every 0 --seq-len 64 "
-    output = train(small + "--batch 1000").refused("the device has 20.5 MiB to give")
-    batch = int(re.search(r"--batch (\d+) fits\n", output.err)[1])
+    batch, _ = fit(train(small + "--fit").ok(" in 20.5 MiB\n").out, "nothing")
     train(small + f"--batch {batch}").ok()
-    train(small + f"--batch {batch + 1}").refused(f"--batch {batch} fits")
-    # What fits may be less than the GEMM whose rate is measured first.
-    train(TINY + "--device-memory 0.004 --steps 1 --sample-every 0").ok()
+    train(small + f"--batch {batch + 1}").refused("the device has 20.5 MiB to give")
     train(TINY + "--device-memory 0.0001").refused("has 104.9 KiB to give (weights ")
-    # More than any machine has: said before anything is allocated, with a batch that would do.
-    output = train(TINY + "--seq-len 2000 --batch 1000000 --recompute none").refused("this run needs ", "activations ")
-    assert 0 < int(re.search(r"--batch (\d+) fits\n", output.err)[1]) < 1000000, output
+    # More than any machine has: said before anything is allocated.
+    train(TINY + "--seq-len 2000 --batch 1000000 --recompute none").refused("this run needs ", "activations ", "; try a smaller --batch ")
 
 
-# Everything that a refusal offers is accepted, and fits; where it offers nothing, it says what the least is.
-def test_advice(folder):
+# A refusal names up to three options, none that is set already: each is accepted, and needs less.
+def test_remedies(folder):
     llama = ("--model llama-tiny --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 --num-attention-heads 3 "
              "--num-key-value-heads 1 --head-dim 8 --plan --device ")
+    batch, seq_len, layer = "a smaller --batch (--fit finds the largest)", "a smaller --seq-len", "--recompute layer"
+    fused, optimizer = "--fused-lce", "--offload optimizer"
 
-    def changed(job, flags):
-        return (job.replace("--materialized-logits", "") if "--fused-lce" in flags else job) + f" {flags}"
-    offers = 0
-    for job, mode in ((llama + "cuda --batch 64 --seq-len 128", 0),
-                      (llama + "cpu --batch 64 --seq-len 128 --materialized-logits", 1),
-                      (llama + "cpu --batch 60 --seq-len 128 --total-batch 92160", 0),
-                      (llama + "cpu --batch 1 --seq-len 1 --recompute layer", 0),
-                      (llama + "cuda --batch 8 --seq-len 128 --recompute layer --materialized-logits --offload gradients", 1),
-                      ("--plan --device cuda --model gpt2-tiny --batch 32 --seq-len 50 --lce-chunk 1000", 0)):
-        train(f"{job} --log {folder}/log").ok()
-        usable = read_log(folder / "log")[mode]["peak_bytes"] - 1
-        while usable > 1100:
-            memory = f" --device-memory {usable / 2**30!r}"
-            advice = train(job + memory).refused("this run needs ", " and the device has ").err.split("); ", 1)[1]
-            least = re.fullmatch("no smaller batch fits, and (even |)(.*) needs (.*): take a smaller model, .*\n", advice)
-            if least:
-                train(changed(job, least[2] if least[1] else "") + memory).fails(f"this run needs {least[3]} ")
-            for offer in [] if least else re.split(", (?=--)", advice):
-                train(changed(job, re.match("(.*?) (needs|fits)", offer)[1]) + memory).ok()
-                offers += 1
-            usable = usable // 2
-    assert offers > 30, offers
+    def peak(line, mode):
+        train(f"{line} --log {folder}/log").ok()
+        return read_log(folder / "log")[mode]["peak_bytes"]
+    for job, mode, expected in (
+            (llama + "cuda --batch 64 --seq-len 128", 0, [batch, layer, optimizer]),
+            (llama + "cpu --batch 64 --seq-len 128 --materialized-logits", 1, [batch, layer, fused]),
+            (llama + "cpu --batch 60 --seq-len 128 --total-batch 92160 --recompute mlp", 0, [batch, layer, seq_len]),
+            (llama + "cuda --batch 64 --seq-len 128 --recompute layer --materialized-logits --offload gradients", 1,
+             [batch, fused, seq_len]),
+            (llama + "cuda --batch 8 --seq-len 128 --recompute layer --materialized-logits", 1, [batch, optimizer, seq_len]),
+            (llama + "cuda --batch 1 --seq-len 128 --ranks 2 --zero 2", 0, [layer, optimizer, seq_len]),
+            (llama + "cpu --batch 1 --seq-len 2 --recompute layer", 0, [seq_len]),
+            (llama + "cpu --batch 1 --seq-len 1 --recompute layer", 0, []),
+            ("--plan --device cuda --model llama-tiny --fp8 --batch 1 --seq-len 16 --recompute layer", 0, [optimizer]),
+            ("--plan --device cuda --model gpt2-tiny --batch 32 --seq-len 50 --lce-chunk 1000", 0, [batch, layer, optimizer])):
+        needed = peak(job, mode)
+        said = train(job + f" --device-memory {(needed - 1) / 2**30!r}").refused("this run needs ", " and the device has ").err
+        advice = said.split("); ", 1)[1]
+        if not expected:
+            assert advice == "take a smaller model, or a device with more memory\n", said
+            continue
+        assert re.split(", | or ", advice.removeprefix("try ").rstrip("\n")) == expected, said
+        for remedy in expected:
+            flag = {batch: "--batch 1", seq_len: "--seq-len 1", fused: ""}.get(remedy, remedy)
+            changed = job.replace("--materialized-logits", fused) if remedy == fused else f"{job} {flag}"
+            assert peak(changed, 0 if remedy == fused else mode) < needed, changed
 
 
 # Both modes beside each other, and the same memory whichever of them the run itself had.
