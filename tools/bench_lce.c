@@ -38,12 +38,12 @@
 #include "kernels/integers.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/system.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "tools/ladder/ladder.h"
 #include "trainer/machine.h"
 #include "trainer/option_rows.h"
-#include "trainer/report.h"
 
 static const char advice[] =
     "give fewer --tokens, a smaller --chunk or, with --checkpoint, a shorter --seq-len";
@@ -423,6 +423,17 @@ static double seconds_of(const Bench *b, const Work *work) {
   double seconds = clock_seconds(b) - start;
   machine_broadcast(b->backend, &seconds, sizeof seconds); // how often they run follows from it
   return seconds;
+}
+
+static int by_size(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+// The middle one of `count` values, or the mean of the middle two. Sorts them.
+static double median(double *values, int64_t count) {
+  qsort(values, (size_t)count, sizeof *values, by_size);
+  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
 }
 
 // Work and base alternate, at first untimed: a GPU reaches its power limit only after a while. The ratio is that of

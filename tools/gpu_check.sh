@@ -167,7 +167,7 @@ train() {
     show "$name" "$name.jsonl" summary "$template"
 }
 step() {
-  train "step-$1" 200 '{tokens_per_second:,.0f} tokens/s, {1e3 * seconds_per_step:.1f} ms, GEMM efficiency {100 * gemm_efficiency:.0f}%, {peak_bytes / 2**30:.1f} GiB, LM head + loss {head_peak_bytes / 2**20:.0f} MiB' "${@:2}"
+  train "step-$1" 200 '{tokens_per_second:,.0f} tokens/s, {1e3 * seconds_per_step:.1f} ms, MFU {100 * r.get("mfu", float("nan")):.1f}%, {peak_bytes / 2**30:.1f} GiB, LM head + loss {head_peak_bytes / 2**20:.0f} MiB' "${@:2}"
 }
 # What --profile says of a step; of few layers where attention alone is wanted.
 profile() { train "profile-$1" 150 '{shares()}; GEMMs {tflops("GEMMs")}, LM head + loss {tflops("LM head + loss")}' --steps 12 --profile "${@:2}"; }

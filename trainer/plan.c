@@ -124,8 +124,11 @@ static const char *remedies(const Options *o, DeviceKind device, char text[160])
   for (size_t i = 0; i < sizeof all / sizeof *all && count < 3; i++)
     if (all[i].possible) found[count++] = all[i].change;
   if (!count) return "take a smaller model, or a device with more memory";
-  snprintf(text, 160, count == 1 ? "try %s" : count == 2 ? "try %s or %s" : "try %s, %s or %s", found[0],
-           found[1], found[2]);
+  snprintf(text, 160,
+           count == 1   ? "try %s"
+           : count == 2 ? "try %s or %s"
+                        : "try %s, %s or %s",
+           found[0], found[1], found[2]);
   return text;
 }
 

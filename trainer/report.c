@@ -13,7 +13,6 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/profile.h"
-#include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/text.h"
 #include "trainer/plan.h"
@@ -79,67 +78,19 @@ static void print_saving(const Options *o) {
 
 // --- what the machine can do --------------------------------------------------------------------------------
 
-// One block of random values in [-1, 1), repeated.
-static void fill_random(Backend *backend, Tensor t) {
-  enum { BLOCK = 1 << 16 };
-  static float values[BLOCK];
-  static uint16_t rounded[BLOCK];
-  for (int i = 0; i < BLOCK; i++) values[i] = (float)(2 * random_uniform(1, 2, (uint64_t)i) - 1);
-  Tensor flat = tensor_flat(t);
-  const void *block = parameters_round(t.dtype, values, BLOCK, rounded);
-  for (int64_t first = 0; first < flat.shape[0]; first += BLOCK)
-    backend_to_device(backend, tensor_rows(flat, first, min_i64(flat.shape[0] - first, BLOCK)), block);
-}
-
-static int by_size(const void *a, const void *b) {
-  double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-double median(double *values, int64_t count) {
-  qsort(values, (size_t)count, sizeof *values, by_size);
-  return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
-}
-
 double gpu_peak_flops(const char *name) {
+  // NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its Ada whitepaper, without sparsity.
+  // The first that is part of the name counts.
   static const struct {
-    const char *part; // of the name; the first counts
-    double flops;
-  } peaks[] = {{"H100 PCIe", 756e12}, {"H800 PCIe", 756e12}, {"H100 NVL", 835e12}, {"H200 NVL", 835e12},
-               {"H100", 989e12},      {"H200", 989e12},      {"H800", 989e12},     {"GB200", 2500e12},
-               {"B200", 2250e12},     {"A100", 312e12},      {"A800", 312e12},     {"L40S", 362e12}};
-  for (size_t i = 0; i < sizeof peaks / sizeof *peaks && !strstr(name, "MIG"); i++)
-    if (strstr(name, peaks[i].part)) return peaks[i].flops;
+    const char *part;
+    double teraflops;
+  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
+               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
+               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
+               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
+  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
+    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
   return NAN;
-}
-
-static size_t gemm_bytes(int64_t n, Dtype dtype) {
-  return 3 * memory_padded((size_t)(n * n) * dtype_bytes(dtype));
-}
-
-double measure_gemm_rate(Backend *backend) {
-  enum { WARM_UP = 2, TIMES = 5 };
-  Memory *memory = &backend->memory;
-  int64_t n = backend->device == ON_CUDA ? 8192 : 1024; // large enough to fill the device
-  while (n > 1 && memory->limit && gemm_bytes(n, backend->dtype) > memory->limit) n /= 2;
-  memory_set_stack(memory, gemm_bytes(n, backend->dtype));
-  Tensor x = memory_push_2d(memory, "x", MEMORY_WORKSPACE, backend->dtype, n, n);
-  Tensor w = memory_push_2d(memory, "w", MEMORY_WORKSPACE, backend->dtype, n, n);
-  Tensor out = memory_push_2d(memory, "out", MEMORY_WORKSPACE, backend->dtype, n, n);
-  fill_random(backend, x);
-  fill_random(backend, w);
-  double seconds[TIMES] = {0};
-  for (int i = -WARM_UP; i < TIMES; i++) {
-    backend_synchronize(backend);
-    double start = now_seconds();
-    linear_forward(backend, (LinearForward){.out = out, .x = x, .weight = w});
-    backend_synchronize(backend);
-    if (i >= 0) seconds[i] = now_seconds() - start;
-  }
-  memory_pop_to(memory, 0);
-  memory_set_stack(memory, 0);
-  ledger_reset_peak(&memory->ledger);
-  return 2.0 * (double)n * (double)n * (double)n / median(seconds, TIMES);
 }
 
 // --- before the first step ---------------------------------------------------------------------------------
@@ -186,14 +137,13 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
   if (!o->eval_only) print_saving(o);
 }
 
-Report report_open(const Options *o, Backend *backend) {
+Report report_open(const Options *o, const Backend *backend) {
   Report r = {
       .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
   if (o->log && !o->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : KEEP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
-  if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
 }
 
@@ -224,12 +174,6 @@ void report_start(Report *r, const Backend *backend, const char *data) {
 void report_break(Report *r) {
   if (r->drawn) putchar('\n');
   r->drawn = false;
-}
-
-// The time that the step's flops take at the rate of one large GEMM, timed at the start, over the step's.
-static double gemm_efficiency(const Report *r, double seconds_per_step) {
-  if (r->gemm_rate <= 0 || seconds_per_step <= 0) return 0;
-  return r->flops_per_step / r->gemm_rate / seconds_per_step;
 }
 
 // Model flops utilization.
@@ -265,16 +209,14 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
   r->last_printed = now;
   char dropped[64] = "", utilization[32] = "";
-  if (isfinite(r->peak)) snprintf(utilization, sizeof utilization, "%.1f%% MFU, ", 100 * mfu(r, each));
+  if (isfinite(r->peak)) snprintf(utilization, sizeof utilization, "  %.1f%% MFU", 100 * mfu(r, each));
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s  %sGEMM efficiency %.0f%%  %s  %s "
-         "left%s",
+  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s%s  %s  %s left%s",
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
          s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
-         100 * gemm_efficiency(r, each), text_bytes(bytes).text,
-         text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
+         text_bytes(bytes).text, text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
   output_taken();
   r->drawn = r->terminal;
 }
@@ -420,7 +362,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   const Backend *backend = trainer->backend;
   MemoryColumn peak = largest_peak(trainer);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
-  double rate = (double)o->total_batch / per_step, efficiency = gemm_efficiency(r, per_step);
+  double rate = (double)o->total_batch / per_step;
   double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
   double dropped_mass = r->dropped_mass / (double)r->steps_done;
 
@@ -429,13 +371,10 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
     printf("%.4f at first, %.4f at last; ", state->first_loss, state->last_loss);
   if (isfinite(state->val_loss)) printf("%.4f on validation data; ", state->val_loss);
   printf("%.4f is what token frequencies alone give\n", entropy);
-  if (r->steps_timed)
-    printf("speed    %s tokens/s, %.1f ms a step, GEMM efficiency %.0f%% (of a large %s GEMM, timed at the "
-           "start)\n",
-           text_count(rate).text, 1e3 * per_step, 100 * efficiency, dtype_name(o->dtype));
+  if (r->steps_timed) printf("speed    %s tokens/s, %.1f ms a step\n", text_count(rate).text, 1e3 * per_step);
   if (isfinite(mfu(r, per_step)))
-    printf("MFU      %.1f%% of %.0f TFLOP/s, dense bf16 by the data sheet\n", 100 * mfu(r, per_step),
-           1e-12 * r->peak);
+    printf("MFU      %.1f%%: the model's flops over %.0f TFLOP/s, the dense bf16 peak of the data sheet\n",
+           100 * mfu(r, per_step), 1e-12 * r->peak);
   if (isfinite(dropped_tiles))
     printf("sampling dropped %.1f%% of tiles, %.1f%% of mass, mean of all steps\n", 100 * dropped_tiles,
            100 * dropped_mass);
@@ -448,9 +387,8 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
       NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
       NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
-      NUMBER("seconds_per_step", per_step), NUMBER("gemm_efficiency", efficiency),
-      OPTIONAL("mfu", mfu(r, per_step)), OPTIONAL("dropped_tiles", dropped_tiles),
-      OPTIONAL("dropped_mass", dropped_mass), NUMBER("gemm_flops_per_second", r->gemm_rate),
+      NUMBER("seconds_per_step", per_step), OPTIONAL("mfu", mfu(r, per_step)),
+      OPTIONAL("dropped_tiles", dropped_tiles), OPTIONAL("dropped_mass", dropped_mass),
       NUMBER("ranks", o->ranks), NUMBER("wire_bytes_per_step", trainer->wire_bytes),
       NUMBER("peak_bytes", peak.memory.peak), NUMBER("host_bytes", ledger_host_bytes(&peak.memory)),
       NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),

@@ -17,8 +17,7 @@ typedef struct {
   bool terminal, drawn;
   double last_printed;
   double flops_per_step;   // model flops, see model_flops_per_token
-  double gemm_rate;        // flops a second that GEMMs reach here, measured at the start; of all ranks
-  double peak;             // what the data sheet says, for MFU; of all ranks; NaN: not known
+  double peak;             // gpu_peak_flops of all ranks
   double smoothed_seconds; // per step
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,
@@ -31,8 +30,8 @@ typedef struct {
 void report_settings(const Options *options, const Backend *backend, const char *data, const Source *source,
                      const Source *val_source);
 
-// Opens the log (of rank 0; a resumed run appends) and measures the GEMM rate, which uses the backend's empty stack.
-Report report_open(const Options *options, Backend *backend);
+// Opens the log (of rank 0; a resumed run appends).
+Report report_open(const Options *options, const Backend *backend);
 void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
@@ -57,15 +56,5 @@ void report_resuming(const Report *report, bool stopped);
 // Ends a progress line that rewrites itself, so that something else can be printed below it.
 void report_break(Report *report);
 
-// --- what the machine can do ---------------------------------------------------------------------------------
-
-// Flops a second that one large square GEMM of the backend's dtype (as large as fits the memory's limit) reaches on random
-// values (zeros would draw less power and run faster): the median of several, after a warm-up. The stack must be empty and
-// is freed afterwards.
-double measure_gemm_rate(Backend *backend);
-
-// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name; NaN for others, and parts (MIG).
+// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name, for MFU; NaN: not known.
 double gpu_peak_flops(const char *name);
-
-// The middle one of `count` values, or the mean of the middle two. Sorts them.
-double median(double *values, int64_t count);

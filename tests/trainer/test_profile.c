@@ -208,9 +208,10 @@ TEST(test_peaks) {
   assert_true(gpu_peak_flops("NVIDIA H200 NVL") == 835e12);
   assert_true(gpu_peak_flops("NVIDIA A100 80GB PCIe") == 312e12);
   assert_true(gpu_peak_flops("NVIDIA GB200") == 2500e12);
+  assert_true(gpu_peak_flops("NVIDIA GeForce RTX 4090, CUDA 13.0") == 165e12);
   const char *const unknown[] = {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A10",
-                                 "CPU, 2 threads, OpenBLAS"};
-  for (int i = 0; i < 4; i++) assert_true(isnan(gpu_peak_flops(unknown[i])));
+                                 "NVIDIA GeForce RTX 4090 Laptop GPU", "CPU, 2 threads, OpenBLAS"};
+  for (int i = 0; i < 5; i++) assert_true(isnan(gpu_peak_flops(unknown[i])));
 }
 
 // The number of that name in a log's record of the event; NaN where there is none.
