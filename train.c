@@ -15,12 +15,11 @@
 #include "kernels/ranks/ranks.h" // ranks_begin
 #include "kernels/system.h"      // now_seconds
 #include "trainer/data.h"        // run_data_open, prompt_open, prompt_token_bytes
-#include "trainer/machine.h"     // machine_open, machine_join_ranks, machine_usable_bytes
 #include "trainer/plan.h"        // plan_print, plan_require, plan_set_mode, plan_record, plan_compare_modes
 #include "trainer/report.h"      // report_open, report_collect, report_validation, report_summary, ...
 #include "trainer/resume.h"      // resume_require_same, resume_open, resume_save
 #include "trainer/stop.h"        // stop_requested, stop_on_signals
-#include "trainer/trainer.h"     // trainer_create, trainer_pass, trainer_update, trainer_validate, ...
+#include "trainer/trainer.h" // machine_open, trainer_create, trainer_pass, trainer_update, trainer_validate, ...
 
 typedef struct {
   const Options *options;

@@ -42,8 +42,8 @@
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "tools/ladder/ladder.h"
-#include "trainer/machine.h"
 #include "trainer/option_rows.h"
+#include "trainer/trainer.h"
 
 static const char advice[] =
     "give fewer --tokens, a smaller --chunk or, with --checkpoint, a shorter --seq-len";

@@ -20,8 +20,8 @@
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "trainer/data.h"
-#include "trainer/machine.h"
 #include "trainer/option_rows.h"
+#include "trainer/trainer.h"
 
 typedef struct {
   Options train; // what ./train calls the same

@@ -12,7 +12,6 @@
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 #include "kernels/text.h"
-#include "trainer/machine.h"
 #include "trainer/record.h"
 
 // A trainer that allocates nothing; its options stay the caller's.

@@ -8,7 +8,7 @@
 #include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
-#include "trainer/machine.h"
+#include "trainer/trainer.h"
 
 // --- finding -----------------------------------------------------------------------------------------------
 
