@@ -12,7 +12,9 @@
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 #include "kernels/text.h"
-#include "trainer/record.h"
+#include "trainer/report.h"
+
+enum { TIMELINE_STEPS = 3 };
 
 // A trainer that allocates nothing; its options stay the caller's.
 static void open_planned(Trainer *t, const Options *options, DeviceKind device) {
@@ -55,7 +57,7 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-// The options of a step of one micro-batch of this size, with its chunk unless --lce-chunk gave one.
+// The options with this batch, in one micro-batch a step, and the chunk that belongs to it.
 static Options with_batch(const Options *given, DeviceKind device, int64_t batch) {
   Options o = *given;
   o.batch = batch;
@@ -70,7 +72,7 @@ typedef struct {
   const Options *options;
   DeviceKind device;
   LceMode mode;
-  size_t bytes;
+  size_t bytes; // that the head, or the whole run, may hold
 } Budget;
 
 static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
@@ -118,20 +120,17 @@ static const char *remedies(const Options *o, DeviceKind device, char text[160])
              {o->pass.mode == LCE_MATERIALIZED && chunks, "--fused-lce"},
              {trains && device == ON_CUDA && !o->dtypes.offload, "--offload optimizer"},
              {o->seq_len > (o->dtypes.fp8 ? 16 : 1), "a smaller --seq-len"}};
+  static const char *const forms[] = {"take a smaller model, or a device with more memory", "try %s",
+                                      "try %s or %s", "try %s, %s or %s"};
   const char *found[3] = {0};
   int count = 0;
   for (size_t i = 0; i < sizeof all / sizeof *all && count < 3; i++)
     if (all[i].possible) found[count++] = all[i].change;
-  if (!count) return "take a smaller model, or a device with more memory";
-  snprintf(text, 160,
-           count == 1   ? "try %s"
-           : count == 2 ? "try %s or %s"
-                        : "try %s, %s or %s",
-           found[0], found[1], found[2]);
+  snprintf(text, 160, forms[count], found[0], found[1], found[2]);
   return text;
 }
 
-// All ranks of the machine offload as much.
+// Every rank of this machine offloads as much.
 static void require_host(const Ledger *plan) {
   char holders[512];
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
@@ -154,70 +153,67 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
        remedies(options, device, text));
 }
 
-// --- the table ---------------------------------------------------------------------------------------------
+// --- --timeline --------------------------------------------------------------------------------------------
 
-enum { MAX_COLUMNS = 3, TIMELINE_STEPS = 3 };
-
-// A row of bytes; none where all are 0, unless it is wanted all the same.
-static void print_row(const size_t *bytes, int count, bool wanted, const char *where, const char *name) {
-  char cells[MAX_COLUMNS * 32] = "";
-  for (int i = 0; i < count; i++) {
-    size_t at = strlen(cells);
-    snprintf(cells + at, sizeof cells - at, " %24s", bytes[i] ? text_bytes(bytes[i]).text : "-");
-    wanted |= bytes[i] > 0;
+// A line for each event of the ledger: the bytes in use after it, by category. `at` is the seconds since the
+// first event; of a plan, which takes no time, the bytes pushed and popped since.
+static void write_timeline(const char *path, const Ledger *ledger) {
+  static const char columns[] = "event,step,at,block,total";
+  FILE *out = file_create("the timeline", path, columns, REPLACE);
+  fputs(columns, out);
+  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
+    fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
+  fputc('\n', out);
+  size_t before = 0;
+  double moved = 0;
+  for (int64_t i = 0; i < ledger->event_count; i++) {
+    const LedgerEvent *e = &ledger->events[i];
+    size_t total = 0;
+    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
+    if (i) moved += fabs((double)total - (double)before);
+    before = total;
+    double at = ledger->clock ? e->seconds - ledger->events[0].seconds : moved;
+    fprintf(out, "%lld,%d,%.15g,\"%s\",%zu", (long long)i, e->step, at, e->name, total);
+    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
+    fputc('\n', out);
   }
-  if (wanted) printf("  %s%-*s%s\n", where, 34 - (int)strlen(where), name, cells);
+  if (fclose(out)) fail("cannot write the timeline %s: %s", path, strerror(errno));
 }
 
-void plan_print_table(const MemoryColumn *columns, int count, DeviceKind device) {
-  bool measured = false, timed = false;
-  printf("%-36s", "memory at the step's peak");
-  for (int i = 0; i < count; i++) {
-    measured |= columns[i].device_bytes > 0;
-    timed |= columns[i].pass_seconds > 0;
-    printf(" %24s", columns[i].title.text);
-  }
-  putchar('\n');
-  size_t cells[MAX_COLUMNS];
-#define ROW(wanted, bytes, where, name)                                                                      \
-  for (const MemoryColumn *c = columns; c < columns + count; c++) cells[c - columns] = bytes;                \
-  print_row(cells, count, wanted, where, name)
-  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
-    ROW(false, c->memory.at_peak[k], "", memory_category_name((MemoryCategory)k));
-  }
-  ROW(true, c->memory.peak, "", "all together (ledger)");
-  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
-    ROW(false, c->memory.host[k], "on the host: ", memory_category_name((MemoryCategory)k));
-  }
-  ROW(measured, c->device_bytes > c->memory.peak ? c->device_bytes - c->memory.peak : 0, "",
-      "outside of it (libraries, context)");
-  ROW(false, c->device_bytes, "",
-      device == ON_CUDA ? "in use on the device" : "in use by the process (VmHWM)");
-  ROW(true, c->memory.highest[MEMORY_HEAD], "", "LM head + loss alone, at its peak");
-#undef ROW
-  if (!timed) return;
-  printf("  %-34s", "time of one forward and backward");
-  for (int i = 0; i < count; i++) {
-    char text[32] = "-";
-    if (columns[i].pass_seconds > 0) snprintf(text, sizeof text, "%.1f ms", 1e3 * columns[i].pass_seconds);
-    printf(" %24s", text);
-  }
-  putchar('\n');
+// Three planned steps in the mode of the options.
+static void plan_timeline(const Options *o, DeviceKind device) {
+  Trainer trainer;
+  open_planned(&trainer, o, device);
+  Ledger *ledger = &trainer.backend->memory.ledger;
+  ledger->recording = true;
+  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
+    trainer_step(&trainer, NULL, ledger->step - 1);
+  write_timeline(o->timeline, ledger);
+  close_planned(&trainer);
 }
 
-const char *sharding_name(const ParameterDtypes *dtypes) {
-  static const char *const names[2][3] = {
-      {"nothing is sharded over them", "master weights and moments are sharded over them",
-       "gradients, master weights and moments are sharded over them"},
-      {"", "master weights, moments and the head's rows are sharded over them",
-       "gradients, master weights, moments and the head's rows are sharded over them"}};
-  return names[dtypes->vocab_parallel][dtypes->zero];
+void plan_record(Ledger *ledger, const Options *o, int64_t step) {
+  // Not of the first step, which also chooses algorithms.
+  ledger->recording = o->timeline && step > o->first_step && step <= o->first_step + TIMELINE_STEPS;
+  ledger->step = (int)step;
+}
+
+static double device_seconds(void *backend) {
+  backend_synchronize(backend);
+  return now_seconds();
+}
+
+void plan_write_recorded(const Options *o, Backend *backend) {
+  Ledger *ledger = &backend->memory.ledger;
+  ledger->clock = device_seconds;
+  ledger->clock_context = backend;
+  if (o->timeline && o->rank == 0) write_timeline(o->timeline, ledger);
 }
 
 // --- --plan and --fit --------------------------------------------------------------------------------------
 
-// The device that a plan is for, the requested one or the one that is there, with the options finished for it. One with
-// --device-memory need not be there.
+// The device that a plan is for, with the options resolved for it. Only --fit without --device-memory, and
+// --device auto, look for one.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
   DeviceKind device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
   size_t given = bytes_from_gib(o->device_memory);
@@ -234,37 +230,24 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
   return device;
 }
 
-// A line of the log: a plan in one mode, its bytes under the names that a run's summary has for them.
+// A plan in one mode as a line of the log; its bytes have the names that they have in a run's summary.
 static bool log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mode, const Ledger *plan,
                      size_t capacity) {
   const ModelConfig *m = &o->model;
-  RecordField at_peak[MEMORY_CATEGORY_COUNT + 1] = {{0}};
+  LogField at_peak[MEMORY_CATEGORY_COUNT + 1] = {{0}};
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    at_peak[c] = (RecordField){memory_category_name((MemoryCategory)c), .number = (double)plan->at_peak[c]};
-  return record_write(
-      log,
-      EVENT("plan", TEXT("loss_mode", lce_mode_name(mode)),
-            TEXT("device", device == ON_CUDA ? "cuda" : "cpu"), TEXT("model", m->name),
-            TEXT("dtype", dtype_name(o->dtype)), TEXT("recompute", options_recompute(o).text),
-            NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("vocab_size", m->vocab_size),
-            NUMBER("hidden_size", m->hidden_size), NUMBER("intermediate_size", m->intermediate_size),
-            NUMBER("head_dim", m->head_dim), NUMBER("max_seq_len", model_max_seq_len(m)),
-            NUMBER("lce_chunk", mode == LCE_FUSED ? options_used_chunk(o) : 0),
-            NUMBER("peak_bytes", plan->peak), NUMBER("head_peak_bytes", plan->highest[MEMORY_HEAD]),
-            NUMBER("host_bytes", ledger_host_bytes(plan)), NUMBER("usable_bytes", capacity), // 0: unknown
-            {"at_peak", .item = record_object(at_peak)}));
-}
-
-// Three planned steps in the mode of the options.
-static void plan_timeline(const Options *o, DeviceKind device) {
-  Trainer trainer;
-  open_planned(&trainer, o, device);
-  Ledger *ledger = &trainer.backend->memory.ledger;
-  ledger->recording = true;
-  for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
-    trainer_step(&trainer, NULL, ledger->step - 1);
-  plan_write_timeline(o->timeline, ledger);
-  close_planned(&trainer);
+    at_peak[c] = (LogField){memory_category_name((MemoryCategory)c), .number = (double)plan->at_peak[c]};
+  return log_line(
+      log, LOG_EVENT("plan", STR("loss_mode", lce_mode_name(mode)), STR("device", device_name(device)),
+                     STR("model", m->name), STR("dtype", dtype_name(o->dtype)),
+                     STR("recompute", options_recompute(o).text), NUM("batch", o->batch),
+                     NUM("seq_len", o->seq_len), NUM("vocab_size", m->vocab_size),
+                     NUM("hidden_size", m->hidden_size), NUM("intermediate_size", m->intermediate_size),
+                     NUM("head_dim", m->head_dim), NUM("max_seq_len", model_max_seq_len(m)),
+                     NUM("lce_chunk", mode == LCE_FUSED ? options_used_chunk(o) : 0),
+                     NUM("peak_bytes", plan->peak), NUM("head_peak_bytes", plan->highest[MEMORY_HEAD]),
+                     NUM("host_bytes", ledger_host_bytes(plan)), NUM("usable_bytes", capacity), // 0: unknown
+                     {"at_peak", .item = log_object(at_peak)}));
 }
 
 void plan_print(Options *o) {
@@ -272,7 +255,7 @@ void plan_print(Options *o) {
   DeviceKind device = planned_device(o, &capacity);
   Options whole = *o;
   whole.dtypes.vocab_parallel = false;
-  MemoryColumn columns[MAX_COLUMNS] = {
+  MemoryColumn columns[] = {
       {.title = {"fused, planned"}, .memory = plan_run(&whole, device, LCE_FUSED)},
       {.title = {"materialized, planned"}, .memory = plan_run(o, device, LCE_MATERIALIZED)},
       {.title = {"head split, planned"}, .memory = plan_run(o, device, LCE_FUSED)}};
@@ -282,14 +265,11 @@ void plan_print(Options *o) {
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
          dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
          options_recompute(o).text);
-  bool split = o->dtypes.vocab_parallel && o->ranks > 1;
-  plan_print_table(columns, split ? 3 : 2, device);
+  report_memory(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
   if (o->log) {
     FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", REPLACE);
-    bool written = true;
-    for (int m = 0; m < 2; m++) // fused as the run would be
-      written &=
-          log_plan(log, o, device, (LceMode)m, &columns[split && m == LCE_FUSED ? 2 : m].memory, capacity);
+    bool written = log_plan(log, o, device, LCE_FUSED, &columns[2].memory, capacity) &&
+                   log_plan(log, o, device, LCE_MATERIALIZED, &columns[1].memory, capacity);
     if (!written || fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));
   }
   if (o->timeline) plan_timeline(o, device);
@@ -297,55 +277,45 @@ void plan_print(Options *o) {
 }
 
 void plan_print_fit(Options *o) {
-  enum { CHOICES = 4 };
   size_t capacity = 0;
   DeviceKind device = planned_device(o, &capacity);
   if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
-  const unsigned offloads[CHOICES] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
-                                      OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
-  int count = o->dtypes.offload || device == ON_CPU || o->eval_only ? 1
-              : o->pass.recompute == RECOMPUTE_LAYER                ? CHOICES
-                                                                    : CHOICES - 1;
-  int64_t batches[CHOICES][2], largest = 0;
-  Options with = *o;
-  for (int i = 0; i < count; i++) {
-    with.dtypes.offload = offloads[i];
-    for (int m = 0; m < 2; m++) batches[i][m] = plan_largest_batch(&with, device, (LceMode)m, capacity);
-    largest = max_i64(largest, batches[i][LCE_FUSED]);
-  }
-  if (!largest) {
-    char text[160];
-    Options one = *o;
-    one.batch = 1;
-    one.pass.mode = LCE_FUSED;
-    fail("--fit: not even one sequence of %lld token%s fits in %s; %s", (long long)o->seq_len,
-         o->seq_len == 1 ? "" : "s", text_bytes(capacity).text, remedies(&one, device, text));
-  }
   printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
          text_bytes(capacity).text);
   printf("%-40s %7s %13s\n", "--offload", "fused", "materialized");
+  // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
+  const unsigned offloads[] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
+                               OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
+  int count = o->pass.recompute == RECOMPUTE_LAYER ? 4 : 3;
+  if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
+  int64_t most = 0;
   for (int i = 0; i < count; i++) {
     char words[64];
+    Options with = *o;
     with.dtypes.offload = offloads[i];
-    printf("%-40s", offloads[i] ? options_words(&with, "offload", words) : "nothing");
-    for (int m = 0; m < 2; m++)
-      printf(" %*s", m ? 13 : 7, batches[i][m] ? text_number((double)batches[i][m]).text : "none");
-    putchar('\n');
+    int64_t fused = plan_largest_batch(&with, device, LCE_FUSED, capacity);
+    int64_t materialized = plan_largest_batch(&with, device, LCE_MATERIALIZED, capacity);
+    printf("%-40s %7lld %13lld\n", offloads[i] ? options_words(&with, "offload", words) : "nothing",
+           (long long)fused, (long long)materialized);
+    most = max_i64(most, max_i64(fused, materialized));
   }
+  if (most) return;
+  char text[160];
+  o->batch = 1;
+  o->pass.mode = LCE_FUSED;
+  o->dtypes.offload = offloads[count - 1]; // the table has tried it
+  fail("--fit: not even one sequence of %lld tokens fits in %s; %s", (long long)o->seq_len,
+       text_bytes(capacity).text, remedies(o, device, text));
 }
 
 // --- --compare-modes ---------------------------------------------------------------------------------------
 
-// A few forward and backward passes in `mode`, with the ledger's peaks measured again. What the system counts would
-// hold the buffers that libraries keep from the mode before.
+// A few forward and backward passes in `mode`, and the ledger's peaks in them.
 static MemoryColumn measure_mode(Trainer *trainer, LceMode mode) {
   enum { PASSES = 3 };
   Backend *backend = trainer->backend;
-  plan_set_mode(trainer, LCE_FUSED); // releases a larger stack before measuring
-  memory_set_stack(&backend->memory, 0);
-  ledger_reset_peak(&backend->memory.ledger);
   plan_set_mode(trainer, mode);
+  ledger_reset_peak(&backend->memory.ledger);
   double best = INFINITY;
   for (int i = 0; i < PASSES; i++) {
     backend_synchronize(backend);
@@ -372,53 +342,10 @@ void plan_compare_modes(Trainer *trainer) {
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
   }
   putchar('\n');
-  plan_print_table(columns, 2, device);
+  report_memory(columns, 2, device);
   double less =
       (double)columns[1].memory.highest[MEMORY_HEAD] / (double)columns[0].memory.highest[MEMORY_HEAD];
   printf("\nat %s tokens and V %s LM head + loss hold %.1f times %s when fused\n",
          text_grouped(o->batch * o->seq_len).text, text_grouped(o->model.vocab_size).text,
          less < 1 ? 1 / less : less, less < 1 ? "more" : "less");
-}
-
-// --- --timeline --------------------------------------------------------------------------------------------
-
-void plan_record(Ledger *ledger, const Options *o, int64_t step) {
-  // Not of the first step, which also chooses algorithms.
-  ledger->recording = o->timeline && step > o->first_step && step <= o->first_step + TIMELINE_STEPS;
-  ledger->step = (int)step;
-}
-
-static double device_seconds(void *backend) {
-  backend_synchronize(backend);
-  return now_seconds();
-}
-
-void plan_write_recorded(const Options *o, Backend *backend) {
-  Ledger *ledger = &backend->memory.ledger;
-  ledger->clock = device_seconds;
-  ledger->clock_context = backend;
-  if (o->timeline && o->rank == 0) plan_write_timeline(o->timeline, ledger);
-}
-
-void plan_write_timeline(const char *path, const Ledger *ledger) {
-  static const char columns[] = "event,step,at,block,total";
-  FILE *out = file_create("the timeline", path, columns, REPLACE);
-  fputs(columns, out);
-  for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
-    fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
-  fputc('\n', out);
-  size_t before = 0;
-  double moved = 0;
-  for (int64_t i = 0; i < ledger->event_count; i++) {
-    const LedgerEvent *e = &ledger->events[i];
-    size_t total = 0;
-    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) total += e->bytes[c];
-    if (i) moved += fabs((double)total - (double)before);
-    before = total;
-    double at = ledger->clock ? e->seconds - ledger->events[0].seconds : moved;
-    fprintf(out, "%lld,%d,%.15g,\"%s\",%zu", (long long)i, e->step, at, e->name, total);
-    for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++) fprintf(out, ",%zu", e->bytes[c]);
-    fputc('\n', out);
-  }
-  if (fclose(out)) fail("cannot write the timeline %s: %s", path, strerror(errno));
 }

@@ -15,33 +15,25 @@
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/text.h"
-#include "trainer/plan.h"
-#include "trainer/record.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
 
-static cJSON *value_of(const RecordField *f) {
-  if (f->item) return f->item;
-  if (f->text) return json_string(f->text);
-  if (f->tokens) return cJSON_CreateIntArray(f->tokens, (int)f->count);
-  return f->truth ? cJSON_CreateBool(*f->truth) : cJSON_CreateNumber(f->number);
-}
-
-cJSON *record_object(const RecordField *fields) {
+cJSON *log_object(const LogField *fields) {
   cJSON *object = cJSON_CreateObject();
-  for (const RecordField *f = fields; f->name; f++)
-    if (!f->optional || isfinite(f->number)) cJSON_AddItemToObject(object, f->name, value_of(f));
+  for (const LogField *f = fields; f->name; f++) {
+    if (f->optional && !isfinite(f->number)) continue;
+    cJSON *value = f->item ? f->item : f->text ? json_string(f->text) : cJSON_CreateNumber(f->number);
+    cJSON_AddItemToObject(object, f->name, value);
+  }
   return object;
 }
 
-bool record_write(FILE *log, const RecordField *fields) {
-  cJSON *line = record_object(fields);
+bool log_line(FILE *log, const LogField *fields) {
+  cJSON *line = log_object(fields);
   char *text = json_print(line, false);
-  bool written = fprintf(log, "%s\n", text) >= 0 && !fflush(log);
-  int error = errno;
-  free(text);
   cJSON_Delete(line);
-  errno = error;
+  bool written = fprintf(log, "%s\n", text) >= 0 && !fflush(log);
+  free(text);
   return written;
 }
 
@@ -50,11 +42,11 @@ bool report_log_lost(const Report *r) {
 }
 
 // Where it fails after the first step, the run stops and saves its weights: report_log_lost.
-static void log_write(const Report *r, const RecordField *fields) {
-  if (!r->log || report_log_lost(r) || record_write(r->log, fields)) return;
-  (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
+static void log_write(const Report *r, const LogField *fields) {
+  if (!log_line(r->log, fields))
+    (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
 }
-#define LOG(...) log_write(r, EVENT(__VA_ARGS__))
+#define LOG(...) (r->log && !ferror(r->log) ? log_write(r, LOG_EVENT(__VA_ARGS__)) : (void)0)
 
 // A path as a shell takes it, without what a terminal would act on.
 static const char *shell_word(const char *path) {
@@ -76,21 +68,53 @@ static void print_saving(const Options *o) {
     printf("nothing is saved: no --save\n");
 }
 
-// --- what the machine can do --------------------------------------------------------------------------------
+// --- memory ------------------------------------------------------------------------------------------------
 
-double gpu_peak_flops(const char *name) {
-  // NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its Ada whitepaper, without sparsity.
-  // The first that is part of the name counts.
-  static const struct {
-    const char *part;
-    double teraflops;
-  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
-               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
-               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
-               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
-  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
-    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
-  return NAN;
+enum { MAX_COLUMNS = 3 };
+
+// A row of bytes, or of seconds; left out where all are 0.
+static void print_row(const char *where, const char *name, const double *cells, int count, bool seconds) {
+  char text[MAX_COLUMNS * 32] = "";
+  double sum = 0;
+  for (int i = 0; i < count; i++) {
+    Text cell = cells[i] > 0 ? text_bytes((uint64_t)cells[i]) : (Text){"-"};
+    if (cells[i] > 0 && seconds) snprintf(cell.text, sizeof cell.text, "%.1f ms", 1e3 * cells[i]);
+    snprintf(text + 25 * i, sizeof text - 25 * (size_t)i, " %24s", cell.text);
+    sum += cells[i];
+  }
+  if (sum > 0) printf("  %s%-*s%s\n", where, 34 - (int)strlen(where), name, text);
+}
+
+void report_memory(const MemoryColumn *columns, int count, DeviceKind device) {
+  double cells[MAX_COLUMNS];
+#define ROW(where, name, cell, seconds)                                                                      \
+  for (const MemoryColumn *c = columns; c < columns + count; c++) cells[c - columns] = (double)(cell);       \
+  print_row(where, name, cells, count, seconds)
+  printf("%-36s", "memory at the step's peak");
+  for (int i = 0; i < count; i++) printf(" %24s", columns[i].title.text);
+  putchar('\n');
+  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
+    ROW("", memory_category_name((MemoryCategory)k), c->memory.at_peak[k], false);
+  }
+  ROW("", "all together (ledger)", c->memory.peak, false);
+  for (int k = 0; k < MEMORY_CATEGORY_COUNT; k++) {
+    ROW("on the host: ", memory_category_name((MemoryCategory)k), c->memory.host[k], false);
+  }
+  ROW("", "outside of it (libraries, context)", fmax((double)c->device_bytes - (double)c->memory.peak, 0),
+      false);
+  ROW("in use ", device == ON_CUDA ? "on the device" : "by the process (VmHWM)", c->device_bytes, false);
+  ROW("", "LM head + loss alone, at its peak", c->memory.highest[MEMORY_HEAD], false);
+  ROW("", "time of one forward and backward", c->pass_seconds, true);
+#undef ROW
+}
+
+const char *sharding_name(const ParameterDtypes *dtypes) {
+  static const char *const names[2][3] = {
+      {"nothing is sharded over them", "master weights and moments are sharded over them",
+       "gradients, master weights and moments are sharded over them"},
+      {"", "master weights, moments and the head's rows are sharded over them",
+       "gradients, master weights, moments and the head's rows are sharded over them"}};
+  return names[dtypes->vocab_parallel][dtypes->zero];
 }
 
 // --- before the first step ---------------------------------------------------------------------------------
@@ -113,11 +137,11 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
            options_words(o, "schedule", words), o->schedule.peak);
+  char loss[80] = "materialized logits";
   if (o->pass.mode == LCE_FUSED)
-    printf("loss     fused linear_cross_entropy, %lld tokens at a time, recompute %s\n",
-           (long long)options_used_chunk(o), options_recompute(o).text);
-  else
-    printf("loss     materialized logits, recompute %s\n", options_recompute(o).text);
+    snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
+             (long long)options_used_chunk(o));
+  printf("loss     %s, recompute %s\n", loss, options_recompute(o).text);
   if (o->dtypes.fp8)
     printf("fp8      the layers' GEMMs%s\n", backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
@@ -135,6 +159,21 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
   else if (o->origin)
     printf("weights  %s\n", o->origin);
   if (!o->eval_only) print_saving(o);
+}
+
+double gpu_peak_flops(const char *name) {
+  // Without sparsity, from NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its
+  // whitepaper on Ada. The first row that is part of the name counts.
+  static const struct {
+    const char *part;
+    double teraflops;
+  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
+               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
+               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
+               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
+  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
+    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
+  return NAN;
 }
 
 Report report_open(const Options *o, const Backend *backend) {
@@ -156,15 +195,16 @@ void report_close(Report *r) {
 void report_start(Report *r, const Backend *backend, const char *data) {
   const Options *o = r->options;
   const ModelConfig *m = &o->model;
-  LOG("start", TEXT("device", backend->description), TEXT("model", m->name),
-      NUMBER("parameters", model_parameter_count(m)), NUMBER("vocab_size", m->vocab_size),
-      NUMBER("hidden_size", m->hidden_size), NUMBER("num_hidden_layers", m->num_hidden_layers),
-      NUMBER("batch", o->batch), NUMBER("seq_len", o->seq_len), NUMBER("total_batch", o->total_batch),
-      NUMBER("ranks", o->ranks), NUMBER("steps", o->steps), NUMBER("seed", o->seed),
-      TEXT("loss_mode", lce_mode_name(o->pass.mode)),
-      NUMBER("lce_chunk", o->pass.mode == LCE_FUSED ? options_used_chunk(o) : 0),
-      TEXT("recompute", options_recompute(o).text), TEXT("dtype", dtype_name(o->dtype)),
-      {"fp8", .truth = &o->dtypes.fp8}, TEXT("data", data), OPTIONAL("peak_flops_per_second", r->peak));
+  LOG("start", STR("device", backend->description), STR("model", m->name),
+      NUM("parameters", model_parameter_count(m)), NUM("vocab_size", m->vocab_size),
+      NUM("hidden_size", m->hidden_size), NUM("num_hidden_layers", m->num_hidden_layers),
+      NUM("batch", o->batch), NUM("seq_len", o->seq_len), NUM("total_batch", o->total_batch),
+      NUM("ranks", o->ranks), NUM("steps", o->steps), NUM("seed", o->seed),
+      STR("loss_mode", lce_mode_name(o->pass.mode)),
+      NUM("lce_chunk", o->pass.mode == LCE_FUSED ? options_used_chunk(o) : 0),
+      STR("recompute", options_recompute(o).text), STR("dtype", dtype_name(o->dtype)),
+      {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8)}, STR("data", data),
+      OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
   fflush(stdout); // the first step, or all of an evaluation, may take long
 }
@@ -224,11 +264,11 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
 void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
   double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
   for (const StepResult *s = results; s < results + count; s++) {
-    LOG("step", NUMBER("step", s->step + 1), NUMBER("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
+    LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
         OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
         OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
-        OPTIONAL("dropped_mass", s->dropped_mass), NUMBER("learning_rate", s->learning_rate),
-        NUMBER("grad_norm", s->grad_norm), NUMBER("tokens", s->counted), NUMBER("tokens_per_second", rate),
+        OPTIONAL("dropped_mass", s->dropped_mass), NUM("learning_rate", s->learning_rate),
+        NUM("grad_norm", s->grad_norm), NUM("tokens", s->counted), NUM("tokens_per_second", rate),
         OPTIONAL("mfu", mfu(r, each)));
     r->dropped_tiles += s->dropped_tiles;
     r->dropped_mass += s->dropped_mass;
@@ -275,7 +315,7 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
   if (!isfinite(loss))
     fail("step %lld: the validation loss is %g; %s", (long long)step, loss,
          why_lost(r->options, step > r->options->first_step).text);
-  LOG("validation", NUMBER("step", step), NUMBER("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
+  LOG("validation", NUM("step", step), NUM("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
 // As text where something says what the tokens mean.
@@ -286,16 +326,16 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
   if (text) printf(" %s", text);
   for (int64_t i = 0; i < count && !text; i++) printf(" %d", tokens[i]);
   putchar('\n');
-  RecordField sample = {"text", .text = text};
-  if (!text) sample = (RecordField){"tokens", .tokens = tokens, .count = count};
-  LOG("sample", NUMBER("step", step), sample);
+  LOG("sample", NUM("step", step),
+      {text ? "text" : "tokens", .text = text,
+       .item = text ? NULL : cJSON_CreateIntArray(tokens, (int)count)});
   free(text);
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
   printf("step %lld  saved in %s (%.1fs)\n", (long long)step, shell_word(r->options->save), seconds);
   output_taken(); // a validation may follow
-  LOG("checkpoint", NUMBER("step", step), NUMBER("seconds", seconds));
+  LOG("checkpoint", NUM("step", step), NUM("seconds", seconds));
 }
 
 // --- at the end --------------------------------------------------------------------------------------------
@@ -326,35 +366,37 @@ static const char *rate_text(double flops, double bytes, double seconds, char te
   return text;
 }
 
-// A table, and for the log an object of each group, all of a step; NULL without --profile.
-static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
-  if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
-  if (!t) return NULL;
-  cJSON *record = cJSON_CreateObject();
+static void print_profile(const ProfileTotals *t, bool rank_0) {
   double n = (double)t->steps, all_flops = 0;
   char title[64], rate[32];
-  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
+  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", rank_0 ? " (rank 0)" : "", n);
   printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
-    const char *name = t->groups[g].name;
-    const RecordField figures[] = {NUMBER("calls", (double)t->groups[g].calls / n),
-                                   NUMBER("seconds", t->groups[g].seconds / n),
-                                   NUMBER("own_seconds", t->groups[g].own_seconds / n),
-                                   NUMBER("flops", t->groups[g].flops / n),
-                                   NUMBER("bytes", t->groups[g].bytes / n),
-                                   {0}};
-    double calls = figures[0].number, seconds = figures[1].number, own = figures[2].number;
-    rate_text(figures[3].number, figures[4].number, fmax(seconds, own), rate);
-    all_flops += figures[3].number;
+    double calls = (double)t->groups[g].calls, seconds = t->groups[g].seconds, own = t->groups[g].own_seconds;
+    rate_text(t->groups[g].flops, t->groups[g].bytes, fmax(seconds, own), rate);
+    all_flops += t->groups[g].flops;
     if (calls > 0 || g == PROFILE_IDLE)
-      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
-             100 * seconds * n / t->step_seconds, rate, 1e3 * own);
-    cJSON_AddItemToObject(record, name, record_object(figures));
+      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", t->groups[g].name, calls / n, 1e3 * seconds / n,
+             100 * seconds / t->step_seconds, rate, 1e3 * own / n);
   }
-  double step = t->step_seconds / n;
-  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
-         rate_text(all_flops, 0, step, rate));
-  return record;
+  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * t->step_seconds / n, "",
+         rate_text(all_flops, 0, t->step_seconds, rate));
+}
+
+// An object of each group, all of a step.
+static cJSON *profile_object(const ProfileTotals *t) {
+  cJSON *groups = cJSON_CreateObject();
+  double n = (double)t->steps;
+  for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
+    const LogField fields[] = {NUM("calls", (double)t->groups[g].calls / n),
+                               NUM("seconds", t->groups[g].seconds / n),
+                               NUM("own_seconds", t->groups[g].own_seconds / n),
+                               NUM("flops", t->groups[g].flops / n),
+                               NUM("bytes", t->groups[g].bytes / n),
+                               {0}};
+    cJSON_AddItemToObject(groups, t->groups[g].name, log_object(fields));
+  }
+  return groups;
 }
 
 void report_summary(Report *r, Trainer *trainer, const RunState *state, double entropy, bool stopped) {
@@ -380,22 +422,24 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
-  cJSON *groups = report_profile(o, profile_collect(trainer->backend));
+  const ProfileTotals *profile = profile_collect(trainer->backend);
+  if (profile)
+    print_profile(profile, o->ranks > 1);
+  else if (o->profile)
+    printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
   putchar('\n');
-  plan_print_table(&peak, 1, backend->device);
-  LOG("summary", TEXT("loss_mode", peak.title.text), NUMBER("steps", r->steps_done),
-      {"stopped", .truth = &stopped}, NUMBER("first_loss", state->first_loss),
-      NUMBER("last_loss", state->last_loss), NUMBER("val_loss", state->val_loss),
-      NUMBER("unigram_entropy", entropy), NUMBER("tokens_per_second", rate),
-      NUMBER("seconds_per_step", per_step), OPTIONAL("mfu", mfu(r, per_step)),
+  report_memory(&peak, 1, backend->device);
+  LOG("summary", STR("loss_mode", peak.title.text), NUM("steps", r->steps_done),
+      {"stopped", .item = cJSON_CreateBool(stopped)}, NUM("first_loss", state->first_loss),
+      NUM("last_loss", state->last_loss), NUM("val_loss", state->val_loss), NUM("unigram_entropy", entropy),
+      NUM("tokens_per_second", rate), NUM("seconds_per_step", per_step), OPTIONAL("mfu", mfu(r, per_step)),
       OPTIONAL("dropped_tiles", dropped_tiles), OPTIONAL("dropped_mass", dropped_mass),
-      NUMBER("ranks", o->ranks), NUMBER("wire_bytes_per_step", trainer->wire_bytes),
-      NUMBER("peak_bytes", peak.memory.peak), NUMBER("host_bytes", ledger_host_bytes(&peak.memory)),
-      NUMBER("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]),
-      NUMBER("device_peak_bytes", peak.device_bytes),
-      NUMBER("device_overhead_bytes", backend->device_overhead),
-      {"profile", .number = groups ? 0 : NAN, .optional = true, .item = groups});
-  if (!r->log) cJSON_Delete(groups);
+      NUM("ranks", o->ranks), NUM("wire_bytes_per_step", trainer->wire_bytes),
+      NUM("peak_bytes", peak.memory.peak), NUM("host_bytes", ledger_host_bytes(&peak.memory)),
+      NUM("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]), NUM("device_peak_bytes", peak.device_bytes),
+      NUM("device_overhead_bytes", backend->device_overhead),
+      {"profile", .number = profile ? 0 : NAN, .optional = true,
+       .item = profile ? profile_object(profile) : NULL});
 }
 
 void report_resuming(const Report *r, bool stopped) {
@@ -406,5 +450,5 @@ void report_resuming(const Report *r, bool stopped) {
 }
 
 void report_evaluation(Report *r, double val_loss) {
-  LOG("summary", NUMBER("val_loss", val_loss), NUMBER("perplexity", exp(val_loss)));
+  LOG("summary", NUM("val_loss", val_loss), NUM("perplexity", exp(val_loss)));
 }

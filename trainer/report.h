@@ -1,4 +1,4 @@
-// What a run prints, with its record in the log: one function for each event.
+// What a run prints, and writes to its log: one function for each event.
 #pragma once
 
 #include <stdio.h>
@@ -14,7 +14,7 @@ typedef struct {
   const Options *options;
   FILE *log; // one JSON object a line; NULL: none
   // The progress line: it rewrites itself on a terminal, and is a plain line every few seconds when piped.
-  bool terminal, drawn;
+  bool terminal, drawn; // a line stands unfinished
   double last_printed;
   double flops_per_step;   // model flops, see model_flops_per_token
   double peak;             // gpu_peak_flops of all ranks
@@ -22,7 +22,7 @@ typedef struct {
   int64_t steps_done;      // by this run
   int64_t steps_timed;     // after the first ones,
   double seconds_timed;    // without validation and samples
-  double since; // when the steps began whose results wait; set it when something else has taken time
+  double since; // when the steps under way began; the caller sets it again after whatever else takes time
   double dropped_tiles, dropped_mass; // sums over steps_done; NaN without --lce-sample
 } Report;
 
@@ -36,11 +36,13 @@ void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
-// Whether to fetch the results of the steps that are under way: about twice a second, which costs nothing; all ranks after
-// the same step. And that, which waits for the device.
+// Whether it is time to fetch the results of the steps under way: about twice a second, on all ranks after
+// the same step.
 bool report_due(const Report *report, const Trainer *trainer);
+// Fetches and reports them, which waits for the device.
 void report_collect(Report *report, Trainer *trainer, RunState *state);
-// `count` steps that took `seconds` together: a record each, then the progress line. Fails at one that diverged.
+// `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a
+// loss or norm is not finite.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, // NaN: not known
                        const Loader *loader);
@@ -50,11 +52,57 @@ void report_checkpoint(Report *report, int64_t step, double seconds);
 void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
 void report_evaluation(Report *report, double val_loss);
 
-// What became of the weights: the command that resumes a run that was stopped, or that nothing is saved.
+// Prints the command that resumes a stopped run, or that nothing was saved.
 void report_resuming(const Report *report, bool stopped);
 
-// Ends a progress line that rewrites itself, so that something else can be printed below it.
+// Ends a progress line that rewrites itself; call it before printing anything else.
 void report_break(Report *report);
 
-// Flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU with this name, for MFU; NaN: not known.
+// Peak flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU of this name; NaN: unknown.
 double gpu_peak_flops(const char *name);
+
+// --- memory ------------------------------------------------------------------------------------------------
+
+// One column of the table.
+typedef struct {
+  Text title; // "fused, measured"
+  Ledger memory;
+  size_t device_bytes; // what the system counts, the ledger's included; 0 when not measured
+  double pass_seconds; // one forward and backward; 0 when not measured
+} MemoryColumn;
+
+// Prints a table of at most 3 columns; a row is left out where no column has bytes.
+void report_memory(const MemoryColumn *columns, int count, DeviceKind device);
+
+// What --zero and --vocab-parallel do with the ranks: "master weights and moments are sharded over them".
+const char *sharding_name(const ParameterDtypes *dtypes);
+
+// --- the log: one JSON object a line -----------------------------------------------------------------------
+
+// A member of an object: an item, which the object then owns, else a text, else a number, null if not finite.
+typedef struct {
+  const char *name;
+  double number;
+  bool optional; // left out where the number is not finite
+  const char *text;
+  struct cJSON *item;
+} LogField;
+
+#define NUM(name, value)                                                                                     \
+  { name, .number = (double)(value) }
+#define OPTIONAL(name, value)                                                                                \
+  { name, .number = value, .optional = true }
+#define STR(name, value)                                                                                     \
+  { name, .text = value }
+// The fields of a line: log_line(log, LOG_EVENT("step", NUM("step", 1), ...)).
+#define LOG_EVENT(event, ...)                                                                                \
+  (const LogField[]) {                                                                                       \
+    STR("event", event), __VA_ARGS__, {                                                                      \
+      0                                                                                                      \
+    }                                                                                                        \
+  }
+
+// An object of the fields up to one without a name.
+struct cJSON *log_object(const LogField *fields);
+// Writes the object as a line that is on disk on return; false, with errno, where that fails.
+bool log_line(FILE *log, const LogField *fields);

@@ -364,9 +364,9 @@ def test_chunk_is_the_used_one(folder):
 
 def fit(table, choice):
     """The largest batches of a row of --fit: fused and materialized."""
-    found = re.search(rf"^{choice} +(\d+|none) +(\d+|none)\b", table, re.M)
+    found = re.search(rf"^{choice} +(\d+) +(\d+)$", table, re.M)
     assert found, f"no row {choice} in {table}"
-    return [int(batch.replace("none", "0")) for batch in found.groups()]
+    return [int(batch) for batch in found.groups()]
 
 
 # Every choice of --offload, and its largest batches as --plan has them.
@@ -384,6 +384,9 @@ def test_fit(folder):
     assert "activations" not in output.out, output
     output = train(job + "--recompute layer --offload optimizer,gradients,weights").ok()
     assert fit(output.out, "weights,gradients,optimizer") == batches[2] and "nothing" not in output.out, output
+    for more, what in (("", "--recompute layer or a smaller --seq-len"), ("--recompute layer", "a smaller --seq-len")):
+        train(job.replace("--device-memory 24", "--device-memory 3") + more).fails(
+            f"--fit: not even one sequence of 8192 tokens fits in 3.00 GiB; try {what}\n")
     # What is said to fit does, and no more. (Of a model that a small host can hold.)
     job = ("--device cuda --device-memory 2 --model llama-8b --hidden-size 256 --intermediate-size 512 --num-layers 4 "
            "--num-attention-heads 4 --num-key-value-heads 4 --head-dim 64 --vocab 8192 --seq-len 512 --recompute layer ")
