@@ -57,17 +57,6 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-// The options with this batch, in one micro-batch a step, and the chunk that belongs to it.
-static Options with_batch(const Options *given, DeviceKind device, int64_t batch) {
-  Options o = *given;
-  o.batch = batch;
-  o.total_batch = batch * o.seq_len * o.ranks;
-  o.micro_steps = 1;
-  if (!options_given(&o, "lce-chunk")) o.pass.chunk = 0;
-  plan_resolve_chunk(&o, device);
-  return o;
-}
-
 typedef struct {
   const Options *options;
   DeviceKind device;
@@ -86,12 +75,6 @@ static bool chunk_fits(const void *budget, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
-static bool batch_fits(const void *budget, int64_t batch) {
-  const Budget *b = budget;
-  Options o = with_batch(b->options, b->device, batch);
-  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
-}
-
 void plan_resolve_chunk(Options *o, DeviceKind device) {
   const Budget budget = {.options = o, .device = device, .bytes = (size_t)o->lce_memory << 20};
   int64_t tokens = o->batch * o->seq_len;
@@ -102,8 +85,16 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
   if (!o->pass.chunk) o->pass.chunk = lce_default_chunk(device, tokens);
 }
 
-int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes) {
-  return largest_that_fits(batch_fits, &(Budget){options, device, mode, bytes}, INT32_MAX / options->seq_len);
+// In one micro-batch a step, with the chunk that belongs to it.
+static bool batch_fits(const void *budget, int64_t batch) {
+  const Budget *b = budget;
+  Options o = *b->options;
+  o.batch = batch;
+  o.total_batch = batch * o.seq_len * o.ranks;
+  o.micro_steps = 1;
+  if (!options_given(&o, "lce-chunk")) o.pass.chunk = 0;
+  plan_resolve_chunk(&o, b->device);
+  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
 }
 
 // --- a run that does not fit -------------------------------------------------------------------------------
@@ -288,16 +279,18 @@ void plan_print_fit(Options *o) {
                                OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
   int count = o->pass.recompute == RECOMPUTE_LAYER ? 4 : 3;
   if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
-  int64_t most = 0;
+  int64_t most = 0, batches[2];
   for (int i = 0; i < count; i++) {
     char words[64];
     Options with = *o;
     with.dtypes.offload = offloads[i];
-    int64_t fused = plan_largest_batch(&with, device, LCE_FUSED, capacity);
-    int64_t materialized = plan_largest_batch(&with, device, LCE_MATERIALIZED, capacity);
+    for (int m = 0; m < 2; m++) {
+      const Budget budget = {&with, device, (LceMode)m, capacity};
+      batches[m] = largest_that_fits(batch_fits, &budget, INT32_MAX / o->seq_len);
+      most = max_i64(most, batches[m]);
+    }
     printf("%-40s %7lld %13lld\n", offloads[i] ? options_words(&with, "offload", words) : "nothing",
-           (long long)fused, (long long)materialized);
-    most = max_i64(most, max_i64(fused, materialized));
+           (long long)batches[LCE_FUSED], (long long)batches[LCE_MATERIALIZED]);
   }
   if (most) return;
   char text[160];

@@ -14,9 +14,6 @@ void plan_set_mode(Trainer *trainer, LceMode mode);
 // --lce-memory, in training and in validation, or the default.
 void plan_resolve_chunk(Options *options, DeviceKind device);
 
-// The largest batch whose step, of one micro-batch, fits into `bytes`; 0 when not even one sequence does.
-int64_t plan_largest_batch(const Options *options, DeviceKind device, LceMode mode, size_t bytes);
-
 // Fails when the run needs more than `usable` bytes of the device (0: unknown), and says what holds them and
 // what to try; or when it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);

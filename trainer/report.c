@@ -32,7 +32,7 @@ bool log_line(FILE *log, const LogField *fields) {
   cJSON *line = log_object(fields);
   char *text = json_print(line, false);
   cJSON_Delete(line);
-  bool written = fprintf(log, "%s\n", text) >= 0 && !fflush(log);
+  bool written = !log || (fprintf(log, "%s\n", text) >= 0 && !fflush(log));
   free(text);
   return written;
 }
@@ -43,10 +43,11 @@ bool report_log_lost(const Report *r) {
 
 // Where it fails after the first step, the run stops and saves its weights: report_log_lost.
 static void log_write(const Report *r, const LogField *fields) {
-  if (!log_line(r->log, fields))
+  bool lost = report_log_lost(r); // and said so
+  if (!log_line(lost ? NULL : r->log, fields))
     (r->steps_done ? warn : fail)("cannot write the log %s: %s", r->options->log, strerror(errno));
 }
-#define LOG(...) (r->log && !ferror(r->log) ? log_write(r, LOG_EVENT(__VA_ARGS__)) : (void)0)
+#define LOG(...) log_write(r, LOG_EVENT(__VA_ARGS__))
 
 // A path as a shell takes it, without what a terminal would act on.
 static const char *shell_word(const char *path) {
@@ -366,36 +367,31 @@ static const char *rate_text(double flops, double bytes, double seconds, char te
   return text;
 }
 
-static void print_profile(const ProfileTotals *t, bool rank_0) {
+// A table, and for the log an object of each group, all of a step; NULL without --profile.
+static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
+  if (o->profile && !t) printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
+  if (!t) return NULL;
+  cJSON *groups = cJSON_CreateObject();
   double n = (double)t->steps, all_flops = 0;
   char title[64], rate[32];
-  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", rank_0 ? " (rank 0)" : "", n);
+  snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
   printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
-    double calls = (double)t->groups[g].calls, seconds = t->groups[g].seconds, own = t->groups[g].own_seconds;
-    rate_text(t->groups[g].flops, t->groups[g].bytes, fmax(seconds, own), rate);
-    all_flops += t->groups[g].flops;
+    const char *name = t->groups[g].name;
+    double calls = (double)t->groups[g].calls / n, seconds = t->groups[g].seconds / n,
+           own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
     if (calls > 0 || g == PROFILE_IDLE)
-      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", t->groups[g].name, calls / n, 1e3 * seconds / n,
-             100 * seconds / t->step_seconds, rate, 1e3 * own / n);
+      printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
+             100 * seconds * n / t->step_seconds, rate_text(flops, bytes, fmax(seconds, own), rate),
+             1e3 * own);
+    all_flops += flops;
+    const LogField fields[] = {NUM("calls", calls), NUM("seconds", seconds), NUM("own_seconds", own),
+                               NUM("flops", flops), NUM("bytes", bytes),     {0}};
+    cJSON_AddItemToObject(groups, name, log_object(fields));
   }
-  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * t->step_seconds / n, "",
-         rate_text(all_flops, 0, t->step_seconds, rate));
-}
-
-// An object of each group, all of a step.
-static cJSON *profile_object(const ProfileTotals *t) {
-  cJSON *groups = cJSON_CreateObject();
-  double n = (double)t->steps;
-  for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
-    const LogField fields[] = {NUM("calls", (double)t->groups[g].calls / n),
-                               NUM("seconds", t->groups[g].seconds / n),
-                               NUM("own_seconds", t->groups[g].own_seconds / n),
-                               NUM("flops", t->groups[g].flops / n),
-                               NUM("bytes", t->groups[g].bytes / n),
-                               {0}};
-    cJSON_AddItemToObject(groups, t->groups[g].name, log_object(fields));
-  }
+  double step = t->step_seconds / n;
+  printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
+         rate_text(all_flops, 0, step, rate));
   return groups;
 }
 
@@ -422,11 +418,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
            100 * dropped_mass);
   if (o->ranks > 1)
     printf("wire     %s sent by each rank in a step\n", text_bytes((uint64_t)trainer->wire_bytes).text);
-  const ProfileTotals *profile = profile_collect(trainer->backend);
-  if (profile)
-    print_profile(profile, o->ranks > 1);
-  else if (o->profile)
-    printf("\nprofile  none: it begins after %d steps\n", PROFILE_WARM_UP);
+  cJSON *groups = report_profile(o, profile_collect(trainer->backend));
   putchar('\n');
   report_memory(&peak, 1, backend->device);
   LOG("summary", STR("loss_mode", peak.title.text), NUM("steps", r->steps_done),
@@ -438,8 +430,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
       NUM("peak_bytes", peak.memory.peak), NUM("host_bytes", ledger_host_bytes(&peak.memory)),
       NUM("head_peak_bytes", peak.memory.highest[MEMORY_HEAD]), NUM("device_peak_bytes", peak.device_bytes),
       NUM("device_overhead_bytes", backend->device_overhead),
-      {"profile", .number = profile ? 0 : NAN, .optional = true,
-       .item = profile ? profile_object(profile) : NULL});
+      {"profile", .number = groups ? 0 : NAN, .optional = true, .item = groups});
 }
 
 void report_resuming(const Report *r, bool stopped) {
