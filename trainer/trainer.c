@@ -263,7 +263,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   return tokens;
 }
 
-// --- the backend ----------------------------------------------------------------------------------------------
+// --- the backend -------------------------------------------------------------------------------------------
 
 // The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to each.
 static int ordinal(void) {
