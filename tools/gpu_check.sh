@@ -143,10 +143,10 @@ sanitize() {
 
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
-  export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
+  export LCE_SMALL_SHAPES=1
   sanitize memcheck $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling})
   LCE_HOPPER=0 sanitize racecheck $(test_programs kernels/test_{kernels_layers,attention,loss_terms})
-  unset LCE_SMALL_SHAPES LCE_MATMUL_TUNE
+  unset LCE_SMALL_SHAPES
 fi
 
 # --- benchmarks ---------------------------------------------------------------------------------------------
