@@ -180,7 +180,7 @@ if wants bench; then
   layer layer-terms 16384 2048 131072 --chunk 4096,2048,1024 --materialized --terms
   layer layer-gemma 8192 2304 256000 --chunk 4096,2048,1024
   layer layer-32k 32768 4096 128256 --chunk 4096,2048,1024
-  layer ladder 8192 4096 128256 --chunk 1024 --ladder
+  layer ladder 8192 4096 128256 --chunk 1024 --ladder --materialized
   step gpt2-124m --steps 50 --model gpt2-124m --batch 64 --seq-len 1024
   step gpt2-1558m --steps 20 --model gpt2-1558m --batch 16 --seq-len 1024
   llama=(--steps 25 --model llama-1b --batch 4 --seq-len 4096)
