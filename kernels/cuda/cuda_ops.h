@@ -45,7 +45,8 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// The scratch has room for so many tiles: parts of row sums and, on Hopper, split-K's partial sums take all of it.
+// The scratch has room for so many tiles: parts of row sums and, on Hopper, split-K's partial sums take all
+// of it.
 static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));

@@ -5,8 +5,9 @@
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
 //
-// A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version alone. One
-// kind is measured: the loss's dW, below. Split-K partials are reduced in fp32 in a fixed order, never by atomics.
+// A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version
+// alone. One kind is measured: the loss's dW, below. Split-K partials are reduced in fp32 in a fixed order,
+// never by atomics.
 //
 // Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
 // one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
@@ -184,22 +185,24 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
                         state->gemm_workspace, CUDA_GEMM_WORKSPACE_BYTES, state->stream);
 }
 
-// --- the loss's dW is measured -------------------------------------------------------------------------------
-//
-// The loss adds to dW chunk by chunk. With few terms to a sum, reading and writing dW takes a good part of the time, of
-// which the library's estimate knows nothing: at chunks of 1024 its first choice makes the whole loss an eighth slower.
-//
-// So its suggestions are timed, once for each shape. Two algorithms may round differently, and a choice by time would then
-// change the loss from run to run, and from rank to rank. Only those compete whose result has the bits of the first choice;
-// most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
+// --- measuring the loss's dW -------------------------------------------------------------------------------
 
-// Also a layer's large weight gradient of few tokens. Not while it adds to what out holds, for runs would add up, nor while
-// the stream is captured into a graph.
+// The loss adds to dW chunk by chunk. With few terms to a sum, reading and writing dW takes a good part of
+// the time, of which the library's estimate knows nothing: at chunks of 1024 its first choice makes the whole
+// loss an eighth slower. So its suggestions are timed, once for each shape.
+//
+// Two algorithms may round differently, and a choice by time would then change the loss from run to run, and
+// from rank to rank. Only those compete whose result has the bits of the first choice: most differ from it in
+// the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
+
+// A large fp32 gradient of few tokens; of multiples of 128 alone, so that shapes stay few where the tokens
+// that count differ from step to step. Not while it adds to what out holds, since runs would add up, nor
+// while the stream is captured into a graph.
 static bool worth_measuring(Backend *backend, const Gemm *p) {
   bool weight_gradient = p->left.transposed && !p->right.transposed && p->operand_dtype == DTYPE_BF16 &&
                          p->out_dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
   if (!weight_gradient || p->addend || p->out_stride != p->n) return false;
-  if (p->k < 64 || p->k > 4096 || p->m * p->n < 1 << 24) return false;
+  if (p->k % 128 || p->k > 4096 || p->m * p->n < 1 << 24) return false;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(cuda_stream(backend), &capture),
              "querying whether the stream is captured");
@@ -220,8 +223,8 @@ static __global__ void checksum_kernel(unsigned long long *sum, const uint32_t *
   atomicAdd(sum, total);
 }
 
-// Replaces the plan's algorithm by the fastest with its bits. Operands are random: the caller's (zeros, a single row that
-// is not) may make all orders of summation equal. out is overwritten.
+// Replaces the plan's algorithm by the fastest with its bits. Operands are random: the caller's (zeros, a
+// single row that is not) may make all orders of summation equal. out is overwritten.
 static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   constexpr int CANDIDATES = 12;
   constexpr float WARM_UP = 150, MEASURED = 300; // milliseconds
@@ -266,9 +269,9 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
     if (bits == wanted) count++;
   }
 
-  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run there
-  // among others, so the candidates take turns, at a clock that all of them determine. Timed alone, one runs at
-  // a clock of its own, and the choice makes dW 5 to 10% slower (one H200).
+  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step
+  // they run there among others, so the candidates take turns, at a clock that all of them determine. Timed
+  // alone, one runs at a clock of its own, and the choice makes dW 5 to 10% slower (one H200).
   cudaEvent_t begin, end;
   cuda_check(cudaEventCreate(&begin), "creating an event");
   cuda_check(cudaEventCreate(&end), "creating an event");

@@ -1,5 +1,5 @@
-// The operations of a head split over ranks (kernels/lce/split_head.c): targets as a rank's shard counts them, and the ranks'
-// row sums combined.
+// The operations of a head split over ranks (kernels/lce/split_head.c): targets as a rank's shard counts
+// them, and the ranks' row sums combined.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/lce/loss_row.h"
 

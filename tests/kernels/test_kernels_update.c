@@ -350,8 +350,8 @@ TEST(test_device_memory) {
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);
 }
 
-// Measuring the algorithms of the loss's dW must not change a bit: a backend that takes the library's first choice computes
-// the same.
+// Measuring the algorithms of the loss's dW must not change a bit: a backend that takes the library's first
+// choice computes the same.
 TEST(test_measuring_keeps_bits) {
   enum { TOKENS = 256, VOCAB = 1 << 14, HIDDEN = 1 << 10 }; // measured from 2^24 elements on
   Harness *measured = *state;

@@ -1,6 +1,6 @@
-// Rung 6 of the ladder: the matmul with the exponential in its epilogue, with what Hopper has for it: TMA, mbarriers, wgmma, a
-// warp that loads and a warpgroup that multiplies. kernels/cuda/hopper_kernel.cuh adds a second consumer, clusters and an
-// order of tiles that spares memory.
+// Rung 6 of the ladder: the matmul with the exponential in its epilogue, with what Hopper has for it: TMA,
+// mbarriers, wgmma, a warp that loads and a warpgroup that multiplies. kernels/cuda/hopper_kernel.cuh adds a
+// second consumer, clusters and an order of tiles that spares memory.
 #include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/ladder/ladder.h"
 
@@ -36,13 +36,13 @@ static __device__ float logit(const Chunk &a, int64_t n, int64_t j) {
   return warp_sum(sum);
 }
 
-// A ring of stages in shared memory lies between two roles. The producer, one thread, has TMA copy tiles of X and W into a
-// stage that is empty. The consumer, a warpgroup, multiplies a stage that is full by wgmma, which reads shared
-// memory itself and adds up in registers. So neither waits for the other but at a full or an empty ring, and the
-// producer fills the stages of the next tile while the consumer is in its epilogue.
+// A ring of stages in shared memory lies between two roles. The producer, one thread, has TMA copy tiles of X
+// and W into a stage that is empty. The consumer, a warpgroup, multiplies a stage that is full by wgmma,
+// which reads shared memory itself and adds up in registers. So neither waits for the other but at a full or
+// an empty ring, and the producer fills the stages of the next tile while the consumer is in its epilogue.
 
-// A block makes tiles of 128 x 192, as many sums as the registers of a warpgroup hold, and a stage is 64 of the hidden
-// size. Blocks are as many as multiprocessors; block b makes tiles b, b + blocks, ...
+// A block makes tiles of 128 x 192, as many sums as the registers of a warpgroup hold, and a stage is 64 of
+// the hidden size. Blocks are as many as multiprocessors; block b makes tiles b, b + blocks, ...
 enum { ROWS = 128, COLUMNS = 192, DEPTH = 64, STAGES = 5, CONSUMER = 128 };
 enum { X_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2 };
 enum { HOPPER_SHARED = STAGES * STAGE_BYTES + 1024 }; // stages start on multiples of 1024 bytes
@@ -57,8 +57,8 @@ struct RingPlace {
 };
 
 #if defined(HOPPER_CODE)
-// Logits z of one tile become E and parts of row sums. Thread t has rows t / 32 * 16 + t % 32 / 4 and the one 8 below of
-// each 64, and two columns of each 8 (wgmma in hopper_ptx.cuh).
+// Logits z of one tile become E and parts of row sums. Thread t has rows t / 32 * 16 + t % 32 / 4 and the one
+// 8 below of each 64, and two columns of each 8 (wgmma in hopper_ptx.cuh).
 static __device__ void store_exponentials(const Chunk &a, const Tensor &parts, float (&z)[2][COLUMNS / 2],
                                           int m0, int n0) {
   int rows = (int)a.x.shape[0], vocab = (int)a.weight.shape[0], lane = threadIdx.x % 32;
@@ -143,8 +143,8 @@ static __global__ void __launch_bounds__(CONSUMER + 32, 1)
 #endif
 }
 
-// A row's sum from its parts. Where it is out of range the row is computed once more, with its maximum as anchor: one block
-// a row, and as a rule it returns before.
+// A row's sum from its parts. Where it is out of range the row is computed once more, with its maximum as
+// anchor: one block a row, and as a rule it returns before.
 static __global__ void __launch_bounds__(THREADS)
     row_sums_kernel(const __grid_constant__ Chunk a, const __grid_constant__ Tensor parts) {
   int64_t n = blockIdx.x, vocab = a.weight.shape[0];
