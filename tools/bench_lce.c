@@ -2,7 +2,7 @@
 // three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
 // each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
 // with, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 = 1. --ladder times the
-// versions of kernels/lce/LCE.md instead.
+// versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a GPU 6 (Hopper) and 7.
 //
 // How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint takes a
 // trained state: W is the model's head, x the final norm's output for the first N tokens that ./train --init DIR --data
@@ -22,6 +22,7 @@
 //     --data 'shards/*.bin'
 //   tools/bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
 //   OMP_NUM_THREADS=1 tools/bench_lce --ladder --vocab 32768 --chunk 128
+//   tools/bench_lce --device cuda --ladder --materialized --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024
 //   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
 #include <math.h>
 #include <omp.h>
@@ -83,8 +84,7 @@ static const Option option_rows[] = {
     {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
-    {FLAG("ladder", ladder, true),
-     EXCLUDES("materialized, terms, sample", "the ladder has seven rungs and no more"),
+    {FLAG("ladder", ladder, true), EXCLUDES("terms, sample", "the ladder has seven rungs and no more"),
      HELP("Time the versions of kernels/lce/LCE.md instead, at the first chunk")},
     {FLAG("plan", plan, true), EXCLUDES("checkpoint, ladder", "a plan computes nothing"),
      HELP("Compute nothing: only the memory, also for a GPU that is not here")},
@@ -366,6 +366,8 @@ static void lay_out(Bench *b, Backend *backend) {
   Work *gemms = add_work(b, GEMMS, b->layer, "three plain GEMMs");
   gemms->rung = 0;
   gemms->call.chunk = b->gemm_rows;
+  if (o->ladder && o->materialized)
+    add_work(b, GEMMS, b->layer, "materialized")->call.mode = LCE_MATERIALIZED;
   for (int rung = 1; o->ladder && rung <= RUNGS; rung++)
     if (ladder_has(b->backend, rung)) add_work(b, GEMMS, b->layer, "%s", ladder_names[rung - 1])->rung = rung;
   if (!o->ladder) add_modes(b);
@@ -459,7 +461,8 @@ static void measure(const Bench *b, Work *w) {
 static void print_json(const Bench *b, const Work *w) {
   const Settings *o = b->settings;
   const LinearCrossEntropy *c = &w->call;
-  const char *mode = o->ladder ? "ladder" : c->shard.vocab_size ? "split" : lce_mode_name(c->mode);
+  bool rung = o->ladder && c->mode == LCE_FUSED;
+  const char *mode = rung ? "ladder" : c->shard.vocab_size ? "split" : lce_mode_name(c->mode);
   printf("{\"event\":\"layer\",\"name\":\"%s\",\"mode\":\"%s\",\"dtype\":\"%s\",\"device\":\"%s\"", w->name,
          mode, dtype_name(o->dtype), device_name(o->device));
   printf(",\"tokens\":%lld,\"hidden_size\":%lld,\"vocab_size\":%lld,\"ranks\":%d", (long long)o->tokens,
@@ -467,7 +470,7 @@ static void print_json(const Bench *b, const Work *w) {
   printf(",\"layer_bytes\":%zu,\"ledger_bytes\":%zu", w->held, b->layer_bytes + w->held);
   if (w->loss_alone) printf(",\"loss_alone_bytes\":%zu", w->loss_alone);
   if (w->term) printf(",\"term\":\"%s\"", w->term);
-  if (o->ladder) printf(",\"rung\":%d", w->rung);
+  if (rung) printf(",\"rung\":%d", w->rung);
   if (c->mode == LCE_FUSED) printf(",\"chunk\":%lld", (long long)c->chunk);
   if (c->sampling.full_mass > 0) printf(",\"sample\":%g", (double)c->sampling.full_mass);
   if (w->seconds > 0)

@@ -143,10 +143,10 @@ sanitize() {
 
 if wants sanitizer; then
   # Small shapes, which leave the GPU room for all of them at once.
-  export LCE_SMALL_SHAPES=1 LCE_MATMUL_TUNE=0
+  export LCE_SMALL_SHAPES=1
   sanitize memcheck $(test_programs kernels/test_{kernels_update,kernels_layers,attention,cuda_hopper,fp8,linear_cross_entropy,loss_terms,tile_sampling})
   LCE_HOPPER=0 sanitize racecheck $(test_programs kernels/test_{kernels_layers,attention,loss_terms})
-  unset LCE_SMALL_SHAPES LCE_MATMUL_TUNE
+  unset LCE_SMALL_SHAPES
 fi
 
 # --- benchmarks ---------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ if wants bench; then
   layer layer-terms 16384 2048 131072 --chunk 4096,2048,1024 --materialized --terms
   layer layer-gemma 8192 2304 256000 --chunk 4096,2048,1024
   layer layer-32k 32768 4096 128256 --chunk 4096,2048,1024
-  layer ladder 8192 4096 128256 --chunk 1024 --ladder
+  layer ladder 8192 4096 128256 --chunk 1024 --ladder --materialized
   step gpt2-124m --steps 50 --model gpt2-124m --batch 64 --seq-len 1024
   step gpt2-1558m --steps 20 --model gpt2-1558m --batch 16 --seq-len 1024
   llama=(--steps 25 --model llama-1b --batch 4 --seq-len 4096)

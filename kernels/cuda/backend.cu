@@ -103,11 +103,8 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
 }
 
 static void synchronize(Backend *backend) {
-  CudaState *state = cuda_state(backend);
   join_copies(backend, 0, 0);
-  // The first has joined the others, unless an operation failed between.
-  for (cudaStream_t stream : {state->side, state->urgent, state->stream})
-    cuda_check(cudaStreamSynchronize(stream), "running the kernels queued so far");
+  cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "running the kernels queued so far");
 }
 
 static void follow(Backend *backend, void *stream) {
@@ -257,12 +254,8 @@ static void destroy(Backend *backend) {
   gemms_destroy(state->gemms);
   cudaFreeHost(state->staging);
   for (cudaEvent_t event : state->uploaded) cudaEventDestroy(event);
-  for (cudaEvent_t event : state->forked) cudaEventDestroy(event);
-  for (cudaEvent_t event : state->joined) cudaEventDestroy(event);
   cudaEventDestroy(state->handed);
   hopper_destroy(state->hopper);
-  cudaStreamDestroy(state->urgent);
-  cudaStreamDestroy(state->side);
   cudaStreamDestroy(state->stream);
   cudaGetLastError(); // of what an unfinished backend does not have
 }
@@ -333,8 +326,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   state->ordinal = ordinal;
   state->multiprocessors = properties.multiProcessorCount;
   backend->no_fp8 = 10 * properties.major + properties.minor < 89;
-  state->stream = new_stream(false), state->side = new_stream(false), state->urgent = new_stream(true);
-  for (int i = 0; i <= CUDA_LCE_TILES; i++) state->forked[i] = new_event(), state->joined[i] = new_event();
+  state->stream = new_stream(false);
   state->handed = new_event();
   cuda_check(cudaMallocHost(reinterpret_cast<void **>(&state->staging), STAGING_SLOTS * STAGING_SLOT_BYTES),
              "allocating 16 MiB of pinned host memory");

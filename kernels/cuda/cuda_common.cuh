@@ -33,11 +33,7 @@ struct SideStream {
 enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20 };
 
 struct CudaState {
-  cudaStream_t stream; // every operation runs in its order
-  // Two more, which an operation may fork off the first and joins before it ends, and the events for that. `urgent`
-  // has the higher priority.
-  cudaStream_t side, urgent;
-  cudaEvent_t forked[CUDA_LCE_TILES + 1], joined[CUDA_LCE_TILES + 1];
+  cudaStream_t stream;            // every operation runs in its order
   SideStream concurrent[STREAMS]; // by StreamKind
   cudaEvent_t handed;             // between the first stream and a caller's own
   int ordinal, multiprocessors;
@@ -398,8 +394,6 @@ struct Gemm {
   int64_t pre_stride = 0;
   // Of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
   const void *left_scale = nullptr, *right_scale = nullptr;
-  // Where it runs concurrently with other GEMMs and so without a workspace; NULL: on the backend's stream, with one.
-  cudaStream_t stream = nullptr;
 };
 
 // out = left right, each transposed or not; accumulate: added to what out holds.

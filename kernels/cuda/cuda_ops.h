@@ -37,7 +37,7 @@ static inline size_t cuda_segment_bytes(int64_t rows) {
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
 // fp32 tile that stays in the L2 cache between the GEMM that writes it and the kernel that reads it. Its
-// rows are whole cache lines. A further tile, where it fits, is cuBLASLt's workspace, which these GEMMs do not use.
+// rows are whole cache lines.
 enum { CUDA_LCE_TILE_BYTES = 30 << 20, CUDA_LCE_TILES = 2 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
@@ -45,7 +45,8 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// The tiles of the scratch; on Hopper the partial sums of split-K go there.
+// The scratch has room for so many tiles: parts of row sums and, on Hopper, split-K's partial sums take all
+// of it.
 static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));

@@ -8,6 +8,7 @@
 #include "kernels/cuda/hopper_sampled.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 #include "kernels/cuda/hopper_swiglu.cuh"
+#include "kernels/cuda/hopper_swiglu_gradient.cuh"
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 

@@ -9,7 +9,7 @@
 //   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
 //               the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
 //   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the accumulators; gate
-//               and up are loaded, and their gradients are stored.
+//               and up are loaded, and their gradients are stored. (hopper_swiglu_gradient.cuh)
 //
 // A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty mbarriers; two
 // consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster have tiles one below the other

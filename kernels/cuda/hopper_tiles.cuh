@@ -142,8 +142,8 @@ struct Consumer {
   int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
 };
 
-// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from this (hopper_exp.cuh,
-// hopper_sampled.cuh, hopper_store.cuh, hopper_swiglu.cuh).
+// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from
+// this, each in a file of its own (hopper_kernel.cuh lists them).
 struct Epilogue {
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
   static constexpr bool COOPERATIVE = false;

@@ -5,13 +5,9 @@
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
 // right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
 //
-// The fastest algorithm is measured once for each distinct GEMM, on random operands. Two algorithms may
-// round differently, and a choice by time would then change the loss from run to run. So only those compete whose
-// result has the same bits as that of the library's first choice, which depends on shapes, GPU and library version
-// alone: most differ from it in the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the
-// first choice unmeasured. Split-K partials are reduced in fp32 in a fixed order, never by atomics. A GEMM is not
-// measured while it accumulates in place or the stream is captured into a graph. Large ones are measured for half a second to
-// two, at the power limit.
+// A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version
+// alone. One kind is measured: the loss's dW, below. Split-K partials are reduced in fp32 in a fixed order,
+// never by atomics.
 //
 // Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
 // one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
@@ -19,7 +15,6 @@
 #include <algorithm>
 #include <cublasLt.h>
 #include <map>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <tuple>
@@ -27,9 +22,6 @@
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
-
-// A millisecond and more: a GEMM of this size alone brings a device to its power limit.
-static constexpr double SUSTAINED_FLOPS = 1e12;
 
 static void lt_check(cublasStatus_t status, const char *doing) {
   if (status != CUBLAS_STATUS_SUCCESS)
@@ -66,8 +58,8 @@ static auto key_of(const Gemm *p) {
                          p->out_stride, has_pre(p->epilogue) ? p->pre_stride : 0, p->batch, p->left.apart,
                          p->right.apart, p->addend_apart, p->out_apart, p->left.transposed,
                          p->right.transposed, p->operand_dtype, p->out_dtype, p->epilogue,
-                         p->stream != nullptr, alignment_of(p->left.data), alignment_of(p->right.data),
-                         alignment_of(addend_of(p)), alignment_of(p->out));
+                         alignment_of(p->left.data), alignment_of(p->right.data), alignment_of(addend_of(p)),
+                         alignment_of(p->out));
 }
 
 // In the library's terms: d[m, n] = a[m, k] b[k, n] + c.
@@ -168,8 +160,7 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
     lt_check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value),
              "describing a preference");
   };
-  // There is one workspace, and concurrent GEMMs cannot share it.
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)(p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES));
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)CUDA_GEMM_WORKSPACE_BYTES);
   // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by atomics.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p->right.data));
@@ -185,21 +176,126 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
   return (int)(std::remove_if(results, results + found, fails) - results);
 }
 
-static cudaStream_t stream_of(Backend *backend, const Gemm *p) {
-  return p->stream ? p->stream : cuda_stream(backend);
-}
-
 static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm *p,
                               const cublasLtMatmulAlgo_t *algorithm) {
   CudaState *state = cuda_state(backend);
   float beta = p->addend ? p->beta : 0.0f;
   return cublasLtMatmul(state->gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a,
                         p->left.data, plan->b, &beta, addend_of(p), plan->c, p->out, plan->d, algorithm,
-                        state->gemm_workspace, p->stream ? 0 : CUDA_GEMM_WORKSPACE_BYTES,
-                        stream_of(backend, p));
+                        state->gemm_workspace, CUDA_GEMM_WORKSPACE_BYTES, state->stream);
 }
 
-// --- measuring ---------------------------------------------------------------------------------------------
+// --- measuring the loss's dW -------------------------------------------------------------------------------
+
+// The loss adds to dW chunk by chunk. With few terms to a sum, reading and writing dW takes a good part of
+// the time, of which the library's estimate knows nothing: at chunks of 1024 its first choice makes the whole
+// loss an eighth slower. So its suggestions are timed, once for each shape.
+//
+// Two algorithms may round differently, and a choice by time would then change the loss from run to run, and
+// from rank to rank. Only those compete whose result has the bits of the first choice: most differ from it in
+// the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
+
+// A large fp32 gradient of few tokens; of multiples of 128 alone, so that shapes stay few where the tokens
+// that count differ from step to step. Not while it adds to what out holds, since runs would add up, nor
+// while the stream is captured into a graph.
+static bool worth_measuring(Backend *backend, const Gemm *p) {
+  bool weight_gradient = p->left.transposed && !p->right.transposed && p->operand_dtype == DTYPE_BF16 &&
+                         p->out_dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
+  if (!weight_gradient || p->addend || p->out_stride != p->n) return false;
+  if (p->k % 128 || p->k > 4096 || p->m * p->n < 1 << 24) return false;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(cuda_stream(backend), &capture),
+             "querying whether the stream is captured");
+  return capture == cudaStreamCaptureStatusNone;
+}
+
+// Pairs of bf16 values, of either sign and from 2^-15 to 2: of like magnitudes, sums of a few thousand products
+// would be exact in fp32, and the same in any order.
+static __global__ void random_kernel(uint32_t *pairs, int64_t count, uint64_t key) {
+  int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (i < count) pairs[i] = ((uint32_t)random_bits_of(key, (uint64_t)i) & 0x87FF87FF) | 0x38003800;
+}
+
+// Adds up a hash of each word's place and bits. Integers may be added in any order.
+static __global__ void checksum_kernel(unsigned long long *sum, const uint32_t *words, int64_t count) {
+  unsigned long long total = 0;
+  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll)
+    total += random_bits_of(random_key(words[i], 0), (uint64_t)i);
+  atomicAdd(sum, total);
+}
+
+// Replaces the plan's algorithm by the fastest with its bits. Operands are random: the caller's (zeros, a
+// single row that is not) may make all orders of summation equal. out is overwritten.
+static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
+  constexpr int CANDIDATES = 12;
+  constexpr float WARM_UP = 150, MEASURED = 300; // milliseconds
+  cublasLtMatmulHeuristicResult_t results[CANDIDATES];
+  cublasLtMatmulAlgo_t algorithms[CANDIDATES]; // that compete
+  float times[CANDIDATES] = {}, spent = 0;
+  int found = suggestions(cuda_state(backend)->gemms, plan, &p, results, CANDIDATES), count = 0;
+  if (found < 2) return;
+  size_t left_bytes = memory_padded((size_t)(p.k * p.left.stride) * sizeof(bf16));
+  size_t bytes = left_bytes + memory_padded((size_t)(p.k * p.right.stride) * sizeof(bf16));
+  char *memory = nullptr;
+  if (cudaMalloc(reinterpret_cast<void **>(&memory), bytes + sizeof(uint64_t)) != cudaSuccess) {
+    cudaGetLastError(); // the first choice serves
+    return;
+  }
+  launch_kernel(per_element(backend, "random operands", (int64_t)bytes / 4), random_kernel,
+                reinterpret_cast<uint32_t *>(memory), (int64_t)bytes / 4, random_key(0, 0));
+  p.left.data = memory, p.right.data = memory + left_bytes;
+  Gemm added = p; // as all chunks but the first
+  added.addend = p.out, added.addend_stride = p.out_stride;
+
+  auto run = [&](const Gemm &g, int i) { return execute(backend, plan, &g, &algorithms[i]); };
+  auto checksum = [&] {
+    auto *sum = reinterpret_cast<unsigned long long *>(memory + bytes);
+    unsigned long long value = 0;
+    cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, cuda_stream(backend)), "clearing a checksum");
+    launch_kernel({"a checksum", cuda_stream(backend), 1024, 256}, checksum_kernel, sum,
+                  static_cast<const uint32_t *>(p.out), p.m * p.n);
+    cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, cuda_stream(backend)),
+               "reading a checksum");
+    cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "measuring a GEMM");
+    return value;
+  };
+  unsigned long long wanted = 0;
+  for (int i = 0; i < found; i++) {
+    algorithms[count] = results[i].algo;
+    if (run(p, count) != CUBLAS_STATUS_SUCCESS) continue;
+    unsigned long long bits = checksum();
+    if (run(added, count) != CUBLAS_STATUS_SUCCESS) continue;
+    bits = 31 * bits + checksum();
+    if (count == 0) wanted = bits;
+    if (bits == wanted) count++;
+  }
+
+  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step
+  // they run there among others, so the candidates take turns, at a clock that all of them determine. Timed
+  // alone, one runs at a clock of its own, and the choice makes dW 5 to 10% slower (one H200).
+  cudaEvent_t begin, end;
+  cuda_check(cudaEventCreate(&begin), "creating an event");
+  cuda_check(cudaEventCreate(&end), "creating an event");
+  while (count > 1 && spent < WARM_UP + MEASURED) {
+    bool warm = spent >= WARM_UP;
+    for (int i = 0; i < count; i++) {
+      float milliseconds = 0;
+      cuda_check(cudaEventRecord(begin, cuda_stream(backend)), "measuring a GEMM");
+      lt_check(run(added, i), "multiplying");
+      cuda_check(cudaEventRecord(end, cuda_stream(backend)), "measuring a GEMM");
+      cuda_check(cudaEventSynchronize(end), "measuring a GEMM");
+      cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "measuring a GEMM");
+      spent += milliseconds;
+      if (warm) times[i] += milliseconds;
+    }
+  }
+  if (count > 1) plan->algorithm = algorithms[std::min_element(times, times + count) - times];
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaFree(memory);
+}
+
+// --- GEMMs by the library ----------------------------------------------------------------------------------
 
 static bool aligned(const void *data, int64_t stride, Dtype dtype) {
   return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
@@ -210,171 +306,6 @@ static bool all_aligned(const Gemm *p) {
          aligned(p->right.data, p->right.stride, p->operand_dtype) &&
          aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
          aligned(p->addend, p->addend_stride, p->out_dtype);
-}
-
-// The first words are magnitudes up to 2 in e4m3, the others from 0.5 to 2 in bf16 and in fp32; of either sign.
-static __global__ void random_kernel(uint32_t *words, int64_t e4m3_words, int64_t count, uint64_t key) {
-  int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  uint32_t bits = (uint32_t)random_bits_of(key, (uint64_t)i);
-  words[i] = i < e4m3_words ? bits & 0xBFBFBFBF : (bits & 0x80FF80FF) | 0x3F003F00;
-}
-
-// Memory of a checksum, then random operands in place of all that p reads: the caller's data when it is first met (zeros, a
-// single row that is not) may make all orders of summation equal. NULL, and p as it was, where there is no such memory.
-static char *random_operands(cudaStream_t stream, Gemm *p) {
-  int64_t width = (int64_t)dtype_bytes(p->operand_dtype), out_width = (int64_t)dtype_bytes(p->out_dtype);
-  int64_t others = p->batch - 1; // of a batch
-  const void *pre = p->epilogue == GEMM_GELU_DERIVATIVE ? p->pre : nullptr;
-  struct {
-    const void **operand;
-    int64_t bytes;
-  } parts[] = {
-      {&p->left.data, width * (others * p->left.apart + p->left.stride * (p->left.transposed ? p->k : p->m))},
-      {&p->right.data,
-       width * (others * p->right.apart + p->right.stride * (p->right.transposed ? p->n : p->k))},
-      {&p->addend, out_width * (others * p->addend_apart + p->addend_stride * p->m)},
-      {&pre, width * p->pre_stride * p->m},
-      {&p->bias, 4 * p->n},
-      {&p->left_scale, 4},
-      {&p->right_scale, 4}};
-  int64_t total = MEMORY_ALIGNMENT, operands_end = 0;
-  for (auto &part : parts) {
-    part.bytes = *part.operand ? (int64_t)memory_padded((size_t)part.bytes) : 0;
-    total += part.bytes;
-    if (part.operand == &p->right.data) operands_end = total;
-  }
-  char *memory = nullptr;
-  if (cudaMalloc(reinterpret_cast<void **>(&memory), (size_t)total) != cudaSuccess) {
-    cudaGetLastError();
-    return nullptr;
-  }
-  launch_kernel({"random operands", stream, dim3((unsigned)ceil_div(total / 4, 256)), 256}, random_kernel,
-                reinterpret_cast<uint32_t *>(memory), p->operand_dtype == DTYPE_E4M3 ? operands_end / 4 : 0,
-                total / 4, random_key(0, 0));
-  char *at = memory + MEMORY_ALIGNMENT;
-  for (auto &part : parts) {
-    if (*part.operand) *part.operand = at;
-    at += part.bytes;
-  }
-  if (pre) p->pre = const_cast<void *>(pre);
-  return memory;
-}
-
-// Adds up a hash of each half word's place and bits. Integer addition commutes, so the order of the atomics does not
-// matter.
-static __global__ void checksum_kernel(unsigned long long *sum, const uint16_t *data, int64_t apart,
-                                       int64_t stride, int64_t columns) {
-  unsigned long long total = 0;
-  data += blockIdx.y * apart;
-  for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) {
-    unsigned long long z = (blockIdx.x * (unsigned long long)columns + i + 1) * 0x9E3779B97F4A7C15u;
-    z = (z ^ data[blockIdx.x * stride + i]) * 0xBF58476D1CE4E5B9u;
-    total += (z ^ (z >> 29)) * 0x94D049BB133111EBu;
-  }
-  atomicAdd(sum, total);
-}
-
-// The fastest of the suggestions that give the first one's bits, written and, where a call may ask for that, added.
-static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
-  constexpr int CANDIDATES = 12, ROUNDS = 3;
-  cublasLtMatmulHeuristicResult_t results[CANDIDATES];
-  cublasLtMatmulAlgo_t algorithms[CANDIDATES]; // that are measured
-  float times[CANDIDATES];                     // the minimum of its runs, or the sum
-  int found = suggestions(cuda_state(backend)->gemms, plan, &p, results, CANDIDATES), count = 0;
-  cudaStream_t stream = stream_of(backend, &p);
-  const bool adds = !p.addend && p.epilogue == GEMM_PLAIN &&
-                    (p.out_dtype == DTYPE_F32 || all_aligned(&p)); // as cublaslt_gemm
-  plan->measured = true;
-  char *memory = found < 2 ? nullptr : random_operands(stream, &p);
-  if (!memory) return; // the first choice serves
-  point_epilogue(plan, &p);
-  auto run = [&](const Gemm &g, int i) {
-    return execute(backend, plan, &g, &algorithms[i]) == CUBLAS_STATUS_SUCCESS;
-  };
-
-  // Of everything that the GEMM writes.
-  auto checksum = [&](const Gemm &g) {
-    auto *sum = reinterpret_cast<unsigned long long *>(memory);
-    unsigned long long value = 0;
-    auto add = [&](const void *data, Dtype dtype, int64_t stride) {
-      int64_t halves = (int64_t)dtype_bytes(dtype) / 2;
-      launch_kernel({"a checksum", stream, dim3((unsigned)g.m, (unsigned)g.batch), 256}, checksum_kernel, sum,
-                    static_cast<const uint16_t *>(data), halves * g.out_apart, halves * stride, halves * g.n);
-    };
-    cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, stream), "clearing a checksum");
-    add(g.out, g.out_dtype, g.out_stride);
-    if (has_pre(g.epilogue) && g.epilogue != GEMM_GELU_DERIVATIVE) add(g.pre, g.operand_dtype, g.pre_stride);
-    cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, stream),
-               "reading a checksum");
-    cuda_check(cudaStreamSynchronize(stream), "measuring a GEMM");
-    return value;
-  };
-  // Gradients of weights are written once and added to ever after, so the addition is timed; the run that was asked
-  // for overwrites what it leaves. In fp32 alone: the library may refuse to add to bf16 (cublaslt_gemm).
-  Gemm added = p;
-  if (adds) added.addend = p.out, added.addend_stride = p.out_stride, added.addend_apart = p.out_apart;
-  const Gemm timed = p.left.transposed && p.out_dtype == DTYPE_F32 ? added : p;
-  unsigned long long wanted = 0;
-  for (int i = 0; i < found; i++) {
-    algorithms[count] = results[i].algo;
-    if (!run(p, count)) continue;
-    unsigned long long bits = checksum(p);
-    if (adds && !run(added, count)) continue;
-    if (adds) bits = 31 * bits + checksum(added);
-    if (count == 0) wanted = bits;
-    if (bits == wanted) count++;
-  }
-
-  cudaEvent_t begin, end;
-  cuda_check(cudaEventCreate(&begin), "creating an event");
-  cuda_check(cudaEventCreate(&end), "creating an event");
-  // Milliseconds of a run.
-  auto stopwatch = [&](const Gemm &g, int i) {
-    float milliseconds = 0;
-    cuda_check(cudaEventRecord(begin, stream), "measuring a GEMM");
-    lt_check(execute(backend, plan, &g, &algorithms[i]), "multiplying");
-    cuda_check(cudaEventRecord(end, stream), "measuring a GEMM");
-    cuda_check(cudaEventSynchronize(end), "measuring a GEMM");
-    cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "measuring a GEMM");
-    return milliseconds;
-  };
-  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step they run
-  // there among others, so runs of the candidates alternate, at a clock that all of them determine. One
-  // algorithm on its own runs at a clock of its own, which favours another than the fastest in a step: on an H200, for
-  // the LM head's dW, by 5 to 10% of its time. Rounds before number 0 do not count: the first may load code.
-  bool large = 2.0 * p.batch * (double)p.m * (double)p.n * (double)p.k >= SUSTAINED_FLOPS;
-  int warm_up = 0, rounds = ROUNDS;
-  if (large && count > 1) {
-    constexpr float WARM_UP = 150, SUSTAINED = 300; // milliseconds
-    float round_time = (float)count * stopwatch(p, 0);
-    warm_up = (int)ceilf(WARM_UP / round_time);
-    rounds = (int)fmaxf(ROUNDS, ceilf(SUSTAINED / round_time));
-  }
-  for (int round = -warm_up; count > 1 && round < rounds; round++)
-    for (int i = 0; i < count; i++) {
-      float now = stopwatch(timed, i);
-      times[i] = round <= 0 ? now : large ? times[i] + now : fminf(times[i], now);
-    }
-  if (count > 1) plan->algorithm = algorithms[std::min_element(times, times + count) - times];
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaFree(memory);
-}
-
-// Whether running the GEMM several times, here and now, leaves the same result as running it once.
-static bool repeatable(Backend *backend, const Gemm *p) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  cuda_check(cudaStreamIsCapturing(stream_of(backend, p), &capture),
-             "querying whether the stream is captured");
-  return capture == cudaStreamCaptureStatusNone && p->addend != p->out;
-}
-
-// Whether equal results mean an equal order of summation. Rounding to bf16 hides all but one in some ten thousand of
-// the differences that another order makes in fp32: a small bf16 result agrees by chance, on this step's data and not
-// on a later one's. Small GEMMs are not worth measuring anyway.
-static bool conclusive(const Gemm *p) {
-  return p->batch * p->m * p->n >= (p->out_dtype == DTYPE_BF16 ? 1 << 20 : 1 << 14) && p->k >= 64;
 }
 
 static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
@@ -396,8 +327,10 @@ static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
   if ((p->addend || p->epilogue != GEMM_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p)) return false;
   GemmPlan *plan = plan_of(backend, p);
   if (!plan->possible) return false;
-  bool measuring = cuda_state(backend)->gemms->measure && conclusive(p) && repeatable(backend, p);
-  if (!plan->measured && measuring) measure(backend, plan, *p);
+  if (!plan->measured && cuda_state(backend)->gemms->measure && worth_measuring(backend, p)) {
+    plan->measured = true;
+    measure(backend, plan, *p);
+  }
   point_epilogue(plan, p);
   lt_check(execute(backend, plan, p, &plan->algorithm), "multiplying");
   return true;
@@ -470,7 +403,7 @@ static void plain_gemm(Backend *backend, const Gemm *p) {
   dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)), (unsigned)p->batch);
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
-      launch_kernel({"a plain GEMM", stream_of(backend, p), grid, 256},
+      launch_kernel({"a plain GEMM", cuda_stream(backend), grid, 256},
                     plain_gemm_kernel<decltype(type), decltype(out_type)>, *p);
     });
   });

@@ -4,9 +4,7 @@
 // Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
 // reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E in bf16. So a logit crosses
 // L2 twice in fp32, E crosses device memory once, and no logit is rounded. One block adds to a row's sum per tile, in
-// double, in the tiles' order. Then one GEMM over the whole vocabulary, E W. Tiles are buffered: the GEMMs alternate
-// between two streams, so that one starts on the SMs that the one before leaves, and the second kernel runs on a third
-// stream of higher priority.
+// double, in the tiles' order. Then one GEMM over the whole vocabulary, E W.
 //
 // Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host: the kernel that
 // finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL (programmatic dependent
@@ -21,26 +19,20 @@
 
 static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a tile
 
-// The portable path's scratch, in this order (scratch.c adds up the same sizes).
+// The scratch, in this order (scratch.c adds up the same sizes).
 struct TileScratch {
-  float *tile[CUDA_LCE_TILES + 1]; // [rows, columns], dense
-  double *sum, *distance;          // [rows]; the second for an entropy, or NULL
-  Ranked *best;                    // [rows], or NULL
+  float *tile;            // [rows, columns], dense; the first of CUDA_LCE_TILES
+  double *sum, *distance; // [rows]; the second for an entropy, or NULL
+  Ranked *best;           // [rows], or NULL
   int64_t columns;
-  int tiles; // how many there are
 };
 
-static TileScratch tile_scratch(Backend *backend, const LceLogitsExp *a) {
-  int64_t rows = a->x.shape[0], columns = cuda_lce_tile_columns(rows, a->weight.shape[0]);
-  size_t bytes = (size_t)(rows * columns) * sizeof(float);
-  char *at = data_of<char>(a->workspace);
+static TileScratch tile_scratch(const LceLogitsExp *a) {
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   TileScratch s;
-  s.columns = columns, s.tiles = CUDA_LCE_TILES;
-  for (int i = 0; i < CUDA_LCE_TILES; i++, at += memory_padded(bytes))
-    s.tile[i] = reinterpret_cast<float *>(at);
-  if (bytes <= CUDA_GEMM_WORKSPACE_BYTES)
-    s.tile[s.tiles++] = static_cast<float *>(cuda_state(backend)->gemm_workspace);
-  s.sum = reinterpret_cast<double *>(at);
+  s.columns = cuda_lce_tile_columns(rows, vocab_size);
+  s.tile = data_of<float>(a->workspace);
+  s.sum = reinterpret_cast<double *>(data_of<char>(a->workspace) + cuda_lce_tiles_bytes(rows, vocab_size));
   bool distance = tensor_exists(a->rows.e_distance);
   s.distance = distance ? s.sum + rows : nullptr;
   s.best = tensor_exists(a->rows.max) ? reinterpret_cast<Ranked *>(s.sum + rows * (1 + distance)) : nullptr;
@@ -117,11 +109,11 @@ template <typename T> struct Capped {
 // kept.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
-    exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *tile, const float *target_z,
+    exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *target_z,
                        const int32_t *targets, int64_t first, int columns, Capped<T> capped,
                        float inv_temperature) {
   int64_t row = blockIdx.x;
-  tile += row * s.columns;
+  const float *tile = s.tile + row * s.columns;
   float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0, max = -INFINITY;
   int target = (int)(targets[row] - first), best = 0; // target: may lie outside of the tile
   auto exponential = [&](float z, int i) {
@@ -294,52 +286,30 @@ static __global__ void __launch_bounds__(1024)
 }
 
 // Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_gemm(Backend *backend, cudaStream_t stream, Tensor x, Tensor weight, float *tile,
-                        int64_t stride, int64_t first, int64_t columns) {
+static void logits_gemm(Backend *backend, Tensor x, Tensor weight, float *tile, int64_t stride, int64_t first,
+                        int64_t columns) {
   Tensor out = tensor_2d(tile, DTYPE_F32, x.shape[0], columns);
   Gemm g = gemm_of(out, x, false, tensor_rows(weight, first, columns), true);
   g.out_stride = stride;
-  g.stream = stream;
   cuda_gemm(backend, &g);
 }
 
-static void record(cudaEvent_t event, cudaStream_t stream) {
-  cuda_check(cudaEventRecord(event, stream), "forking and joining streams");
-}
-
-static void wait_for(cudaEvent_t event, cudaStream_t stream) {
-  cuda_check(cudaStreamWaitEvent(stream, event, 0), "forking and joining streams");
-}
-
-// The portable path: E, and the rows' sums, tile after tile. Events order the three streams: the side stream begins after
-// what is queued, a GEMM waits until its tile was read `tiles` turns ago, and the backend's stream waits for the last tile. The
-// emulator runs operations as they are queued, so no test guards these waits.
+// The portable path: E, and the rows' sums, tile after tile.
 template <typename T>
 static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const TileScratch &s) {
-  CudaState *state = cuda_state(backend);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   T *exps = data_of<T>(a->exps);
-  record(state->joined[0], state->stream);
-  wait_for(state->joined[0], state->side);
-  int turn = 0;
-  for (int64_t first = 0; first < vocab_size; first += s.columns, turn++) {
+  for (int64_t first = 0; first < vocab_size; first += s.columns) {
     int64_t columns = min_i64(s.columns, vocab_size - first);
-    int i = turn % s.tiles;
-    cudaStream_t stream = turn % 2 ? state->side : state->stream;
-    if (turn >= s.tiles) wait_for(state->joined[i], stream);
-    logits_gemm(backend, stream, a->x, a->weight, s.tile[i], s.columns, first, columns);
-    record(state->forked[i], stream);
-    wait_for(state->forked[i], state->urgent);
+    logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
     with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
-      launch_kernel({"the exponentials of a tile", state->urgent, dim3((unsigned)rows), threads},
-                    exponential_kernel<T, W>, exps, a->exps.stride, s, s.tile[i],
-                    data_of<float>(a->rows.target_z), data_of<int32_t>(a->targets), first, (int)columns,
+      launch_kernel({"the exponentials of a tile", cuda_stream(backend), dim3((unsigned)rows), threads},
+                    exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->rows.target_z),
+                    data_of<int32_t>(a->targets), first, (int)columns,
                     Capped<T>{data_of<T>(a->bias), a->softcap}, inverse_temperature(a->temperature));
     });
-    record(state->joined[i], state->urgent);
-    if (first + columns == vocab_size) wait_for(state->joined[i], state->stream); // it ends last
   }
 }
 
@@ -356,7 +326,7 @@ static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
 void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
-  TileScratch s = tile_scratch(backend, a);
+  TileScratch s = tile_scratch(a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   // As many as run at the same time, and whose shares fit in the scratch.
   int64_t across = hopper_sum_parts(vocab_size);
@@ -367,7 +337,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     for (int64_t first = 0; first < rows; first += done) {
       LceLogitsExp rest = rows_from(a, first);
       bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
-      float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile[0];
+      float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile;
       size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
       done = hopper_logits_exp(backend, &rest, parts, bytes, inverse_temperature(a->temperature));
       bool on_hopper = done > 0;
@@ -393,8 +363,8 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .distance = on_hopper ? nullptr : s.distance,
                                   .parts = of_tiles,
                                   .across = on_hopper ? (int)across : 0,
-                                  .shares = s.tile[0],
-                                  .distance_shares = s.tile[1],
+                                  .shares = s.tile,
+                                  .distance_shares = s.tile + rows * blocks,
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
       with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
@@ -410,68 +380,9 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     }
   });
   if (!tensor_exists(a->dx_raw)) return;
-  if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile[0], tile_bytes, false)) return;
+  if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile, tile_bytes, false)) return;
   Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
   cuda_gemm(backend, &g);
-}
-
-// --- a vocabulary split over ranks -------------------------------------------------------------------------
-
-static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices, int64_t rows, int64_t first,
-                                            int64_t count) {
-  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (n >= rows) return;
-  int32_t index = indices[n];
-  int64_t local = index - first;
-  out[n] = index == IGNORE_INDEX ? IGNORE_INDEX : local >= 0 && local < count ? (int32_t)local : ELSEWHERE;
-}
-
-void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
-  int64_t rows = a->indices.shape[0];
-  launch_kernel(per_element(backend, "shard_indices", rows), shard_indices_kernel, data_of<int32_t>(a->out),
-                data_of<int32_t>(a->indices), rows, a->first, a->count);
-}
-
-static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int ranks, int rank,
-                                      float inv_temperature) {
-  int64_t rows = a.targets.shape[0], n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
-  float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
-  float *e_distance = data_of<float>(a.rows.e_distance), *largest = data_of<float>(a.rows.max);
-  int64_t of_rank = a.parts.shape[0] / ranks;
-  const float *parts = data_of<float>(a.parts) + n;
-  if (n >= rows) return;
-  if (data_of<int32_t>(a.targets)[n] == IGNORE_INDEX) {
-    row_sum[n] = 0;
-    target_e[n] = rescale[n] = 1;
-    anchor[n] = INFINITY;
-    return;
-  }
-  float max = -INFINITY;
-  for (int r = 0; r < ranks; r++) max = fmaxf(max, parts[r * of_rank]);
-  double sum = 0;
-  float distance = 0, best = -INFINITY;
-  for (int r = 0; r < ranks; r++) {
-    const float *part = parts + r * of_rank;
-    float shift = (part[0] - max) * inv_temperature, factor = expf(shift);
-    sum += (double)(part[rows] * factor);
-    if (r == rank) rescale[n] = factor;
-    if (e_distance && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
-    part += of_rank - 2 * rows;
-    if (!largest || (r > 0 && !(*part > best))) continue;
-    best = *part;
-    data_of<int32_t>(a.rows.best)[n] = __float_as_int(part[rows]);
-  }
-  write(a.rows.e_distance, n, distance);
-  write(a.rows.max, n, best);
-  row_sum[n] = (float)sum;
-  anchor[n] = max;
-  target_e[n] = expf((data_of<float>(a.rows.target_z)[n] - max) * inv_temperature);
-}
-
-void cuda_lce_combine(Backend *backend, const LceCombine *a) {
-  launch_kernel(per_element(backend, "lce_combine", a->targets.shape[0]), combine_kernel, *a, backend->ranks,
-                backend->rank, inverse_temperature(a->temperature));
 }
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
@@ -674,7 +585,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   for (int64_t first = 0; first < vocab_size; first += columns) {
     columns = min_i64(columns, vocab_size - first);
     float *tile = data_of<float>(a->workspace);
-    logits_gemm(backend, cuda_stream(backend), a->x, a->weight, tile, columns, first, columns);
+    logits_gemm(backend, a->x, a->weight, tile, columns, first, columns);
     run(tile, first, columns);
   }
 }

@@ -18,7 +18,7 @@ static float dot(const float *x, const float *w, int64_t count) {
 // --- rungs 1 to 3: softmax as it is usually written --------------------------------------------------------
 
 // Two reads of the row: its maximum, then the sum of exp(z - maximum).
-static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Tensor targets) {
+void ladder_losses(Tensor loss, Tensor lse, Tensor logits, Tensor targets) {
   const int32_t *target = targets.data;
   float *loss_of = loss.data, *lse_of = lse.data;
   int64_t vocab = logits.shape[1];
@@ -32,8 +32,7 @@ static void losses(Backend *backend, Tensor loss, Tensor lse, Tensor logits, Ten
 }
 
 // A third read, and the row is written.
-static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
-                      float scale) {
+void ladder_gradients(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, float scale) {
   const int32_t *target = targets.data;
   const float *lse_of = lse.data;
   int64_t vocab = logits.shape[1];
@@ -51,7 +50,7 @@ static void gradients(Backend *backend, Tensor dlogits, Tensor logits, Tensor ls
 
 // --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
 
-static void anchors(Backend *backend, const Anchored *a) {
+void ladder_anchors(const Anchored *a) {
   const int32_t *target = a->targets.data;
   float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
   EACH_PARALLEL (n, a->x.shape[0]) {
@@ -73,13 +72,13 @@ static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64
 }
 
 // One read and one write of the row.
-static void exponentials(Backend *backend, const Anchored *a) {
+void ladder_exponentials(const Anchored *a) {
   float *row_sum = a->row_sum.data;
   EACH_PARALLEL (n, a->x.shape[0]) row_sum[n] = (float)exponentials_of(a, n, 0, a->weight.shape[0]);
 }
 
 // The matmul a tile of W at a time, and the exponentials while the tile of logits is in cache.
-static void matmul_exponentials(Backend *backend, const Anchored *a) {
+void ladder_matmul_exponentials(Backend *backend, const Anchored *a) {
   enum { TILE = 1024 };
   float *row_sum = a->row_sum.data;
   int64_t vocab = a->weight.shape[0];
@@ -93,7 +92,7 @@ static void matmul_exponentials(Backend *backend, const Anchored *a) {
   }
 }
 
-static void repair(Backend *backend, const Anchored *a) {
+void ladder_repair(const Anchored *a) {
   float *row_sum = a->row_sum.data, *anchor = a->anchor.data;
   int64_t vocab = a->weight.shape[0];
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
@@ -108,7 +107,7 @@ static void repair(Backend *backend, const Anchored *a) {
   }
 }
 
-static void finish(Backend *backend, const Anchored *a) {
+void ladder_finish(const Anchored *a) {
   const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
   const float *anchor = a->anchor.data;
   const int32_t *target = a->targets.data;
@@ -129,7 +128,7 @@ static void finish(Backend *backend, const Anchored *a) {
 }
 
 // Several tokens may have one target, so rows of dweight are added to by one thread.
-static void add_targets(Backend *backend, const Anchored *a) {
+void ladder_add_targets(const Anchored *a) {
   const int32_t *target = a->targets.data;
   const float *r = a->r.data, *c = a->c.data;
   for (int64_t n = 0; n < a->x.shape[0]; n++) {
@@ -149,7 +148,7 @@ static void add_targets(Backend *backend, const Anchored *a) {
 
 // A tile's mass is its sum of probabilities, r E. The draws are independent, where those of linear_cross_entropy are
 // systematic, and what is dropped is multiplied as zeros: this shows what sampling does and saves no time.
-static void sample(Backend *backend, const Anchored *a, const TileSampling *s) {
+void ladder_sample(const Anchored *a, const TileSampling *s) {
   const float *r = a->r.data;
   int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
   uint64_t tile = 0;
@@ -167,6 +166,3 @@ static void sample(Backend *backend, const Anchored *a, const TileSampling *s) {
       // end of exercise 5
     }
 }
-
-const LadderRows ladder_rows_cpu = {losses, gradients, anchors, exponentials, matmul_exponentials,
-                                    NULL,   repair,    finish,  add_targets,  sample};

@@ -1,21 +1,9 @@
 #include "tools/ladder/ladder.h"
 
-#include <string.h>
-
 #include "kernels/fail.h"
 #include "kernels/random.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
-
-static const LadderRows *rows_of(const Backend *backend, Tensor x) {
-#ifdef HAVE_CUDA
-  if (strcmp(backend->name, "cuda") == 0) {
-    if (x.dtype != DTYPE_BF16) fail("the ladder's CUDA kernels take bf16; x is %s", tensor_text(x).text);
-    return &ladder_rows_cuda;
-  }
-#endif
-  return &ladder_rows_cpu;
-}
 
 // [rows, V], with rows as far apart as the backend's matmuls like them.
 static Tensor push_logits(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
@@ -25,13 +13,6 @@ static Tensor push_logits(Backend *backend, const char *name, Dtype dtype, int64
 
 static Tensor push_vector(Backend *backend, const char *name, int64_t count) {
   return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
-}
-
-// The fp32 matrix's memory, row for row, for elements of `dtype`.
-static Tensor in_place(Tensor t, Dtype dtype) {
-  t.stride = t.stride * (int64_t)sizeof(float) / (int64_t)dtype_bytes(dtype);
-  t.dtype = dtype;
-  return t;
 }
 
 // The call on tokens [first, first + chunk), or what is left of them; all but the first add to dweight.
@@ -76,15 +57,15 @@ static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
 // --- rung 1: all logits, then all gradients ----------------------------------------------------------------
 // What autograd does with F.cross_entropy(x @ W.T, y). Two matrices of N rows.
 
-static void materialized(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void materialized(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
   Tensor logits = push_logits(backend, "logits", DTYPE_F32, tokens, vocab);
   Tensor lse = push_vector(backend, "lse", tokens);
   forward(backend, l, logits);
-  rows->losses(backend, l->loss, lse, logits, l->targets);
+  ladder_losses(l->loss, lse, logits, l->targets);
 
   Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, tokens, vocab);
-  rows->gradients(backend, dlogits, logits, lse, l->targets, l->scale);
+  ladder_gradients(dlogits, logits, lse, l->targets, l->scale);
   backward(backend, l, dlogits, l->x, 1);
 }
 
@@ -92,7 +73,7 @@ static void materialized(Backend *backend, const LadderRows *rows, const LinearC
 // A token's loss needs no other token, so the forward pass keeps C rows at a time and throws them away. The
 // backward pass then needs them again: a fourth matmul. torch.utils.checkpoint on each chunk does this.
 
-static void recomputed(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
   Tensor lse = push_vector(backend, "lse", tokens);
   Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, vocab);
@@ -101,7 +82,7 @@ static void recomputed(Backend *backend, const LadderRows *rows, const LinearCro
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count);
     forward(backend, &c, z);
-    rows->losses(backend, c.loss, tensor_rows(lse, first, count), z, c.targets);
+    ladder_losses(c.loss, tensor_rows(lse, first, count), z, c.targets);
   }
 
   Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, l->chunk, vocab);
@@ -110,7 +91,7 @@ static void recomputed(Backend *backend, const LadderRows *rows, const LinearCro
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count), dz = tensor_rows(dlogits, 0, count);
     forward(backend, &c, z);
-    rows->gradients(backend, dz, z, tensor_rows(lse, first, count), c.targets, c.scale);
+    ladder_gradients(dz, z, tensor_rows(lse, first, count), c.targets, c.scale);
     backward(backend, &c, dz, c.x, 1);
   }
 }
@@ -119,23 +100,23 @@ static void recomputed(Backend *backend, const LadderRows *rows, const LinearCro
 // The loss is the last operation of the network, so what arrives from above is a constant known beforehand
 // (`scale`): nothing keeps us from making the gradient while the chunk's logits are there, in their place.
 
-static void gradient_in_forward(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
   // Exercise 2: losses and gradients, with three matmuls a chunk and one matrix of a chunk's logits.
   Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
   Tensor lse = push_vector(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
-    Tensor z = tensor_rows(logits, 0, c.x.shape[0]), dz = in_place(z, c.x.dtype);
+    Tensor z = tensor_rows(logits, 0, c.x.shape[0]), dz = z; // in their place
     Tensor chunk_lse = tensor_rows(lse, 0, c.x.shape[0]);
     forward(backend, &c, z);
-    rows->losses(backend, c.loss, chunk_lse, z, c.targets);
-    rows->gradients(backend, dz, z, chunk_lse, c.targets, c.scale);
+    ladder_losses(c.loss, chunk_lse, z, c.targets);
+    ladder_gradients(dz, z, chunk_lse, c.targets, c.scale);
     backward(backend, &c, dz, c.x, 1);
   }
   // end of exercise 2
 }
 
-// --- rungs 4 to 6: anchored at the target -----------------------------------------------------------------
+// --- rungs 4 and 5: anchored at the target ----------------------------------------------------------------
 // The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot product,
 // known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
 //
@@ -144,7 +125,7 @@ static void gradient_in_forward(Backend *backend, const LadderRows *rows, const 
 //
 // The normaliser acts on rows of length H, never on rows of length V.
 
-static Anchored push_anchored(Backend *backend, const LinearCrossEntropy *c, Dtype dtype) {
+static Anchored push_anchored(Backend *backend, const LinearCrossEntropy *c) {
   int64_t rows = c->x.shape[0], hidden = c->x.shape[1], vocab = c->weight.shape[0];
   return (Anchored){.x = c->x,
                     .weight = c->weight,
@@ -161,63 +142,99 @@ static Anchored push_anchored(Backend *backend, const LinearCrossEntropy *c, Dty
                     .c = push_vector(backend, "c", rows),
                     .scaled_x =
                         memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, c->x.dtype, rows, hidden),
-                    .exps = push_logits(backend, "exponentials", dtype, rows, vocab)};
+                    .exps = push_logits(backend, "exponentials", c->x.dtype, rows, vocab)};
 }
 
 // What follows from E and R.
-static void anchored_gradients(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *c,
-                               const Anchored *a) {
-  rows->repair(backend, a);
-  rows->finish(backend, a);
-  if (c->sampling.full_mass > 0 && rows->sample) rows->sample(backend, a, &c->sampling);
+static void anchored_gradients(Backend *backend, const LinearCrossEntropy *c, const Anchored *a) {
+  ladder_repair(a);
+  ladder_finish(a);
+  if (c->sampling.full_mass > 0) ladder_sample(a, &c->sampling);
   backward(backend, c, a->exps, a->scaled_x, a->scale);
-  rows->add_targets(backend, a);
+  ladder_add_targets(a);
 }
 
 // Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass. No maximum, no second pass.
-static void anchored(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
+static void anchored(Backend *backend, const LinearCrossEntropy *l) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
-    Anchored a = push_anchored(backend, &c, DTYPE_F32);
+    Anchored a = push_anchored(backend, &c);
     Tensor logits = a.exps;
-    a.exps = in_place(logits, c.x.dtype);
-    rows->anchors(backend, &a);
+    ladder_anchors(&a);
     forward(backend, &c, logits);
-    rows->exponentials(backend, &a);
-    anchored_gradients(backend, rows, &c, &a);
+    ladder_exponentials(&a);
+    anchored_gradients(backend, &c, &a);
     memory_pop_to(&backend->memory, mark);
   }
 }
 
 // Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory, and
 // E takes half the bytes of fp32 logits where operands are bf16.
-static void with_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l,
-                          void (*matmul_exponentials)(Backend *, const Anchored *)) {
+static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
-    Anchored a = push_anchored(backend, &c, c.x.dtype);
-    rows->anchors(backend, &a);
-    matmul_exponentials(backend, &a);
-    anchored_gradients(backend, rows, &c, &a);
+    Anchored a = push_anchored(backend, &c);
+    ladder_anchors(&a);
+    ladder_matmul_exponentials(backend, &a);
+    anchored_gradients(backend, &c, &a);
     memory_pop_to(&backend->memory, mark);
   }
 }
 
-static void in_epilogue(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
-  with_epilogue(backend, rows, l, rows->matmul_exponentials);
-}
+// --- rung 6: rung 5 on Hopper ------------------------------------------------------------------------------
+// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu). What happens to rows is left to the
+// library.
 
-// Rung 6: the same by a matmul that keeps Hopper's tensor cores busy.
-static void on_hopper(Backend *backend, const LadderRows *rows, const LinearCrossEntropy *l) {
-  with_epilogue(backend, rows, l, rows->hopper_exponentials);
+#ifdef HAVE_CUDA
+static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
+  int64_t hidden = l->x.shape[1], vocab = l->weight.shape[0];
+  if (l->x.dtype != DTYPE_BF16) fail("rung 6 takes bf16; x is %s", tensor_text(l->x).text);
+  if (hidden % 8) fail("rung 6 copies 8 elements at a time; a hidden size of %d is no multiple", (int)hidden);
+  MemoryMark mark = memory_mark(&backend->memory);
+  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
+    LinearCrossEntropy c = chunk_at(l, first);
+    int64_t count = c.x.shape[0];
+    LossRows rows = {.target_z = push_vector(backend, "target logits", count),
+                     .anchor = push_vector(backend, "anchors", count),
+                     .row_sum = push_vector(backend, "row sums", count),
+                     .target_e = push_vector(backend, "target exponentials", count),
+                     .scale_non_target = push_vector(backend, "r", count),
+                     .scale_target = push_vector(backend, "c", count)};
+    Tensor exps = push_logits(backend, "exponentials", DTYPE_BF16, count, vocab);
+    Tensor scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, DTYPE_BF16, count, hidden);
+    lce_target_logits(
+        backend,
+        (LceTargetLogits){.target_z = rows.target_z, .x = c.x, .weight = c.weight, .targets = c.targets});
+    ladder_hopper_exponentials(backend, exps, &rows, c.x, c.weight, c.targets);
+    lce_rows(backend, (LceRows){.loss = c.loss,
+                                .rows = rows,
+                                .scaled_x = scaled_x,
+                                .x = c.x,
+                                .targets = c.targets,
+                                .vocab_size = vocab});
+    backward(backend, &c, exps, scaled_x, c.scale);
+    lce_input_gradient(
+        backend, (LceInputGradient){
+                     .dx = c.dx, .rows = rows, .weight = c.weight, .targets = c.targets, .alpha = c.scale});
+    lce_target_gradient(backend, (LceTargetGradient){.dweight = c.dweight,
+                                                     .scale_target = rows.scale_target,
+                                                     .x = c.x,
+                                                     .targets = c.targets,
+                                                     .alpha = c.scale});
+    memory_pop_to(&backend->memory, mark);
+  }
 }
+#else
+#define on_hopper       NULL
+#define ladder_hopper() false
+#endif
 
 // --- all of them; rung 7 is linear_cross_entropy ------------------------------------------------------------
 
-static void (*const runs[RUNGS - 1])(Backend *, const LadderRows *, const LinearCrossEntropy *) = {
-    materialized, recomputed, gradient_in_forward, anchored, in_epilogue, on_hopper};
+static void (*const runs[RUNGS])(Backend *, const LinearCrossEntropy *) = {
+    matmuls, materialized, recomputed, gradient_in_forward, anchored, in_epilogue, on_hopper};
 
 const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 logits recomputed in chunks",
                                          "3 gradient in the forward pass", "4 anchored at the target",
@@ -225,10 +242,9 @@ const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 lo
                                          "7 linear_cross_entropy"};
 
 bool ladder_has(const Backend *backend, int rung) {
-#ifdef HAVE_CUDA
-  if (backend->device == ON_CUDA) return rung != 6 || ladder_hopper();
-#endif
-  return rung != 6;
+  bool on_gpu = backend->device == ON_CUDA;
+  if (rung == 6) return on_gpu && ladder_hopper();
+  return rung == 0 || rung == RUNGS || !on_gpu;
 }
 
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
@@ -236,12 +252,10 @@ void ladder_run(Backend *backend, int rung, LinearCrossEntropy call) {
     linear_cross_entropy(backend, call);
     return;
   }
-  if (!ladder_has(backend, rung)) fail("rung %d is for Hopper GPUs alone", rung);
+  if (!ladder_has(backend, rung))
+    fail("rung %d is for %s alone", rung, rung == 6 ? "Hopper GPUs" : "the CPU");
   MemoryMark mark = memory_mark(&backend->memory);
   if (call.chunk > call.x.shape[0]) call.chunk = call.x.shape[0];
-  if (rung == 0)
-    matmuls(backend, &call);
-  else
-    runs[rung - 1](backend, rows_of(backend, call.x), &call);
+  runs[rung](backend, &call);
   memory_pop_to(&backend->memory, mark);
 }

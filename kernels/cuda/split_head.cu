@@ -1,0 +1,61 @@
+// The operations of a head split over ranks (kernels/lce/split_head.c): targets as a rank's shard counts
+// them, and the ranks' row sums combined.
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/lce/loss_row.h"
+
+static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices, int64_t rows, int64_t first,
+                                            int64_t count) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= rows) return;
+  int32_t index = indices[n];
+  int64_t local = index - first;
+  out[n] = index == IGNORE_INDEX ? IGNORE_INDEX : local >= 0 && local < count ? (int32_t)local : ELSEWHERE;
+}
+
+void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
+  int64_t rows = a->indices.shape[0];
+  launch_kernel(per_element(backend, "shard_indices", rows), shard_indices_kernel, data_of<int32_t>(a->out),
+                data_of<int32_t>(a->indices), rows, a->first, a->count);
+}
+
+static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int ranks, int rank,
+                                      float inv_temperature) {
+  int64_t rows = a.targets.shape[0], n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
+  float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
+  float *e_distance = data_of<float>(a.rows.e_distance), *largest = data_of<float>(a.rows.max);
+  int64_t of_rank = a.parts.shape[0] / ranks;
+  const float *parts = data_of<float>(a.parts) + n;
+  if (n >= rows) return;
+  if (data_of<int32_t>(a.targets)[n] == IGNORE_INDEX) {
+    row_sum[n] = 0;
+    target_e[n] = rescale[n] = 1;
+    anchor[n] = INFINITY;
+    return;
+  }
+  float max = -INFINITY;
+  for (int r = 0; r < ranks; r++) max = fmaxf(max, parts[r * of_rank]);
+  double sum = 0;
+  float distance = 0, best = -INFINITY;
+  for (int r = 0; r < ranks; r++) {
+    const float *part = parts + r * of_rank;
+    float shift = (part[0] - max) * inv_temperature, factor = expf(shift);
+    sum += (double)(part[rows] * factor);
+    if (r == rank) rescale[n] = factor;
+    if (e_distance && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
+    part += of_rank - 2 * rows;
+    if (!largest || (r > 0 && !(*part > best))) continue;
+    best = *part;
+    data_of<int32_t>(a.rows.best)[n] = __float_as_int(part[rows]);
+  }
+  write(a.rows.e_distance, n, distance);
+  write(a.rows.max, n, best);
+  row_sum[n] = (float)sum;
+  anchor[n] = max;
+  target_e[n] = expf((data_of<float>(a.rows.target_z)[n] - max) * inv_temperature);
+}
+
+void cuda_lce_combine(Backend *backend, const LceCombine *a) {
+  launch_kernel(per_element(backend, "lce_combine", a->targets.shape[0]), combine_kernel, *a, backend->ranks,
+                backend->rank, inverse_temperature(a->temperature));
+}
