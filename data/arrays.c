@@ -1,4 +1,4 @@
-// The code of stb_ds.h, whose arrays grow as elements are put in (arrput, arrlen, arrfree). Without memory they fail.
+// The code of stb_ds.h: arrays that grow (arrput, arrlen, arrfree). Without memory they fail.
 #include <stdlib.h>
 
 #include "kernels/fail.h"

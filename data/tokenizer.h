@@ -1,6 +1,6 @@
-// Token ids to text, by a Hugging Face tokenizer.json: the byte-level BPE of GPT-2, Llama 3 and similar models (Radford et
-// al. 2019; Sennrich et al. 2016). Text becomes ids in Python, by `tokenizers` (tools/prepare_data.py, tools/generate):
-// decoding needs the vocabulary alone.
+// Token ids to text, by the vocabulary of a Hugging Face tokenizer.json: the byte-level BPE of GPT-2, Llama 3 and
+// similar models (Radford et al. 2019; Sennrich et al. 2016). Python makes text into ids: tools/prepare_data.py and
+// tools/generate, with `tokenizers`.
 #pragma once
 
 #include <stdbool.h>
@@ -30,6 +30,6 @@ int32_t tokenizer_find(const Tokenizer *tokenizer, const char *text);
 // U+FFFD. The caller frees them; a terminator follows that *length does not count.
 char *tokenizer_decode(const Tokenizer *tokenizer, const int32_t *ids, int64_t count, int64_t *length);
 
-// The same as text that is safe to print on a terminal: well-formed UTF-8, newline and tab stay as they are; other control
-// characters and bytes that are no UTF-8 show as \xNN. The caller frees it.
+// The same as text that is safe to print on a terminal: well-formed UTF-8, newline and tab stay as they are; other
+// control characters and bytes that are no UTF-8 show as \xNN. The caller frees it.
 char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t count);

@@ -117,7 +117,7 @@ def test_refusals(folder):
     run(*ids, "--prompt", "9223372036854775808").refused("--prompt: token 0 is 9223372036854775807 and")
     # Without the package a tokenizer.json cannot be read, and none can be read that is none.
     (folder / "tokenizers.py").write_text("raise ImportError")
-    text(trained(folder)[1], PYTHONPATH=str(folder)).refused("tokenizer.json is read with the Python package tokenizers", "-m pip install tokenizers")
+    text(trained(folder)[1], PYTHONPATH=str(folder)).refused("tokenizer.json needs the Python package tokenizers", "-m pip install tokenizers")
     need_tokenizers()
     text(DIGITS, "--tokenizer", folder).refused("is no tokenizer.json", "tokenizer.json")
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
