@@ -87,7 +87,6 @@ try = $(shell out=$$(mktemp); { printf '$(hash)include <%s>\n' stddef.h stdarg.h
 
 HAVE_CC     := $(call try,stdio.h)
 HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
-HAVE_PCRE2  := $(call try,pcre2.h,-DPCRE2_CODE_UNIT_WIDTH=8 -lpcre2-8)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 
@@ -159,8 +158,7 @@ endif
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
-	$(if $(HAVE_PCRE2),,libpcre2-dev=text_split_as_tokenizers_do) \
-	$(if $(HAVE_STB),,libstb-dev=maps_of_a_tokenizer) \
+	$(if $(HAVE_STB),,libstb-dev=arrays_that_grow) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
 	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
@@ -185,7 +183,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson -lpcre2-8 $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -206,7 +204,6 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CBLAS       $(call found,CBLAS,$(patsubst -l%,%,$(filter -l%,$(BLAS_LIBS))),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
-  PCRE2       $(call found,PCRE2,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
 endef
@@ -220,8 +217,7 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_PCRE2),,PCRE2) \
-	$(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)
   endif
@@ -232,7 +228,7 @@ endif # SEARCH
 # --- Sources, by directory --------------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard train.c $(addsuffix /*.c,data data/tokenizer kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
+SOURCES  := $(wildcard train.c $(addsuffix /*.c,data kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
 	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))

@@ -1,4 +1,7 @@
 #include "data/loader.h"
+
+#include <stb/stb_ds.h>
+
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
@@ -14,8 +17,8 @@
 
 // Windows with free space: stacks by their free tokens, and a bit for each stack that is not empty.
 typedef struct {
-  int64_t seq_len, windows, capacity;
-  int64_t *next;  // [windows]: the window below
+  int64_t seq_len;
+  int64_t *next;  // of each window: the one below; an array of stb_ds.h
   int64_t *top;   // [seq_len + 1]: a window, or -1
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
@@ -30,13 +33,13 @@ static int64_t best_space(const FreeSpace *s, int64_t length) {
 
 // The window that a piece goes into: the one with the least space that suffices, else a new one.
 static int64_t best_fit(FreeSpace *s, int64_t length) {
-  int64_t space = best_space(s, length), window = s->windows;
+  int64_t space = best_space(s, length), window = arrlen(s->next);
   if (space <= s->seq_len) {
     window = s->top[space];
     s->top[space] = s->next[window];
     if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
   } else {
-    s->next = host_grow(s->next, s->windows++, &s->capacity, sizeof *s->next, "windows of documents");
+    arrput(s->next, -1);
     space = s->seq_len;
   }
   space -= length;
@@ -56,15 +59,17 @@ static int by_window(const void *a, const void *b) {
 void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   static const char what[] = "packed documents";
   Packing *p = &source->packing;
-  int64_t *ends = source_document_ends(source, end_of_text, &p->documents), count = 0, capacity = 0;
+  int64_t *ends = source_document_ends(source, end_of_text);
+  p->documents = arrlen(ends);
   for (int64_t i = 0, first = 0; i < p->documents; first = ends[i++])
     for (int64_t length; first < ends[i] - 1; first += length) {
       length = min_i64(seq_len, ends[i] - 1 - first);
-      p->pieces = host_grow(p->pieces, count, &capacity, sizeof *p->pieces, what);
-      p->pieces[count++] = (PackedSpan){first, length, .window = -length}; // the longest first
+      PackedSpan piece = {first, length, .window = -length}; // the longest first
+      arrput(p->pieces, piece);
       p->pairs += length;
     }
-  free(ends);
+  arrfree(ends);
+  int64_t count = arrlen(p->pieces);
   FreeSpace space = {.seq_len = seq_len,
                      .top = host_alloc(seq_len + 1, sizeof *space.top, what),
                      .some = host_alloc(seq_len / 64 + 1, sizeof *space.some, what)};
@@ -72,10 +77,10 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   if (count) qsort(p->pieces, (size_t)count, sizeof *p->pieces, by_window);
   for (int64_t i = 0; i < count; i++) p->pieces[i].window = best_fit(&space, p->pieces[i].length);
   if (count) qsort(p->pieces, (size_t)count, sizeof *p->pieces, by_window);
-  p->windows = space.windows;
+  p->windows = arrlen(space.next);
   p->starts = host_alloc(p->windows + 1, sizeof *p->starts, what);
   for (int64_t i = 0; i < count; i++) p->starts[p->pieces[i].window + 1] = i + 1;
-  free(space.next);
+  arrfree(space.next);
   free(space.top);
   free(space.some);
 }

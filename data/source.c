@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/file.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
@@ -49,9 +51,9 @@ static bool is_left_out(const char *name, bool is_directory, bool tree) {
 }
 
 static void append(Source *source, const char *path, int origin) {
-  source->parts = host_grow(source->parts, source->files, &source->capacity, sizeof *source->parts,
-                            "a list of data files");
-  source->parts[source->files++] = (SourceFile){.path = text_format("%s", path), .origin = origin};
+  SourceFile part = {.path = text_format("%s", path), .origin = origin};
+  arrput(source->parts, part);
+  source->files++;
 }
 
 // strcmp, not the locale's order: the stream of tokens must not depend on LANG.
@@ -312,6 +314,7 @@ static void open_parts(Source *source, int64_t before, const char *name) {
     source->masked |= part.mask != NULL;
     parts[source->files++] = part;
   }
+  arrsetlen(source->parts, source->files);
   if (source->files == before) fail("%s holds no text and no token shards", name);
   for (int64_t i = before; i < source->files; i++) check_ids(source, &parts[i]);
 }
@@ -362,8 +365,8 @@ Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size)
 void source_close(Source *source) {
   if (!source) return;
   for (int64_t i = 0; i < source->files; i++) close_file(&source->parts[i]);
-  free(source->parts);
-  free(source->packing.pieces);
+  arrfree(source->parts);
+  arrfree(source->packing.pieces);
   free(source->packing.starts);
   free(source->first_left);
   free(source->name);
@@ -425,10 +428,9 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
   return read_tokens(source, first, count, out, true);
 }
 
-int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count) {
-  int64_t *ends = NULL, capacity = 0;
+int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
+  int64_t *ends = NULL;
   bool text = source->kind == SOURCE_TEXT;
-  *count = 0;
   for (int64_t i = 0; i < source->files; i++) {
     const SourceFile *part = &source->parts[i];
     int64_t next = i + 1 < source->files ? part[1].first : source->tokens;
@@ -444,9 +446,7 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t
       if (!past && !bits) widen(part, k, 1, &id);
       if (!past) is_end = bits ? is_set(bits, k) : id == end_of_text;
       int64_t end = past ? next : part->first + k + 1;
-      if (!is_end || (*count && ends[*count - 1] == end)) continue;
-      ends = host_grow(ends, *count, &capacity, sizeof *ends, "documents");
-      ends[(*count)++] = end;
+      if (is_end && !(arrlen(ends) && arrlast(ends) == end)) arrput(ends, end);
     }
     file_done_with(&part->file, 0, part->file.size); // as in check_ids
     file_unmap(&file);

@@ -39,7 +39,7 @@ typedef struct {
 
 typedef struct {
   int64_t windows, documents, pairs;
-  PackedSpan *pieces; // by window, and within one in the order of the stream
+  PackedSpan *pieces; // by window, and within one in the order of the stream; an array of stb_ds.h
   int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
 } Packing;
 
@@ -49,12 +49,11 @@ typedef struct {
   int64_t tokens; // separators included
   int64_t files;
   int64_t vocab_size;
-  bool masked;      // some file has a mask: targets may be ignored
-  int64_t left;     // files of directories and globs that were not taken, masks not counted
-  char *first_left; // the path of one; NULL: there is none
-  struct SourceFile *parts;
-  int64_t capacity; // of parts
-  Packing packing;  // source_pack's
+  bool masked;              // some file has a mask: targets may be ignored
+  int64_t left;             // files of directories and globs that were not taken, masks not counted
+  char *first_left;         // the path of one; NULL: there is none
+  struct SourceFile *parts; // an array of stb_ds.h
+  Packing packing;          // source_pack's
 } Source;
 
 // Opens what `paths[0..count)` name, in this order. Where there are none, the corpus that every checkout has, as text: the
@@ -85,8 +84,8 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
 // Where each document ends, in order: the position after its last token. The documents are the whole stream, and the last
 // one ends with it. Ends are: after each token `end_of_text` where that is 0 or more, else what the shards' .ends files
 // say; and after a text file with its separator. Reads all data. Fails where a shard has no .ends file and no
-// end_of_text is given. The caller frees the array; *count receives its length.
-int64_t *source_document_ends(const Source *source, int64_t end_of_text, int64_t *count);
+// end_of_text is given. An array of stb_ds.h, which the caller frees.
+int64_t *source_document_ends(const Source *source, int64_t end_of_text);
 
 // Whether a source opened from these paths would be masked, without reading the files.
 bool source_paths_masked(const char *const *paths, int64_t count);

@@ -152,7 +152,9 @@ const Option options_rows[] = {
      HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
     {FLAG("eval-only", eval_only, true),
      HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
-    {TEXT("prompt", "TEXT", prompt), .flags = TRAINING, HELP("Text that samples begin with (default a newline)")},
+    {TEXT("prompt", "PROMPT", prompt), .flags = TRAINING,
+     HELP("What samples begin with (default a newline): text where a token is a byte, else a shard (*.bin) or "
+          "ids such as 15496,995")},
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),

@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <stb/stb_ds.h>
+
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"
@@ -308,7 +310,7 @@ static void clean(const char *directory) {
 static void take(CheckpointStore *store, const char *name, const char *path) {
   Companion c = {.name = name};
   c.text = file_read(path, &c.length);
-  if (c.text) store->companions[store->companion_count++] = c;
+  if (c.text) arrput(store->companions, c);
 }
 
 // The tokenizer's files come from one place: those of two tokenizers would contradict each other.
@@ -316,24 +318,24 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
   bool is_folder = path_is_folder(path);
   Path copy = path_in(path, "");
   const char *folder = is_folder ? path : dirname(copy.text);
-  if (!store->companion_count) // where the origin does not say what ends a text, the tokenizer's folder may
+  if (!store->companions) // where the origin does not say what ends a text, the tokenizer's folder may
     take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
   take(store, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
   for (int i = 0; i < WITH_TOKENIZER; i++) take(store, our_files[i], path_in(folder, our_files[i]).text);
 }
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
-  store->companions = host_alloc(WITH_TOKENIZER + 2, sizeof *store->companions, "a model's other files");
   if (origin) {
     size_t length;
     store->config = file_read(path_in(origin, CONFIG).text, &length);
     take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
   if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
-  for (int i = 0; i < store->companion_count; i++)
+  for (int i = 0; i < arrlen(store->companions); i++)
     if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
   char *nothing = text_format("{\"_from_model_config\": true}\n");
-  store->companions[store->companion_count++] = (Companion){GENERATION_CONFIG, nothing, strlen(nothing)};
+  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing)};
+  arrput(store->companions, c);
 }
 
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
@@ -414,7 +416,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
-  for (const Companion *c = store->companions; c < store->companions + store->companion_count; c++)
+  for (const Companion *c = store->companions; c < store->companions + arrlen(store->companions); c++)
     folder_add(&folder, c->name, c->text, c->length);
   char *config = hf_config_write(&model->config, store->dtype, store->config);
   folder_add(&folder, CONFIG, config, strlen(config));
@@ -434,8 +436,8 @@ void checkpoint_store_close(CheckpointStore *store) {
   if (!store->directory) return;
   if (store->unfinished) finish_step(store);
   if (store->lock >= 0) close(store->lock);
-  for (int i = 0; i < store->companion_count; i++) free(store->companions[i].text);
-  free(store->companions);
+  for (int i = 0; i < arrlen(store->companions); i++) free(store->companions[i].text);
+  arrfree(store->companions);
   free(store->config);
   free(store->directory);
   *store = (CheckpointStore){0};

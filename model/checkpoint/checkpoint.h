@@ -38,15 +38,14 @@ typedef struct {
 
 typedef struct {
   char *directory;
-  int64_t keep;       // newest checkpoints that stay, 0: all
-  Dtype dtype;        // of the stored weights
-  size_t shard_bytes; // largest file
-  char *config;       // the config.json that the model came with, or NULL
-  Companion *companions;
-  int companion_count;
-  int lock;          // descriptor: one run writes here at a time
-  int64_t last_step; // newest checkpoint of this run, -1 before there is one
-  bool unfinished;   // it was there already: checkpoint_store_close
+  int64_t keep;          // newest checkpoints that stay, 0: all
+  Dtype dtype;           // of the stored weights
+  size_t shard_bytes;    // largest file
+  char *config;          // the config.json that the model came with, or NULL
+  Companion *companions; // an array of stb_ds.h
+  int lock;              // descriptor: one run writes here at a time
+  int64_t last_step;     // newest checkpoint of this run, -1 before there is one
+  bool unfinished;       // it was there already: checkpoint_store_close
 } CheckpointStore;
 
 // Hugging Face's default of many years.

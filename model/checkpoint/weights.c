@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
@@ -70,10 +72,10 @@ static bool add_file(TensorSet *set, const char *path, Reason *reason) {
     if (!strcmp(set->files[i].path, path)) return true;
   Mapping mapping = file_map_or_copy(path, 0, reason);
   if (!mapping.bytes) return false;
-  set->files = host_grow(set->files, set->count, &set->capacity, sizeof *set->files, set->path.text);
-  TensorFile *file = &set->files[set->count++];
-  *file = (TensorFile){.path = text_format("%s", path), .mapping = mapping};
-  return safetensors_parse(mapping.bytes, mapping.size, &file->header, reason) ||
+  TensorFile file = {.path = text_format("%s", path), .mapping = mapping};
+  arrput(set->files, file);
+  set->count++;
+  return safetensors_parse(mapping.bytes, mapping.size, &arrlast(set->files).header, reason) ||
          refuse(reason, "%s: %s", path, reason->text);
 }
 
@@ -121,7 +123,7 @@ void tensor_set_close(TensorSet *set) {
     file_unmap(&set->files[i].mapping);
     free(set->files[i].path);
   }
-  free(set->files);
+  arrfree(set->files);
   *set = (TensorSet){0};
 }
 

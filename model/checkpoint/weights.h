@@ -39,9 +39,9 @@ typedef struct {
 } TensorFile;
 
 typedef struct {
-  Path path; // of the one file or of the index, for messages
-  TensorFile *files;
-  int64_t count, capacity;
+  Path path;         // of the one file or of the index, for messages
+  TensorFile *files; // an array of stb_ds.h
+  int64_t count;
 } TensorSet;
 
 // Opens the set (count 0: neither file nor index is there). Fails naming a file that is cut short, not valid or disagrees,

@@ -1,19 +1,34 @@
 #!/usr/bin/env python3
-"""tools/generate: the same text for the same seed, wherever the prompt comes from; characters stay whole on a terminal; prompts
-that a model cannot continue are refused in one sentence."""
+"""tools/generate: the same text for the same seed, wherever the prompt comes from; characters stay whole; Ctrl-C and a reader that
+stops end it and its program; what a model cannot continue is refused in one sentence."""
+import importlib.machinery
+import importlib.util
+import json
+import os
 import pathlib
 import shlex
+import signal
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TEXT, TINY, TOOLS, main, once, run, train  # noqa: E402
+from program import ROOT, TEXT, TINY, TOOLS, TRAIN, Process, main, once, run, train  # noqa: E402
+from tap import Skip  # noqa: E402
 
 GOLDEN = ROOT / "tests/golden"
 DIGITS = GOLDEN / "llama"  # its 61 tokens are bytes
+GENERATE = [sys.executable, ROOT / "tools/generate", "--device", "cpu"]
 
 
 def text(model, *words, **how):
-    return run(TOOLS / "generate", "--device", "cpu", "--init", model, *words, **how)
+    return run(*GENERATE, "--init", model, *words, **{"LCE_TRAIN": str(TRAIN), **how})
+
+
+def need_tokenizers():
+    try:
+        import tokenizers
+        return tokenizers
+    except ImportError:
+        raise Skip("pip install tokenizers") from None
 
 
 @once
@@ -31,26 +46,81 @@ def test_texts_repeat(folder):
     one, other = both.rstrip("\n").split("\n---\n")
     assert one.startswith(first.rstrip("\n")) and other.startswith("12+3") and one != other, both
     assert both != text(DIGITS, *words, "--samples", "2", "--go-on", "--seed", "6").ok().out
-    command = shlex.join(map(str, [TOOLS / "generate", "--device", "cpu", "--init", DIGITS, *words, "--prompt", "-"]))
-    assert run("sh", "-c", "printf 12+3 | " + command).ok().out == first
+    command = shlex.join(map(str, [*GENERATE, "--init", DIGITS, *words, "--prompt", "-"]))
+    assert run("sh", "-c", "printf 12+3 | " + command, LCE_TRAIN=str(TRAIN)).ok().out == first
     assert "20 tokens" in text(DIGITS, *words, "--go-on").ok().err
+    # The same ids from the program that draws them, whose last sample ends as its text.
+    ids = run(TOOLS / "generate_ids", "--device", "cpu", "--init", DIGITS, "--prompt", "49 50,43, 51", *words[2:]).ok().out
+    assert "12+3" + bytes(map(int, ids.split())).decode() + "\n" == first
 
 
 def test_characters_stay_whole(folder):
-    for model, begin in zip(trained(folder), ("", "<|begin_of_text|>")):
-        prompt = ["--prompt", "a\x1b[2J é€😀", "--tokens", "1", "--temperature", "0"]
-        text(model, *prompt).ok(begin + "a\x1b[2J é€😀")
-        text(model, *prompt, terminal=True).ok(begin + "a\\x1B[2J é€😀")
+    prompt = ["--prompt", "a\x1b[2J é€😀", "--tokens", "1", "--temperature", "0"]
+    text(trained(folder)[0], *prompt).ok("a\x1b[2J é€😀")
+    text(trained(folder)[0], *prompt, terminal=True).ok("a\\x1B[2J é€😀")
+    need_tokenizers()
+    text(trained(folder)[1], *prompt).ok("<|begin_of_text|>a\x1b[2J é€😀")
+    text(trained(folder)[1], *prompt, terminal=True).ok("<|begin_of_text|>a\\x1B[2J é€😀")
+
+
+def test_pieces_make_the_whole_text(folder):
+    tokenizers = need_tokenizers()
+    loader = importlib.machinery.SourceFileLoader("generate", str(ROOT / "tools/generate"))
+    generate = importlib.util.module_from_spec(importlib.util.spec_from_loader("generate", loader))
+    loader.exec_module(generate)
+    # As Llama 2's: a space is part of a word, and a character that is no token becomes bytes.
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeo", "▁a", "▁b", "▁c"]
+    like_llama2 = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "b"), ("▁", "c")],
+                                                             unk_token="<unk>", byte_fallback=True))
+    like_llama2.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    steps = tokenizers.decoders
+    like_llama2.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
+    like_llama2.save(str(folder / "tokenizer.json"))
+    texts = [bytes.fromhex(row["text"]) for row in json.loads((GOLDEN / "tokenizers/texts.json").read_text())]
+    for path in (GOLDEN / "tokenizers/gpt2/tokenizer.json", GOLDEN / "tokenizers/llama3/tokenizer.json", folder / "tokenizer.json"):
+        vocabulary = generate.Tokens(str(path))
+        for whole in texts:
+            ids = vocabulary.encode(whole)
+            decoded = vocabulary.tokenizer.decode(ids, skip_special_tokens=False).encode()
+            parts = list(vocabulary.pieces(ids))
+            assert b"".join(parts) == decoded and whole.strip() in decoded, (path, whole, parts)
+            assert all("\uFFFD" not in part.decode() for part in parts), parts  # fails on half a character
+    parts = list(vocabulary.pieces([1 + 0xE2] * 100))  # no character: it does not wait for ever
+    assert len(parts) > 1 and b"".join(parts) == "\uFFFD".encode() * 100, parts
+
+
+def test_it_ends_with_its_program(folder):
+    for group in False, True:  # a terminal's Ctrl-C goes to both, kill to one
+        process = Process(*GENERATE, "--init", DIGITS, "--tokens", "100000000", "--go-on", LCE_TRAIN=str(TRAIN))
+        process.wait_for("\n")
+        child, = map(int, pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        for pid in [process.pid, child][:1 + group]:
+            os.kill(pid, signal.SIGINT)
+        output = process.finish()
+        assert output.status == -signal.SIGINT and not output.err and not os.path.exists(f"/proc/{child}"), output
+    command = shlex.join(map(str, [*GENERATE, "--init", DIGITS, "--prompt", "12+3", "--tokens", "100000000", "--go-on"]))
+    output = run("sh", "-c", command + " | head -c 4", LCE_TRAIN=str(TRAIN)).ok()
+    assert output.out == "12+3" and not output.err, output
 
 
 def test_refusals(folder):
     text(DIGITS, "--prompt", "").refused("--prompt: give at least one character")
-    text(DIGITS, "--prompt", "12a").refused("--prompt: token 2 is 97 and the vocabulary has 61", "--tokenizer")
-    text(DIGITS, "--tokenizer", folder).refused("cannot open the tokenizer", "tokenizer.json")
+    text(DIGITS, "--prompt", "12a").refused("--prompt: token 2 is 97 and the vocabulary has 61", "tokenizer")
+    text(DIGITS, "--tokens", "x").refused("--tokens x: give a whole number")
+    text(DIGITS, "--prompt").refused("--prompt: expected one argument")
+    text(DIGITS, "--prompt", "1", LCE_TRAIN=str(folder / "train")).refused(f"there is no {folder}/tools/generate_ids: build it with make")
+    run(*GENERATE, LCE_TRAIN=str(TRAIN)).refused("--init DIR")
+    ids = [TOOLS / "generate_ids", "--device", "cpu", "--init", DIGITS]
+    for wrong in ([], ["--prompt", "12+3"], ["--prompt", "1,,-2"], ["--prompt", "-"]):
+        run(*ids, *wrong).refused("--prompt: give ids such as 15496,995")
+    run(*ids, "--prompt", "1,61").refused("--prompt: token 1 is 61 and the vocabulary has 61")
+    run(*ids, "--prompt", "9223372036854775808").refused("--prompt: token 0 is 9223372036854775807 and")
+    # Without the package a tokenizer.json cannot be read, and none can be read that is none.
+    (folder / "tokenizers.py").write_text("raise ImportError")
+    text(trained(folder)[1], PYTHONPATH=str(folder)).refused("tokenizer.json needs the Python package tokenizers", "-m pip install tokenizers")
+    need_tokenizers()
+    text(DIGITS, "--tokenizer", folder).refused("is no tokenizer.json", "tokenizer.json")
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
-    (folder / "tokenizer.json").write_text('{"model":{"vocab":{"a":0},"merges":[]}}')
-    text(DIGITS, "--tokenizer", folder, "--prompt", "a").refused("--prompt: the tokenizer can decode, but not encode")
-    run(TOOLS / "generate").refused("--init DIR")
 
 
 if __name__ == "__main__":

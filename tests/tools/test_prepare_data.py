@@ -190,8 +190,9 @@ def test_a_trained_tokenizer(folder):
     manifest, tokens, *_ = read_shards(own)
     assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
     assert read_shards(own, "val")[1]
-    train("--vocab", 300, "--data", own / "train_*.bin", "--val-data", own / "val_*.bin", "--tokenizer", own, "--prompt", "don't",
-          "--steps", 2, "--sample-every", 2, "--sample-tokens", 5, "--save", folder / "model").ok("sample: don't")
+    ids = Tokenizer.from_file(str(own / "tokenizer.json")).encode("don't").ids
+    train("--vocab", 300, "--data", own / "train_*.bin", "--val-data", own / "val_*.bin", "--tokenizer", own,
+          "--prompt", ",".join(map(str, ids)), "--steps", 2, "--sample-every", 2, "--sample-tokens", 5, "--save", folder / "model").ok("sample: don't")
     assert eos_of(own) == eos_of(folder / "model") == (manifest["tokenizer"]["end_of_text_id"], END)
     # The folder, manifest and all.
     train("--vocab", 300, "--data", own, "--steps", 1, "--sample-every", 0).ok("llm.c shards, uint16")

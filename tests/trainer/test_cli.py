@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """./train's command line: what it refuses, in one sentence that says what would do, what it prints, and what short runs write."""
+import importlib.util
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
                      train, write_shard)
+from tap import Skip  # noqa: E402
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
@@ -250,17 +252,44 @@ def test_wrong_data(folder):
     train(f"--init {folder}").refused("/config.json: it is not a regular file")
 
 
-# Training needs no tokenizer: one that comes with a model and cannot be used, or cannot encode, ends no run.
+# Where a token is no byte a prompt is ids or a shard, and text is refused with a command that makes ids of it.
+def test_prompts_of_tokens(folder):
+    data = write_shard(folder / "data.bin", 400 * [4, 2])
+    line = TINY.replace("300", "500") + f"--data {data} --steps 1 --sample-every 1 --sample-tokens 2 --log {folder}/log "
+
+    def sample(words, field="tokens"):
+        train(line + words).ok()
+        return column(read_log(folder / "log"), field, "sample")[0]
+    assert sample("")[:-2] == [4]  # the data's first
+    assert sample("--prompt '5, 6,7'")[:-2] == [5, 6, 7]
+    write_shard(folder / "prompt.bin", [8, 9])
+    assert sample(f"--prompt {folder}/prompt.bin")[:-2] == [8, 9]
+    train(line + "--prompt 5,500").refused("--prompt: token 1 is 500 and the vocabulary has 500")
+    write_shard(folder / "long.bin", bytes(2 << 20 | 2), count=1 << 20 | 1)
+    train(line + f"--prompt {folder}/long.bin").refused("it has 1048577 tokens; give a shard of at most 1048576")
+    train(line + f"--prompt {folder}/absent.bin").refused("absent.bin")
+    for words in ("Hello", "1,-2", "1;2", "1,2x"):
+        train(line + f"--prompt '{words}'").refused("--prompt: ", "give a shard (*.bin), or ids such as 15496,995", "tokenizer.json 'TEXT'")
+    # With a tokenizer samples are text, and begin with a newline where it has one.
+    line += f"--tokenizer {ROOT}/tests/golden/tokenizers/gpt2 "
+    assert sample("", "text").startswith("\n")
+    assert sample("--prompt 39,68,0", "text").startswith("He!")
+    said = train(line + "--prompt Hello").refused("gpt2/tokenizer.json 'TEXT'").err
+    if not importlib.util.find_spec("tokenizers"):
+        raise Skip("pip install tokenizers")
+    command = said[said.index("python3 -c"):said.index(" prints")].replace("python3", sys.executable).replace("'TEXT'", "'Hello world'")
+    ids = run("sh", "-c", command).ok().out
+    assert sample(f"--prompt {ids}", "text").startswith("Hello world")
+
+
+# Training needs no tokenizer: one that comes with a model and cannot be used ends no run.
 def test_a_models_tokenizer_that_cannot_be_used(folder):
     model = shutil.copytree(ROOT / "tests/golden/mistral", folder / "mistral")
     line = f"--device cpu --init {model} --data tests/golden/mistral/tokens.bin --val-fraction 0 --batch 1 --seq-len 8 --steps 1"
-    tokenizer = {"model": {"vocab": {"a": 0}, "merges": []}}
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "samples begin with the data's first token" in train(line).ok().err
-    train(line + " --prompt a").fails("not encode")
-    tokenizer["model"]["byte_fallback"] = True
+    tokenizer = {"model": {"vocab": {"a": 0}, "merges": [], "byte_fallback": True}}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "is not used" in train(line).ok().err
+    train(line + f" --tokenizer {model}").refused("no byte-level BPE")
 
 
 # What is there already stays, unless it is an earlier output of the same kind.
