@@ -173,7 +173,7 @@ def over_gemms(row):
 
 def setting(s, rows=()):
     """What stands under a title: model, the sizes that are not swept, dtype, memory options and the device."""
-    step, swept = s["what"] == "step", ["tokens"] if "positions" in s else list(s["sweeps"])
+    step, swept = s["what"] == "step", list(s["sweeps"])
     sizes = {"tokens": f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
              "hidden": f"H {s['hidden_size']:,}" * (not step), "vocab": f"V {s['vocab_size']:,}"}
     shown = [text for name, text in sizes.items() if text and swept != [name]]
@@ -194,8 +194,7 @@ def foot(s, rows):
     too_large = sum(row["status"] == "does not fit" for row in rows)
     words = {f"Measured by the ledger; plan and ledger agree to the byte at {same} of {len(measured)} points.": measured,
              NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows), f"{too_large} would not fit.": too_large,
-             s["grey"]: len(s["sweeps"]) == 1,
-             "Others: one H100, PyTorch 2.11, at their own chunks.": s["peers"] and all(row["sweep"] == "chunk" for row in rows)}
+             s["grey"]: True}
     return " ".join(text for text, true in words.items() if text and true)
 
 
@@ -245,37 +244,30 @@ def over_size(ax, rows, y, form=size, main=False, more=()):
     return both
 
 
-def others(ax, s, rows, known):
-    """What the source and other libraries hold, in grey: at their own sizes, of chunks too; a rule for what has no size. With
-    a sweep of chunks also what ours hold at the one that a run takes by itself."""
-    (left, right), last, ends, chunks = ax.get_xlim(), max(map(x_of, rows)), [], rows[0]["sweep"] == "chunk"
-    for name, points in known.items():
+def others(ax, s, rows):
+    """What the source says, in grey: at its sizes, or a line across where it names none. Over chunks also what the materialized
+    mode holds, and the fused mode at its default chunk."""
+    left, right = ax.get_xlim()
+    for name, points in s["marks"].items():
         line = [(x, mib * MIB) for x, mib in points]
         x, y = line[-1]
-        text = MUTED, f"{name}, {size(y)}"
         if x is None:
             ax.axhline(y, color=MUTED, lw=1.1, ls=":")
-            label(ax, [(left, y, *text)], 6, 7)
-            continue
-        ax.plot(*zip(*line), "D", color=MUTED, ls=":", ms=4.5, lw=1.1, zorder=6, clip_on=False)
-        if chunks and x == last:
-            ends.append((right, y, *text))
         else:
-            label(ax, [(x, y, *text)], *((9, -3) if chunks and x < last / 8 else (-9, 10)))
-    held = {row["chunk"]: layer_bytes(row) for row in rows} if chunks else {}
+            ax.plot(*zip(*line), "D", color=MUTED, ls=":", ms=4.5, lw=1.1, zorder=6, clip_on=False)
+        label(ax, [(left if x is None else x, y, MUTED, f"{name}, {size(y)}")], *((6, 7) if x is None else (-9, 10)))
+    held = {row["chunk"]: layer_bytes(row) for row in rows} if rows[0]["sweep"] == "chunk" else {}
     at, full = s["default_chunk"], held.get(0)
     if full:
-        ends.append((right, full, COLORS[0], "materialized, " + size(full)))
+        label(ax, [(right, full, COLORS[0], "materialized, " + size(full))])
     if full and at in held:
         ax.plot(at, held[at], "o", ms=13, mfc="none", mec=COLORS[1], mew=1.4, zorder=5)
         label(ax, [(at, held[at], COLORS[1], "fused, default chunk", f"{size(held[at])}, {times(full, held[at])}x less")], 12, -14)
-    label(ax, ends)
 
 
 def memory(s, rows, path):
     """A step, or LM head + loss alone, over one size: in total, the loss, and where it was measured the time."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
-    known = s["marks"] | {name: [[chunk, mib]] for name, (_, mib, chunk) in s["peers"].items() if sweep == "chunk"}
     title = "With its inputs and gradients" if layer else "Peak memory of a training step"
     whole = (title, "in total", lambda row: best(row, "bytes"), size)
     alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes, size)
@@ -285,15 +277,16 @@ def memory(s, rows, path):
                       ("Time of a step, s", "forward, backward, AdamW", lambda row: row["step_seconds"], "{:.3g} s".format))
     over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
     title = s["title"] or (f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}")
-    figure, cells = picture(10.4, 5.7, title, setting(s, rows), foot(s, rows), (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95),
-                            nrows=1 + timed, ncols=2, width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
-    cells = cells[:, :] if sweep == "chunk" else cells[:, 0], cells[0, 1], cells[-1, 1]
+    beside = len(panels) - 1
+    figure, cells = picture(10.4, 5.7, title, setting(s, rows), foot(s, rows), (0.95, 1.2 if beside else 2.6, 1.95, 0.95), nrows=beside or 1,
+                            ncols=2 if beside else 1, width_ratios=(1.75, 1)[:1 + (beside > 0)], wspace=0.62 if sweep != "chunk" else 1,
+                            hspace=0.95)
     for k, (title, unit, y, form) in enumerate(panels):
-        ax = panel(figure, cells[k], title, unit)
-        theirs = known if y is layer_bytes else {}
-        both = over_size(ax, rows, y, form, k == 0, more=[mib * MIB for points in theirs.values() for _, mib in points])
+        ax = panel(figure, cells[k - 1, 1] if k else cells[:, 0], title, unit)
+        known = [mib * MIB for points in s["marks"].values() for _, mib in points] if y is layer_bytes else []
+        both = over_size(ax, rows, y, form, k == 0, more=known)
         if y is layer_bytes:
-            others(ax, s, rows, theirs)
+            others(ax, s, rows)
         if k == 0 and len(both) == 2 and both["fused"][0] == both["materialized"][0]:
             ax.fill_between(*both["fused"][:2], both["materialized"][1], color=SAVED, alpha=0.75, lw=0, zorder=0)
     main = figure.axes[0]
@@ -322,44 +315,12 @@ def grid(s, rows, path):
     save(figure, path)
 
 
-def trade(s, rows, path):
-    """LM head + loss: time over that of its three GEMMs against memory, chunk by chunk, beside other libraries."""
-    rows = [row for row in rows if row["layer_seconds"]]
-    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows),
-                            foot(s, rows), (0.95, 2.2, 1.95, 0.95))
-    ax = panel(figure, cells[0], "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
-    top, held = max([1.5, *map(over_gemms, rows)]) + 0.05, [layer_bytes(row) for row in rows]
-    log_axis(ax, "x", *(of(held + [mib * MIB for _, mib, _ in s["peers"].values()]) for of in (min, max)))
-    ax.set_ylim(min([0.95, *map(over_gemms, rows)]) - 0.05, top)
-    for mode, (color, marker, name) in MODES.items():
-        points = [(layer_bytes(row), over_gemms(row), row["chunk"]) for row in rows if row["mode"] == mode]
-        ax.plot([x for x, *_ in points], [y for _, y, _ in points], marker + "-", color=color, lw=2.2, ms=7, mec="white", label=name)
-        for x, y, chunk in points:
-            text = ("default " if chunk == s["default_chunk"] else "") + f"{chunk:,}" if chunk else mode
-            label(ax, [(x, y, color, text)], *((-3, -13) if chunk else (9, 0)))
-    sides = {9: [], -9: []}
-    for name, (ratio, mib, _) in s["peers"].items():
-        x, y = mib * MIB, min(ratio, top - 0.03)
-        ax.plot(x, y, "D", color=MUTED, ms=6)
-        between = min(held) < x <= max(held) and y < top - 0.03
-        sides[-9 if between else 9].append((x, y, MUTED, name + (f", at {ratio}" if y < ratio else "")))
-    for right, places in sides.items():
-        label(ax, places, right)
-    ax.axhline(1, color=INK, lw=1, ls=":")
-    ax.set_xlabel("memory beyond inputs and gradients")
-    save(figure, path)
-
-
 def draw(s, rows, path):
     """Draws a table of tools/memory_curve."""
-    if "memory_gib" in rows[0]:
-        longest(s, rows, path)
-    elif "step" in rows[0]:
+    if "step" in rows[0]:
         timeline(s, rows, path)
     elif len({row["sweep"] for row in rows}) > 1:
         grid(s, rows, path)
-    elif rows[0]["sweep"] == "chunk" and any(map(over_gemms, rows)):
-        trade(s, rows, path)
     else:
         memory(s, rows, path)
 
@@ -409,25 +370,6 @@ def timeline(s, rows, path):
             ax.set_xticks(list(steps.values()), [f"step {step}" for step in steps], ha="left")
     ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
     save(figure, path, fontsize=8.5)
-
-
-def longest(s, rows, path):
-    """Bars: the longest sequences by memory and what is offloaded, in both modes, beside what the model was made for."""
-    names = list(dict.fromkeys(f"{row['memory_gib']:g} GiB" + ", all offloaded" * (row["offloaded"] == "all") for row in rows))
-    figure, cells = picture(10.4, 2.5 + 0.68 * len(names), s["title"], setting(s),
-                            "Planned, to the byte: nothing was computed. Beside a bar: tokens, and what the host holds for them.",
-                            (1.75, 2.2, 1.6, 0.85))
-    ax = panel(figure, cells[0], f"tokens of the longest sequence, batch {s['batch']}")
-    sets = []
-    for mode, (color, _, name) in MODES.items():
-        ours = [row for row in rows if row["mode"] == mode]
-        texts = [count(row["seq_len"]) + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
-                 for row in ours]
-        sets.append(([row["seq_len"] for row in ours], texts, color, name))
-    bars(ax, names, *sets)
-    ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
-    label(ax, [(s["positions"], -0.4, MUTED, f"{s['model']} is made for {count(s['positions'])} positions")], 5)
-    save(figure, path)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------
