@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""tools/memory_curve and tools/plot_run: figures worked out by hand, plan against ledger, sweeps that stop, refusals, and what is in the
-pictures."""
+"""tools/memory_curve and tools/plot_run: figures worked out by hand, plan against ledger, sweeps that stop,
+refusals, and what is in the pictures."""
 import csv
 import importlib.util
 import json
@@ -75,14 +75,15 @@ def assert_says(path, *parts):
     return said
 
 
-# --- figures --------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def test_worked_out_by_hand(folder):
     """N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes."""
     curve(folder, "--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 --lce-chunk 16 "
           "--num-attention-heads 2 --num-key-value-heads 1").ok()
-    held = 64 * 32 * 2 + 1000 * 32 * 2 + 64 * 32 * 2 + 1000 * 32 * 4 + 256 + 256 + (32 << 20)  # x, W, dx, dW, losses, targets, workspace
+    # x, W, dx, dW, losses, targets, workspace
+    held = 64 * 32 * 2 + 1000 * 32 * 2 + 64 * 32 * 2 + 1000 * 32 * 4 + 256 + 256 + (32 << 20)
     logits = 64 * 1024 * 2  # rows of 1000 stand 1024 apart: whole cache lines
     fused, whole = (reading(folder, mode) for mode in FUSED_AND_NOT)
     assert whole["planned_layer_bytes"] == logits and whole["planned_bytes"] == held + logits and whole["status"] == "planned", whole
@@ -129,7 +130,7 @@ def test_patience(folder):
         assert [row["status"] for row in curve_rows(folder)] == [status] * 4
 
 
-# --- recipes --------------------------------------------------------------------------------------------------
+# --- recipes ------------------------------------------------------------------------------------------------
 
 
 @once
@@ -157,7 +158,8 @@ def test_recipes(folder):
 
 
 def test_offloaded_timelines(folder):
-    """The published setting: offloaded, 8 chunks, and a baseline whose logits are fp32. The peaks are ./train's plans of the same options."""
+    """The published setting: offloaded, 8 chunks, and a baseline whose logits are fp32. The peaks are
+    ./train's plans of the same options."""
     for name, tokens in (("llama3-8b-32k", 32768), ("llama3-8b-4x20480", 81920)):
         settings, rows = table(recipe(name)[0] / "timeline.csv")
         planned = plans(folder, settings["options"])
@@ -168,7 +170,7 @@ def test_offloaded_timelines(folder):
             assert part[-1]["lm_head, loss"] == 0 and part[0]["at"] == 0 and all(a["at"] <= b["at"] for a, b in zip(part, part[1:]))
 
 
-# --- a sweep that stops ---------------------------------------------------------------------------------------
+# --- a sweep that stops -------------------------------------------------------------------------------------
 
 
 def test_killed_sweep_resumes(folder):
@@ -224,7 +226,7 @@ def test_refusals(folder):
             assert done.status == 1 and done.err.startswith("memory_curve: ") and done.err.count("\n") == 1, done
 
 
-# --- pictures -------------------------------------------------------------------------------------------------
+# --- pictures -----------------------------------------------------------------------------------------------
 
 
 def test_pictures_of_sweeps(folder):
@@ -236,7 +238,8 @@ def test_pictures_of_sweeps(folder):
     curve(folder / "cpu", MEASURED + " --values 32,64 --format svg").ok("wrote " + str(folder / "cpu" / "curve.svg"))
     assert_says(folder / "cpu" / "curve.svg", "measured on CPU", "Time of a step", "counted by the device", "agree to the byte at 4 of 4")
     curve(folder / "cpu", "--redraw").ok()
-    for words, says in (("--plan-only", "\nwrote "), ("--batch 3", " holds a sweep with ")):  # nothing that a terminal acts on
+    # Names are printed without what a terminal would act on.
+    for words, says in (("--plan-only", "\nwrote "), ("--batch 3", " holds a sweep with ")):
         done = curve(folder / "\x1b[31m", words)
         assert says in done.out + done.err and "\x1b" not in done.out + done.err, done
     assert (folder / "cpu" / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -265,7 +268,8 @@ def test_a_measured_timeline(folder):
 
 
 def test_without_matplotlib(folder):
-    """The table comes all the same, and a sentence says how to have pictures. Without --out the files go below the current folder."""
+    """The table comes all the same, and a sentence says how to have pictures. Without --out the files go
+    below the current folder."""
     (folder / "matplotlib.py").write_text("raise ImportError('none')\n")
     out = folder / "runs" / "memory_curve"
     done = run(ROOT / "tools" / "memory_curve", *PLANNED.split(), cwd=folder, LCE_TRAIN=str(TRAIN), PYTHONPATH=str(folder))
@@ -273,7 +277,7 @@ def test_without_matplotlib(folder):
     assert "Traceback" not in done.err and len(curve_rows(out)) == 16 and [path.name for path in out.iterdir()] == ["curve.csv"]
 
 
-# --- runs -----------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 
 def test_plot_run(folder):
