@@ -16,12 +16,13 @@ timed by itself as well. A forward pass that computes the gradients is timed wit
 backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
 gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed or fails gets a row
 with the reason.
-Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own.
+Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy. From 2.13 on PyTorch has one of its own.
 lce.c is measured through the PyTorch package and through its C interface, liblce.h. QuACK's chunk is 4096, or
 2048 if H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128
 and V of 256.
 
-z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)), a from -1 to 1.
+z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)),
+a from -1 to 1.
 In a step only LM head + loss differ. The layers are compiled, the optimizer is a fused AdamW, all in bf16.
 """
 import argparse
