@@ -1,25 +1,29 @@
 #!/usr/bin/env python3
 """Times lce.c's linear_cross_entropy against other implementations, at the same shapes, in one run.
 
-  make liblce.so && tools/bench_peers.py                  # on a GPU; needs PyTorch, and the peers' packages for their rows
-  tools/bench_peers.py --z-loss                           # the loss with z-loss, beside chains of separate operations
-  tools/bench_peers.py --log-probs                        # log-probabilities of a policy gradient, alone and with entropies
-  tools/bench_peers.py --step                             # a training step of transformers' Llama; with --z-loss, too
-  tools/bench_peers.py --device cpu --shapes 64x32x1000   # where there is no GPU
+  make liblce.so && tools/bench_peers.py        # on a GPU; needs PyTorch, and a peer's package for its row
+  tools/bench_peers.py --z-loss                 # the loss with z-loss, beside chains of separate operations
+  tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient
+  tools/bench_peers.py --step                   # a training step of transformers' Llama; also with --z-loss
+  tools/bench_peers.py --device cpu --shapes 64x32x1000   # without a GPU
 
-Every peer computes the mean loss and the gradients of x and W, alternating with the three plain GEMMs (logits, dX and dW
-through torch.mm); "over the GEMMs" is the ratio to them. On a GPU three calls are queued and timed together, as in training,
-where it does not wait for the host; before that both run untimed until it reaches its steady clock. "holds" is the peak
-memory beyond inputs and gradients: PyTorch's own count, for lce.c with what its library reports. With z-loss and
-log-probabilities the forward pass is timed by itself, too; where it computes the gradients it is timed without them, and they
-count as the backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
-gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed, or fails, is a row with the reason.
-Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own.
-lce.c is measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, or 2048
-where H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128 and V of 256.
+Every peer computes the mean loss and the gradients of x and W. Each measurement alternates with the three
+plain GEMMs (logits, dX and dW by torch.mm); "over the GEMMs" is the ratio of the two times. On a GPU three
+calls are queued and timed together, as in training, where the GPU does not wait for the host; both run
+untimed first, until the clock is steady. "holds" is the peak memory beyond inputs and gradients: PyTorch's
+count, and for lce.c also what its library reports. With z-loss and log-probabilities the forward pass is
+timed by itself as well. A forward pass that computes the gradients is timed without them; they count as the
+backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
+gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed or fails gets a row
+with the reason.
+Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy. From 2.13 on PyTorch has one of its own.
+lce.c is measured through the PyTorch package and through its C interface, liblce.h. QuACK's chunk is 4096, or
+2048 if H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128
+and V of 256.
 
-z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)), a from -1 to 1.
-In a step only LM head + loss are exchanged; the layers are compiled, the optimizer is a fused AdamW, all in bf16.
+z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)),
+a from -1 to 1.
+In a step only LM head + loss differ. The layers are compiled, the optimizer is a fused AdamW, all in bf16.
 """
 import argparse
 import functools
@@ -49,7 +53,7 @@ PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", 
 LAMBDA, BETA = 1e-4, 1e-2
 
 
-# --- implementations --------------------------------------------------------------------------------------------
+# --- implementations ----------------------------------------------------------------------------------------
 
 class Peer(typing.NamedTuple):
     """make() returns loss(x, w, y), or for a `direct` peer what returns the loss, dX and dW."""
@@ -132,7 +136,7 @@ CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, redu
     # As most trainers do: the logits are rounded, the loss is not.
     eager("PyTorch eager, fp32 logits", lambda x, w, y: F.cross_entropy((x @ w.T).float(), y)),
     compiled("torch.compile", cross_entropy),
-    # Without options it is the plain composition; with them it goes in chunks, dW in fp32 (acc_policy "auto").
+    # Without options it is the plain composition; with them it uses chunks, dW in fp32 (acc_policy "auto").
     eager("torch linear_cross_entropy",
           lambda x, w, y: F.linear_cross_entropy(x, w, y, options=torch.nn.LinearCrossEntropyOptions())),
     Peer("Liger (Triton, fp32 dW)", liger, "liger-kernel"),
@@ -190,7 +194,7 @@ def log_probs(name, entropy):
 LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True)]
 
 
-# --- measuring --------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------
 
 def wait(cuda):
     if cuda:
@@ -205,7 +209,7 @@ def reset_peak(cuda):
 
 
 def peak(cuda, peer, tensor, without=0):
-    """Bytes of PyTorch's tensors since reset_peak; None on the CPU, where it does not count. lce.c's memory is not PyTorch's."""
+    """Peak bytes of PyTorch's tensors since reset_peak, None on the CPU; and what lce.c's library holds."""
     wait(cuda)
     held = torch.cuda.max_memory_allocated() - without if cuda else None
     return (held or 0) + context(tensor.device, tensor.dtype, "").held_bytes() if peer.name.startswith("lce.c") else held
@@ -222,9 +226,10 @@ def seconds(cuda, work, calls=1):
 
 
 def measure(options, peers, first, make_base=None, calls=1):
-    """A row for every peer, and the base's median seconds. first(peer, its function) returns what the row holds and the work
-    that is timed; where it fails, the row has the reason. Then each alternates with the base, which make_base() returns or
-    the last peer's work is; before that both run untimed, since a GPU reaches its steady clock late."""
+    """A row for every peer, and the base's median seconds. first(peer, its function) returns what the row
+    holds and the work that is timed; where it fails, the row has the reason. Then each alternates with the
+    base, which make_base() returns or the last peer's work is; before that both run untimed, since a GPU
+    reaches its steady clock late."""
     rows, works, bases, cuda = [], {}, [], options.cuda
     peers = [peer for peer in peers if not peer.name.startswith(tuple(options.without))]
     for peer in peers:
@@ -256,7 +261,7 @@ def measure(options, peers, first, make_base=None, calls=1):
     return rows, statistics.median(bases) if bases else None
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------
+# --- the loss -----------------------------------------------------------------------------------------------
 
 def problem(device, shape):
     """x [N, H] and w [V, H] (leaves that require gradients), y [N]."""
@@ -291,7 +296,7 @@ def plain_gemms(x, w):
 
 
 def reference(x, w, y, token_losses):
-    """The mean of token_losses(z, y, advantages), dX and dW in float64, from so many rows of logits z as take 1 GiB."""
+    """The mean of token_losses(z, y, advantages), dX and dW in float64, in blocks of 1 GiB of logits z."""
     w64, loss, dxs, rows = w.detach().double().requires_grad_(), 0, [], max(1, 2**30 // (8 * len(w)))
     for x_part, y_part, advantages in zip(x.detach().split(rows), y.split(rows), advantages_of(y).split(rows)):
         x64 = x_part.double().requires_grad_()
@@ -341,7 +346,7 @@ def loss_rows(options, loss, shape):
     return measure(options, loss.peers, first, make_base, 3 if options.cuda else 1)
 
 
-# --- a step -----------------------------------------------------------------------------------------------------
+# --- a step -------------------------------------------------------------------------------------------------
 
 # transformers' names. By default they are those of Llama 3.2 1B on a GPU.
 LLAMA = {"cuda": dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -383,7 +388,7 @@ def step_rows(options, loss):
     return rows, f"a step of Llama ({model.num_parameters() / 1e9:.2f}B) by transformers, batch {batch} x {length}"
 
 
-# --- tables -----------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------
 
 # A row's field, its column's title, and how it is shown.
 COLUMNS = [("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}"),

@@ -1,11 +1,11 @@
-"""The pictures of tools/memory_curve and tools/plot_run: memory over a size and over time, and runs. matplotlib draws them."""
+"""The pictures of tools/memory_curve and tools/plot_run: memory over a size or over time, and runs."""
 import os
 import statistics
 import sys
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-# One palette. Materialized has the first colour and fused the second in every picture; they differ on grey paper, too.
+# One palette. Materialized has the first colour and fused the second in every picture; they differ in grey.
 INK, MUTED, GRID, SAVED = "#1c2330", "#5c6673", "#e1e5ea", "#fbe6d0"
 COLORS = "#e87d1e", "#143d73", "#3a8f4f", "#8e4ba8", "#a81c33", "#5c7f99", "#1f939a", "#b08a14"
 MODES = {"materialized": (COLORS[0], "s", "materialized logits"), "fused": (COLORS[1], "o", "fused, in chunks")}
@@ -23,7 +23,7 @@ STYLE = {"font.size": 9.5, "svg.fonttype": "none", "savefig.dpi": 200, "axes.spi
 
 
 def why_not():
-    """Why no picture can be drawn, and what to do about it; None where one can. Only who draws waits for matplotlib."""
+    """Imports matplotlib, only where something is drawn. Returns why it cannot and what to do, or None."""
     global plt, ticker, transforms
     try:
         import matplotlib.pyplot as plt
@@ -36,7 +36,7 @@ def why_not():
     return None
 
 
-# --- text -------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------
 
 count = "{:,.0f}".format
 
@@ -70,10 +70,10 @@ def times(large, small):
     return three_digits(large / small) if small else ""
 
 
-# --- parts of a picture -----------------------------------------------------------------------------------------
+# --- parts of a picture -------------------------------------------------------------------------------------
 
 def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0.95), **grid):
-    """A figure of so many inches with its words, and a grid of panels within margins (left, right, top, bottom)."""
+    """A figure with its words and a grid of panels, in inches; margins are left, right, top, bottom."""
     figure, (left, right, top, bottom) = plt.figure(figsize=(width, height)), margins
     figure.text(0.36 / width, 1 - 0.3 / height, title, fontsize=14, weight="bold", va="top")
     figure.text(0.36 / width, 1 - 0.64 / height, subtitle, color=MUTED, va="top")
@@ -82,7 +82,7 @@ def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0
 
 
 def save(figure, path, fontsize=9.5):
-    """With a legend below the titles, of what has a name in the first panel."""
+    """Writes the figure, with a legend below the titles for the named lines of the first panel."""
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
                       fontsize=fontsize, bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
@@ -93,7 +93,7 @@ def save(figure, path, fontsize=9.5):
 
 
 def panel(figure, cell, title, unit=""):
-    """With a title, and under it what its y axis counts; below both is space for a label of a point at the top."""
+    """A panel: a title, under it the unit of the y axis, and space for the label of a point at the top."""
     ax = figure.add_subplot(cell)
     ax.set_title(title, pad=32 if unit else 8, weight="bold", fontsize=10.5)
     ax.annotate(unit, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=MUTED, fontsize=9)
@@ -101,7 +101,7 @@ def panel(figure, cell, title, unit=""):
 
 
 def bars(ax, names, *sets):
-    """A bar to the right for each name and set (values, texts, colour or colours, name in the legend)."""
+    """Draws a horizontal bar for each name and set (values, texts, colour or colours, name in the legend)."""
     height = 0.78 / len(sets)
     for k, (values, texts, color, name) in enumerate(sets):
         drawn = ax.barh([n + height * k for n in range(len(names))], values, 0.92 * height, color=color, label=name)
@@ -113,8 +113,8 @@ def bars(ax, names, *sets):
 
 
 def label(ax, places, right=9, up=0.0):
-    """Lines of text beside points, (x, y, colour, line...), to the left where `right` is negative. The first is bold unless it is
-    grey; the others are grey. Those that would overlap are pushed apart."""
+    """Writes lines of text beside points, (x, y, colour, line...), to the left where `right` is negative. The
+    first line is bold unless it is grey; the others are grey. Labels that would overlap are pushed apart."""
     places = sorted(places, key=lambda place: place[1])
     points = [ax.transData.transform(place[:2]) * 72 / ax.figure.dpi for place in places]
     before, now, heights = [y for _, y in points], [y for _, y in points], [12.5 * (len(place) - 3) for place in places]
@@ -148,7 +148,7 @@ def log_axis(ax, which, low, high):
     ax.minorticks_off()
 
 
-# --- memory over a size -----------------------------------------------------------------------------------------
+# --- memory over a size -------------------------------------------------------------------------------------
 
 AXES = {"tokens": "tokens", "vocab": "vocabulary", "hidden": "hidden size", "chunk": "tokens per chunk"}
 COLUMN = {"tokens": "tokens", "vocab": "vocab_size", "hidden": "hidden_size", "chunk": "chunk"}
@@ -172,8 +172,8 @@ def over_gemms(row):
 
 
 def setting(s, rows=()):
-    """What stands under a title: model, the sizes that are not swept, dtype, memory options and the device."""
-    step, swept = s["what"] == "step", ["tokens"] if "positions" in s else list(s["sweeps"])
+    """The line under a title: model, the sizes that are not swept, dtype, memory options and the device."""
+    step, swept = s["what"] == "step", list(s["sweeps"])
     sizes = {"tokens": f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
              "hidden": f"H {s['hidden_size']:,}" * (not step), "vocab": f"V {s['vocab_size']:,}"}
     shown = [text for name, text in sizes.items() if text and swept != [name]]
@@ -194,13 +194,12 @@ def foot(s, rows):
     too_large = sum(row["status"] == "does not fit" for row in rows)
     words = {f"Measured by the ledger; plan and ledger agree to the byte at {same} of {len(measured)} points.": measured,
              NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows), f"{too_large} would not fit.": too_large,
-             s["grey"]: len(s["sweeps"]) == 1,
-             "Others: one H100, PyTorch 2.11, at their own chunks.": s["peers"] and all(row["sweep"] == "chunk" for row in rows)}
+             s["grey"]: True}
     return " ".join(text for text, true in words.items() if text and true)
 
 
 def draw_modes(ax, rows, y):
-    """A line for each mode, {mode: [xs, ys, was it measured]}; dashed and hollow where it is only planned."""
+    """Draws a line for each mode, dashed and hollow where only planned. Returns {mode: [xs, ys, measured]}."""
     found = {}
     for mode, (color, marker, name) in MODES.items():
         points = sorted((x_of(row), y(row), row["status"] == "measured") for row in rows if row["mode"] == mode and y(row))
@@ -218,7 +217,7 @@ def draw_modes(ax, rows, y):
 
 
 def over_size(ax, rows, y, form=size, main=False, more=()):
-    """One figure over what is swept, its lines labelled and compared where they end; the axis has space for `more`, too."""
+    """Draws y over the swept size; labels and compares the lines at their ends. The axis also includes `more`."""
     both = draw_modes(ax, rows, y)
     xs, ys = sorted({x_of(row) for row in rows}), [*more, *(value for _, values, _ in both.values() for value in values)]
     doubling = len(xs) > 2 and all(b >= 1.6 * a for a, b in zip(xs, xs[1:])) and xs[-1] >= 16 * xs[0]
@@ -245,55 +244,49 @@ def over_size(ax, rows, y, form=size, main=False, more=()):
     return both
 
 
-def others(ax, s, rows, known):
-    """What the source and other libraries hold, in grey: at their own sizes, of chunks too; a rule for what has no size. With
-    a sweep of chunks also what ours hold at the one that a run takes by itself."""
-    (left, right), last, ends, chunks = ax.get_xlim(), max(map(x_of, rows)), [], rows[0]["sweep"] == "chunk"
-    for name, points in known.items():
+def others(ax, s, rows):
+    """Draws what the source says in grey: at its sizes, or as a line across where it names none. Over chunks,
+    also labels what the materialized mode holds, and the fused mode at its default chunk."""
+    left, right = ax.get_xlim()
+    for name, points in s["marks"].items():
         line = [(x, mib * MIB) for x, mib in points]
         x, y = line[-1]
-        text = MUTED, f"{name}, {size(y)}"
         if x is None:
             ax.axhline(y, color=MUTED, lw=1.1, ls=":")
-            label(ax, [(left, y, *text)], 6, 7)
-            continue
-        ax.plot(*zip(*line), "D", color=MUTED, ls=":", ms=4.5, lw=1.1, zorder=6, clip_on=False)
-        if chunks and x == last:
-            ends.append((right, y, *text))
         else:
-            label(ax, [(x, y, *text)], *((9, -3) if chunks and x < last / 8 else (-9, 10)))
-    held = {row["chunk"]: layer_bytes(row) for row in rows} if chunks else {}
+            ax.plot(*zip(*line), "D", color=MUTED, ls=":", ms=4.5, lw=1.1, zorder=6, clip_on=False)
+        label(ax, [(left if x is None else x, y, MUTED, f"{name}, {size(y)}")], *((6, 7) if x is None else (-9, 10)))
+    held = {row["chunk"]: layer_bytes(row) for row in rows} if rows[0]["sweep"] == "chunk" else {}
     at, full = s["default_chunk"], held.get(0)
     if full:
-        ends.append((right, full, COLORS[0], "materialized, " + size(full)))
+        label(ax, [(right, full, COLORS[0], "materialized, " + size(full))])
     if full and at in held:
         ax.plot(at, held[at], "o", ms=13, mfc="none", mec=COLORS[1], mew=1.4, zorder=5)
         label(ax, [(at, held[at], COLORS[1], "fused, default chunk", f"{size(held[at])}, {times(full, held[at])}x less")], 12, -14)
-    label(ax, ends)
 
 
 def memory(s, rows, path):
-    """A step, or LM head + loss alone, over one size: in total, the loss, and where it was measured the time."""
+    """A step, or LM head + loss alone, over one size: the total, the loss, and the time if it was measured."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
-    known = s["marks"] | {name: [[chunk, mib]] for name, (_, mib, chunk) in s["peers"].items() if sweep == "chunk"}
     title = "With its inputs and gradients" if layer else "Peak memory of a training step"
     whole = (title, "in total", lambda row: best(row, "bytes"), size)
     alone = ("LM head + loss" + ("" if layer else " alone"), "beyond its inputs and gradients", layer_bytes, size)
-    panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]  # of chunks the labels take the space
+    # Chunks have one panel: their labels need the space.
+    panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]
     if timed:
         panels.append(("Time", "over that of its three GEMMs", over_gemms, "{:.2f}".format) if layer else
                       ("Time of a step, s", "forward, backward, AdamW", lambda row: row["step_seconds"], "{:.3g} s".format))
     over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
     title = s["title"] or (f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}")
-    figure, cells = picture(10.4, 5.7, title, setting(s, rows), foot(s, rows), (0.95, 2.6 if sweep == "chunk" else 1.2, 1.95, 0.95),
-                            nrows=1 + timed, ncols=2, width_ratios=(1.75, 1), wspace=0.62, hspace=0.95)
-    cells = cells[:, :] if sweep == "chunk" else cells[:, 0], cells[0, 1], cells[-1, 1]
+    beside = len(panels) - 1
+    shape = dict(nrows=beside, ncols=2, width_ratios=(1.75, 1), wspace=0.9 if sweep == "chunk" else 0.62, hspace=0.95) if beside else {}
+    figure, cells = picture(10.4, 5.7, title, setting(s, rows), foot(s, rows), (0.95, 1.2 if beside else 2.6, 1.95, 0.95), **shape)
     for k, (title, unit, y, form) in enumerate(panels):
-        ax = panel(figure, cells[k], title, unit)
-        theirs = known if y is layer_bytes else {}
-        both = over_size(ax, rows, y, form, k == 0, more=[mib * MIB for points in theirs.values() for _, mib in points])
+        ax = panel(figure, cells[k - 1, 1] if k else cells[:, 0], title, unit)
+        known = [mib * MIB for points in s["marks"].values() for _, mib in points] if y is layer_bytes else []
+        both = over_size(ax, rows, y, form, k == 0, more=known)
         if y is layer_bytes:
-            others(ax, s, rows, theirs)
+            others(ax, s, rows)
         if k == 0 and len(both) == 2 and both["fused"][0] == both["materialized"][0]:
             ax.fill_between(*both["fused"][:2], both["materialized"][1], color=SAVED, alpha=0.75, lw=0, zorder=0)
     main = figure.axes[0]
@@ -310,7 +303,7 @@ def memory(s, rows, path):
 
 
 def grid(s, rows, path):
-    """Several sweeps side by side: what is held, and where it was measured the rate."""
+    """Several sweeps side by side: the memory held, and the rate where it was measured."""
     def teraflops(row):
         return row["layer_seconds"] and 6e-12 * row["tokens"] * row["vocab_size"] * row["hidden_size"] / row["layer_seconds"]
     kinds = [("memory held", layer_bytes, size), ("TFLOP/s", teraflops, count)][:1 + any(map(teraflops, rows))]
@@ -322,56 +315,24 @@ def grid(s, rows, path):
     save(figure, path)
 
 
-def trade(s, rows, path):
-    """LM head + loss: time over that of its three GEMMs against memory, chunk by chunk, beside other libraries."""
-    rows = [row for row in rows if row["layer_seconds"]]
-    figure, cells = picture(10.4, 5.7, s["title"] or "LM head + loss: time against memory, chunk by chunk", setting(s, rows),
-                            foot(s, rows), (0.95, 2.2, 1.95, 0.95))
-    ax = panel(figure, cells[0], "Forward and backward of LM head + loss, by tokens per chunk", "time over that of its three GEMMs")
-    top, held = max([1.5, *map(over_gemms, rows)]) + 0.05, [layer_bytes(row) for row in rows]
-    log_axis(ax, "x", *(of(held + [mib * MIB for _, mib, _ in s["peers"].values()]) for of in (min, max)))
-    ax.set_ylim(min([0.95, *map(over_gemms, rows)]) - 0.05, top)
-    for mode, (color, marker, name) in MODES.items():
-        points = [(layer_bytes(row), over_gemms(row), row["chunk"]) for row in rows if row["mode"] == mode]
-        ax.plot([x for x, *_ in points], [y for _, y, _ in points], marker + "-", color=color, lw=2.2, ms=7, mec="white", label=name)
-        for x, y, chunk in points:
-            text = ("default " if chunk == s["default_chunk"] else "") + f"{chunk:,}" if chunk else mode
-            label(ax, [(x, y, color, text)], *((-3, -13) if chunk else (9, 0)))
-    sides = {9: [], -9: []}
-    for name, (ratio, mib, _) in s["peers"].items():
-        x, y = mib * MIB, min(ratio, top - 0.03)
-        ax.plot(x, y, "D", color=MUTED, ms=6)
-        between = min(held) < x <= max(held) and y < top - 0.03
-        sides[-9 if between else 9].append((x, y, MUTED, name + (f", at {ratio}" if y < ratio else "")))
-    for right, places in sides.items():
-        label(ax, places, right)
-    ax.axhline(1, color=INK, lw=1, ls=":")
-    ax.set_xlabel("memory beyond inputs and gradients")
-    save(figure, path)
-
-
 def draw(s, rows, path):
     """Draws a table of tools/memory_curve."""
-    if "memory_gib" in rows[0]:
-        longest(s, rows, path)
-    elif "step" in rows[0]:
+    if "step" in rows[0]:
         timeline(s, rows, path)
     elif len({row["sweep"] for row in rows}) > 1:
         grid(s, rows, path)
-    elif rows[0]["sweep"] == "chunk" and any(map(over_gemms, rows)):
-        trade(s, rows, path)
     else:
         memory(s, rows, path)
 
 
-# --- memory over time -------------------------------------------------------------------------------------------
+# --- memory over time ---------------------------------------------------------------------------------------
 
 def total(row):
     return sum(row[name] for name in STACK)
 
 
 def timeline(s, rows, path):
-    """Rows of a mode, `at` and bytes by category: a panel for each mode, on the same scale."""
+    """A panel for each mode, all on one scale: bytes by category over time."""
     titles = {"fp32 logits": "logits in fp32: a baseline, planned", "materialized": "materialized logits", "fused": "fused, in chunks"}
     there = {row["mode"] for row in rows}
     modes = {mode: [row for row in rows if row["mode"] == mode] for mode in titles if mode in there}
@@ -411,29 +372,10 @@ def timeline(s, rows, path):
     save(figure, path, fontsize=8.5)
 
 
-def longest(s, rows, path):
-    """Bars: the longest sequences by memory and what is offloaded, in both modes, beside what the model was made for."""
-    names = list(dict.fromkeys(f"{row['memory_gib']:g} GiB" + ", all offloaded" * (row["offloaded"] == "all") for row in rows))
-    figure, cells = picture(10.4, 2.5 + 0.68 * len(names), s["title"], setting(s),
-                            "Planned, to the byte: nothing was computed. Beside a bar: tokens, and what the host holds for them.",
-                            (1.75, 2.2, 1.6, 0.85))
-    ax = panel(figure, cells[0], f"tokens of the longest sequence, batch {s['batch']}")
-    sets = []
-    for mode, (color, _, name) in MODES.items():
-        ours = [row for row in rows if row["mode"] == mode]
-        texts = [count(row["seq_len"]) + (f", host {size(row['host_bytes'])}" if row["host_bytes"] else "") if row["seq_len"] else "none"
-                 for row in ours]
-        sets.append(([row["seq_len"] for row in ours], texts, color, name))
-    bars(ax, names, *sets)
-    ax.axvline(s["positions"], color=INK, lw=1.1, ls=DASHES, zorder=0)
-    label(ax, [(s["positions"], -0.4, MUTED, f"{s['model']} is made for {count(s['positions'])} positions")], 5)
-    save(figure, path)
-
-
-# --- runs -------------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 def trend(values):
-    """A centred moving mean, and that of what it leaves (Tukey's twicing), since the mean of a convex curve lies above it."""
+    """A centred moving mean, twice (Tukey's twicing): the mean alone lies above a convex curve."""
     def mean(v):
         spans = [min(len(v) // 50, i, len(v) - 1 - i) for i in range(len(v))]
         return [statistics.fmean(v[i - n:i + n + 1]) for i, n in enumerate(spans)]
@@ -442,7 +384,7 @@ def trend(values):
 
 
 def colors_of(names):
-    """The modes' own; others take what is left."""
+    """Each mode has its own colour; other names take those that are left."""
     left = iter(COLORS[2:] + COLORS[1::-1])
     return [next((color for mode, (color, *_) in MODES.items() if name.startswith(mode)), None) or next(left) for name in names]
 
@@ -470,7 +412,7 @@ def runs(title, subtitle, logs, path, start):
 
 
 def groups(title, subtitle, all_groups, path):
-    """Means and ranges of the groups' validation losses over steps and time, beside the first group's, and two bars each."""
+    """Each group's validation loss over steps and time, and minus the first group's; memory and speed."""
     figure, cells = picture(11.4, 7.4, title, subtitle, "Line: mean of the runs; band: from the lowest to the highest.",
                             (0.75, 1.35, 1.35, 0.95), nrows=2, ncols=2, wspace=0.55, hspace=0.55)
     colors, first = colors_of(group.name for group in all_groups), all_groups[0]
@@ -499,7 +441,7 @@ def groups(title, subtitle, all_groups, path):
 
 
 def ladder(rows, path):
-    """The rungs of kernels/lce/LCE.md, from lines of bench_lce --ladder --json: bars of time and memory, the last one dark."""
+    """The versions in kernels/lce/LCE.md, from bench_lce --ladder --json: bars of time and memory."""
     figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
                             "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
                             wspace=0.4)

@@ -1,21 +1,21 @@
 #!/bin/bash
-# From text to a picture: fetches text, trains a tokenizer and makes shards, trains a model with LM head + loss
-# materialized, fused and sampled, each from several seeds, and draws and prints what that does to loss, time and memory.
-# `make real-run` builds what it needs. Interrupted, it goes on where it was when started again. On an NVIDIA GPU the model
-# is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
+# From text to a picture: fetches text, trains a tokenizer, makes shards, and trains a model with LM head +
+# loss materialized, fused and sampled, from several seeds each. Draws and prints what that does to loss, time
+# and memory. `make real-run` builds what it needs. After an interruption it continues where it was. On an NVIDIA
+# GPU the model is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
 #
 #   --lce-sample M0      M0 of the sampled runs (default 1)
 #   --model-options OPT  ./train's options for model and batch, instead of the ones above
-#   --out DIR            Where text, shards, logs and the picture go (default runs/real_run); shards there are used
-#   --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed gives the weights and the order of the
-#                        data: runs of different kinds with the same seed start alike and read the same batches
+#   --out DIR            Folder of text, shards, logs and picture (default runs/real_run); its shards are used
+#   --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed sets the weights and the
+#                        data's order: runs with the same seed start alike and read the same batches
 #   --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
-#   --text PATH          Text to train on: file, directory or what else tools/prepare_data.py reads
+#   --text PATH          Text to train on: a file, a directory or what else tools/prepare_data.py reads
 #                        (default the documentation and C of Debian's or Ubuntu's linux-source package)
 #   --vocab V            Entries of the tokenizer (default 128256)
 #
-# Python with tokenizers and numpy makes the shards (PYTHON names one; without them they go into a virtual environment next
-# to DIR), and with torch and transformers it checks the checkpoint that the last run saves.
+# Python with tokenizers and numpy makes the shards (PYTHON names one; if they are missing, they are installed
+# into a virtual environment next to DIR). With torch and transformers it also checks the last checkpoint.
 set -euo pipefail
 
 fail() {
@@ -51,7 +51,7 @@ seeds=${option[seeds]} steps=${option[steps]} text=${option[text]} out=${option[
 mkdir -p "$out"
 out=$(realpath "$out")
 
-# --- text, tokenizer, shards -------------------------------------------------------------------------------------
+# --- text, tokenizer, shards --------------------------------------------------------------------------------
 
 # Into $out/text.jsonl, a file a line: which files does not depend on their order in the package.
 fetch_text() {
@@ -101,9 +101,10 @@ make_shards() {
 
 [ -e "$out/shards/manifest.json" ] || make_shards
 data=(--data "$out/shards/train_*.bin")
-if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_*.bin"); fi # else ./train holds a part back
+# Without validation shards ./train holds a part of the data back.
+if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_*.bin"); fi
 
-# --- training ----------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 modes=(materialized fused sampled)
 sample="--lce-sample ${option[lce-sample]}" warmup=$(((steps + 8) / 9))
@@ -132,7 +133,7 @@ for ((seed = 1; seed <= seeds; seed++)); do
   done
 done
 
-# --- what came out -----------------------------------------------------------------------------------------------
+# --- what came out ------------------------------------------------------------------------------------------
 
 echo
 # Where no picture can be drawn plot_run says why, after the table.
