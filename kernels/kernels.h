@@ -286,8 +286,7 @@ typedef union {
 
 bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is there
 
-// The materialized mode's one pass, and that of label smoothing with a soft-cap: logits become their own gradient in place, and
-// loss and outputs are written.
+// The materialized mode's one pass: logits become their own gradient in place, and loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them

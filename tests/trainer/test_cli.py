@@ -170,7 +170,7 @@ REFUSED = [
     ("--save-every 2", "--save-every says when to save, and not where: add --save DIR"),
     ("--save-dtype fp32", "--save-dtype says how to save, and not where: add --save DIR"),
     ("--vocab-parallel", "add --zero 1 or --zero 2"),
-    ("--vocab-parallel --zero 1 --logit-softcap 30 --label-smoothing 0.1", "--vocab-parallel has no label smoothing beside"),
+    ("--logit-softcap 30 --label-smoothing 0.1", "none together with llama-tiny's logit soft-cap of 30; add --materialized-logits"),
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
