@@ -42,8 +42,7 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
                               const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
   bool with_rows = p->model->config.norm == NORM_LAYER;
   if (tensor_exists(previous_dbias) && !with_rows)
-    linear_backward_weight(
-        p->backend, (LinearBackwardWeight){.dbias = previous_dbias, .dout = dx, .accumulate = p->accumulate});
+    sum_columns(p->backend, (SumColumns){.sum = previous_dbias, .x = dx, .accumulate = p->accumulate});
   norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
                                            .dx = dx,
                                            .dweight = w->weight.grad,

@@ -25,16 +25,14 @@ static void begin_smoothing(Call *c) {
   s->row = s->local_row = push_vector(c, "weighted sum of W", DTYPE_F32, hidden_size);
   if (c->ranks > 1) s->local_row = push_vector(c, "weighted sum of local W", DTYPE_F32, hidden_size);
   if (tensor_exists(a->dweight)) s->x = push_vector(c, "weighted sum of x", DTYPE_F32, hidden_size);
-  linear_backward_weight(
-      c->backend,
-      (LinearBackwardWeight){.dbias = s->local_row, .dout = a->weight, .coefficients = c->class_weights});
+  sum_columns(c->backend,
+              (SumColumns){.sum = s->local_row, .x = a->weight, .coefficients = c->class_weights});
   if (c->ranks > 1) all_reduce(c->backend, (Collective){.out = s->row, .x = s->local_row});
   if (!tensor_exists(a->bias)) return;
   s->bias = push_vector(c, "weighted sum of the bias", DTYPE_F32, 1);
   if (tensor_exists(a->dbias)) s->scales = push_vector(c, "sum of uniform scales", DTYPE_F32, 1);
-  linear_backward_weight(
-      c->backend,
-      (LinearBackwardWeight){.dbias = s->bias, .dout = as_column(a->bias), .coefficients = c->class_weights});
+  sum_columns(c->backend,
+              (SumColumns){.sum = s->bias, .x = as_column(a->bias), .coefficients = c->class_weights});
   if (c->ranks > 1) all_reduce(c->backend, (Collective){.out = s->bias, .x = s->bias});
 }
 
@@ -49,16 +47,16 @@ void lce_terms_begin(Call *c) {
 void lce_terms_add(const Call *c, const Chunk *k, bool first) {
   const Smoothing *s = &c->smoothing;
   if (tensor_exists(c->a->dbias))
-    linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = c->a->dbias,
-                                                              .dout = k->exps,
-                                                              .coefficients = k->rows.scale_non_target,
-                                                              .alpha = c->a->scale,
-                                                              .accumulate = c->a->accumulate || !first});
+    sum_columns(c->backend, (SumColumns){.sum = c->a->dbias,
+                                         .x = k->exps,
+                                         .coefficients = k->rows.scale_non_target,
+                                         .alpha = c->a->scale,
+                                         .accumulate = c->a->accumulate || !first});
   if (tensor_exists(s->x))
-    linear_backward_weight(c->backend, (LinearBackwardWeight){.dbias = s->x,
-                                                              .dout = k->tokens.x,
-                                                              .coefficients = k->rows.scale_uniform,
-                                                              .accumulate = !first});
+    sum_columns(c->backend, (SumColumns){.sum = s->x,
+                                         .x = k->tokens.x,
+                                         .coefficients = k->rows.scale_uniform,
+                                         .accumulate = !first});
   if (tensor_exists(s->scales))
     reduce(c->backend, (Reduce){.sum = s->scales, .x = k->rows.scale_uniform, .accumulate = !first});
 }
