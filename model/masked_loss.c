@@ -5,7 +5,7 @@
 //     loss', dx', dW = linear_cross_entropy(x', W, y')
 //     loss[rows[i]] = loss'[i],  dx[rows[i]] = dx'[i]            0 elsewhere
 //
-// It needs no memory beside x and dx: x' lies where dx will be, and then dx' where x was.
+// In training x' lies where dx will be, and dx' where x was: of [N, H] there is nothing beside x and dx.
 #include "model/masked_loss.h"
 
 // The memory must not depend on the data. So all tokens are counted, on a backend that runs nothing.
@@ -40,7 +40,7 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   LinearCrossEntropy few = a;
   few.chunk = lce_used_chunk(a.x.shape[0], a.chunk); // no larger than all tokens' chunks
   few.x = tensor_exists(a.dx) ? a.dx
-                              : memory_push_2d(memory, "x of counted tokens", MEMORY_HEAD, a.x.dtype,
+                              : memory_push_2d(memory, "x of counted tokens", MEMORY_ACTIVATIONS, a.x.dtype,
                                                a.x.shape[0], a.x.shape[1]);
   few.x = tensor_rows(few.x, 0, counted);
   if (tensor_exists(a.dx)) few.dx = tensor_rows(a.x, 0, counted);
