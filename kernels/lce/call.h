@@ -20,12 +20,11 @@ typedef union {
 
 enum { TOKENS_READ = 3, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
-// What label smoothing takes from all rows of W and all tokens (terms.c). All are absent without it.
+// Label smoothing's sums over all rows of W and over all tokens (terms.c). All are absent without it.
 typedef struct {
   Tensor row, bias; // fp32 [H], [1]: sum_j w[j] W[j] and w[j] b[j], over all rows of W
   Tensor local_row; // fp32 [H]: over this rank's rows
-  Tensor x,
-      scales; // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks (and ranks)
+  Tensor x, scales; // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks
 } Smoothing;
 
 // What a call holds besides its chunks.

@@ -33,7 +33,7 @@ static void fused(const Call *c) {
     lce_losses(c, &k);                                      // loss = log1p(R), r, c, r X
     lce_add_non_targets(c, &k, a->accumulate || first > 0); // dW += E^T (r X)
     lce_finish_dx(c, &k);                                   // dX = r dX + c W[y]
-    lce_terms_add(c, &k, first == 0);
+    lce_terms_add(c, &k, first == 0);                       // label smoothing and a bias
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }
