@@ -8,8 +8,10 @@
 // In training x' lies where dx will be, and dx' where x was: of [N, H] there is nothing beside x and dx.
 #include "model/masked_loss.h"
 
-// The memory must not depend on the data. So all tokens are counted, on a backend that runs nothing.
-static void count_all_tokens(Backend *backend, LinearCrossEntropy a) {
+#include "kernels/fail.h"
+
+// What the ledger says must not depend on the data. So it first sees the call for all tokens, on a backend that runs nothing.
+static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   static const BackendOps nothing;
   Backend plan = *backend;
   plan.ops = &nothing;
@@ -32,13 +34,16 @@ static void scatter(Backend *backend, Tensor out, Tensor x, Tensor rows) {
 
 void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor rows, int64_t counted) {
   if (!tensor_exists(rows) || a.mode == LCE_MATERIALIZED) return linear_cross_entropy(backend, a);
+  if (tensor_exists(a.dx) && a.dx.dtype != a.x.dtype)
+    fail("masked_linear_cross_entropy: dx is %s and x is %s; give them one type", tensor_text(a.dx).text,
+         tensor_text(a.x).text);
   enum { OUTPUTS = sizeof a.outputs.all / sizeof *a.outputs.all };
   Memory *memory = &backend->memory;
   MemoryMark mark = memory_mark(memory);
   counted = max_i64(counted, 1); // where none does, of an ignored token, which makes zeros
   rows = tensor_rows(rows, 0, counted);
   LinearCrossEntropy few = a;
-  few.chunk = lce_used_chunk(a.x.shape[0], a.chunk); // no larger than all tokens' chunks
+  few.chunk = lce_used_chunk(a.x.shape[0], a.chunk); // no larger than a chunk of all tokens
   few.x = tensor_exists(a.dx) ? a.dx
                               : memory_push_2d(memory, "x of counted tokens", MEMORY_ACTIVATIONS, a.x.dtype,
                                                a.x.shape[0], a.x.shape[1]);
@@ -47,7 +52,7 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   few.targets = push_counted(backend, a.targets, counted);
   few.loss = push_counted(backend, a.loss, counted);
   for (int i = 0; i < OUTPUTS; i++) few.outputs.all[i] = push_counted(backend, a.outputs.all[i], counted);
-  count_all_tokens(backend, a);
+  plan_all_tokens(backend, a);
   gather_rows(backend, (MoveRows){.out = few.x, .x = a.x, .rows = rows});
   gather_rows(backend, (MoveRows){.out = few.targets, .x = a.targets, .rows = rows});
   linear_cross_entropy(backend, few);
