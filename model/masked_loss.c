@@ -1,16 +1,17 @@
-// Where targets are ignored (instruction tuning; the last token of each packed document), the loss is that of the other tokens, so
-// they are gathered before it and what it gives is scattered after it:
+// Where targets are ignored (instruction tuning; the last token of each packed document), the loss is that of
+// the other tokens. So they are gathered before it, and what it gives is scattered after it:
 //
 //     x'[i] = x[rows[i]],  y'[i] = y[rows[i]]                    the counted tokens, one after the other
 //     loss', dx', dW = linear_cross_entropy(x', W, y')
 //     loss[rows[i]] = loss'[i],  dx[rows[i]] = dx'[i]            0 elsewhere
 //
-// In training x' lies where dx will be, and dx' where x was: of [N, H] there is nothing beside x and dx.
+// In training x' lies where dx will be, and dx' where x was: nothing of [N, H] is needed beside x and dx.
 #include "model/masked_loss.h"
 
 #include "kernels/fail.h"
 
-// What the ledger says must not depend on the data. So it first sees the call for all tokens, on a backend that runs nothing.
+// What the ledger says must not depend on the data. So it first sees the call for all tokens, on a backend
+// that runs nothing.
 static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   static const BackendOps nothing;
   Backend plan = *backend;

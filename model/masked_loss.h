@@ -3,10 +3,13 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// linear_cross_entropy(a), of whose tokens only some are computed: their positions are the first `counted` of `rows` (int32 [N]).
-// The targets of the others are IGNORE_INDEX, and their losses, outputs and rows of dx become 0. Where rows is absent, and in the
-// materialized mode, all are computed. With a shard `counted` is the largest of all ranks, and rows names ignored tokens after
-// the counted ones; and so it does where none counts.
+// linear_cross_entropy(a) of the counted tokens alone: the first `counted` of `rows` (int32 [N]) are their
+// positions. The targets of the others are IGNORE_INDEX; their losses, outputs and rows of dx become 0. Where
+// rows is absent, and in the materialized mode, all tokens are computed.
 //
-// With dx, which has x's dtype then, x is scratch and holds nothing afterwards. Weights of tokens and entropies are not for it.
+// With a shard, `counted` is the largest of all ranks, and rows names ignored tokens after the counted ones.
+// Its first one names a token where none counts, too.
+//
+// With dx, which then has x's dtype, x is scratch: it holds nothing afterwards. token_weights and
+// entropy_weights are absent.
 void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor rows, int64_t counted);

@@ -1,6 +1,6 @@
-// The loss of the counted tokens alone against the call for all tokens, some of whose targets are ignored; sampled, against float64;
-// and with a head split over ranks, for which this program starts itself as 1 to 4 ranks under mpirun (with LCE_GPU_RANKS=N under
-// tools/launch, as 2 and N ranks with a GPU each).
+// The loss of the counted tokens alone against the call for all tokens, some of whose targets are ignored;
+// sampled, against float64; and with a head split over ranks, for which this program starts itself as 1 to 4
+// ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each).
 #include "kernels/ranks/ranks.h"
 #include "model/masked_loss.h"
 #include "tests/loss_problem.h"
@@ -234,8 +234,8 @@ TEST(test_sampled) {
 
 // --- a split head ------------------------------------------------------------------------------------------
 
-// Another third of every rank's tokens is ignored, and all of the last rank's; rows then names ignored tokens after the counted
-// ones, as many as count on the rank that has most.
+// On every rank another part of the tokens is ignored, and all of the last rank's; rows names ignored tokens
+// after the counted ones, as many as count on the rank that has most.
 static void split_case(Harness *h, const Case *c) {
   Backend *b = h->backend;
   ReferenceLoss p = loss_problem(h, c->rows * b->ranks, c->hidden, c->vocab, 2);
