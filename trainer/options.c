@@ -354,8 +354,8 @@ static void check_loss(const Options *o) {
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
   if (softcap > 0 && o->pass.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
-    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; add "
-         "--materialized-logits, or give --logit-softcap 0",
+    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
+         "with --materialized-logits alone, or give --logit-softcap 0",
          o->model.name, softcap);
 }
 
