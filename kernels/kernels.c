@@ -203,12 +203,14 @@ NEEDS(linear_backward_input, LinearBackwardInput, FIELD(dout, "T [N, O] strided"
       REFUSE(a->activation && a->accumulate, "an activation's gradient cannot be accumulated"))
 
 static void check_linear_backward_weight(Op op, Backend *backend, LinearBackwardWeight *a) {
-  bool dweight = tensor_exists(a->dweight);
-  CHECK(FIELD(dout, "T [N, O] strided"),
-        FIELD(x, dweight ? "T [N, I] strided" : "absent: it is for dweight alone"),
-        FIELD(dweight, a->in_out_layout ? "fp32|bf16 [I, O] or absent" : "fp32|bf16 [O, I] or absent"),
-        FIELD(dbias, dweight ? "fp32|bf16 [O] or absent" : "fp32|bf16 [O]"),
-        FIELD(coefficients, dweight ? "absent: they are for dbias alone" : "fp32 [N] or absent"));
+  CHECK(FIELD(dout, "T [N, O] strided"), FIELD(x, "T [N, I] strided"),
+        FIELD(dweight, a->in_out_layout ? "fp32|bf16 [I, O]" : "fp32|bf16 [O, I]"),
+        FIELD(dbias, "fp32|bf16 [O] or absent"));
+  if (a->alpha == 0) a->alpha = 1;
+}
+
+static void check_sum_columns(Op op, Backend *backend, SumColumns *a) {
+  CHECK(FIELD(x, "T [N, M] strided"), FIELD(sum, "fp32|bf16 [M]"), FIELD(coefficients, "fp32 [N] or absent"));
   if (a->alpha == 0) a->alpha = 1;
 }
 

@@ -150,17 +150,26 @@ typedef struct {
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
 
-// dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n coefficients[n] dout[n].
+// dweight (+)= alpha * dout^T x (in the weight's layout);  dbias (+)= alpha * sum_n dout[n].
 typedef struct {
-  Tensor dweight;      // fp32 or bf16 [O, I], or [I, O] when in_out_layout; or absent, and x too: dbias alone
-  Tensor dbias;        // fp32 or bf16 [O], or absent
-  Tensor dout, x;      // fp32/bf16 [N, O] and [N, I]; may be strided
-  Tensor coefficients; // fp32 [N], or absent: all are 1; they are for dbias alone
+  Tensor dweight; // fp32 or bf16 [O, I], or [I, O] when in_out_layout
+  Tensor dbias;   // fp32 or bf16 [O], or absent
+  Tensor dout, x; // fp32/bf16 [N, O] and [N, I]; may be strided
   bool in_out_layout;
   float alpha; // 0 is read as 1
   bool accumulate;
   Tensor workspace;
 } LinearBackwardWeight;
+
+// sum[m] (+)= alpha * sum_n coefficients[n] x[n, m], in a fixed order: the gradient of a bias, and label smoothing's sums.
+typedef struct {
+  Tensor sum;          // fp32 or bf16 [M]
+  Tensor x;            // fp32/bf16 [N, M]; may be strided
+  Tensor coefficients; // fp32 [N], or absent: all are 1
+  float alpha;         // 0 is read as 1
+  bool accumulate;
+  Tensor workspace;
+} SumColumns;
 
 // --- FP8 ---------------------------------------------------------------------------------------------------
 
@@ -286,8 +295,7 @@ typedef union {
 
 bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is there
 
-// The materialized mode's one pass, and that of label smoothing with a soft-cap: logits become their own gradient in place, and
-// loss and outputs are written.
+// The materialized mode's one pass: logits become their own gradient in place, and loss and outputs are written.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
@@ -636,6 +644,7 @@ typedef struct {
   X(linear_forward, LinearForward, GEMMS)                        /* cpu_linear_forward cuda_linear_forward */ \
   X(linear_backward_input, LinearBackwardInput, GEMMS)           /* cpu_linear_backward_input cuda_linear_backward_input */ \
   S(linear_backward_weight, LinearBackwardWeight, GEMMS)         /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
+  S(sum_columns, SumColumns, ELEMENTWISE)                        /* cpu_sum_columns cuda_sum_columns */ \
   X(quantize, Quantize, QUANTIZING)                              /* cpu_quantize cuda_quantize */ \
   S(matmul_fp8, MatmulFp8, GEMMS)                                /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
   X(activation_forward, ActivationForward, ELEMENTWISE)          /* cpu_activation_forward cuda_activation_forward */ \

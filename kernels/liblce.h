@@ -57,6 +57,8 @@ typedef struct lce_context lce_context;
 //   zl      = z_loss lse^2
 //   entropy = lse - sum_j p[j] v[j]
 //
+// label_smoothing together with a softcap needs materialized.
+//
 // sample makes the gradients cheaper and noisy, but unbiased: the softmax gradient (p of all but the targets,
 // [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is
 // kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
@@ -116,8 +118,8 @@ void lce_destroy(lce_context *context);
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
 // call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
 // Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
-// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized, known_log_prob,
-// and label_smoothing with a softcap are refused.
+// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized and
+// known_log_prob are refused.
 //
 // The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.
 // It works on the call's stream as a kernel launched there would, returns 0 when all went well, and must not longjmp or

@@ -94,8 +94,8 @@ static Amount amount_of(int op, const void *arguments) {
   switch (op) {
     OF(linear_forward, LinearForward, gemm(a->x, a->weight), 0)
     OF(linear_backward_input, LinearBackwardInput, gemm(a->dout, a->weight), 0)
-    OF(linear_backward_weight, LinearBackwardWeight,
-       tensor_exists(a->dweight) ? gemm(a->dout, a->dweight) : 0, 0)
+    OF(linear_backward_weight, LinearBackwardWeight, gemm(a->dout, a->dweight), 0)
+    OF(sum_columns, SumColumns, 0, bytes_of(a->x))
     OF(matmul_fp8, MatmulFp8, gemm(a->a.codes, a->b.codes), 0)
     OF(lce_logits_exp, LceLogitsExp, gemm(a->x, a->weight) * (1 + tensor_exists(a->dx_raw)), 0)
     OF(lce_logits_gradient, LceLogitsGradient, tensor_exists(a->x) ? gemm(a->x, a->weight) : 0,

@@ -117,8 +117,7 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
                                      .b = transposed(columns),
                                      .residual = p->accumulate ? weight->grad : none});
   if (tensor_exists(dbias))
-    linear_backward_weight(
-        p->backend, (LinearBackwardWeight){.dbias = dbias, .dout = dout.x, .accumulate = p->accumulate});
+    sum_columns(p->backend, (SumColumns){.sum = dbias, .x = dout.x, .accumulate = p->accumulate});
   matmul_fp8(p->backend,
              (MatmulFp8){.out = dx, .a = d, .b = in_out_layout ? weight->fp8 : transposed(weight->fp8)});
   memory_pop_to(&p->backend->memory, mark);

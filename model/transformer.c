@@ -15,6 +15,7 @@
 // drop is to pop, and to recompute is to push and compute the same again.
 
 #include "kernels/profile.h"
+#include "model/masked_loss.h"
 #include "model/pass.h"
 
 // --- norms -------------------------------------------------------------------------------------------------
@@ -41,8 +42,7 @@ static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor
                               const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
   bool with_rows = p->model->config.norm == NORM_LAYER;
   if (tensor_exists(previous_dbias) && !with_rows)
-    linear_backward_weight(
-        p->backend, (LinearBackwardWeight){.dbias = previous_dbias, .dout = dx, .accumulate = p->accumulate});
+    sum_columns(p->backend, (SumColumns){.sum = previous_dbias, .x = dx, .accumulate = p->accumulate});
   norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
                                            .dx = dx,
                                            .dweight = w->weight.grad,
@@ -324,48 +324,6 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
   return norm;
 }
 
-// The call for all tokens or, where some targets are ignored, for the counted ones alone, in memory of their own: dx's serves x, and
-// x's dx. Loss, outputs and dx of the others are 0.
-static void loss_of_counted(const Pass *p, LinearCrossEntropy a) {
-  const Batch *batch = p->batch;
-  Backend *backend = p->backend;
-  if (!tensor_exists(batch->rows)) return linear_cross_entropy(backend, a);
-  LinearCrossEntropy c = a;
-  MemoryMark mark = memory_mark(&backend->memory);
-  Tensor rows = tensor_rows(batch->rows, 0, batch->counted);
-  Tensor x = tensor_exists(a.dx) ? a.dx : push_activation(p, "counted rows", a.x.shape[1]), dx = a.x;
-  c.x = tensor_rows(x, 0, batch->counted);
-  if (tensor_exists(a.dx)) c.dx = tensor_rows(dx, 0, batch->counted);
-  Tensor targets = memory_push_1d(&backend->memory, "counted targets", MEMORY_HEAD, DTYPE_I32, p->rows);
-  c.targets = tensor_rows(targets, 0, batch->counted);
-  gather_rows(backend, (MoveRows){.out = c.x, .x = a.x, .rows = rows});
-  gather_rows(backend, (MoveRows){.out = c.targets, .x = a.targets, .rows = rows});
-  Tensor *const few[] = {
-      &c.dx, &c.loss, &c.outputs.z_loss, &c.outputs.correct, &c.outputs.entropy, &c.outputs.max_logit};
-  const Tensor many[] = {
-      a.dx, a.loss, a.outputs.z_loss, a.outputs.correct, a.outputs.entropy, a.outputs.max_logit};
-  enum { WRITTEN = sizeof many / sizeof *many };
-  for (int i = 1; i < WRITTEN; i++)
-    if (tensor_exists(many[i]))
-      *few[i] = tensor_rows(push_statistic(p, "counted outputs", 1), 0, batch->counted);
-  // The ledger first counts all tokens, on a backend that runs nothing: what it says does not depend on the data.
-  static const BackendOps nothing;
-  Backend plan = *backend;
-  plan.ops = &nothing;
-  linear_cross_entropy(&plan, a);
-  backend->memory = plan.memory;
-  if (batch->counted)
-    linear_cross_entropy(backend, c);
-  else if (tensor_exists(a.dweight) && !a.accumulate)
-    fill_zero(backend, a.dweight);
-  for (int i = 0; i < WRITTEN; i++) {
-    if (!tensor_exists(many[i])) continue;
-    fill_zero(backend, many[i]);
-    scatter_rows(backend, (MoveRows){.out = many[i], .x = *few[i], .rows = rows});
-  }
-  memory_pop_to(&backend->memory, mark);
-}
-
 // p->dx receives the gradient of the stream.
 static void head_and_loss(Pass *p, Tensor stream, float scale, Tensor loss) {
   const TransformerOptions *o = p->options;
@@ -375,22 +333,25 @@ static void head_and_loss(Pass *p, Tensor stream, float scale, Tensor loss) {
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   profile_phase(p->backend, PHASE_LOSS);
-  loss_of_counted(p, (LinearCrossEntropy){.mode = o->mode,
-                                          .chunk = o->chunk,
-                                          .loss = loss,
-                                          .outputs = o->outputs,
-                                          .terms = {.label_smoothing = o->label_smoothing,
-                                                    .z_loss = o->z_loss,
-                                                    .softcap = (float)model->config.final_logit_softcapping},
-                                          .sampling = o->mode == LCE_FUSED ? o->sampling : (TileSampling){0},
-                                          .dx = dnorm,
-                                          .dweight = model->head.grad,
-                                          .x = norm.out.x,
-                                          .weight = model_head_shard(model),
-                                          .shard = model->shard,
-                                          .targets = p->batch->targets,
-                                          .scale = scale,
-                                          .accumulate = p->accumulate_head});
+  masked_linear_cross_entropy(
+      p->backend,
+      (LinearCrossEntropy){.mode = o->mode,
+                           .chunk = o->chunk,
+                           .loss = loss,
+                           .outputs = o->outputs,
+                           .terms = {.label_smoothing = o->label_smoothing,
+                                     .z_loss = o->z_loss,
+                                     .softcap = (float)model->config.final_logit_softcapping},
+                           .sampling = o->mode == LCE_FUSED ? o->sampling : (TileSampling){0},
+                           .dx = dnorm,
+                           .dweight = model->head.grad,
+                           .x = norm.out.x,
+                           .weight = model_head_shard(model),
+                           .shard = model->shard,
+                           .targets = p->batch->targets,
+                           .scale = scale,
+                           .accumulate = p->accumulate_head},
+      p->batch->rows, p->batch->counted);
   profile_phase(p->backend, PHASE_BACKWARD);
   layer_leave(p, head_layer(p), BACKWARD);
   run_norm_backward(p, &norm, p->dx, dnorm, stream, &model->final_norm, false, none);
@@ -442,13 +403,16 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
   Pass p = pass_begin(backend, model, batch, NULL, false);
   p.mlp_chunk = options->mlp_chunk;
   Norm norm = final_norm(&p, layers_forward(&p), none);
-  loss_of_counted(&p, (LinearCrossEntropy){.mode = options->mode,
-                                           .chunk = options->chunk,
-                                           .loss = loss,
-                                           .terms = {.softcap = (float)model->config.final_logit_softcapping},
-                                           .x = norm.out.x,
-                                           .weight = model->head.value,
-                                           .targets = batch->targets});
+  masked_linear_cross_entropy(
+      backend,
+      (LinearCrossEntropy){.mode = options->mode,
+                           .chunk = options->chunk,
+                           .loss = loss,
+                           .terms = {.softcap = (float)model->config.final_logit_softcapping},
+                           .x = norm.out.x,
+                           .weight = model->head.value,
+                           .targets = batch->targets},
+      batch->rows, batch->counted);
   pass_end(&p);
 }
 

@@ -20,7 +20,7 @@ typedef struct {
   int64_t batch, seq_len;
   Tensor tokens;    // int32 [N]
   Tensor targets;   // int32 [N], IGNORE_INDEX where nothing is predicted
-  Tensor rows;      // int32 [N], or absent when no target is ignored: see LinearCrossEntropy
+  Tensor rows;      // int32 [N], or absent when no target is ignored: see masked_loss.h
   int64_t counted;  // how many targets count; read only when rows is there
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;

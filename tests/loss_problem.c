@@ -30,6 +30,15 @@ void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead)
   p->weight[column * hidden + axis] = p->weight[p->targets[n] * hidden + axis] + lead;
 }
 
+void loss_problem_tiles(ReferenceLoss *p, int64_t run) {
+  enum { KINDS = 3 };
+  for (int64_t i = 0; i < p->rows * p->hidden; i++) p->x[i] *= 0.05;
+  for (int64_t n = 0; n < p->rows; n++) p->x[n * p->hidden + n / run % KINDS] += 4;
+  for (int64_t j = 0; j < p->vocab; j++)
+    for (int k = 0; k < KINDS; k++)
+      if (j / LCE_TILE_COLUMNS % KINDS != k) p->weight[j * p->hidden + k] -= 0.5;
+}
+
 int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted) {
   int32_t *positions = random_ids(h, rows, 1);
   int64_t count = 0;
@@ -132,6 +141,22 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
     else
       *in_call(&a, f) = vector_from(h, dtype, values, rows_of(r, f));
   }
+  return a;
+}
+
+LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
+                                     int64_t part) {
+  int64_t first = backend->rank * part;
+  a.shard = (VocabShard){.first = first, .vocab_size = a.weight.shape[0]};
+  int64_t count = min_i64(part, a.shard.vocab_size - first);
+  for (const LossField *f = loss_fields; f->name; f++) {
+    Tensor *t = in_call(&a, f);
+    if (!tensor_exists(*t) || !strcmp(f->name, "class_weights")) continue;
+    *t = f->size[0] == 'N' ? tensor_rows(*t, backend->rank * rows, rows) : tensor_rows(*t, first, count);
+  }
+  Tensor *const others[] = {&a.targets, &a.outputs.correct};
+  for (int i = 0; i < 2; i++)
+    if (tensor_exists(*others[i])) *others[i] = tensor_rows(*others[i], backend->rank * rows, rows);
   return a;
 }
 

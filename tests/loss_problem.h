@@ -37,6 +37,9 @@ void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
 // Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n mod hidden, so
 // that W[column] and W[target] alone decide.
 void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
+// Makes tiles of the softmax differ in mass: tokens come in runs of `run` of three kinds, and the logits of kind k are 0 in every
+// third tile of the vocabulary from the k-th on, 2 less in all others, but for a little noise.
+void loss_problem_tiles(ReferenceLoss *p, int64_t run);
 // Positions of the tokens that count, then of those that do not; *counted of them count.
 int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
 
@@ -48,6 +51,9 @@ double reference_objective(void *reference); // for check_gradient: r->objective
 // The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss, z_loss, log_prob and
 // logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
+// What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
+LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
+                                     int64_t part);
 // With the other outputs: entropy, max_logit, predicted, correct.
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
 // With dweight and dbias that are added to what they hold before.

@@ -113,6 +113,7 @@ static const struct {
                     {"cross_entropy_in_place", {4, 0, 0, 1}},
                     {"loss_factor", {1, 0, 0, 2}},
                     {"scale_by", {1}},
+                    {"sum_columns", {1}},
                     {"add_outer", {1}},
                     {"gather_rows", {0, 0, 0, 1}},
                     {"scatter_rows", {0, 0, 0, 1}},

@@ -229,7 +229,7 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
   [ "$DEVICE" != cuda ] || export LCE_GPU_RANKS=$ranks
-  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel) $(ls tests/trainer/test_ranks*.py)
+  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel model/test_masked_loss) $(ls tests/trainer/test_ranks*.py)
   unset LCE_GPU_RANKS
   on "$ranks"
   layer split 16384 4096 128256 --chunk 4096,2048,1024

@@ -355,8 +355,9 @@ static void check_loss(const Options *o) {
   if (softcap > 0 && o->pass.sampling.full_mass > 0)
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
-  if (softcap > 0 && o->dtypes.vocab_parallel && o->pass.label_smoothing > 0)
-    fail("--vocab-parallel has no label smoothing beside %s's logit soft-cap of %g; leave one out",
+  if (softcap > 0 && o->pass.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
+    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
+         "with --materialized-logits alone, or give --logit-softcap 0",
          o->model.name, softcap);
 }
 

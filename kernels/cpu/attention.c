@@ -191,7 +191,8 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
                first_query < s.seq_len && first_visible(a->documents, s, b, first_query) < first_key + TILE;
                first_query += TILE)
             backward_tile(backend, a, b, h, first_query, first_key);
-  if (tensor_exists(a->dbias)) cpu_column_sums(a->dbias.data, a->dqkv, NULL, 1.0f, a->accumulate);
+  SumColumns bias = {.sum = a->dbias, .x = a->dqkv, .alpha = 1, .accumulate = a->accumulate};
+  if (tensor_exists(a->dbias)) cpu_sum_columns(backend, &bias);
 }
 
 // Rotary positions: pairs (i, i + D/2) of every query and key head turn by their position's angle, in place.

@@ -37,9 +37,6 @@ void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alp
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
-// out[i] (+)= alpha * sum_n coefficients[n] x[n, i] (coefficients NULL: all 1), in double, in the order of n.
-void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate);
-
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 

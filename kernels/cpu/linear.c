@@ -42,11 +42,10 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
-  if (tensor_exists(a->dweight))
-    cpu_gemm(backend, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
-             matrix(right, false), a->accumulate, a->dweight.data, a->dweight.stride);
-  if (tensor_exists(a->dbias))
-    cpu_column_sums(a->dbias.data, a->dout, a->coefficients.data, a->alpha, a->accumulate);
+  cpu_gemm(backend, a->dweight.shape[0], a->dweight.shape[1], a->x.shape[0], a->alpha, matrix(left, true),
+           matrix(right, false), a->accumulate, a->dweight.data, a->dweight.stride);
+  SumColumns bias = {.sum = a->dbias, .x = a->dout, .alpha = a->alpha, .accumulate = a->accumulate};
+  if (tensor_exists(a->dbias)) cpu_sum_columns(backend, &bias);
 }
 
 // --- batches of matrices -----------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ static void weight_gradients(const NormBackward *a) {
 
 void cpu_norm_backward(Backend *backend, const NormBackward *a) {
   weight_gradients(a);
-  if (tensor_exists(a->dx_sum)) cpu_column_sums(a->dx_sum.data, a->dx, NULL, 1.0f, a->accumulate);
+  SumColumns dx_sum = {.sum = a->dx_sum, .x = a->dx, .alpha = 1, .accumulate = a->accumulate};
+  if (tensor_exists(a->dx_sum)) cpu_sum_columns(backend, &dx_sum);
   input_gradient(a);
 }

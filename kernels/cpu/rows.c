@@ -31,8 +31,12 @@ void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
   move_rows(a, true);
 }
 
-void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alpha, bool accumulate) {
+// In double, in the order of n.
+void cpu_sum_columns(Backend *backend, const SumColumns *a) {
   enum { COLUMNS = 64 };
+  Tensor x = a->x;
+  const float *coefficients = a->coefficients.data;
+  float *out = a->sum.data, alpha = a->alpha;
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < x.shape[1]; first += COLUMNS) {
     int64_t width = min_i64(COLUMNS, x.shape[1] - first);
@@ -43,7 +47,7 @@ void cpu_column_sums(float *out, Tensor x, const float *coefficients, float alph
       EACH_SIMD (i, width) sum[i] += coefficient * row[i];
     }
     for (int64_t i = 0; i < width; i++)
-      out[first + i] = (float)(alpha * sum[i] + (accumulate ? out[first + i] : 0.0f));
+      out[first + i] = (float)(alpha * sum[i] + (a->accumulate ? out[first + i] : 0.0f));
   }
 }
 

@@ -89,6 +89,11 @@ void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficien
   add_partials(backend, {out}, partials, slices, columns, alpha, accumulate);
 }
 
+void cuda_sum_columns(Backend *backend, const SumColumns *a) {
+  column_sums(backend, a->sum, a->x, data_of<float>(a->coefficients), a->alpha, a->accumulate,
+              data_of<float>(a->workspace));
+}
+
 // One block a row.
 template <int W>
 static __global__ void __launch_bounds__(256)

@@ -508,11 +508,10 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   g.alpha = a->alpha;
   if (g.k > 0)
     cuda_gemm(backend, &g);
-  else if (!a->accumulate && tensor_exists(a->dweight))
+  else if (!a->accumulate)
     cuda_fill_zero(backend, &a->dweight);
   if (tensor_exists(a->dbias))
-    column_sums(backend, a->dbias, a->dout, data_of<float>(a->coefficients), a->alpha, a->accumulate,
-                data_of<float>(a->workspace));
+    column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
 }
 
 void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {

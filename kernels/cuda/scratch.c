@@ -26,9 +26,16 @@ size_t cuda_attention_backward_scratch(const AttentionBackward *a) {
   return bytes;
 }
 
+static size_t column_bytes(Tensor x) {
+  return (size_t)(cuda_column_slices(x.shape[0]) * x.shape[1]) * sizeof(float);
+}
+
 size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
-  if (!tensor_exists(a->dbias)) return 0;
-  return (size_t)(cuda_column_slices(a->dout.shape[0]) * a->dout.shape[1]) * sizeof(float);
+  return tensor_exists(a->dbias) ? column_bytes(a->dout) : 0;
+}
+
+size_t cuda_sum_columns_scratch(const SumColumns *a) {
+  return column_bytes(a->x);
 }
 
 size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {

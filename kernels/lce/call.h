@@ -1,4 +1,7 @@
-// Inside linear_cross_entropy: what its files know of a call and of a chunk of it.
+// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one way:
+//
+//     linear_cross_entropy.c -> split_head.c -> sampling.c -> terms.c, steps.c
+//                            -> known.c, materialized.c
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -17,6 +20,13 @@ typedef union {
 
 enum { TOKENS_READ = 3, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
+// Label smoothing's sums over all rows of W and over all tokens (terms.c). All are absent without it.
+typedef struct {
+  Tensor row, bias; // fp32 [H], [1]: sum_j w[j] W[j] and w[j] b[j], over all rows of W
+  Tensor local_row; // fp32 [H]: over this rank's rows
+  Tensor x, scales; // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks
+} Smoothing;
+
 // What a call holds besides its chunks.
 typedef struct {
   Backend *backend;
@@ -24,28 +34,19 @@ typedef struct {
   Tokens tokens;        // all of the call's
   int ranks;            // that the head's rows are split over; 1: all are here
   bool backward;        // dx, dweight or both
-  bool targets_in_exps; // dweight is written once, in W's dtype, by the GEMM that has the targets' part, too
   int64_t vocab_size;   // of the whole head
   Tensor class_weights; // of this rank's rows of W
+  LossTerms terms;      // with the sum of the class weights
   Tensor factor;        // fp32 [1], or absent
-  bool sampled;         // E's tiles are sampled for the gradients
-  size_t kept_bytes;    // of Chunk.kept
-  Tensor smoothing_row, smoothing_bias; // fp32 [H], [1]: sum_j w[j] W[j] and w[j] b[j], over all rows of W
-  Tensor smoothing_local;               // fp32 [H]: over this rank's rows
-  // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks (and ranks)
-  Tensor smoothing_x, smoothing_sum;
+  Smoothing smoothing;
 } Call;
 
 // A chunk of C tokens (of every rank), or the buffers of the largest one.
 typedef struct {
   Tokens tokens;
-  Tensor targets;          // int32 [C]: as rows of this rank's W, else ELSEWHERE
-  LossRows rows;           // fp32 [C] each, of the whole vocabulary
-  LossRows local_rows;     // of this rank's rows of W
-  Tensor exps;             // [C, V]
-  Tensor tile_sums, tiles; // sampled: fp32 [C, B], [A, B], as LceSampledGradients has them
-  Tensor kept;             // likewise, for all chunks
-  int64_t kept_rows;
+  Tensor targets;  // int32 [C]: as rows of this rank's W, else ELSEWHERE
+  LossRows rows;   // fp32 [C] each
+  Tensor exps;     // [C, V]
   Tensor scaled_x; // [C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
@@ -82,37 +83,62 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
   return range;
 }
 
-// steps.c: what the loops are made of.
-Chunk lce_push_buffers(const Call *c, int64_t rows,
-                       int64_t lasting);                  // of a chunk; of what is kept for all tokens
-Chunk lce_first_rows(const Chunk *buffers, int64_t rows); // without its tokens
-void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets); // the logits of these targets
-void lce_exponentials(const Call *c, const Chunk *k);                        // E, R, dX = E W
-// Losses, outputs, scales and scaled x of the tokens, those that are there; exps may be absent.
-void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps);
-void lce_push_scaled_x(const Call *c, Chunk *k);
-void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);           // dW (+)= E^T (r X)
-void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets); // dW[y] += c x
-void lce_finish_dx(const Call *c, const Chunk *k);                                  // dX = r dX + c W[y]
+// --- steps.c: what the loops are made of. Of dx, dweight and dbias each step makes those that are asked for -----
 
-// The ways to compute a call, each with a loop of its own.
+// Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
+Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
+// The part of the buffers that `rows` tokens need, without the tokens.
+Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
+// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all tokens are kept.
+Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
+// target_z = the logits of these targets.
+void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
+// E, R, dX = E W: the operation, and what a chunk gives to it.
+void lce_exponentials(const Call *c, const Chunk *k);
+LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);
+// Pushes scaled_x, where there are gradients. loss and outputs; r, c, r X.
+void lce_losses(const Call *c, Chunk *k);
+// loss and outputs alone of the tokens, from the rows' sums.
+void lce_losses_alone(const Call *c, const Tokens *t, LossRows rows);
+// dW (+)= E^T (r X).
+void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);
+// dX = r dX + c W[y].
+void lce_finish_dx(const Call *c, const Chunk *k);
+// dW[y] += c X, and with a bias db[y] += c.
+void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets);
+// The same for all of the call's tokens.
+void lce_add_all_targets(const Call *c, const Chunk *buffers);
+
+// --- terms.c: what label smoothing and a bias add to the loops, and the mean's factor -------------------------
+
+void lce_terms_begin(Call *c);
+void lce_terms_add(const Call *c, const Chunk *k, bool first); // before lce_add_targets: it may write dbias
+void lce_terms_end(const Call *c);
+
+// --- sampling.c: a random part of E's tiles makes the gradients -----------------------------------------------
+
+typedef struct {
+  Tensor stats;            // fp32 [3]
+  Tensor tile_sums, tiles; // fp32 [C, B], [A, B], as LceSampledGradients has them
+  Tensor kept;             // likewise, for all chunks
+  int64_t rows;            // C of the largest chunk
+} Sampling;
+
+// Whether that is asked for and saves time; else the gradients are exact.
+bool lce_samples(const Call *c);
+// Buffers for `rows` tokens.
+Sampling lce_push_sampling(const Call *c, int64_t rows);
+// E, R and the sums of E's tiles.
+void lce_sampled_exponentials(const Call *c, const Sampling *s, LceLogitsExp a);
+// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn. Chunks and ranks draw from streams of their own.
+void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
+
+// --- the ways to compute a call, each with a loop of its own --------------------------------------------------
+
 void lce_materialized(const Call *c);    // logits, not exponentials
 void lce_known_gradients(const Call *c); // log p[y] of every token is known
 void lce_split_head(const Call *c);      // the head's rows are split over ranks
-static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
-  return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
-}
+void lce_sampled(const Call *c);         // gradients of a part of E
 
 // check.c: fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);
-
-// terms.c: terms of the loss that need more than a row's sums.
-void lce_terms_begin(Call *c, LinearCrossEntropy *a); // completes `a` with the sum of the class weights
-void lce_terms_add(const Call *c, const Chunk *k, bool first);
-void lce_terms_end(const Call *c);
-void lce_bias_non_targets(const Call *c, const Chunk *k, bool accumulate);
-
-// sampling.c: a random part of E's tiles makes the gradients, where that saves time.
-void lce_sampling_begin(Call *c, LinearCrossEntropy *a); // completes `a` with memory for the statistics
-void lce_sampling_buffers(const Call *c, Chunk *b, int64_t rows);
-void lce_sampling_gradients(const Call *c, const Chunk *k, int64_t chunk, bool last);

@@ -39,9 +39,9 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (lce_holds_logits(a) || tensor_exists(a->entropy_weights))
+  if (a->mode == LCE_MATERIALIZED || tensor_exists(a->entropy_weights))
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
-         "materialized one, entropy_weights, and label smoothing with a soft-cap",
+         "materialized one and entropy_weights",
          backend->ranks);
 }
 
@@ -118,6 +118,10 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("known_entropy", a->known_entropy, tokens);
   if (known || tensor_exists(a->known_entropy)) check_known(a);
   check_shard(backend, a);
+  if (a->mode == LCE_FUSED && a->terms.softcap > 0 && a->terms.label_smoothing > 0)
+    fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "
+         "materialized mode (--materialized-logits)",
+         op);
   if (tensor_exists(a->entropy_weights) && !known && a->mode == LCE_FUSED)
     fail("%s: entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
          "materialized mode",

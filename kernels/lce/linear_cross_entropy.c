@@ -15,67 +15,33 @@
 // exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
 // and `c` the call.)
 //
-// This file has the plain loop. Others have loops of their own: split_head.c (a head split over ranks), known.c (gradients
-// where log p[y] is known), materialized.c (logits, not exponentials). Below them: steps.c, sampling.c, terms.c
-// (label smoothing, and a bias's gradient), check.c.
-#include "kernels/integers.h"
+// This file has the plain loop. sampling.c, split_head.c (a head split over ranks), known.c (gradients where log p[y] is known)
+// and materialized.c (logits, not exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's
+// gradient, the mean's factor), check.c.
 #include "kernels/lce/call.h"
-
-// The targets' rows of W and dW are touched for thousands of tokens at a time, before the first chunk and after the last: that
-// keeps a GPU busy where a chunk of a thousand takes almost as long.
-static void add_all_targets(const Call *c, const Chunk *buffers) {
-  enum { AT_ONCE = 16384 };
-  const LinearCrossEntropy *a = c->a;
-  for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
-    int64_t count = min_i64(tokens - first, AT_ONCE);
-    lce_add_targets(c, tensor_rows(buffers->rows.scale_target, first, count), tensor_rows(a->x, first, count),
-                    tensor_rows(a->targets, first, count));
-    if (c->backend->memory.planning) break;
-  }
-}
-
-static Chunk chunk_at(const Call *c, const Chunk *buffers, int64_t first, int64_t count) {
-  Chunk k = lce_first_rows(buffers, count);
-  k.tokens = tokens_range(&c->tokens, first, count);
-  k.targets = k.tokens.targets;
-  k.rows.target_z = tensor_rows(buffers->rows.target_z, first, count);
-  k.rows.scale_target = first_rows(buffers->rows.scale_target, first, count);
-  k.local_rows = k.rows;
-  return k;
-}
 
 static void fused(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   Memory *memory = &c->backend->memory;
   int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
-  bool of_weight = tensor_exists(a->dweight);
   Chunk buffers = lce_push_buffers(c, size, tokens);
-  lce_target_z(c, buffers.rows.target_z, a->x, a->targets);
+  lce_target_z(c, buffers.rows.target_z, a->x, a->targets); // a = z[y]
   for (int64_t first = 0; first < tokens; first += size) {
-    Chunk k = chunk_at(c, &buffers, first, min_i64(size, tokens - first));
-    bool accumulate = a->accumulate || first > 0, last = first + size >= tokens;
+    Chunk k = lce_chunk_at(c, &buffers, first);
     MemoryMark mark = memory_mark(memory);
-    lce_exponentials(c, &k); // E, R, dX = E W
-    if (c->backward) lce_push_scaled_x(c, &k);
-    lce_rows_of(c, &k.tokens, k.rows, k.scaled_x,
-                c->targets_in_exps ? k.exps : (Tensor){0}); // loss, r, c, r X
-    if (c->backward) {
-      if (c->sampled) lce_sampling_gradients(c, &k, first / size, last);
-      if (of_weight && !c->sampled) lce_add_non_targets(c, &k, accumulate); // dW += E^T (r X)
-      if (tensor_exists(a->dbias)) lce_bias_non_targets(c, &k, accumulate);
-      lce_finish_dx(c, &k); // dX = r dX + c W[y]
-      lce_terms_add(c, &k, first == 0);
-    }
+    lce_exponentials(c, &k);                                // E, R, dX = E W
+    lce_losses(c, &k);                                      // loss = log1p(R), r, c, r X
+    lce_add_non_targets(c, &k, a->accumulate || first > 0); // dW += E^T (r X)
+    lce_finish_dx(c, &k);                                   // dX = r dX + c W[y]
+    lce_terms_add(c, &k, first == 0);                       // label smoothing and a bias
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }
-  if (of_weight && !c->targets_in_exps) add_all_targets(c, &buffers);
+  lce_add_all_targets(c, &buffers); // dW[y] += c X
   lce_terms_end(c);
 }
 
-// --- the call ----------------------------------------------------------------------------------------------
-
-static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
+static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
   Call c = {.backend = backend,
             .a = a,
             .tokens = {.x = a->x,
@@ -84,17 +50,18 @@ static Call begin_call(Backend *backend, LinearCrossEntropy *a) {
                        .loss = a->loss,
                        .dx = a->dx,
                        .outputs = a->outputs},
+            .ranks = 1,
             .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
-            .ranks = a->shard.vocab_size ? backend->ranks : 1,
             .vocab_size = a->weight.shape[0],
-            .class_weights = a->terms.class_weights};
-  c.targets_in_exps = tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32;
+            .class_weights = a->terms.class_weights,
+            .terms = a->terms};
   if (a->shard.vocab_size) {
+    c.ranks = backend->ranks;
     c.vocab_size = a->shard.vocab_size;
     c.class_weights = first_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
   }
-  lce_sampling_begin(&c, a);
-  lce_terms_begin(&c, a);
+  if (tensor_exists(a->sampling.stats)) fill_zero(backend, a->sampling.stats);
+  lce_terms_begin(&c);
   return c;
 }
 
@@ -104,10 +71,12 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   Call c = begin_call(backend, &a);
   if (tensor_exists(a.known_log_prob))
     lce_known_gradients(&c);
-  else if (lce_holds_logits(&a))
+  else if (a.mode == LCE_MATERIALIZED)
     lce_materialized(&c);
   else if (a.shard.vocab_size)
     lce_split_head(&c);
+  else if (lce_samples(&c))
+    lce_sampled(&c);
   else
     fused(&c);
   memory_pop_to(&backend->memory, mark);

@@ -37,8 +37,8 @@ typedef struct {
 // factor and weights of tokens; sums are the caller's (reduce).
 //
 // All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias
-// one over the exponentials. But entropies' own gradient (entropy_weights) needs known_log_prob or the materialized mode, and label
-// smoothing with a soft-cap makes a chunk hold its logits, rounded to x's type as in that mode.
+// one over the exponentials. But entropies' own gradient (entropy_weights) needs known_log_prob or the materialized mode, and
+// label smoothing with a soft-cap the materialized mode.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
@@ -47,8 +47,8 @@ typedef struct {
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
 // the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
-// chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard supports neither the
-// materialized mode nor label smoothing with a soft-cap.
+// chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard has no
+// materialized mode.
 //
 // With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature,
 // the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (known.c): `chunk` says
@@ -80,7 +80,7 @@ typedef struct {
   Tensor known_log_prob, known_entropy; // fp32 [N], or absent
   Tensor exps;           // x's type [N, V], or absent; may be strided, best by BackendScratch.logits_stride
   Tensor exps_sum;       // fp32 [N]; there when exps is
-  LossTerms terms;       // class_weight_sum is filled in here; class_weights is of the whole vocabulary
+  LossTerms terms;       // without class_weight_sum; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here
   float scale;           // not 0 where gradients are computed: GEMMs read 0 as 1

@@ -1,43 +1,30 @@
-// linear_cross_entropy with logits, in x's type, which become their own gradient in place: what a plain trainer does, with every
-// term of the loss. With all tokens in one chunk this is the materialized mode, the baseline. The fused mode takes it in its
-// chunks for label smoothing with a soft-cap, whose gradient is no product of E and a row's factor.
-#include "kernels/integers.h"
+// linear_cross_entropy with the logits of all tokens, in x's type, which become their own gradient in place: what a plain trainer
+// does, with every term of the loss. It is the baseline.
 #include "kernels/lce/call.h"
 
-static void logits_and_gradients(const Call *c, const Tokens *t, Tensor logits, bool accumulate) {
+void lce_materialized(const Call *c) {
   const LinearCrossEntropy *a = c->a;
-  linear_forward(c->backend, (LinearForward){.out = logits, .x = t->x, .weight = a->weight});
-  cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = t->loss,
-                                                           .outputs = t->outputs,
+  Tensor logits = push_logits(c, "logits", a->x.shape[0]);
+  linear_forward(c->backend, (LinearForward){.out = logits, .x = a->x, .weight = a->weight});
+  cross_entropy_in_place(c->backend, (CrossEntropyInPlace){.loss = a->loss,
+                                                           .outputs = a->outputs,
                                                            .logits = logits,
                                                            .backward = c->backward,
                                                            .bias = a->bias,
-                                                           .targets = t->targets,
-                                                           .token_weights = t->token_weights,
+                                                           .targets = a->targets,
+                                                           .token_weights = a->token_weights,
                                                            .entropy_weights = a->entropy_weights,
                                                            .factor = c->factor,
-                                                           .terms = a->terms,
+                                                           .terms = c->terms,
                                                            .alpha = a->scale});
-  if (tensor_exists(t->dx))
+  if (tensor_exists(a->dx))
     linear_backward_input(c->backend,
-                          (LinearBackwardInput){.dx = t->dx, .dout = logits, .weight = a->weight});
+                          (LinearBackwardInput){.dx = a->dx, .dout = logits, .weight = a->weight});
   if (tensor_exists(a->dweight))
     linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = a->dweight,
                                                               .dbias = a->dbias,
                                                               .dout = logits,
-                                                              .x = t->x,
+                                                              .x = a->x,
                                                               .alpha = 1,
-                                                              .accumulate = accumulate});
-}
-
-void lce_materialized(const Call *c) {
-  const LinearCrossEntropy *a = c->a;
-  int64_t tokens = a->x.shape[0];
-  int64_t size = a->mode == LCE_MATERIALIZED ? tokens : lce_used_chunk(tokens, a->chunk);
-  Tensor logits = push_logits(c, "logits", size);
-  for (int64_t first = 0; first < tokens; first += size) {
-    Tokens chunk = tokens_range(&c->tokens, first, min_i64(size, tokens - first));
-    logits_and_gradients(c, &chunk, tensor_rows(logits, 0, chunk.x.shape[0]), a->accumulate || first > 0);
-    if (c->backend->memory.planning) break;
-  }
+                                                              .accumulate = a->accumulate});
 }

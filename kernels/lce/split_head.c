@@ -11,7 +11,8 @@
 // A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
 typedef struct {
   Tokens local;
-  Chunk all;
+  Chunk all;               // its rows have the sums over the whole vocabulary
+  LossRows local_rows;     // the sums over this rank's rows of W
   Tensor local_sums, sums; // fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
 } Split;
 
@@ -42,7 +43,8 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   s.all.targets = tensor_rows(buffers->all.targets, 0, rows);
   s.local_sums = tensor_rows(buffers->local_sums, 0, parts);
   s.sums = tensor_rows(buffers->sums, 0, parts * c->ranks);
-  LossRows *r = &s.all.local_rows;
+  s.local_rows = s.all.rows;
+  LossRows *r = &s.local_rows;
   Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->max, &r->best};
   for (int64_t i = 0, at = 0; i < 5; i++) {
     if (!tensor_exists(*local[i])) continue;
@@ -58,7 +60,7 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
 }
 
 // E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row of W.
-static void exponentials(const Call *c, const Split *s) {
+static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
   shard_indices(c->backend, (ShardIndices){.out = k->targets,
                                            .indices = k->tokens.targets,
@@ -66,7 +68,12 @@ static void exponentials(const Call *c, const Split *s) {
                                            .count = c->a->weight.shape[0]});
   lce_target_z(c, k->rows.target_z, k->tokens.x, k->targets);
   all_reduce(c->backend, (Collective){.out = k->rows.target_z, .x = k->rows.target_z});
-  lce_exponentials(c, k);
+  LceLogitsExp exponentials = lce_logits_exp_of(c, k);
+  exponentials.rows = s->local_rows;
+  if (sampling)
+    lce_sampled_exponentials(c, sampling, exponentials);
+  else
+    lce_logits_exp(c->backend, exponentials);
   all_gather(c->backend, (Collective){.out = s->sums, .x = s->local_sums});
   lce_combine(c->backend, (LceCombine){.rows = k->rows,
                                        .parts = s->sums,
@@ -74,36 +81,38 @@ static void exponentials(const Call *c, const Split *s) {
                                        .temperature = c->a->terms.temperature});
 }
 
-// The first GEMM of dweight may write it, before anything is added. The others overlap the collectives.
+static void losses_of_local(const Call *c, const Split *s) {
+  int64_t count = s->local.x.shape[0];
+  lce_losses_alone(c, &s->local, loss_rows_range(&s->all.rows, c->backend->rank * count, count));
+}
+
 void lce_split_head(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   Memory *memory = &c->backend->memory;
-  bool gemm_of_weight = tensor_exists(a->dweight) && !c->sampled;
   int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk), left = tokens;
   Split buffers = push_buffers(c, size), now = gather(c, &buffers, 0, size), next = {0};
+  Sampling sampled, *sampling = NULL;
+  if (lce_samples(c)) sampled = lce_push_sampling(c, size * c->ranks), sampling = &sampled;
   for (int64_t first = 0; left > 0; first += size, left -= size, now = next) {
     Chunk *k = &now.all;
-    int64_t count = now.local.x.shape[0];
     bool accumulate = a->accumulate || first > 0;
     MemoryMark mark = memory_mark(memory);
     collectives_join(c->backend, 0); // the chunk before has its dx, and this one its tokens
-    exponentials(c, &now);
-    if (c->backward) lce_push_scaled_x(c, k);
-    lce_rows_of(c, &now.local, loss_rows_range(&k->rows, c->backend->rank * count, count), (Tensor){0},
-                (Tensor){0}); // losses and outputs of the local tokens
-    if (c->backward) {
-      lce_rows_of(c, &k->tokens, k->rows, k->scaled_x, (Tensor){0});
-      if (c->sampled) lce_sampling_gradients(c, k, first / size, true); // before targets are added
-      if (gemm_of_weight && first == 0) lce_add_non_targets(c, k, accumulate);
-      if (tensor_exists(a->dbias)) lce_bias_non_targets(c, k, accumulate);
-      lce_finish_dx(c, k);
-      if (tensor_exists(a->dx))
-        reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
-      if (tensor_exists(a->dweight)) lce_add_targets(c, k->rows.scale_target, k->tokens.x, k->targets);
-      lce_terms_add(c, k, first == 0);
-    }
+    exponentials(c, &now, sampling);
+    losses_of_local(c, &now);
+    if (c->backward) lce_losses(c, k);
+    // What writes dweight comes before what adds to it. Later chunks' GEMMs overlap the collectives.
+    if (sampling)
+      lce_sampled_gradients_of(c, sampling, k, first / size, true);
+    else if (first == 0)
+      lce_add_non_targets(c, k, accumulate);
+    lce_terms_add(c, k, first == 0);
+    lce_finish_dx(c, k);
+    if (tensor_exists(a->dx))
+      reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
+    lce_add_targets(c, k->rows.scale_target, k->tokens.x, k->targets);
     if (left > size) next = gather(c, &buffers, first + size, min_i64(left - size, size));
-    if (gemm_of_weight && first > 0) lce_add_non_targets(c, k, true);
+    if (!sampling && first > 0) lce_add_non_targets(c, k, accumulate);
     memory_pop_to(memory, mark);
     if (memory->planning) break;
   }

@@ -1,4 +1,4 @@
-// The steps of a chunk, of which the loops of linear_cross_entropy.c and split_head.c are made.
+// The steps of a chunk, of which the loops of linear_cross_entropy.c, sampling.c and split_head.c are made.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
@@ -40,16 +40,21 @@ static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting) {
   Chunk b = {.rows = push_loss_rows(c, rows, lasting)};
   b.exps = c->backward ? push_logits(c, "exponentials", rows) : c->a->exps;
-  if (c->sampled) lce_sampling_buffers(c, &b, rows);
   return b;
 }
 
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows) {
-  Chunk k = *buffers;
-  k.exps = first_rows(k.exps, 0, rows);
-  k.tile_sums = first_rows(k.tile_sums, 0, rows);
-  k.tiles = first_rows(k.tiles, 0, ceil_div(rows, LCE_TILE_ROWS));
-  k.rows = k.local_rows = loss_rows_range(&k.rows, 0, rows);
+  return (Chunk){.rows = loss_rows_range(&buffers->rows, 0, rows),
+                 .exps = first_rows(buffers->exps, 0, rows)};
+}
+
+Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first) {
+  int64_t count = min_i64(buffers->rows.anchor.shape[0], c->a->x.shape[0] - first);
+  Chunk k = lce_first_rows(buffers, count);
+  k.tokens = tokens_range(&c->tokens, first, count);
+  k.targets = k.tokens.targets;
+  k.rows.target_z = tensor_rows(buffers->rows.target_z, first, count);
+  k.rows.scale_target = first_rows(buffers->rows.scale_target, first, count);
   return k;
 }
 
@@ -62,46 +67,59 @@ void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
                                                   .softcap = c->a->terms.softcap});
 }
 
+LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k) {
+  return (LceLogitsExp){.exps = k->exps,
+                        .dx_raw = k->tokens.dx,
+                        .rows = k->rows,
+                        .x = k->tokens.x,
+                        .weight = c->a->weight,
+                        .bias = c->a->bias,
+                        .targets = k->targets,
+                        .first = c->a->shard.first,
+                        .softcap = c->a->terms.softcap,
+                        .temperature = c->a->terms.temperature};
+}
+
 void lce_exponentials(const Call *c, const Chunk *k) {
-  lce_logits_exp(c->backend,
-                 (LceLogitsExp){.exps = k->exps,
-                                .dx_raw = c->sampled ? (Tensor){0} : k->tokens.dx, // needs R first
-                                .tile_sums = k->tile_sums,
-                                .rows = k->local_rows,
-                                .x = k->tokens.x,
-                                .weight = c->a->weight,
-                                .bias = c->a->bias,
-                                .targets = k->targets,
-                                .first = c->a->shard.first,
-                                .softcap = c->a->terms.softcap,
-                                .temperature = c->a->terms.temperature});
+  lce_logits_exp(c->backend, lce_logits_exp_of(c, k));
 }
 
-void lce_push_scaled_x(const Call *c, Chunk *k) {
-  k->scaled_x = push_matrix(c, "scaled x", c->a->x.dtype, k->tokens.x.shape[0], c->a->x.shape[1]);
+// A dweight of W's dtype is written once, by the GEMM of its only chunk, and E then has the targets' part, too.
+static bool targets_in_exps(const Call *c) {
+  return tensor_exists(c->a->dweight) && c->a->dweight.dtype != DTYPE_F32;
 }
 
-void lce_rows_of(const Call *c, const Tokens *t, LossRows rows, Tensor scaled_x, Tensor exps) {
-  lce_rows(c->backend, (LceRows){.loss = t->loss,
-                                 .outputs = t->outputs,
-                                 .scaled_x = scaled_x,
-                                 .exps = exps,
-                                 .rows = rows,
-                                 .x = t->x,
-                                 .targets = t->targets,
-                                 .token_weights = t->token_weights,
-                                 .factor = c->factor,
-                                 .smoothing_row = c->smoothing_row,
-                                 .smoothing_bias = c->smoothing_bias,
-                                 .terms = c->a->terms,
-                                 .vocab_size = c->vocab_size});
+static LceRows rows_of(const Call *c, const Tokens *t, LossRows rows) {
+  return (LceRows){.loss = t->loss,
+                   .outputs = t->outputs,
+                   .rows = rows,
+                   .x = t->x,
+                   .targets = t->targets,
+                   .token_weights = t->token_weights,
+                   .factor = c->factor,
+                   .smoothing_row = c->smoothing.row,
+                   .smoothing_bias = c->smoothing.bias,
+                   .terms = c->terms,
+                   .vocab_size = c->vocab_size};
+}
+
+void lce_losses_alone(const Call *c, const Tokens *t, LossRows rows) {
+  lce_rows(c->backend, rows_of(c, t, rows));
+}
+
+void lce_losses(const Call *c, Chunk *k) {
+  LceRows a = rows_of(c, &k->tokens, k->rows);
+  const Tensor *x = &k->tokens.x;
+  if (c->backward) a.scaled_x = k->scaled_x = push_matrix(c, "scaled x", x->dtype, x->shape[0], x->shape[1]);
+  if (targets_in_exps(c)) a.exps = k->exps;
+  lce_rows(c->backend, a);
 }
 
 void lce_finish_dx(const Call *c, const Chunk *k) {
   if (!tensor_exists(k->tokens.dx)) return;
   lce_input_gradient(c->backend, (LceInputGradient){.dx = k->tokens.dx,
                                                     .rows = k->rows,
-                                                    .smoothing_row = c->smoothing_local,
+                                                    .smoothing_row = c->smoothing.local_row,
                                                     .weight = c->a->weight,
                                                     .targets = k->targets,
                                                     .alpha = c->a->scale});
@@ -109,6 +127,7 @@ void lce_finish_dx(const Call *c, const Chunk *k) {
 
 // The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
 void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
+  if (!tensor_exists(c->a->dweight)) return;
   linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
                                                             .dout = k->exps,
                                                             .x = k->scaled_x,
@@ -116,8 +135,8 @@ void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
                                                             .accumulate = accumulate});
 }
 
-// The targets' rows of dweight += scale c x, and of dbias += scale c.
 void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {
+  if (!tensor_exists(c->a->dweight)) return;
   LceTargetGradient of_weight = {.dweight = c->a->dweight,
                                  .scale_target = scale_target,
                                  .x = x,
@@ -129,4 +148,18 @@ void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor target
   of_bias.dweight = as_column(c->a->dbias), of_bias.x = as_column(scale_target);
   of_bias.scale_target = (Tensor){0};
   lce_target_gradient(c->backend, of_bias);
+}
+
+// The targets' rows of W and dW are touched for thousands of tokens at a time, before the first chunk and after the last: that
+// keeps a GPU busy where a chunk of a thousand takes almost as long.
+void lce_add_all_targets(const Call *c, const Chunk *buffers) {
+  enum { AT_ONCE = 16384 };
+  const LinearCrossEntropy *a = c->a;
+  if (!tensor_exists(a->dweight) || targets_in_exps(c)) return;
+  for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
+    int64_t count = min_i64(tokens - first, AT_ONCE);
+    lce_add_targets(c, tensor_rows(buffers->rows.scale_target, first, count), tensor_rows(a->x, first, count),
+                    tensor_rows(a->targets, first, count));
+    if (c->backend->memory.planning) break;
+  }
 }

@@ -321,10 +321,28 @@ static void linear_backward_weight_case(Harness *h, const void *shape) {
                  weight_before ? in_place(h, gradient, (double)s.rows) : over_rows);
   if (!s.bias) return;
   check_gradient(h, "dbias", a.dbias, bias_before, c.bias, linear_objective, &c, over_rows);
-  a = (LinearBackwardWeight){
-      .dbias = poisoned_vector(h, DTYPE_F32, s.outputs), .dout = a.dout, .alpha = a.alpha};
-  linear_backward_weight(h->backend, a);
-  check_gradient(h, "dbias alone", a.dbias, NULL, c.bias, linear_objective, &c, over_rows);
+}
+
+static void sum_columns_case(Harness *h, const void *shape) {
+  LinearShape s = *(const LinearShape *)shape;
+  double alpha = s.alpha > 0 ? s.alpha : 1, *before, *x, *coefficients;
+  Dtype dtype = s.narrow ? h->dtype : DTYPE_F32;
+  for (int weighted = 0; weighted < 2; weighted++) {
+    SumColumns a = {.sum = tensor_flat(result(h, dtype, s.accumulate, &before, 1, s.outputs)),
+                    .x = random_strided(h, &x, s.rows, s.outputs, s.outputs + s.pad, 1),
+                    .alpha = (float)s.alpha,
+                    .accumulate = s.accumulate};
+    coefficients = random_values(h, s.rows, 1);
+    if (weighted) a.coefficients = vector_from(h, DTYPE_F32, coefficients, s.rows);
+    sum_columns(h->backend, a);
+    double *want = host_values(h, s.outputs);
+    for (int64_t i = 0; i < s.outputs; i++) {
+      if (s.accumulate) want[i] = before[i];
+      for (int64_t n = 0; n < s.rows; n++)
+        want[i] += alpha * (weighted ? coefficients[n] : 1) * x[n * s.outputs + i];
+    }
+    check_values(h, "column sums", a.sum, want, of_size(within(4, (double)s.rows), alpha));
+  }
 }
 
 // Every size in every variant, against float64 and, for the sizes from `mirrored` on, on a GPU against the CPU.
@@ -386,18 +404,24 @@ TEST(test_linear_backward) {
                                           {.bias = true, .narrow = true, .accumulate = true}};
   EACH_LINEAR(*state, linear_backward_input_case, of_input);
   EACH_LINEAR(*state, linear_backward_weight_case, of_weight);
+  static const LinearShape of_columns[] = {
+      {.bias = true}, {.accumulate = true}, {.narrow = true}, {.narrow = true, .accumulate = true}};
+  EACH_LINEAR(*state, sum_columns_case, of_columns);
 }
 
 TEST(test_no_rows) {
   Harness *h = *state;
   double *zeros = host_values(h, 6 * 8);
   Tensor x = poisoned(h, h->dtype, 0, 8), dout = poisoned(h, h->dtype, 0, 6);
-  Tensor dweight = poisoned(h, DTYPE_F32, 6, 8), dbias = poisoned_vector(h, DTYPE_F32, 6);
+  Tensor dweight = poisoned(h, DTYPE_F32, 6, 8), dbias = poisoned_vector(h, DTYPE_F32, 6),
+         sums = poisoned_vector(h, DTYPE_F32, 6);
   linear_forward(h->backend, (LinearForward){.out = dout, .x = x, .weight = poisoned(h, h->dtype, 6, 8)});
   linear_backward_weight(h->backend,
                          (LinearBackwardWeight){.dweight = dweight, .dbias = dbias, .dout = dout, .x = x});
   check_values(h, "dweight of no rows", dweight, zeros, within(0, 1));
   check_values(h, "dbias of no rows", dbias, zeros, within(0, 1));
+  sum_columns(h->backend, (SumColumns){.sum = sums, .x = dout});
+  check_values(h, "column sums of no rows", sums, zeros, within(0, 1));
 }
 
 // --- activations -------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ static Problem make_problem(Harness *h, Shape s) {
   ReferenceLoss l = loss_problem(h, s.tokens, s.hidden, s.vocab, 1);
   if (s.terms)
     loss_problem_add(h, &l,
-                     TERM_MEAN | TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS |
-                         TERM_TOKEN_WEIGHTS);
+                     TERM_MEAN | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS |
+                         (s.logits && !s.materialized ? 0 : TERM_SMOOTHING));
   if (s.logits) loss_problem_add(h, &l, TERM_SOFTCAP | TERM_BIAS | (s.materialized ? TERM_ENTROPY : 0));
   for (int64_t i = 1; i < s.tokens; i += 3) l.targets[i] = IGNORE_INDEX;
   if (!s.forward_only) reference_gradients(h, &l);

@@ -10,13 +10,12 @@
 
 enum {
   TERM_IGNORED = 512, // some targets are
-  TERM_ROWS = 1024,   // and the counted ones are named
-  TERMS = 11
+  TERMS = 10
 };
 
 static const char *const term_names[TERMS] = {"smoothing",     "z-loss",        "soft-cap", "temperature",
                                               "class weights", "token weights", "entropy",  "bias",
-                                              "mean",          "ignored",       "rows"};
+                                              "mean",          "ignored"};
 
 static const char *name_of(int terms) {
   static char name[256];
@@ -29,7 +28,7 @@ static const char *name_of(int terms) {
 static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab) {
   ReferenceLoss p = loss_problem(h, rows, hidden, vocab, 2);
   loss_problem_add(h, &p, terms);
-  for (int64_t n = 1; n < rows && terms & (TERM_IGNORED | TERM_ROWS); n += 3) p.targets[n] = IGNORE_INDEX;
+  for (int64_t n = 1; n < rows && terms & TERM_IGNORED; n += 3) p.targets[n] = IGNORE_INDEX;
   return p;
 }
 
@@ -155,7 +154,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (way.apart) linear_cross_entropy(h->backend, of_weight);
   reference_loss(r);
   // Where logits are stored their rounding shows; the anchored form and fp32 have none.
-  bool stored = way.mode == LCE_MATERIALIZED || (terms & TERM_SMOOTHING && terms & TERM_SOFTCAP);
+  bool stored = way.mode == LCE_MATERIALIZED;
   Tolerance outputs = stored ? within_stored(h, 16, (double)hidden) : within(16, (double)(hidden + vocab));
   char what[320];
   snprintf(what, sizeof what, "%s, %s", name_of(terms), lce_mode_name(way.mode));
@@ -163,15 +162,20 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
              of_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
+// Whether the fused mode gives the gradients in the forward pass.
+static bool is_fused(int terms) {
+  return !(terms & TERM_ENTROPY) && !(terms & TERM_SMOOTHING && terms & TERM_SOFTCAP);
+}
+
 static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
-  for (int mode = terms & TERM_ENTROPY ? LCE_MATERIALIZED : LCE_FUSED; mode <= LCE_MATERIALIZED; mode++) {
+  for (int mode = is_fused(terms) ? LCE_FUSED : LCE_MATERIALIZED; mode <= LCE_MATERIALIZED; mode++) {
     way.mode = (LceMode)mode;
     check_case(*state, terms, rows, hidden, vocab, way);
     harness_pop(state);
   }
   way.mode = LCE_FUSED;
   way.narrow = !way.accumulate;
-  way.known = !(terms & (TERM_SMOOTHING | TERM_ROWS));
+  way.known = !(terms & TERM_SMOOTHING);
   if (way.forward_only || !way.known) return;
   bool may_keep = !way.apart && !(terms & TERM_SOFTCAP); // the exponentials serve once
   for (int kept = 0; kept < 1 + may_keep; kept++) {
@@ -181,7 +185,6 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
   }
 }
 
-// The named rows are the fused mode's way to ignore; without it ignored targets pass through the operations.
 TEST(test_alone_and_in_pairs) {
   check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7});
   check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7, .apart = true});
@@ -197,7 +200,7 @@ TEST(test_all_at_once) {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
   const int forward = everything & ~TERM_ENTROPY; // what gives gradients in the forward pass
-  const int known = everything & ~(TERM_SMOOTHING | TERM_ROWS);
+  const int known = everything & ~TERM_SMOOTHING;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < 12; variant++) {
       Way way = {.chunk = shapes[i][3], .accumulate = variant & 1};
@@ -211,7 +214,7 @@ TEST(test_all_at_once) {
 }
 
 TEST(test_forward_only) {
-  const int terms[] = {0, TERM_SMOOTHING | TERM_Z_LOSS | TERM_ROWS, TERM_SOFTCAP | TERM_IGNORED,
+  const int terms[] = {0, TERM_SMOOTHING | TERM_Z_LOSS | TERM_IGNORED, TERM_SOFTCAP | TERM_IGNORED,
                        TERM_BIAS | TERM_SMOOTHING | TERM_CLASS_WEIGHTS | TERM_TEMPERATURE};
   for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
     for (int outputs = 0; outputs < 2; outputs++)
@@ -219,7 +222,7 @@ TEST(test_forward_only) {
                        (Way){.chunk = 8, .forward_only = true, .outputs = outputs});
 }
 
-// No token counts, named or not: nothing is divided by the sum of no weights.
+// No token counts: nothing is divided by the sum of no weights.
 TEST(test_nothing_counts) {
   Harness *h = *state;
   double *zeros = host_values(h, 10 * 6);

@@ -13,7 +13,7 @@ typedef struct {
   int64_t rows, hidden, vocab, chunk; // rows of each rank
   bool terms;                         // those that fit label smoothing
   bool capped;                        // those that fit a soft-cap
-  bool ignores, named;                // some tokens; and the counted ones are named
+  bool ignores;                       // some tokens
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
@@ -26,8 +26,6 @@ static const Case cases[] = {
     {"terms", 29, 17, 101, 7, .terms = true},
     {"one gradient at a time", 29, 17, 101, 7, .terms = true, .apart = true},
     {"ignored", 23, 8, 61, 9, .terms = true, .ignores = true},
-    {"named", 23, 8, 61, 4, .terms = true, .ignores = true, .named = true},
-    {"named forward", 23, 8, 61, 5, .ignores = true, .named = true, .forward_only = true},
     {"forward", 19, 33, 1031, 8, .terms = true, .forward_only = true},
     {"added", 31, 40, 515, 16, .accumulate = true, .wide_dx = true},
     {"in pieces of 128", 200, 64, 2048, 128, .terms = false},
@@ -64,35 +62,11 @@ static ReferenceLoss make_problem(Harness *h, const Case *c, int64_t vocab, int6
   return p;
 }
 
-// This rank's part of the call: its tokens, and its rows of the head.
 static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceLoss *p, int64_t part) {
-  Backend *b = h->backend;
-  int64_t first = b->rank * part, from = b->rank * c->rows;
   LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, c->chunk);
   if (c->capped || c->hopeless) loss_call_all_outputs(h, &a, p);
-  Tensor *const of_tokens[] = {&a.x,
-                               &a.targets,
-                               &a.loss,
-                               &a.dx,
-                               &a.outputs.z_loss,
-                               &a.outputs.log_prob,
-                               &a.outputs.logsumexp,
-                               &a.outputs.entropy,
-                               &a.outputs.max_logit,
-                               &a.outputs.predicted,
-                               &a.outputs.correct,
-                               &a.token_weights};
-  for (size_t i = 0; i < sizeof of_tokens / sizeof *of_tokens; i++)
-    if (tensor_exists(*of_tokens[i])) *of_tokens[i] = tensor_rows(*of_tokens[i], from, c->rows);
-  a.shard = (VocabShard){.first = first, .vocab_size = p->vocab};
-  a.weight = tensor_rows(a.weight, first, min_i64(part, p->vocab - first));
-  Tensor *const of_rows[] = {&a.dweight, &a.bias, &a.dbias};
-  for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
-    if (tensor_exists(*of_rows[i])) *of_rows[i] = tensor_rows(*of_rows[i], first, a.weight.shape[0]);
-  return a;
+  return loss_call_of_rank(h->backend, a, c->rows, part);
 }
-
-// The most tokens that count on any rank.
 
 static void check_case(Harness *h, const Case *c) {
   Backend *b = h->backend;
@@ -203,8 +177,6 @@ TEST(what_cannot_be_split_is_refused) {
   call.shard.vocab_size = 9;
   ASSERT_REFUSED(h, call, "5 rows from 6 on are no part of a vocabulary of 9", a.shard.first = 6);
   ASSERT_REFUSED(h, call, "supports the fused mode", a.mode = LCE_MATERIALIZED);
-  ASSERT_REFUSED(h, call, "label smoothing with a soft-cap",
-                 (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
   harness_close(h);
 }
 

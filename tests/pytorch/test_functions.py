@@ -67,10 +67,11 @@ def compare(what, x, weight, bias, target, most, **options):
     return got[1:]
 
 
-def every_option_alone_and_all_together():
+def every_option_alone_and_all_that_go_together():
     options = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7, chunk=5,
                    token_weights=torch.rand(N, device=DEVICE) + 0.5, class_weights=torch.rand(V, device=DEVICE) + 0.5)
-    sets = [{}, options, {k: v for k, v in options.items() if k != "softcap"}] + [{k: v} for k, v in options.items()]
+    sets = [{}] + [{k: v for k, v in options.items() if k != without} for without in ("softcap", "label_smoothing")]
+    sets += [{k: v} for k, v in options.items()]
     for named, reduction, bias in itertools.product(sets, REDUCTIONS, (False, True)):
         compare(f"{list(named)}, {reduction}, bias {bias}", *problem(bias=bias, ignored=5), 5e-6, reduction=reduction, **named)
 
@@ -431,6 +432,7 @@ def wrong_arguments():
              (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
              (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
              (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
+             (RuntimeError, "no label smoothing together with a soft-cap", dict(softcap=3.0, label_smoothing=0.1)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
              (RuntimeError, "sampling knows only the rows' sums", dict(sampling=1.0, softcap=3.0)),
              (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))))
@@ -457,7 +459,7 @@ def the_module():
 
 
 if __name__ == "__main__":
-    tests = (every_option_alone_and_all_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
+    tests = (every_option_alone_and_all_that_go_together, the_reference_is_pytorchs, shapes_and_layouts, targets_that_do_not_count,
              any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative, numerical_derivatives,
              only_needed_gradients, exponentials_are_kept, bf16, autocast, main_grad, torch_compile, the_operator,
              log_probs_and_entropy, outputs, names_of_pytorchs_function, sampling, memory, wrong_arguments, the_module)

@@ -379,7 +379,7 @@ def split_rank_main(rank, ranks, port):
         return lce.linear_log_probs(x_, part, target[local], **split)[0].sum()
     leaf = x[local].clone().requires_grad_()
     assert torch.equal(*(torch.autograd.grad(f(leaf), leaf)[0] for f in (of_log_probs, torch.compile(of_log_probs, backend="eager"))))
-    for kind, told, w, more in ((RuntimeError, "label smoothing with a soft-cap", part, dict(softcap=3.0, label_smoothing=0.1)),
+    for kind, told, w, more in ((RuntimeError, "label smoothing together with a soft-cap", part, dict(softcap=3.0, label_smoothing=0.1)),
                                 (ValueError, "bias has the shape", part, dict(bias=bias)),
                                 (ValueError, "weight has the shape", weight, {})):
         raises(kind, told, lambda: lce.linear_cross_entropy(x[local], w, target[local], **split, **more))

@@ -67,6 +67,7 @@ TEST(test_plan_equals_other_runs) {
   } cases[] = {
       {"--batch 5 --seq-len 49 --mlp-chunk 60", "--recompute layer"},
       {"--batch 5 --seq-len 49 --mlp-chunk 7 --total-batch 490", "--recompute layer --materialized-logits"},
+      {"--batch 3 --seq-len 17 --logit-softcap 5 --label-smoothing 0.1", "--materialized-logits"},
       {"--batch 3 --seq-len 17", "--lce-chunk 1 --recompute mlp"},
       {"--batch 3 --seq-len 17", "--lce-chunk 7 --recompute mlp"},
       {"--batch 3 --seq-len 17", "--lce-chunk 50"},

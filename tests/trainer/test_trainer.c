@@ -221,7 +221,11 @@ TEST(test_one_curve) {
       {"words.txt",
        {"--materialized-logits --logit-softcap 4 --metrics", "--lce-chunk 7 --logit-softcap 4 --metrics"}},
       {"words.txt",
-       {"--materialized-logits --logit-softcap 4 " TERMS, "--lce-chunk 7 --logit-softcap 4 " TERMS}},
+       {"--materialized-logits --logit-softcap 4 --z-loss 0.001",
+        "--lce-chunk 7 --logit-softcap 4 --z-loss 0.001"}},
+      {"words.txt",
+       {"--materialized-logits --batch 4 --logit-softcap 4 " TERMS,
+        "--materialized-logits --batch 1 --total-batch 68 --logit-softcap 4 " TERMS}},
 #undef TERMS
       {"masked.bin",
        {"--batch 4 --materialized-logits", "--batch 4 --lce-chunk 3",

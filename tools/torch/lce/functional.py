@@ -394,7 +394,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z / temperature),
     and lse = logsumexp(v):
       loss = the cross-entropy of v, with class_weights and label_smoothing as torch.nn.functional.cross_entropy has them,
-             + z_loss lse^2, times token_weights
+             + z_loss lse^2, times token_weights; label_smoothing and softcap exclude each other
     x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index and -100 are
     not counted; token_weights: of target's shape; class_weights: [V]. Both weights are constants.
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
@@ -409,8 +409,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight and bias
     are this rank's part, of vocab_size rows in all (None: all parts are equal). Every rank gives its own tokens, as many as
     the others, and gets their losses, their "sum" and dx; dweight and a "mean" are over all ranks' tokens. All ranks make the
-    same calls, backward passes too, a "sum" or "mean" with the same upstream gradient, without label_smoothing and softcap at
-    once. Ranks that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that.
+    same calls, backward passes too, a "sum" or "mean" with the same upstream gradient. Ranks that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that.
 
     The names of torch.nn.functional.linear_cross_entropy will do, too: input, linear_weight, linear_bias, and weight for
     class_weights where the head's is linear_weight or given by position; its options choose its own chunks, and do nothing.
