@@ -21,13 +21,6 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   return 1;
 }
 
-// The update that the last step deferred.
-static int64_t update_deferred(const Pass *p, int64_t l) {
-  if (!p->options || !p->options->door.update_layer || l >= layers_of(p)) return 0;
-  p->options->door.update_layer(p->options->door.context, l);
-  return 1;
-}
-
 // What is added to.
 static int64_t fetch_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
@@ -129,8 +122,7 @@ static void take_stream(Pass *p, int64_t l) {
 static void enter_forward(Pass *p, int64_t l) {
   take_stream(p, l);
   if (l == 0) fetch_weights(p, 0);
-  p->arriving = update_deferred(p, l + 1);
-  p->arriving += fetch_weights(p, l + 1);
+  p->arriving = fetch_weights(p, l + 1);
   copies_join(p->backend, p->arriving, copy_input(p, l, FORWARD));
 }
 

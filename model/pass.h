@@ -121,7 +121,7 @@ enum { EMBEDDING = -1 };
 int64_t head_layer(const Pass *p);
 
 // Before layer l computes: what it reads is there, and what the next one reads is on its way. That is its weights, from the
-// host (--offload), with the update that the last step deferred, and in codes (--fp8); its input, of training as the
+// host (--offload), in codes (--fp8); its input, of training as the
 // recomputation in p->recompute keeps it, and memory for its output; and gradients that are added to.
 LayerState *layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: what it made may go. Its output becomes the stream, or its gradients leave to the host or are summed over the

@@ -34,9 +34,6 @@ typedef struct {
   Tensor squares;
   // What follows is the caller's (trainer/step.c), and may be NULL.
   void *context;
-  // Queues the update of a layer after the first, which the last step deferred to this forward pass, on the copy-in
-  // stream as one operation. NULL: nothing was deferred.
-  void (*update_layer)(void *context, int64_t layer);
   // The gradients of `group` from element `first` on are final, while others are still computed: the head's first (last
   // where it is tied to the embedding), then layer by layer from the top, then all others. Data parallelism reduces them.
   void (*grads_ready)(void *context, ParameterGroup group, int64_t first);

@@ -165,31 +165,11 @@ void trainer_sum_squares(Trainer *t) {
 void trainer_update(Trainer *t, Update settings) {
   const ParameterSet *p = &t->model.parameters;
   bool layers_apart = p->optimizer->update_layers != NULL;
-  t->update_deferred = t->backend->ranks == 1 && !layers_apart;
-  t->update = settings;
-  t->update.async = true;
   if (layers_apart) p->optimizer->update_layers(t->backend, p, settings);
-  for (UpdateRange range = {0}; next_range(p, &range);) {
-    if (layers_apart && range.group == GROUP_MATRICES) continue;
-    if (range.layer <= 0 || !t->update_deferred) // what the forward pass begins with
+  for (UpdateRange range = {0}; next_range(p, &range);)
+    if (!layers_apart || range.group != GROUP_MATRICES)
       p->optimizer->update(t->backend, p, range.group, range.bucket, settings);
-  }
   collectives_join(t->backend, 0);
-}
-
-// LayerDoor.update_layer, with one rank.
-static void update_layer(void *trainer, int64_t layer) {
-  Trainer *t = trainer;
-  const ParameterSet *p = &t->model.parameters;
-  Bucket bucket = {layer * p->sharding.layer, p->sharding.layer};
-  p->optimizer->update(t->backend, p, GROUP_MATRICES, bucket, t->update);
-}
-
-Model *trainer_model(Trainer *t) {
-  t->update.async = false;
-  for (int64_t l = 1; t->update_deferred && l < t->options->model.num_hidden_layers; l++) update_layer(t, l);
-  t->update_deferred = false;
-  return &t->model;
 }
 
 // --- a pass ------------------------------------------------------------------------------------------------
@@ -201,7 +181,5 @@ TransformerOptions trainer_pass(Trainer *t, int64_t step, int64_t m) {
   pass.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
   reduction_begin(t, m == 0, last, &pass.door);
   if (sums_squares(t) && (t->backend->memory.planning || last)) pass.door.squares = t->squares;
-  if (t->update_deferred) pass.door.update_layer = update_layer, pass.door.context = t;
-  t->update_deferred = false; // this pass makes it
   return pass;
 }

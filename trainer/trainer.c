@@ -116,7 +116,7 @@ void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
   Batch batch = trainer_loaded_batch(t, 0, t->options->masked);
-  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
 
@@ -213,7 +213,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
-    transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
+    transformer_evaluate(b, &t->model, &batch, &t->transformer, t->loss);
     reduce(b, (Reduce){.sum = loss, .x = t->loss});
   }
   all_gather(b, (Collective){.out = all, .x = local});
@@ -232,7 +232,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
-  Model *model = trainer_model(t);
+  Model *model = &t->model;
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
   t->cut_short = false;
@@ -253,7 +253,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   generation.window = t->options->seq_len;
   generation.seed = seed;
   generation.cancel = t->stop;
-  Model *model = trainer_model(t);
+  Model *model = &t->model;
   MemoryMark mark = model_gather_head(model, t->backend);
   int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);
   model_drop_head(model, t->backend, mark);

@@ -60,7 +60,6 @@ typedef struct Deferred {
   union {
     Collective collective;
     Copy copy;
-    Update update;
   };
 } Deferred;
 
