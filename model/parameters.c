@@ -196,6 +196,9 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   if (!d.frozen && s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
                  p->grad_shard);
+  if (!d.frozen)
+    p->squares =
+        tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
   for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name && !d.frozen; k++)
     reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);

@@ -89,6 +89,7 @@ typedef struct ParameterSet {
   const Optimizer *optimizer;
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
+  Tensor squares;                 // fp32 [1]: the gradients' sum of squares
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
   bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's

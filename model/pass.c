@@ -5,36 +5,32 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 
-static void begin_training(Pass *p, const TransformerOptions *options, bool accumulate) {
-  const LayerDoor *door = &options->door;
-  bool split_tied = p->model->config.tie_word_embeddings && p->model->shard.vocab_size;
-  if (split_tied && !door->add_embedding_grads)
-    fail("internal: a split, tied head needs add_embedding_grads");
-  p->options = options;
-  p->mlp_chunk = options->mlp_chunk;
-  p->accumulate = accumulate && !door->overwrite;
-  p->accumulate_head = accumulate;
-  p->fp8 = tensor_exists(p->model->layers->qkv.weight.fp8.codes);
-}
-
-Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *training,
-                bool accumulate) {
+Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options) {
   const ModelConfig *c = &model->config;
   if (!c->learned_positions && batch->seq_len > model->rope_angles.shape[0])
     fail("a batch of sequences of %lld for a model made for %lld", (long long)batch->seq_len,
          (long long)model->rope_angles.shape[0]);
-  Pass p = {.backend = backend,
-            .model = model,
-            .batch = batch,
-            .rows = batch->batch * batch->seq_len,
-            .bottom = memory_mark(&backend->memory),
-            .states = host_alloc(c->num_hidden_layers, sizeof *p.states, "the layers' states"),
-            .heads = {.batch = batch->batch,
-                      .seq_len = batch->seq_len,
-                      .num_heads = c->num_attention_heads,
-                      .num_key_value_heads = c->num_key_value_heads,
-                      .head_dim = c->head_dim}};
-  if (training) begin_training(&p, training, accumulate);
+  return (Pass){.backend = backend,
+                .model = model,
+                .batch = batch,
+                .options = *options,
+                .rows = batch->batch * batch->seq_len,
+                .bottom = memory_mark(&backend->memory),
+                .states = host_alloc(c->num_hidden_layers, sizeof(LayerState), "the layers' states"),
+                .heads = {.batch = batch->batch,
+                          .seq_len = batch->seq_len,
+                          .num_heads = c->num_attention_heads,
+                          .num_key_value_heads = c->num_key_value_heads,
+                          .head_dim = c->head_dim}};
+}
+
+Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
+                         const TransformerOptions *options, bool accumulate) {
+  Pass p = pass_begin(backend, model, batch, options);
+  p.training = true;
+  p.first = !accumulate;
+  p.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
+  reduction_begin(&p);
   return p;
 }
 

@@ -1,5 +1,5 @@
 // What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes before and
-// after a layer (layer_door.c), and decoding with a cache (decode.c).
+// after a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), and decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
@@ -31,38 +31,33 @@ typedef struct {
   Operand activation;    // [N, F]
 } LayerState;
 
-// The arguments of all functions of a pass.
-typedef struct Pass {
+// One pass over a batch, which all functions of these files read.
+typedef struct {
   Backend *backend;
   Model *model;
   const Batch *batch;
-  const TransformerOptions *options; // of training; NULL: a forward pass alone
-  int64_t rows;                      // N
+  TransformerOptions options;
+  bool training;   // a backward pass follows
+  bool first;      // of a step's micro-batches: the head's gradient is written, not added to
+  bool accumulate; // the other gradients are added to; never where every pass sums them over the ranks
+  bool fp8;        // the layers' matmuls; of training
+  int64_t rows;    // N
   AttentionShape heads;
-  MemoryMark bottom;    // the stack before the pass
-  Recompute recompute;  // in this layer
-  int64_t mlp_chunk;    // 0: all rows
-  bool accumulate;      // the parameters' gradients; false where they are reduced in every pass
-  bool accumulate_head; // the head's, as requested
-  bool fp8;             // the layers' matmuls
-  LayerState *states;   // one a layer
-  Tensor stream;        // [N, H]: of the forward pass, what is entered next reads
-  Tensor spare;         // another, where the stream alternates between two
-  Tensor dx;            // [N, H]: the stream's gradient; of training
-  Tensor dtokens;       // the token embedding's gradient, in the embedding; absent where the door adds to it
-  int64_t arriving;     // copies in that were begun when this layer was entered
-  // Of decoding (decode.c): attention of layer l over the `past` tokens in the cache and the batch's; NULL: over these alone.
-  void (*attend)(const struct Pass *p, int64_t l, const LayerState *s);
-  const KeyValueCache *cache;
-  int64_t past;
+  MemoryMark bottom;   // the stack before the pass
+  LayerState *states;  // one a layer
+  Recompute recompute; // in the layer that computes
+  int64_t unreduced[GROUP_COUNT]; // gradients from a group's start whose sums over the ranks have not begun
+  const KeyValueCache *cache; // of decoding; NULL: the batch's tokens follow no others
+  int64_t past;               // tokens in the cache
 } Pass;
 
 static const Tensor none; // an operand that is absent
 
-// A forward pass (training NULL) or a training pass, which adds to the gradients where `accumulate`. Fails where the batch's
-// sequences are longer than those that the model was made for.
-Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *training,
-                bool accumulate);
+// A forward pass alone. Fails where the batch's sequences are longer than those that the model was made for.
+Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options);
+// With a backward pass, which adds to the gradients where `accumulate`.
+Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
+                         const TransformerOptions *options, bool accumulate);
 // Pops all that it pushed.
 void pass_end(Pass *p);
 // [N, columns] of the backend's dtype, on the stack.
@@ -116,14 +111,27 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
 
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// What has a door, from the bottom up: the embedding, the layers 0 to L - 1, and the head, L.
-enum { EMBEDDING = -1 };
-int64_t head_layer(const Pass *p);
-
-// Before layer l computes: what it reads is there, and what the next one reads is on its way. That is its weights, from the
-// host (--offload), in codes (--fp8); its input, of training as the
-// recomputation in p->recompute keeps it, and memory for its output; and gradients that are added to.
-LayerState *layer_enter(Pass *p, int64_t l, Direction direction);
-// After it: what it made may go. Its output becomes the stream, or its gradients leave to the host or are summed over the
-// ranks, while the next one computes.
+// Before layer l computes: what it reads is there, and what the next layer reads is on its way. FORWARD: its state has its
+// input, and receives memory for its output.
+void layer_enter(Pass *p, int64_t l, Direction direction);
+// After it: what it made may go, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
+// After the head's gradient, and in place of embedding_backward.
+void head_leave(Pass *p);
+void embedding_leave(Pass *p, EmbeddingBackward a);
+
+// --- gradient_reduction.c ----------------------------------------------------------------------------------
+
+// Before a training pass: whether it accumulates.
+void reduction_begin(Pass *p);
+// The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others are computed.
+void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
+// Whether a tied head's gradient is ready first, and add_embedding_grads adds the embedding's part to it afterwards.
+bool embedding_added_last(const Pass *p);
+// dout [N, H]: the gradient of the embedding's output on this rank.
+void add_embedding_grads(const Pass *p, Tensor dout);
+
+// --- decode.c ----------------------------------------------------------------------------------------------
+
+// attention_forward over p->cache, to which layer l's keys and values of the batch are added.
+void attend_to_cache(const Pass *p, int64_t l, const LayerState *s);

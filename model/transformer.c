@@ -109,8 +109,8 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
 }
 
 static void attend(const Pass *p, const Layer *w, const LayerState *s) {
-  if (p->attend)
-    p->attend(p, w - p->model->layers, s);
+  if (p->cache)
+    attend_to_cache(p, w - p->model->layers, s);
   else
     attention_forward(p->backend, (AttentionForward){.out = s->attention,
                                                      .lse = s->lse,
@@ -200,7 +200,7 @@ static LayerState mlp_rows(const LayerState *s, int64_t first, int64_t count) {
 // Under RECOMPUTE_LAYER: from middle to output or, where dx is there, mlp_backward, and nothing stays on the stack.
 static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Tensor dx) {
   Memory *memory = &p->backend->memory;
-  int64_t chunk = p->mlp_chunk ? p->mlp_chunk : p->rows;
+  int64_t chunk = p->options.mlp_chunk ? p->options.mlp_chunk : p->rows;
   for (int64_t first = 0; first < p->rows; first += chunk) {
     Pass part = *p;
     part.rows = min_i64(chunk, p->rows - first);
@@ -300,20 +300,16 @@ static Tensor embed(const Pass *p) {
   return out;
 }
 
-static void embed_backward(Pass *p) {
+static void embed_backward(Pass *p, Tensor dx) {
   bool tied = p->model->config.tie_word_embeddings; // then the head's gradient is there
-  Tensor dpositions = p->model->position_embedding.grad;
-  layer_enter(p, EMBEDDING, BACKWARD);
-  if (tensor_exists(p->dtokens) || tensor_exists(dpositions))
-    embedding_backward(p->backend, (EmbeddingBackward){.dtoken_weight = p->dtokens,
-                                                       .dposition_weight = dpositions,
-                                                       .dout = p->dx,
-                                                       .tokens = p->batch->tokens,
-                                                       .positions = positions_of(p),
-                                                       .seq_len = p->batch->seq_len,
-                                                       .accumulate_token = p->accumulate || tied,
-                                                       .accumulate_position = p->accumulate});
-  layer_leave(p, EMBEDDING, BACKWARD);
+  embedding_leave(p, (EmbeddingBackward){.dtoken_weight = p->model->token_embedding.grad,
+                                         .dposition_weight = p->model->position_embedding.grad,
+                                         .dout = dx,
+                                         .tokens = p->batch->tokens,
+                                         .positions = positions_of(p),
+                                         .seq_len = p->batch->seq_len,
+                                         .accumulate_token = p->accumulate || tied,
+                                         .accumulate_position = p->accumulate});
 }
 
 Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
@@ -366,9 +362,9 @@ static void loss_of_counted(const Pass *p, LinearCrossEntropy a) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// p->dx receives the gradient of the stream.
-static void head_and_loss(Pass *p, Tensor stream, float scale, Tensor loss) {
-  const TransformerOptions *o = p->options;
+// dx receives the gradient of the stream.
+static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor loss) {
+  const TransformerOptions *o = &p->options;
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
@@ -390,57 +386,61 @@ static void head_and_loss(Pass *p, Tensor stream, float scale, Tensor loss) {
                                           .shard = model->shard,
                                           .targets = p->batch->targets,
                                           .scale = scale,
-                                          .accumulate = p->accumulate_head});
+                                          .accumulate = !p->first});
   profile_phase(p->backend, PHASE_BACKWARD);
-  layer_leave(p, head_layer(p), BACKWARD);
-  run_norm_backward(p, &norm, p->dx, dnorm, stream, &model->final_norm, false, none);
+  head_leave(p);
+  run_norm_backward(p, &norm, dx, dnorm, stream, &model->final_norm, false, none);
   memory_pop_to(memory, top);
 }
 
 // --- the whole step ----------------------------------------------------------------------------------------
 
-static Recompute recompute_of(const TransformerOptions *options, int64_t l) {
-  if (!options) return RECOMPUTE_LAYER; // nothing is kept
-  bool less = options->recompute_layers && l >= options->recompute_layers;
-  return options->recompute - (less && options->recompute > RECOMPUTE_NONE);
+static Recompute recompute_of(const Pass *p, int64_t l) {
+  const TransformerOptions *o = &p->options;
+  if (!p->training) return RECOMPUTE_LAYER; // nothing is kept
+  bool less = o->recompute_layers && l >= o->recompute_layers;
+  return o->recompute - (less && o->recompute > RECOMPUTE_NONE);
 }
 
 Tensor layers_forward(Pass *p) {
-  p->stream = embed(p);
+  Tensor x = embed(p);
   for (int64_t l = 0; l < p->model->config.num_hidden_layers; l++) {
-    p->recompute = recompute_of(p->options, l);
-    LayerState *s = layer_enter(p, l, FORWARD);
+    LayerState *s = &p->states[l];
+    s->input = x;
+    p->recompute = recompute_of(p, l);
+    layer_enter(p, l, FORWARD);
     layer_forward(p, &p->model->layers[l], s);
     layer_leave(p, l, FORWARD);
+    x = s->output;
   }
-  return p->stream;
+  return x;
 }
 
-// p->dx: in, the gradient of the stream after all layers; out, of the embedding.
-static void layers_backward(Pass *p) {
+// dx: in, the gradient of the stream after all layers; out, of the embedding.
+static void layers_backward(Pass *p, Tensor dx) {
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
-    p->recompute = recompute_of(p->options, l);
-    LayerState *s = layer_enter(p, l, BACKWARD);
-    layer_backward(p, &p->model->layers[l], s, p->dx);
+    p->recompute = recompute_of(p, l);
+    layer_enter(p, l, BACKWARD);
+    layer_backward(p, &p->model->layers[l], &p->states[l], dx);
     layer_leave(p, l, BACKWARD);
   }
 }
 
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss) {
-  Pass p = pass_begin(backend, model, batch, options, accumulate);
+  Pass p = pass_begin_training(backend, model, batch, options, accumulate);
   profile_phase(backend, PHASE_FORWARD);
-  p.dx = push_gradient(&p, "d residual", model->config.hidden_size);
-  head_and_loss(&p, layers_forward(&p), scale, loss);
-  layers_backward(&p);
-  embed_backward(&p);
+  Tensor dx = push_gradient(&p, "d residual", model->config.hidden_size);
+  Tensor x = layers_forward(&p);
+  head_and_loss(&p, x, dx, scale, loss);
+  layers_backward(&p, dx);
+  embed_backward(&p, dx);
   pass_end(&p);
 }
 
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss) {
-  Pass p = pass_begin(backend, model, batch, NULL, false);
-  p.mlp_chunk = options->mlp_chunk;
+  Pass p = pass_begin(backend, model, batch, options);
   Norm norm = final_norm(&p, layers_forward(&p), none);
   loss_of_counted(&p, (LinearCrossEntropy){.mode = options->mode,
                                            .chunk = options->chunk,
@@ -453,7 +453,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
 }
 
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out) {
-  Pass p = pass_begin(backend, model, batch, NULL, false);
+  Pass p = pass_begin(backend, model, batch, &(TransformerOptions){0});
   final_norm(&p, layers_forward(&p), out);
   pass_end(&p);
 }

@@ -25,25 +25,6 @@ typedef struct {
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
-// What happens at the door of a layer besides its computation (layer_door.c), of training. All absent: nothing does.
-typedef struct {
-  // [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER; the last of these stays on
-  // the device.
-  Tensor inputs;
-  // fp32 [1], receives the sum of squares of offloaded layers' gradients.
-  Tensor squares;
-  // What follows is the caller's (trainer/step.c), and may be NULL.
-  void *context;
-  // The gradients of `group` from element `first` on are final, while others are still computed: the head's first (last
-  // where it is tied to the embedding), then layer by layer from the top, then all others. Data parallelism reduces them.
-  void (*grads_ready)(void *context, ParameterGroup group, int64_t first);
-  // Adds the embedding's part, of all ranks' tokens, to the reduced gradient of a tied head, which is then
-  // ready first too. dout [N, H]: gradient of the embedding's output on this rank. NULL where the head is not
-  // tied, or where its gradient is ready last.
-  void (*add_embedding_grads)(void *context, const Batch *batch, Tensor dout);
-  bool overwrite; // ZeRO-2: gradients but the head's are reduced in every pass, so none are accumulated
-} LayerDoor;
-
 typedef struct {
   LceMode mode;
   int64_t chunk;
@@ -53,7 +34,11 @@ typedef struct {
   float label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  LayerDoor door;                // of training
+  // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER, whose last one
+  // stays on the device; absent: all stay.
+  Tensor inputs;
+  bool
+      last; // of the step's micro-batches: its backward pass completes the gradients and sums them over the ranks
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

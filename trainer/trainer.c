@@ -58,9 +58,9 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
-    t->transformer.door.inputs = tensor_2d(data, backend->dtype, rows, columns);
+    t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);
   }
-  t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
+  t->squares = t->model.parameters.squares;
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
   fill_zero(backend, t->results); // entries that are never written are summed over the ranks all the same

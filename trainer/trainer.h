@@ -43,12 +43,6 @@ typedef struct {
   };
 } StepResult;
 
-// Gradients that are summed over the ranks in the backward pass under way.
-typedef struct {
-  bool first, last;               // micro-batch of the step
-  int64_t unreduced[GROUP_COUNT]; // elements of each group, from its start
-} Reduction;
-
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
@@ -62,7 +56,6 @@ typedef struct {
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
-  Reduction reduction;
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
