@@ -43,12 +43,12 @@ typedef struct {
   bool fp8;        // the layers' matmuls; of training
   int64_t rows;    // N
   AttentionShape heads;
-  MemoryMark bottom;   // the stack before the pass
-  LayerState *states;  // one a layer
-  Recompute recompute; // in the layer that computes
+  MemoryMark bottom;              // the stack before the pass
+  LayerState *states;             // one a layer
+  Recompute recompute;            // in the layer that computes
   int64_t unreduced[GROUP_COUNT]; // gradients from a group's start whose sums over the ranks have not begun
-  const KeyValueCache *cache; // of decoding; NULL: the batch's tokens follow no others
-  int64_t past;               // tokens in the cache
+  const KeyValueCache *cache;     // of decoding; NULL: the batch's tokens follow no others
+  int64_t past;                   // tokens in the cache
 } Pass;
 
 static const Tensor none; // an operand that is absent
