@@ -66,6 +66,15 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 
+// All that layer_forward writes, but for the output. What p->recompute keeps lies below the mark that it returns.
+MemoryMark push_layer(const Pass *p, LayerState *s);
+// Parts of it, for what is computed again: the pre-activation; norm2's output and the activation.
+void push_pre_activation(const Pass *p, LayerState *s);
+void push_mlp(const Pass *p, LayerState *s);
+// The MLP's part of a state for p->rows rows from row `first` on of another, with these pushed.
+LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
+void push_norm_statistics(const Pass *p, Norm *norm);
+
 // --- transformer.c -----------------------------------------------------------------------------------------
 
 // From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and else nothing is.
