@@ -1,25 +1,28 @@
-// The door of a layer: what comes before it computes, and what goes after it has.
+// The door of a layer: what must be there before it computes, and what goes after it has computed.
 //
-// transformer.c computes as if all weights, inputs and gradients were on the device. It calls layer_enter before each layer
-// and layer_leave after it, in both directions. Without any of the options below they only push the layer's output and pop
-// its state.
+// transformer.c computes as if all weights, inputs and gradients were on the device. Before each layer it
+// calls layer_enter, after it layer_leave, in both directions. By default they push the layer's output and
+// pop its state, and that is all.
 //
-// --offload: what lies in the host's memory is copied a layer ahead, on two streams of their own, in and out, while the
-// layers' operations run on the compute stream. Weights and gradients of two layers are on the device, in the halves of a
-// double buffer, which layers use in turn.
+// With --offload, copies between the host's memory and the device begin a layer ahead. They run on two
+// streams of their own, one for each way, while the layers' operations run on the compute stream, which waits
+// at copies_join. The device has the weights and gradients of two layers, in the halves of a double buffer,
+// which layers use in turn.
 //
-//   forward    entering l        the weights of l + 1 come, the input of l goes to the host
-//                                wait for the weights of l, and until the input of l - 1 has gone: l writes its output there
-//              leaving the last  its gradients come, of the micro-batches before
-//   backward   entering l        gradients, input and weights of l - 1 come
-//                                wait for those of l, and until the gradients of l + 2 have gone, whose half l writes
-//              leaving l         its gradients are summed in squares, for the norm, and go
+//   forward   entering l        begin: the weights of l + 1 come; the input of l leaves
+//                               wait: the weights of l have come; the input of l - 1, where l writes, has
+//                               left
+//             leaving the last  begin: its gradients come, which the backward pass adds to
+//   backward  entering l        begin: gradients, input and weights of l - 1 come
+//                               wait: those of l have come; the gradients of l + 2, where l writes, have left
+//             leaving l         begin: its gradients leave, after the sum of their squares
 //
-// --fp8: when a layer's weights are there, its matrices are quantized.
-// Several ranks: when a layer's gradients are final, their sum over the ranks begins (gradient_reduction.c).
+// With --fp8, layer_enter quantizes the layer's matrices, once its weights are there. With several ranks,
+// layer_leave begins the sum of the layer's gradients over the ranks, on a third stream
+// (gradient_reduction.c).
 #include "model/pass.h"
 
-// Functions that begin copies return how many; they do nothing for what stays on the device, or for a layer that is not there.
+// What begins copies returns how many: none for what stays on the device, or for a layer that does not exist.
 static int64_t fetch_weights(const Pass *p, int64_t l);
 static int64_t fetch_grads(const Pass *p, int64_t l);
 static int64_t fetch_input(const Pass *p, int64_t l);
@@ -33,17 +36,17 @@ static int64_t layers_of(const Pass *p) {
 }
 
 void layer_enter(Pass *p, int64_t l, Direction direction) {
-  int64_t arriving = 0; // copies that the layer does not wait for
+  int64_t coming = 0; // copies for the next layer, which this one does not wait for
   if (direction == FORWARD) {
     push_output(p, l);
     if (l == 0) fetch_weights(p, 0);
-    arriving += fetch_weights(p, l + 1);
-    copies_join(p->backend, arriving, send_input(p, l));
+    coming += fetch_weights(p, l + 1);
+    copies_join(p->backend, coming, send_input(p, l));
   } else {
-    arriving += fetch_grads(p, l - 1);
-    arriving += fetch_input(p, l - 1);
-    if (l < layers_of(p) - 1) arriving += fetch_weights(p, l - 1); // the last two have stayed
-    copies_join(p->backend, arriving, 1);
+    coming += fetch_grads(p, l - 1);
+    coming += fetch_input(p, l - 1);
+    if (l < layers_of(p) - 1) coming += fetch_weights(p, l - 1); // the last two have stayed
+    copies_join(p->backend, coming, 1);
   }
   quantize_weights(p, l, direction);
 }
@@ -53,8 +56,7 @@ void layer_leave(Pass *p, int64_t l, Direction direction) {
     if (l == layers_of(p) - 1) fetch_grads(p, l);
     return;
   }
-  memory_pop_to(&p->backend->memory,
-                p->states[l].below); // its output too: its input is the output of the layer below
+  memory_pop_to(&p->backend->memory, p->states[l].below); // the output too: that of the layer below is next
   send_grads(p, l);
   reduce_ready(p, GROUP_MATRICES, l * p->model->parameters.sharding.layer);
   if (l == 0) copies_join(p->backend, 0, 0);
@@ -70,8 +72,8 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   return 1;
 }
 
-// Where every layer has memory for its codes they are made in a step's first forward pass. Where all layers share that of
-// one, they are made again in every pass, but for the last layer, which the backward pass begins with.
+// Where each layer has memory for its codes, a step's first forward pass makes them. Where all share one
+// layer's, they are made on every entry but the backward pass's first, whose layer was the last to enter.
 static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
   bool shared = p->model->parameters.fp8_by_layer, turning = direction == BACKWARD && l == layers_of(p) - 1;
   bool needed = shared ? !turning : p->first && direction == FORWARD;
@@ -84,7 +86,6 @@ static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
 
 // --- gradients ---------------------------------------------------------------------------------------------
 
-// Those that are added to.
 static int64_t fetch_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;
@@ -94,7 +95,8 @@ static int64_t fetch_grads(const Pass *p, int64_t l) {
   return 1;
 }
 
-// Squares are summed here while the gradients are on the device, where these are not yet to be summed over ranks.
+// Squares of the final gradients are summed while these are on the device. Several ranks sum gradients first:
+// no copy in is waited for then, but this copy out is.
 static void send_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_grads)) return;
@@ -103,13 +105,12 @@ static void send_grads(const Pass *p, int64_t l) {
     reduce(p->backend,
            (Reduce){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});
   copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l), .x = grads});
-  if (p->backend->ranks > 1)
-    copies_join(p->backend, ASYNC_EVENTS - 1, 0); // only for those out: they are summed from there
+  if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
 }
 
 // --- inputs and outputs ------------------------------------------------------------------------------------
 
-// Where layer l's input goes between the passes, as one row; absent: it stays.
+// Layer l's input in the host's memory, between the passes; absent: it stays on the device.
 static Tensor input_on_host(const Pass *p, int64_t l) {
   Tensor inputs = p->options.inputs;
   if (!p->training || !tensor_exists(inputs) || l < 0 || l * p->rows >= inputs.shape[0]) return none;
@@ -130,8 +131,8 @@ static int64_t fetch_input(const Pass *p, int64_t l) {
   return 1;
 }
 
-// Inputs that do not stay, since they go to the host or no backward pass follows, need two tensors, which are input and
-// output in turn.
+// Where inputs do not stay, as they leave or no backward pass follows, two tensors are input and output in
+// turn.
 static void push_output(const Pass *p, int64_t l) {
   LayerState *s = &p->states[l];
   bool in_turn = (!p->training || tensor_exists(p->options.inputs)) && p->recompute == RECOMPUTE_LAYER;

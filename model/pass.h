@@ -1,5 +1,6 @@
-// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes before and
-// after a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), and decoding with a cache (decode.c).
+// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes
+// before and after a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), and
+// decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
@@ -66,7 +67,8 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 
-// All that layer_forward writes, but for the output. What p->recompute keeps lies below the mark that it returns.
+// All that layer_forward writes, but for the output. What p->recompute keeps lies below the mark that it
+// returns.
 MemoryMark push_layer(const Pass *p, LayerState *s);
 // Parts of it, for what is computed again: the pre-activation; norm2's output and the activation.
 void push_pre_activation(const Pass *p, LayerState *s);
@@ -77,7 +79,8 @@ void push_norm_statistics(const Pass *p, Norm *norm);
 
 // --- transformer.c -----------------------------------------------------------------------------------------
 
-// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and else nothing is.
+// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and
+// else nothing is.
 Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
@@ -86,10 +89,10 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
 // The matmuls of a layer: in the backend's dtype by linear_forward and its gradients, or in FP8 (pass.fp8).
 //
-// In FP8 an operand is quantized before its GEMM, with one scale for the tensor (kernels.h), and a GEMM reads codes along
-// its inner dimension alone: the backward pass needs those of the transpose. Where nothing is recomputed, the forward pass
-// writes these too and they are kept in place of the operand, in half its memory. SwiGLU is then an operation of its
-// own, which finds the maximum of what it writes.
+// In FP8 an operand is quantized before its GEMM, with one scale for the tensor (kernels.h), and a GEMM reads
+// codes along its inner dimension alone: the backward pass needs those of the transpose. Where nothing is
+// recomputed, the forward pass writes these too and they are kept in place of the operand, in half its
+// memory. SwiGLU is then an operation of its own, which finds the maximum of what it writes.
 
 // Whether operands are saved as codes, and not themselves.
 bool operands_saved(const Pass *p);
@@ -108,11 +111,11 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself. x is not
-// read where its codes are kept.
+// The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself.
+// x is not read where its codes are kept.
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
-// The same through the activation function before the matmul: x is its output, and returns the gradient of the
-// pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
+// The same through the activation function before the matmul: x is its output, and returns the gradient of
+// the pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
@@ -120,8 +123,8 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
 
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// Before layer l computes: what it reads is there, and what the next layer reads is on its way. FORWARD: its state has its
-// input, and receives memory for its output.
+// Before layer l computes: what it reads is there, and what the next layer reads is on its way. FORWARD: its
+// state has its input, and receives memory for its output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: what it made may go, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
@@ -133,9 +136,11 @@ void embedding_leave(Pass *p, EmbeddingBackward a);
 
 // Before a training pass: whether it accumulates.
 void reduction_begin(Pass *p);
-// The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others are computed.
+// The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others
+// are computed.
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
-// Whether a tied head's gradient is ready first, and add_embedding_grads adds the embedding's part to it afterwards.
+// Whether a tied head's gradient is ready first, and add_embedding_grads adds the embedding's part to it
+// afterwards.
 bool embedding_added_last(const Pass *p);
 // dout [N, H]: the gradient of the embedding's output on this rank.
 void add_embedding_grads(const Pass *p, Tensor dout);

@@ -1,5 +1,5 @@
-// Forward and backward through the transformer. The residual stream x starts as the
-// embedding and passes L layers, a final norm, and the head with the loss:
+// Forward and backward through the transformer. The residual stream x starts as the embedding and passes L
+// layers, a final norm, and the head with the loss:
 //
 //     x = embedding(tokens)                       GPT-2 adds its positions' embedding
 //     for each layer:
@@ -7,9 +7,9 @@
 //       x = m + activation(norm2(m) W_up^T) W_down^T
 //     loss = cross_entropy(norm(x) head^T, targets)
 //
-// Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through the same
-// lines from the bottom up with one gradient of the stream, dx, which it adds to in place. What a layer keeps for it is in
-// pass.c; where it is dropped, it is computed again here.
+// Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through
+// these lines from the bottom up with one gradient of the stream, dx, which it adds to in place. pass.c has
+// what a layer keeps for it, matmul.c the matmuls, and layer_door.c what happens before and after a layer.
 #include "kernels/profile.h"
 #include "model/pass.h"
 
@@ -100,7 +100,7 @@ static void mlp_down(const Pass *p, const Layer *w, const LayerState *s) {
 
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx); // below
 
-// The MLP, some tokens at a time, of which nothing is kept: from middle to output or, with dx, mlp_up again and backward.
+// From middle to output, some tokens at a time, and nothing is kept; with dx, mlp_up again and mlp_backward.
 static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Tensor dx) {
   Memory *memory = &p->backend->memory;
   int64_t chunk = p->options.mlp_chunk ? p->options.mlp_chunk : p->rows;
@@ -161,8 +161,6 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
   return norm;
 }
 
-// --- the loss ----------------------------------------------------------------------------------------------
-
 // The call for all tokens or, where some targets are ignored, for the counted ones alone, in memory of their own: dx's serves x, and
 // x's dx. Loss, outputs and dx of the others are 0.
 static void loss_of_counted(const Pass *p, LinearCrossEntropy a) {
@@ -187,7 +185,8 @@ static void loss_of_counted(const Pass *p, LinearCrossEntropy a) {
   for (int i = 1; i < WRITTEN; i++)
     if (tensor_exists(many[i]))
       *few[i] = tensor_rows(push_statistic(p, "counted outputs", 1), 0, batch->counted);
-  // The ledger first counts all tokens, on a backend that runs nothing: what it says does not depend on the data.
+  // The ledger first counts all tokens, on a backend that runs nothing: what it says does not depend on the
+  // data.
   static const BackendOps nothing;
   Backend plan = *backend;
   plan.ops = &nothing;
@@ -205,10 +204,10 @@ static void loss_of_counted(const Pass *p, LinearCrossEntropy a) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// --- backward ----------------------------------------------------------------------------------------------
+// --- the loss, and backward --------------------------------------------------------------------------------
 
-// previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none. A LayerNorm, which has sums
-// of columns anyway, takes it with the rows.
+// previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none. A LayerNorm,
+// which has sums of columns anyway, takes it with the rows.
 static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
                               const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
   bool with_rows = p->model->config.norm == NORM_LAYER;
@@ -260,7 +259,8 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
   memory_pop_to(memory, top);
 }
 
-// dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed any more.
+// dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed
+// any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx) {
   Tensor dnorm2 = s->norm2.out.x;
   Operand dpre = project_activated_backward(p, dx, s->activation, s->pre_activation, &w->down.weight);
@@ -347,6 +347,7 @@ static void layers_backward(Pass *p, Tensor dx) {
 
 static void embed_backward(Pass *p, Tensor dx) {
   bool tied = p->model->config.tie_word_embeddings; // then the head's gradient is there
+  // embedding_backward, after which the last gradients may go.
   embedding_leave(p, (EmbeddingBackward){.dtoken_weight = p->model->token_embedding.grad,
                                          .dposition_weight = p->model->position_embedding.grad,
                                          .dout = dx,

@@ -34,8 +34,8 @@ typedef struct {
   float label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER, whose last one
-  // stays on the device; absent: all stay.
+  // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER,
+  // whose last one stays on the device; absent: all stay.
   Tensor inputs;
   bool
       last; // of the step's micro-batches: its backward pass completes the gradients and sums them over the ranks
@@ -51,7 +51,8 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
-// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not read.
+// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not
+// read.
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out);
 
 // --- decoding (decode.c) -----------------------------------------------------------------------------------
@@ -66,8 +67,8 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a cache the
-// batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent together, to
-// fill the cache alone. Without one (NULL) past is 0.
+// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a
+// cache the batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent
+// together, to fill the cache alone. Without one (NULL) past is 0.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor rows, Tensor logits);

@@ -30,8 +30,8 @@ Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or the rest of a
-// group.
+// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
+// the rest of a group.
 typedef struct {
   int place; // of the group, in the order of the updates
   ParameterGroup group;
