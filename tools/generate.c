@@ -117,7 +117,7 @@ static size_t plan_stack(const Options *o, const Backend *backend, const Generat
   Model model;
   int64_t count;
   create_model(&model, o, plan, g->window);
-  generate(plan, &model, g, &count);
+  generate_tokens(plan, &model, g, &count);
   size_t stack = plan->memory.ledger.stack_peak, needed = plan->memory.ledger.peak,
          usable = machine_usable_bytes(backend);
   model_destroy(&model);
@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
   for (int64_t i = 0; i < w.samples; i++, g.seed++) {
     if (i > 0) fputs("\n---\n", stdout);
     for (int64_t k = 0; k < g.prompt_count; k++) print_token(&printer, g.prompt[k]);
-    free(generate(backend, &model, &g, &count));
+    free(generate_tokens(backend, &model, &g, &count));
     print_waiting(&printer, true);
     written += count - g.prompt_count;
   }

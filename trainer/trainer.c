@@ -255,7 +255,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   generation.cancel = t->stop;
   Model *model = &t->model;
   MemoryMark mark = model_gather_head(model, t->backend);
-  int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);
+  int32_t *tokens = t->backend->rank ? NULL : generate_tokens(t->backend, model, &generation, count);
   model_drop_head(model, t->backend, mark);
   return tokens;
 }
