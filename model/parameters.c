@@ -13,7 +13,7 @@ int64_t parameter_elements(const Parameter *p) {
 }
 
 void parameters_shard(ParameterSet *parameters, ParameterDtypes d, bool tied, int rank, int ranks) {
-  bool sharded = d.zero && ranks > 1, split = sharded && d.vocab_parallel && !d.frozen;
+  bool sharded = d.zero && ranks > 1, split = sharded && d.vocab_parallel && !d.weights_only;
   parameters->sharding = (Sharding){.zero = sharded ? d.zero : 0,
                                     .part = sharded ? rank : 0,
                                     .parts = sharded ? ranks : 1,
@@ -185,21 +185,21 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
                weights_on_host ? MATRICES : NO_GROUP, p->value);
   if (weights_on_host)
     p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
-  if (d.master && !d.frozen)
+  if (d.master && !d.weights_only)
     reserve_role(p, memory, "master weights", MEMORY_MASTER_WEIGHTS, DTYPE_F32, ALL, optimizer_host,
                  p->master);
-  if (!d.frozen)
+  if (!d.weights_only)
     reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
                  grads_buffered ? MATRICES : NO_GROUP, p->grad);
-  if (!d.frozen && grads_buffered)
+  if (!d.weights_only && grads_buffered)
     p->layer_grads = reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad);
-  if (!d.frozen && s->zero == 2)
+  if (!d.weights_only && s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
                  p->grad_shard);
-  if (!d.frozen)
+  if (!d.weights_only)
     p->squares =
         tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
-  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name && !d.frozen; k++)
+  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name && !d.weights_only; k++)
     reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);
   for (Parameter *t = p->items; t < p->items + p->count; t++) {

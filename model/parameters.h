@@ -51,7 +51,7 @@ enum {
 typedef struct {
   Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
-  bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
+  bool weights_only;   // for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
   Dtype moment;        // of the optimizer's states
   int optimizer;       // of optimizers[]

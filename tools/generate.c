@@ -107,7 +107,7 @@ static int64_t find_stops(const char *folder, int32_t stops[MAX_STOPS]) {
 }
 
 static void create_model(Model *model, const Options *o, Backend *backend, int64_t window) {
-  ParameterDtypes dtypes = {.weight = o->dtype, .frozen = true};
+  ParameterDtypes dtypes = {.weight = o->dtype, .weights_only = true};
   model_create(model, &o->model, backend, dtypes, window);
 }
 
