@@ -37,8 +37,8 @@ typedef struct {
   // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER,
   // whose last one stays on the device; absent: all stay.
   Tensor inputs;
-  bool
-      last; // of the step's micro-batches: its backward pass completes the gradients and sums them over the ranks
+  // Of a step's micro-batches: its backward pass completes the gradients, and sums them over the ranks.
+  bool last;
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'
