@@ -49,7 +49,7 @@ typedef struct Profile {
   int phase;
   Record *records; // whose events are used again
   int64_t count, capacity;
-  int64_t step;        // the record of the step that has begun; -1: none
+  int64_t step; // the record of the step that has begun; -1: none
   ProfileTotals totals;
 } Profile;
 
@@ -131,7 +131,7 @@ static Amount amount_of(int op, const void *arguments) {
 #undef OF
 }
 
-static StreamKind stream_of(int op, const void *a) {
+static StreamKind stream_of(int op) {
   if (op == OP_copy_in) return STREAM_COPY_IN;
   if (op == OP_copy_out) return STREAM_COPY_OUT;
   return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
@@ -167,7 +167,7 @@ static void leave(Backend *backend, StreamKind stream) {
     leave(backend, stream);                                                                                  \
   }
 #define ENTRY(name, Arguments, group)                                                                        \
-  PROFILED(name, stream_of(OP_##name, a), a, (backend, a), const Arguments *a)
+  PROFILED(name, stream_of(OP_##name), a, (backend, a), const Arguments *a)
 OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
 PROFILED(to_device, STREAM_COMPUTE, NULL, (backend, to, host), Tensor to, const void *host)
