@@ -51,17 +51,20 @@ void reduce_ready(Pass *p, ParameterGroup group, int64_t first) {
   collectives_join(p->backend, started < ASYNC_EVENTS ? started : 0);
 }
 
+// --- the head and the embedding ----------------------------------------------------------------------------
+
 // A tied head's gradient, [V, H] in fp32, takes longest to reduce. So that this overlaps with the layers'
 // backward passes, the embedding's part, of N rows at most, is added afterwards: every rank gathers those of
 // all ranks and adds them in the same order. Where the head is split a rank adds those of its own rows of the
 // head.
-bool embedding_added_last(const Pass *p) {
+static bool embedding_added_last(const Pass *p) {
   bool positions = tensor_exists(p->model->position_embedding.grad);
   bool head_first = p->model->parameters.sharding.split_head || (p->options.last && !positions);
   return p->backend->ranks > 1 && p->model->config.tie_word_embeddings && head_first;
 }
 
-void add_embedding_grads(const Pass *p, Tensor dout) {
+// dout [N, H]: the gradient of the embedding's output on this rank.
+static void add_embedding_grads(const Pass *p, Tensor dout) {
   const Model *model = p->model;
   Backend *backend = p->backend;
   Memory *memory = &backend->memory;
@@ -85,4 +88,20 @@ void add_embedding_grads(const Pass *p, Tensor dout) {
                                                   .seq_len = p->batch->seq_len,
                                                   .accumulate_token = true});
   memory_pop_to(memory, mark);
+}
+
+void head_leave(Pass *p) {
+  if (!p->model->config.tie_word_embeddings || embedding_added_last(p)) reduce_ready(p, GROUP_HEAD, 0);
+}
+
+void embedding_leave(Pass *p, EmbeddingBackward a) {
+  bool last = embedding_added_last(p);
+  if (last) {
+    add_embedding_grads(p, a.dout);
+    a.dtoken_weight = none;
+  }
+  if (tensor_exists(a.dtoken_weight) || tensor_exists(a.dposition_weight)) embedding_backward(p->backend, a);
+  reduce_ready(p, GROUP_EMBEDDINGS, 0);
+  reduce_ready(p, GROUP_VECTORS, 0);
+  if (p->model->config.tie_word_embeddings && !last) reduce_ready(p, GROUP_HEAD, 0);
 }

@@ -140,21 +140,3 @@ static void push_output(const Pass *p, int64_t l) {
   s->below = memory_mark(&p->backend->memory);
   if (!in_turn) s->output = push_activation(p, "residual", s->input.shape[1]);
 }
-
-// --- the head's and the embedding's gradients --------------------------------------------------------------
-
-void head_leave(Pass *p) {
-  if (!p->model->config.tie_word_embeddings || embedding_added_last(p)) reduce_ready(p, GROUP_HEAD, 0);
-}
-
-void embedding_leave(Pass *p, EmbeddingBackward a) {
-  bool last = embedding_added_last(p);
-  if (last) {
-    add_embedding_grads(p, a.dout);
-    a.dtoken_weight = none;
-  }
-  if (tensor_exists(a.dtoken_weight) || tensor_exists(a.dposition_weight)) embedding_backward(p->backend, a);
-  reduce_ready(p, GROUP_EMBEDDINGS, 0);
-  reduce_ready(p, GROUP_VECTORS, 0);
-  if (p->model->config.tie_word_embeddings && !last) reduce_ready(p, GROUP_HEAD, 0);
-}

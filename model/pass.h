@@ -128,22 +128,18 @@ typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FO
 void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: what it made may go, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
-// After the head's gradient, and in place of embedding_backward.
-void head_leave(Pass *p);
-void embedding_leave(Pass *p, EmbeddingBackward a);
 
 // --- gradient_reduction.c ----------------------------------------------------------------------------------
 
-// Before a training pass: whether it accumulates.
+// Before a training pass: decides whether it accumulates.
 void reduction_begin(Pass *p);
 // The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others
 // are computed.
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
-// Whether a tied head's gradient is ready first, and add_embedding_grads adds the embedding's part to it
-// afterwards.
-bool embedding_added_last(const Pass *p);
-// dout [N, H]: the gradient of the embedding's output on this rank.
-void add_embedding_grads(const Pass *p, Tensor dout);
+// The same for the head's gradient, unless the embedding's is added to it before it is summed.
+void head_leave(Pass *p);
+// embedding_backward, and the same for all gradients that are left.
+void embedding_leave(Pass *p, EmbeddingBackward a);
 
 // --- decode.c ----------------------------------------------------------------------------------------------
 
