@@ -195,8 +195,7 @@ static void sample(Run *run, int64_t step) {
 static void save(Run *run, int64_t step) {
   double start = now_seconds();
   report_break(&run->report);
-  Model *model = trainer_model(&run->trainer);
-  if (resume_save(&run->checkpoints, run->options, model, run->backend, step, run->data.text))
+  if (resume_save(&run->checkpoints, run->options, &run->trainer.model, run->backend, step, run->data.text))
     report_checkpoint(&run->report, step, now_seconds() - start);
 }
 

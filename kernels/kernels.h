@@ -568,7 +568,6 @@ typedef struct {
   int64_t step; // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
-  bool async;    // adamw alone: it runs as a copy_in does, in the order of these: see Copy
 } Update;
 
 // Matrices of one shape.

@@ -49,8 +49,7 @@ typedef struct Profile {
   int phase;
   Record *records; // whose events are used again
   int64_t count, capacity;
-  int64_t step;        // the record of the step that has begun; -1: none
-  ProfileGroup copied; // the group of the last operation on a copy stream: what copies_join waits for
+  int64_t step; // the record of the step that has begun; -1: none
   ProfileTotals totals;
 } Profile;
 
@@ -132,8 +131,8 @@ static Amount amount_of(int op, const void *arguments) {
 #undef OF
 }
 
-static StreamKind stream_of(int op, const void *a) {
-  if (op == OP_copy_in || (op == OP_adamw && ((const Update *)a)->async)) return STREAM_COPY_IN;
+static StreamKind stream_of(int op) {
+  if (op == OP_copy_in) return STREAM_COPY_IN;
   if (op == OP_copy_out) return STREAM_COPY_OUT;
   return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }
@@ -148,7 +147,6 @@ static const BackendOps *enter(Backend *backend, int op, const void *arguments) 
   Record *r = &p->records[p->count++];
   bool of_loss = p->phase == PHASE_LOSS && operations[op].group < PROFILE_COMMUNICATION;
   r->op = op, r->group = of_loss ? PROFILE_HEAD_LOSS : operations[op].group, r->stream = STREAM_COMPUTE;
-  if (op == OP_copies_join) r->group = p->copied;
   r->amount = amount_of(op, arguments);
   mark(backend, r, BEGIN, STREAM_COMPUTE);
   return p->wrapped;
@@ -159,7 +157,6 @@ static void leave(Backend *backend, StreamKind stream) {
   range(p, NULL);
   if (p->step < 0) return;
   Record *r = &p->records[p->count - 1];
-  if (stream == STREAM_COPY_IN || stream == STREAM_COPY_OUT) p->copied = r->group;
   if (stream != STREAM_COMPUTE && mark(backend, r, OWN, stream)) r->stream = stream;
   mark(backend, r, END, STREAM_COMPUTE);
 }
@@ -170,7 +167,7 @@ static void leave(Backend *backend, StreamKind stream) {
     leave(backend, stream);                                                                                  \
   }
 #define ENTRY(name, Arguments, group)                                                                        \
-  PROFILED(name, stream_of(OP_##name, a), a, (backend, a), const Arguments *a)
+  PROFILED(name, stream_of(OP_##name), a, (backend, a), const Arguments *a)
 OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
 PROFILED(to_device, STREAM_COMPUTE, NULL, (backend, to, host), Tensor to, const void *host)
@@ -183,7 +180,6 @@ void profile_begin(Backend *backend) {
   Profile *p = backend->profile = host_alloc(1, sizeof *p, "the profile");
   p->wrapped = backend->ops;
   p->step = -1;
-  p->copied = PROFILE_COPIES;
   p->ops = *backend->ops;
 #define ENTRY(name, Arguments, group) p->ops.name = profiled_##name;
   ALL(ENTRY)

@@ -6,7 +6,7 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64
                                                   backend->dtype, rows, capacity * c->head_dim)};
 }
 
-static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
+void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
   int64_t heads = p->heads.batch * p->heads.num_key_value_heads, first = 2 * heads * l;
   attention_decode(p->backend, (AttentionDecode){.out = s->attention,
                                                  .keys = tensor_rows(p->cache->data, first, heads),
@@ -18,9 +18,8 @@ static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
 
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor rows, Tensor logits) {
-  Pass p = pass_begin(backend, model, batch, NULL, false);
-  if (cache) p.attend = attend_to_cache; // which refuses what does not fit
-  p.cache = cache;
+  Pass p = pass_begin(backend, model, batch, &(TransformerOptions){0});
+  p.cache = cache; // attention_decode refuses what does not fit
   p.past = past;
   Tensor stream = layers_forward(&p);
   if (tensor_exists(logits)) {

@@ -158,7 +158,7 @@ static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
   return tokens;
 }
 
-int32_t *generate(Backend *backend, Model *model, const Generation *g, int64_t *count) {
+int32_t *generate_tokens(Backend *backend, Model *model, const Generation *g, int64_t *count) {
   Memory *memory = &backend->memory;
   bool planning = memory->planning;
   if (!planning && g->prompt_count < 1) fail("a text needs a prompt of at least one token to begin with");

@@ -36,4 +36,4 @@ typedef struct {
 //
 // While the text is within the window each new token is one pass of one token. Beyond it every token has a
 // new set of positions, so each costs a pass over the window.
-int32_t *generate(Backend *backend, Model *model, const Generation *generation, int64_t *count);
+int32_t *generate_tokens(Backend *backend, Model *model, const Generation *generation, int64_t *count);

@@ -116,8 +116,8 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
 }
 
 static void update_layers_muon(Backend *backend, const ParameterSet *p, Update settings) {
-  int64_t at_once = LAYERS_BYTES / (p->sharding.layer * (int64_t)dtype_bytes(backend->dtype));
-  int64_t most = p->sharding.layer * max_i64(at_once / p->sharding.parts, 1) * p->sharding.parts;
+  int64_t layers = LAYERS_BYTES / (p->sharding.layer * (int64_t)dtype_bytes(backend->dtype));
+  int64_t most = p->sharding.layer * max_i64(layers / p->sharding.parts, 1) * p->sharding.parts;
   for (int64_t end = p->group_elements[GROUP_MATRICES], first; end > 0; end = first) {
     first = max_i64(end - most, 0);
     update_some(backend, p, first, end, settings);

@@ -13,7 +13,7 @@ int64_t parameter_elements(const Parameter *p) {
 }
 
 void parameters_shard(ParameterSet *parameters, ParameterDtypes d, bool tied, int rank, int ranks) {
-  bool sharded = d.zero && ranks > 1, split = sharded && d.vocab_parallel && !d.frozen;
+  bool sharded = d.zero && ranks > 1, split = sharded && d.vocab_parallel && !d.weights_only;
   parameters->sharding = (Sharding){.zero = sharded ? d.zero : 0,
                                     .part = sharded ? rank : 0,
                                     .parts = sharded ? ranks : 1,
@@ -107,8 +107,8 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    bool of_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
-    p->bucket[g] = of_layer ? bucket_of_layer(p, usual) : usual;
+    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
+    p->bucket[g] = by_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
     p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
@@ -174,31 +174,38 @@ static void reserve_fp8(ParameterSet *p, Memory *memory) {
   }
 }
 
-void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
+// Master weights, gradients and the optimizer's states.
+static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   const Sharding *s = &p->sharding;
-  bool weights_on_host = d.offload & OFFLOAD_WEIGHTS, grads_on_host = d.offload & OFFLOAD_GRADIENTS;
-  bool grads_buffered = grads_on_host && s->zero < 2;
+  bool grads_on_host = d.offload & OFFLOAD_GRADIENTS, grads_buffered = grads_on_host && s->zero < 2;
   int optimizer_host = d.offload & OFFLOAD_OPTIMIZER ? ALL : NO_GROUP;
-  p->optimizer = &optimizers[d.optimizer];
-  cut_buckets(p, d.grad);
-  reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight, s->split_head_weights ? HEAD : NO_GROUP,
-               weights_on_host ? MATRICES : NO_GROUP, p->value);
-  if (weights_on_host)
-    p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
-  if (d.master && !d.frozen)
+  if (d.master)
     reserve_role(p, memory, "master weights", MEMORY_MASTER_WEIGHTS, DTYPE_F32, ALL, optimizer_host,
                  p->master);
-  if (!d.frozen)
-    reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
-                 grads_buffered ? MATRICES : NO_GROUP, p->grad);
-  if (!d.frozen && grads_buffered)
+  reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
+               grads_buffered ? MATRICES : NO_GROUP, p->grad);
+  if (grads_buffered)
     p->layer_grads = reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad);
-  if (!d.frozen && s->zero == 2)
+  if (s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
                  p->grad_shard);
-  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name && !d.frozen; k++)
+  p->squares =
+      tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
+  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name; k++)
     reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);
+}
+
+void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
+  bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
+  p->optimizer = &optimizers[d.optimizer];
+  cut_buckets(p, d.grad);
+  reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight,
+               p->sharding.split_head_weights ? HEAD : NO_GROUP, weights_on_host ? MATRICES : NO_GROUP,
+               p->value);
+  if (weights_on_host)
+    p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
+  if (!d.weights_only) reserve_for_training(p, memory, d);
   for (Parameter *t = p->items; t < p->items + p->count; t++) {
     t->value = view_of(p, false, t);
     t->grad = view_of(p, true, t);

@@ -51,7 +51,7 @@ enum {
 typedef struct {
   Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
-  bool frozen;         // the weights alone, for evaluation and text: no master, gradients or states
+  bool weights_only;   // for evaluation and text: no master, gradients or states
   Dtype grad;          // of all gradients but the head's
   Dtype moment;        // of the optimizer's states
   int optimizer;       // of optimizers[]
@@ -89,6 +89,7 @@ typedef struct ParameterSet {
   const Optimizer *optimizer;
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
+  Tensor squares;                 // fp32 [1]: the gradients' sum of squares
   // The double buffers on the device, two layers of GROUP_MATRICES; absent where value or grad is not offloaded.
   Tensor layer_values, layer_grads;
   bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's

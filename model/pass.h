@@ -1,5 +1,6 @@
-// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes before and
-// after a layer (layer_door.c), and decoding with a cache (decode.c).
+// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes
+// before and after a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), and
+// decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
@@ -31,38 +32,33 @@ typedef struct {
   Operand activation;    // [N, F]
 } LayerState;
 
-// The arguments of all functions of a pass.
-typedef struct Pass {
+// One pass over a batch, which all functions of these files read.
+typedef struct {
   Backend *backend;
   Model *model;
   const Batch *batch;
-  const TransformerOptions *options; // of training; NULL: a forward pass alone
-  int64_t rows;                      // N
+  TransformerOptions options;
+  bool training;   // a backward pass follows
+  bool first;      // of a step's micro-batches: the head's gradient is written, not added to
+  bool accumulate; // the other gradients are added to; never where every pass sums them over the ranks
+  bool fp8;        // the layers' matmuls; of training
+  int64_t rows;    // N
   AttentionShape heads;
-  MemoryMark bottom;    // the stack before the pass
-  Recompute recompute;  // in this layer
-  int64_t mlp_chunk;    // 0: all rows
-  bool accumulate;      // the parameters' gradients; false where they are reduced in every pass
-  bool accumulate_head; // the head's, as requested
-  bool fp8;             // the layers' matmuls
-  LayerState *states;   // one a layer
-  Tensor stream;        // [N, H]: of the forward pass, what is entered next reads
-  Tensor spare;         // another, where the stream alternates between two
-  Tensor dx;            // [N, H]: the stream's gradient; of training
-  Tensor dtokens;       // the token embedding's gradient, in the embedding; absent where the door adds to it
-  int64_t arriving;     // copies in that were begun when this layer was entered
-  // Of decoding (decode.c): attention of layer l over the `past` tokens in the cache and the batch's; NULL: over these alone.
-  void (*attend)(const struct Pass *p, int64_t l, const LayerState *s);
-  const KeyValueCache *cache;
-  int64_t past;
+  MemoryMark bottom;              // the stack before the pass
+  LayerState *states;             // one a layer
+  Recompute recompute;            // in the layer that computes
+  int64_t unreduced[GROUP_COUNT]; // gradients from a group's start whose sums over the ranks have not begun
+  const KeyValueCache *cache;     // of decoding; NULL: the batch's tokens follow no others
+  int64_t past;                   // tokens in the cache
 } Pass;
 
 static const Tensor none; // an operand that is absent
 
-// A forward pass (training NULL) or a training pass, which adds to the gradients where `accumulate`. Fails where the batch's
-// sequences are longer than those that the model was made for.
-Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *training,
-                bool accumulate);
+// A forward pass alone. Fails where the batch's sequences are longer than those that the model was made for.
+Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options);
+// With a backward pass, which adds to the gradients where `accumulate`.
+Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
+                         const TransformerOptions *options, bool accumulate);
 // Pops all that it pushed.
 void pass_end(Pass *p);
 // [N, columns] of the backend's dtype, on the stack.
@@ -71,9 +67,20 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 
+// All that layer_forward writes, but for the output. What p->recompute keeps lies below the mark that it
+// returns.
+MemoryMark push_layer(const Pass *p, LayerState *s);
+// Parts of it, for what is computed again: the pre-activation; norm2's output and the activation.
+void push_pre_activation(const Pass *p, LayerState *s);
+void push_mlp(const Pass *p, LayerState *s);
+// The MLP's part of a state for p->rows rows from row `first` on of another, with these pushed.
+LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
+void push_norm_statistics(const Pass *p, Norm *norm);
+
 // --- transformer.c -----------------------------------------------------------------------------------------
 
-// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and else nothing is.
+// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and
+// else nothing is.
 Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
@@ -82,10 +89,10 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
 // The matmuls of a layer: in the backend's dtype by linear_forward and its gradients, or in FP8 (pass.fp8).
 //
-// In FP8 an operand is quantized before its GEMM, with one scale for the tensor (kernels.h), and a GEMM reads codes along
-// its inner dimension alone: the backward pass needs those of the transpose. Where nothing is recomputed, the forward pass
-// writes these too and they are kept in place of the operand, in half its memory. SwiGLU is then an operation of its
-// own, which finds the maximum of what it writes.
+// In FP8 an operand is quantized before its GEMM, with one scale for the tensor (kernels.h), and a GEMM reads
+// codes along its inner dimension alone: the backward pass needs those of the transpose. Where nothing is
+// recomputed, the forward pass writes these too and they are kept in place of the operand, in half its
+// memory. SwiGLU is then an operation of its own, which finds the maximum of what it writes.
 
 // Whether operands are saved as codes, and not themselves.
 bool operands_saved(const Pass *p);
@@ -104,11 +111,11 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself. x is not
-// read where its codes are kept.
+// The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself.
+// x is not read where its codes are kept.
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
-// The same through the activation function before the matmul: x is its output, and returns the gradient of the
-// pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
+// The same through the activation function before the matmul: x is its output, and returns the gradient of
+// the pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
@@ -116,14 +123,25 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
 
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// What has a door, from the bottom up: the embedding, the layers 0 to L - 1, and the head, L.
-enum { EMBEDDING = -1 };
-int64_t head_layer(const Pass *p);
-
-// Before layer l computes: what it reads is there, and what the next one reads is on its way. That is its weights, from the
-// host (--offload), with the update that the last step deferred, and in codes (--fp8); its input, of training as the
-// recomputation in p->recompute keeps it, and memory for its output; and gradients that are added to.
-LayerState *layer_enter(Pass *p, int64_t l, Direction direction);
-// After it: what it made may go. Its output becomes the stream, or its gradients leave to the host or are summed over the
-// ranks, while the next one computes.
+// Before layer l computes: what it reads is there, and what the next layer reads is on its way. FORWARD: its
+// state has its input, and receives memory for its output.
+void layer_enter(Pass *p, int64_t l, Direction direction);
+// After it: what it made may go, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
+
+// --- gradient_reduction.c ----------------------------------------------------------------------------------
+
+// Before a training pass: decides whether it accumulates.
+void reduction_begin(Pass *p);
+// The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others
+// are computed.
+void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
+// The same for the head's gradient, unless the embedding's is added to it before it is summed.
+void head_leave(Pass *p);
+// embedding_backward, and the same for all gradients that are left.
+void embedding_leave(Pass *p, EmbeddingBackward a);
+
+// --- decode.c ----------------------------------------------------------------------------------------------
+
+// attention_forward over p->cache, to which layer l's keys and values of the batch are added.
+void attend_to_cache(const Pass *p, int64_t l, const LayerState *s);

@@ -25,28 +25,6 @@ typedef struct {
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
-// What happens at the door of a layer besides its computation (layer_door.c), of training. All absent: nothing does.
-typedef struct {
-  // [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER; the last of these stays on
-  // the device.
-  Tensor inputs;
-  // fp32 [1], receives the sum of squares of offloaded layers' gradients.
-  Tensor squares;
-  // What follows is the caller's (trainer/step.c), and may be NULL.
-  void *context;
-  // Queues the update of a layer after the first, which the last step deferred to this forward pass, on the copy-in
-  // stream as one operation. NULL: nothing was deferred.
-  void (*update_layer)(void *context, int64_t layer);
-  // The gradients of `group` from element `first` on are final, while others are still computed: the head's first (last
-  // where it is tied to the embedding), then layer by layer from the top, then all others. Data parallelism reduces them.
-  void (*grads_ready)(void *context, ParameterGroup group, int64_t first);
-  // Adds the embedding's part, of all ranks' tokens, to the reduced gradient of a tied head, which is then
-  // ready first too. dout [N, H]: gradient of the embedding's output on this rank. NULL where the head is not
-  // tied, or where its gradient is ready last.
-  void (*add_embedding_grads)(void *context, const Batch *batch, Tensor dout);
-  bool overwrite; // ZeRO-2: gradients but the head's are reduced in every pass, so none are accumulated
-} LayerDoor;
-
 typedef struct {
   LceMode mode;
   int64_t chunk;
@@ -56,7 +34,11 @@ typedef struct {
   float label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;         // of training in the fused mode
   TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  LayerDoor door;                // of training
+  // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER,
+  // whose last one stays on the device; absent: all stay.
+  Tensor inputs;
+  // Of a step's micro-batches: its backward pass completes the gradients, and sums them over the ranks.
+  bool last;
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'
@@ -69,7 +51,8 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
-// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not read.
+// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not
+// read.
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out);
 
 // --- decoding (decode.c) -----------------------------------------------------------------------------------
@@ -84,8 +67,8 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a cache the
-// batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent together, to
-// fill the cache alone. Without one (NULL) past is 0.
+// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a
+// cache the batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent
+// together, to fill the cache alone. Without one (NULL) past is 0.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor rows, Tensor logits);

@@ -149,7 +149,8 @@ static State run_model(const Settings *o, const ModelConfig *config, const Loade
   Backend *backend = open_backend(o);
   Memory *memory = &backend->memory;
   Model model;
-  model_create(&model, config, backend, (ParameterDtypes){.weight = o->dtype, .frozen = true}, o->seq_len);
+  model_create(&model, config, backend, (ParameterDtypes){.weight = o->dtype, .weights_only = true},
+               o->seq_len);
   weights_load(&model, backend, o->checkpoint, false);
   size_t usable = usable_bytes(backend), weights = memory->ledger.total;
   memory_set_stack(memory, usable > weights ? usable - weights : 0);

@@ -91,7 +91,7 @@ static int32_t *find_stops(const char *folder) {
 }
 
 static void create_model(Model *model, const Options *o, Backend *backend, int64_t window) {
-  ParameterDtypes dtypes = {.weight = o->dtype, .frozen = true};
+  ParameterDtypes dtypes = {.weight = o->dtype, .weights_only = true};
   model_create(model, &o->model, backend, dtypes, window);
 }
 
@@ -101,7 +101,7 @@ static size_t plan_stack(const Options *o, const Backend *backend, const Generat
   Model model;
   int64_t count;
   create_model(&model, o, plan, g->window);
-  generate(plan, &model, g, &count);
+  generate_tokens(plan, &model, g, &count);
   size_t stack = plan->memory.ledger.stack_peak, needed = plan->memory.ledger.peak,
          usable = machine_usable_bytes(backend);
   model_destroy(&model);
@@ -138,7 +138,7 @@ int main(int argc, char **argv) {
   double start = now_seconds();
   for (int64_t i = 0; i < w.samples; i++, g.seed++) {
     if (i > 0) putchar('\n');
-    free(generate(backend, &model, &g, &count));
+    free(generate_tokens(backend, &model, &g, &count));
     written += count - g.prompt_count;
   }
   fprintf(stderr, "%s tokens, %.1f a second, on %s\n", text_grouped(written).text,

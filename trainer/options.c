@@ -401,7 +401,7 @@ static void resolve_job(Options *o) {
          (long long)o->model.vocab_size);
   o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
   if (o->eval_only) {
-    o->dtypes.frozen = true;
+    o->dtypes.weights_only = true;
     o->dtypes.zero = 0;
     o->dtypes.offload = 0;
     o->dtypes.vocab_parallel = o->dtypes.fp8 = false;

@@ -46,7 +46,7 @@ typedef struct {
   float max_grad_norm;
   // LM head + loss
   TransformerOptions
-      pass;           // all but tensors and hooks; chunk: max tokens; 0 until plan_resolve_chunk has chosen
+      pass;           // all but tensors and last; chunk: max tokens; 0 until plan_resolve_chunk has chosen
   int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
   bool no_sampling;   // the GPU does not sample the gradient's tiles (Backend)
   bool metrics;       // accuracy, entropy and largest logit of every step

@@ -44,7 +44,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   }
   if (o.eval_only || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
   if (o.save && !o.eval_only) // as a rank that writes no files
-    weights_store(trainer_model(&trainer), trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
+    weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
   close_planned(&trainer);
   return plan;

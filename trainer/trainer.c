@@ -61,9 +61,9 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
-    t->transformer.door.inputs = tensor_2d(data, backend->dtype, rows, columns);
+    t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);
   }
-  t->squares = reserve_table(backend, "sum of squares", DTYPE_F32, 1);
+  t->squares = t->model.parameters.squares;
   t->scale = reserve_table(backend, "clip factor", DTYPE_F32, 1);
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
   fill_zero(backend, t->results); // entries that are never written are summed over the ranks all the same
@@ -119,7 +119,7 @@ void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
   Batch batch = trainer_loaded_batch(t, 0, t->options->masked);
-  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
 
@@ -216,7 +216,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
-    transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
+    transformer_evaluate(b, &t->model, &batch, &t->transformer, t->loss);
     reduce(b, (Reduce){.sum = loss, .x = t->loss});
   }
   all_gather(b, (Collective){.out = all, .x = local});
@@ -235,7 +235,7 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
-  Model *model = trainer_model(t);
+  Model *model = &t->model;
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
   t->cut_short = false;
@@ -256,9 +256,9 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   generation.window = t->options->seq_len;
   generation.seed = seed;
   generation.cancel = t->stop;
-  Model *model = trainer_model(t);
+  Model *model = &t->model;
   MemoryMark mark = model_gather_head(model, t->backend);
-  int32_t *tokens = t->backend->rank ? NULL : generate(t->backend, model, &generation, count);
+  int32_t *tokens = t->backend->rank ? NULL : generate_tokens(t->backend, model, &generation, count);
   model_drop_head(model, t->backend, mark);
   return tokens;
 }

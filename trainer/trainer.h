@@ -43,16 +43,10 @@ typedef struct {
   };
 } StepResult;
 
-// Gradients that are summed over the ranks in the backward pass under way.
-typedef struct {
-  bool first, last;               // micro-batch of the step
-  int64_t unreduced[GROUP_COUNT]; // elements of each group, from its start
-} Reduction;
-
 typedef struct {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
-  Model model;            // its layers may lack the last update: read it through trainer_model
+  Model model;
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, rows, documents, loss;
@@ -62,9 +56,6 @@ typedef struct {
   // On the host: the whole step's tokens and targets.
   int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
-  Reduction reduction;
-  Update update;        // of the last step, as the next forward pass makes it
-  bool update_deferred; // of the layers but the first, to the next forward pass or trainer_model
   StepResult pending[TRAINER_PENDING];
   int pending_count;
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
@@ -92,17 +83,12 @@ void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
 
 // --- what train.c's step is made of (step.c) ---------------------------------------------------------------
 
-// How transformer_train passes over micro-batch m of the step: with the deferred update, and with gradients summed over the ranks.
+// How transformer_train passes over micro-batch m of the step: with gradients summed over the ranks.
 TransformerOptions trainer_pass(Trainer *trainer, int64_t step, int64_t m);
 // Of all gradients, over the ranks, to `squares`.
 void trainer_sum_squares(Trainer *trainer);
 // Each rank updates its part of what is sharded, and the new weights are gathered.
 void trainer_update(Trainer *trainer, Update settings);
-
-// The model with its last update complete. With one rank, layers after the first are updated during the next step's
-// forward pass, each while the layer before it computes: AdamW is bound by memory, GEMMs are not. This call makes the
-// updates that were deferred so. Muon's, which are GEMMs, never are.
-Model *trainer_model(Trainer *trainer);
 
 // Copies micro-batch m of the tokens and targets on the host to the device; a plan copies nothing. `masked` lists the counted
 // rows, then the ignored ones: the loss is computed for the former.

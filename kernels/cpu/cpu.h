@@ -57,7 +57,6 @@ typedef struct Deferred {
   union {
     Collective collective;
     Copy copy;
-    Update update;
   };
 } Deferred;
 

@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-static void update(const Update *a) {
+void cpu_adamw(Backend *backend, const Update *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;
@@ -25,17 +25,6 @@ static void update(const Update *a) {
     master[i] = w;
     weight[i] = w;
   }
-}
-
-static void run_update(Backend *backend, const Deferred *d) {
-  update(&d->update);
-}
-
-void cpu_adamw(Backend *backend, const Update *a) {
-  if (a->async)
-    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_IN, run_update, .update = *a});
-  else
-    update(a);
 }
 
 void cpu_nesterov(Backend *backend, const Update *a) {

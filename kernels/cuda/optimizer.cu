@@ -48,20 +48,11 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
   *reinterpret_cast<Group<T, W> *>(to) = group;
 }
 
-// An asynchronous update shares the device with GEMMs, whose CTAs need an SM each, so each of its blocks fills an SM: four
-// where the state is on the host, enough for PCIe; else half of an H200's, to finish within a layer's forward pass.
-enum { ASYNC_THREADS = 1024, ASYNC_BLOCKS = 64, ASYNC_BLOCKS_HOST = 4 };
-
-static int64_t async_blocks(const void *moments) {
-  cudaPointerAttributes attributes;
-  cuda_check(cudaPointerGetAttributes(&attributes, moments), "finding an optimizer's state");
-  return attributes.type == cudaMemoryTypeHost ? ASYNC_BLOCKS_HOST : ASYNC_BLOCKS;
-}
-
+enum { THREADS = 256 };
 enum UpdateKind { ADAMW, NESTEROV, DESCEND };
 
 template <UpdateKind KIND, typename T, typename TM, typename TG, bool MASTER, int W>
-static __global__ void __launch_bounds__(ASYNC_THREADS)
+static __global__ void __launch_bounds__(THREADS, 4)
     update_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
                   int64_t first, int64_t end, UpdateParams a) {
   constexpr bool RANDOM =
@@ -104,7 +95,6 @@ static __global__ void __launch_bounds__(ASYNC_THREADS)
 }
 
 template <UpdateKind KIND> static void update(Backend *backend, const Update *a, const char *op) {
-  cudaStream_t stream = a->async ? side_begin(backend, STREAM_COPY_IN) : cuda_stream(backend);
   int64_t count = a->weight.shape[0];
   double correction = 1.0 - (KIND == ADAMW ? pow((double)a->beta1, (double)a->step) : 0.0);
   UpdateParams params = {.rate = (float)(a->lr / correction),
@@ -115,7 +105,6 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
                          .decay = a->lr * a->weight_decay,
                          .key = random_key(a->seed, (uint64_t)a->step),
                          .place = a->first};
-  int64_t max_blocks = a->async ? async_blocks(a->m.data) : INT32_MAX;
   bool aligned = true;
   for (const Tensor &t : {a->weight, a->master, a->m, a->v, a->grad})
     aligned &= !tensor_exists(t) || rows_start_aligned(t, 8);
@@ -128,9 +117,8 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
           using TG = decltype(grad_type);
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
-            int threads = a->async ? ASYNC_THREADS : 256;
-            int64_t blocks = min_i64(ceil_div(end - first, threads * W), max_blocks);
-            launch_kernel({op, stream, dim3((unsigned)blocks), threads},
+            int64_t blocks = min_i64(ceil_div(end - first, THREADS * W), INT32_MAX);
+            launch_kernel({op, cuda_stream(backend), dim3((unsigned)blocks), THREADS},
                           update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
                           data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m),
                           data_of<TM>(a->v), data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end,
@@ -144,7 +132,6 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
       });
     });
   });
-  if (a->async) side_end(backend, STREAM_COPY_IN);
 }
 
 void cuda_adamw(Backend *backend, const Update *a) {

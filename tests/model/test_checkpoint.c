@@ -53,7 +53,7 @@ static void add_tensor(Tampered *t, const char *name, Tensor tensor) {
 
 static Tampered tamper(const char *more) {
   Tampered t = {.run = open_tiny(more)};
-  const ParameterSet *p = &trainer_model(&t.run->trainer)->parameters;
+  const ParameterSet *p = &t.run->trainer.model.parameters;
   for (int64_t i = 0; i < p->count; i++) add_tensor(&t, p->items[i].name, p->items[i].value);
   return t;
 }
@@ -65,7 +65,7 @@ static void load_tampered(Tampered *t, size_t shard_bytes) {
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
-  weights_load(trainer_model(&t->run->trainer), t->run->h->backend, temp_path("tampered"), false);
+  weights_load(&t->run->trainer.model, t->run->h->backend, temp_path("tampered"), false);
 }
 
 TEST(what_is_missing_left_over_or_misshapen_is_named) {
@@ -102,7 +102,7 @@ TEST(a_tied_head_must_be_the_embedding) {
   Tampered t = tamper("");
   add_tensor(&t, "lm_head.weight", t.list[0].tensor);
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
-  t.list[t.count - 1].tensor = trainer_model(&t.run->trainer)->head.grad; // as large, and zero
+  t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
                "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
   run_close(t.run);
@@ -132,7 +132,7 @@ TEST(shards_and_index_must_agree) {
   for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     shell("cd %s && rm -rf other && cp -r tampered other && cd other && %s", temp_path("."),
           cases[i].command);
-    ASSERT_FAILS(weights_load(trainer_model(&t.run->trainer), t.run->h->backend, temp_path("other"), false),
+    ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
                  cases[i].why, cases[i].more);
   }
   run_close(t.run);
@@ -221,7 +221,7 @@ int mkdir(const char *path, mode_t mode) {
 static bool save_step(Run *run, CheckpointStore *store, int64_t step, Reason *reason) {
   cJSON *state = cJSON_CreateObject();
   cJSON_AddNumberToObject(state, "step", (double)step);
-  bool saved = checkpoint_save(store, trainer_model(&run->trainer), run->h->backend, step, state, reason);
+  bool saved = checkpoint_save(store, &run->trainer.model, run->h->backend, step, state, reason);
   cJSON_Delete(state);
   return saved;
 }
@@ -397,9 +397,9 @@ TEST(damage_is_noticed_and_passed_over) {
         temp_path("damaged")); // the list of before is ours, too
   checkpoint_store_close(&store);
   snprintf(at, sizeof at, "%s", temp_path("damaged/step-1000001"));
-  weights_load(trainer_model(&run->trainer), run->h->backend, at, true);
+  weights_load(&run->trainer.model, run->h->backend, at, true);
   shell("sed -i s/v.model.norm.weight/x.model.norm.weight/ %s/training_state.safetensors", at);
-  ASSERT_FAILS(weights_load(trainer_model(&run->trainer), run->h->backend, at, true),
+  ASSERT_FAILS(weights_load(&run->trainer.model, run->h->backend, at, true),
                "training_state.safetensors lacks the moments of model.norm.weight", "--init");
   run_close(run);
 }

@@ -97,7 +97,7 @@ TEST(test_texts_equal_the_plain_loop) {
                       .window = WINDOW,
                       .sampling = {.temperature = 1},
                       .seed = 11};
-      int32_t *text = generate(c.h->backend, &c.model, &g, &count);
+      int32_t *text = generate_tokens(c.h->backend, &c.model, &g, &count);
       assert_int_equal(count, end);
       assert_memory_equal(text, prompt, (size_t)prompts[k] * sizeof *text);
       for (int64_t i = prompts[k]; i < end; i++) {
@@ -131,13 +131,13 @@ static void check_seeds_stops_and_callbacks(const char *backend) {
                   .sampling = {1, 0, 1},
                   .seed = 5};
   int64_t count, again_count;
-  int32_t *text = generate(c.h->backend, &c.model, &g, &count);
-  int32_t *again = generate(c.h->backend, &c.model, &g, &again_count);
+  int32_t *text = generate_tokens(c.h->backend, &c.model, &g, &count);
+  int32_t *again = generate_tokens(c.h->backend, &c.model, &g, &again_count);
   assert_int_equal(count, 52);
   assert_memory_equal(text, again, 52 * sizeof *text);
   free(again);
   g.seed = 6;
-  again = generate(c.h->backend, &c.model, &g, &again_count);
+  again = generate_tokens(c.h->backend, &c.model, &g, &again_count);
   assert_memory_not_equal(text, again, 52 * sizeof *text);
   free(again);
   // Ends at the first of two stop ids, whose tokens the callback has seen as they came.
@@ -149,7 +149,7 @@ static void check_seeds_stops_and_callbacks(const char *backend) {
   g.stop_count = 2;
   g.on_token = record;
   g.context = &next;
-  again = generate(c.h->backend, &c.model, &g, &again_count);
+  again = generate_tokens(c.h->backend, &c.model, &g, &again_count);
   assert_int_equal(again_count, first + 1);
   assert_memory_equal(text, again, (size_t)again_count * sizeof *text);
   assert_int_equal(next - seen, again_count - 2);
@@ -157,7 +157,7 @@ static void check_seeds_stops_and_callbacks(const char *backend) {
   free(again);
   free(text);
   g.prompt_count = 0;
-  assert_fails(c.h, "at least one token", generate(c.h->backend, &c.model, &g, &count));
+  assert_fails(c.h, "at least one token", generate_tokens(c.h->backend, &c.model, &g, &count));
   case_close(&c);
 }
 
@@ -174,7 +174,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
   model_create(&model, &config, plan, dtypes, WINDOW);
   Generation g = {.max_new_tokens = 7, .window = WINDOW, .sampling = {.temperature = 1}};
   int64_t count;
-  assert_null(generate(plan, &model, &g, &count));
+  assert_null(generate_tokens(plan, &model, &g, &count));
   size_t planned = plan->memory.ledger.stack_peak;
   model_destroy(&model);
   backend_destroy(plan);
@@ -185,7 +185,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
     g.prompt_count = prompts[k];
     size_t before = c.h->backend->memory.ledger.stack;
     ledger_reset_peak(&c.h->backend->memory.ledger);
-    free(generate(c.h->backend, &c.model, &g, &count));
+    free(generate_tokens(c.h->backend, &c.model, &g, &count));
     assert_int_equal(c.h->backend->memory.ledger.stack_peak - before, planned);
     case_close(&c);
   }

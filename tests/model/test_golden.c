@@ -101,7 +101,7 @@ static void conclude(Check *c) {
 }
 
 static void check_tensors(Check *c, Run *run, const char *format, bool gradients) {
-  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &run->trainer.model.parameters;
   for (int64_t i = 0; i < p->count; i++) {
     char name[256];
     snprintf(name, sizeof name, format, p->items[i].name);
@@ -130,10 +130,10 @@ static void check_pass(Check *c, Run *run) {
   backend_to_device(t->backend, t->tokens, tokens);
   backend_to_device(t->backend, t->targets, targets);
   Batch batch = {.batch = BATCH, .seq_len = SEQ, .tokens = t->tokens, .targets = t->targets};
-  Model *model = trainer_model(t);
+  Model *model = &t->model;
   check_close(c, "logits", model_logits(run->h, model, tokens, BATCH, SEQ), ROWS * model->config.vocab_size);
 
-  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / ROWS, false, t->loss);
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / ROWS, false, t->loss);
   const double *losses = values_of(run->h, t->loss);
   double loss = 0;
   for (int n = 0; n < ROWS; n++) loss += losses[n] / ROWS;
@@ -206,7 +206,7 @@ TEST(models_are_as_in_transformers) {
 // Every tensor of `before` that is one of the model stands in `after` with the same dtype and bits.
 static void check_same_bits(Run *run, const char *before, const char *after) {
   TensorSet a = tensor_set_open(before, "model"), b = tensor_set_open(after, "model");
-  ParameterSet parameters = trainer_model(&run->trainer)->parameters;
+  ParameterSet parameters = run->trainer.model.parameters;
   int64_t same = 0;
   for (int f = 0; f < a.count; f++)
     for (int64_t i = 0; i < a.files[f].header.count; i++) {
@@ -236,7 +236,7 @@ static void check_round_trip(const char *name, Dtype dtype, size_t shard_bytes, 
   cJSON *nothing = cJSON_CreateObject();
   cJSON_AddNumberToObject(nothing, "step", 0);
   Reason reason;
-  assert_true(checkpoint_save(&store, trainer_model(&run->trainer), run->h->backend, 0, nothing, &reason));
+  assert_true(checkpoint_save(&store, &run->trainer.model, run->h->backend, 0, nothing, &reason));
   cJSON_Delete(nothing);
   checkpoint_store_close(&store);
   TensorSet set = tensor_set_open(saved, "model"); // through the links

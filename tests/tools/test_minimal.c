@@ -30,9 +30,9 @@ static const ParameterSet *make_alike(Run *run, Llama *m, long chunk, double hea
   Config c = {o->vocab_size,          o->hidden_size,         o->intermediate_size, o->num_hidden_layers,
               o->num_attention_heads, o->num_key_value_heads, o->head_dim,          o->tie_word_embeddings,
               (float)o->rope_theta,   (float)o->norm_epsilon};
-  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &run->trainer.model.parameters;
   make_model(m, c, BATCH, SEQ_LEN, chunk);
-  draw_weights(run->h, trainer_model(&run->trainer));
+  draw_weights(run->h, &run->trainer.model);
   for (int64_t i = 0; i < p->count; i++) {
     Matrix *w = find(m, &p->items[i]);
     assert_int_equal(w->count, tensor_count(p->items[i].value));
@@ -50,7 +50,6 @@ static void check_step(Run *run, Llama *m, const ParameterSet *p, long step, dou
   backward(m, tokens);
   double norm = update(m, lr, step);
   StepResult got = run_step(run, step);
-  trainer_model(&run->trainer); // completes the update
   assert_true(fabs(got.loss / loss - 1) <= most && fabs(got.grad_norm / norm - 1) <= most);
   assert_true(fabs(got.learning_rate / lr - 1) < 1e-12);
   check_near(run, "the tokens' losses", run->trainer.loss, m->losses, most);

@@ -39,8 +39,7 @@ static void step_agrees(const char *line, bool bf16) {
   char cuda_line[1024];
   snprintf(cuda_line, sizeof cuda_line, "%s --grad-dtype fp32", line);
   Run *cuda = open_on(bf16, cuda_line), *cpu = run_open("%s", line);
-  const ParameterSet *a = &trainer_model(&cuda->trainer)->parameters,
-                     *b = &trainer_model(&cpu->trainer)->parameters;
+  const ParameterSet *a = &cuda->trainer.model.parameters, *b = &cpu->trainer.model.parameters;
   for (int g = 0; g < GROUP_COUNT; g++) { // as the GPU's GEMMs read them
     int64_t count = tensor_count(a->value[g]);
     if (!count) continue;
@@ -114,7 +113,7 @@ static void train(bool bf16, const char *options, double losses[STEPS], float **
   for (int64_t step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   for (int i = 0; i < STEPS; i++) losses[i] = results[i].loss;
-  Tensor head = trainer_model(&run->trainer)->parameters.value[GROUP_HEAD];
+  Tensor head = run->trainer.model.parameters.value[GROUP_HEAD];
   if (weights) backend_to_host(run->h->backend, *weights = malloc(tensor_bytes(head)), head);
   run_close(run);
 }

@@ -25,7 +25,7 @@ static Run *open_run(const char *model, const char *options) {
 static double *gradients(const char *model, const char *options, int64_t *count, double *loss) {
   Run *run = open_run(model, options);
   *loss = run_step(run, 0).loss;
-  Tensor grad = trainer_model(&run->trainer)->parameters.grad[GROUP_MATRICES];
+  Tensor grad = run->trainer.model.parameters.grad[GROUP_MATRICES];
   *count = tensor_count(grad);
   double *values = malloc((size_t)*count * sizeof *values);
   assert_non_null(values);

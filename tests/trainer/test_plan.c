@@ -107,6 +107,21 @@ TEST(test_switching_modes) {
   run_close(run);
 }
 
+// In a step's last pass alone every rank gathers the gradients of all ranks' embeddings, [R N, H].
+TEST(test_last_micro_batch_of_many_ranks) {
+  size_t peaks[2];
+  for (int micro_batches = 2; micro_batches < 4; micro_batches++) {
+    Options o =
+        options_on(ON_CPU,
+                   "--model llama-tiny --tie-word-embeddings --num-layers 1 --vocab 300 --lce-chunk 16 "
+                   "--batch 4 --seq-len 64 --plan --ranks 64 --total-batch %d",
+                   micro_batches * 64 * 4 * 64);
+    peaks[micro_batches - 2] = plan_run(&o, ON_CPU, LCE_FUSED).peak;
+    options_free(&o);
+  }
+  assert_int_equal(peaks[0], peaks[1]);
+}
+
 // --- large models ------------------------------------------------------------------------------------------
 
 // A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it.

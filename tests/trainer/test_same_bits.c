@@ -1,5 +1,5 @@
-// What changes no bit of a run, on every backend: a second run, updates at once or during the forward pass, what is offloaded or
-// recomputed, and sampling that keeps every tile; with the plan's bytes each time. Ranks and checkpoints are in test_ranks.py.
+// What changes no bit of a run, on every backend: a second run, what is offloaded or recomputed, and sampling that
+// keeps every tile; with the plan's bytes each time. Ranks and checkpoints are in test_ranks.py.
 #include "tests/runs.h"
 
 static const char *backend;
@@ -18,7 +18,7 @@ static void *grow(Outcome *out, size_t bytes) {
   return out->bytes + out->size - bytes;
 }
 
-static Outcome outcome_of(Run *run, bool update_at_once) {
+static Outcome outcome_of(Run *run) {
   Outcome out = {.size = 0};
   Backend *b = run->h->backend;
   const Options *o = &run->options;
@@ -26,14 +26,13 @@ static Outcome outcome_of(Run *run, bool update_at_once) {
     StepResult r = run_step(run, step);
     assert_true(isfinite(r.loss) && isfinite(r.grad_norm));
     out.numbers[2 * step] = r.loss, out.numbers[2 * step + 1] = r.grad_norm;
-    if (update_at_once) trainer_model(&run->trainer);
   }
   out.numbers[6] = trainer_validate(&run->trainer, &run->data.loader, 2);
   int64_t count;
   int32_t *tokens = trainer_sample(&run->trainer, (int32_t[]){1, 2, 3}, 3, 9, &count);
   memcpy(grow(&out, (size_t)count * sizeof *tokens), tokens, (size_t)count * sizeof *tokens);
   free(tokens);
-  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &run->trainer.model.parameters;
   const Tensor *const roles[] = {p->value, p->master, p->state[0], p->state[1]};
   for (int g = 0; g < 4 * GROUP_COUNT; g++) {
     Tensor t = roles[g / GROUP_COUNT][g % GROUP_COUNT];
@@ -117,7 +116,7 @@ static void check_variant(const struct Case *c, const char *variant, const Outco
   BackendOps ops = *run->h->backend->ops;
   ops.copy_in = copy_in_at_once;
   if (at_once) run->h->backend->ops = &ops;
-  Outcome got = outcome_of(run, false);
+  Outcome got = outcome_of(run);
   if (memcmp(got.numbers, want->numbers, sizeof want->numbers))
     fail_msg("%s: other losses or norms with \"%s\"", c->run, variant);
   assert_int_equal(got.size, want->size);
@@ -130,7 +129,7 @@ static void check(const struct Case *c) {
   Run *run = run_open_on(backend, "%s", c->run);
   if (!run) skip();
   if (run->options.dtypes.fp8 && run->h->backend->no_fp8) return run_close(run);
-  Outcome want = outcome_of(run, true);
+  Outcome want = outcome_of(run);
   for (int v = 0; v < 8 && c->variants[v]; v++) {
     check_variant(c, c->variants[v], &want, false);
     if (!strcmp(backend, "cpu") && strstr(c->variants[v], "offload"))
@@ -152,7 +151,7 @@ TEST(test_same_bits_at_sizes_of_a_gpu) {
 TEST(test_another_seed_is_another_run) {
   Run *runs[] = {run_open_on(backend, LLAMA), run_open_on(backend, LLAMA "--seed 5")};
   if (!runs[0]) skip();
-  Outcome one = outcome_of(runs[0], false), other = outcome_of(runs[1], false);
+  Outcome one = outcome_of(runs[0]), other = outcome_of(runs[1]);
   for (int i = 0; i < 7; i++) assert_true(one.numbers[i] != other.numbers[i]);
   assert_memory_not_equal(one.bytes, other.bytes, one.size);
   free(one.bytes);

@@ -142,8 +142,7 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
     for (int64_t n = 0, length; n < rows; n += length) {
       length = documents ? documents[rows + n] + 1 : o->seq_len;
       if (documents) assert_int_equal(documents[n], 0);
-      const double *loss =
-          model_losses(run->h, trainer_model(&run->trainer), tokens + n, targets + n, 1, length);
+      const double *loss = model_losses(run->h, &run->trainer.model, tokens + n, targets + n, 1, length);
       for (int64_t i = 0; i < length; i++) sum += loss[i];
     }
   }
@@ -194,8 +193,7 @@ TEST(test_gradients_are_of_the_mean) {
   Trainer *t = &run->trainer;
   StepResult r = run_step(run, 0);
   Batch batch = trainer_loaded_batch(t, 0, true);
-  transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1 / (float)r.counted, false,
-                    t->loss);
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1 / (float)r.counted, false, t->loss);
   double squares = 0;
   for (int g = 0; g < GROUP_COUNT; g++) {
     Tensor grad = t->model.parameters.grad[g];
@@ -396,7 +394,7 @@ static void check_update(Run *run, bool clips) {
   enum { STEPS = 3 };
   Harness *h = run->h;
   const Options *o = &run->options;
-  const ParameterSet *p = &trainer_model(&run->trainer)->parameters;
+  const ParameterSet *p = &run->trainer.model.parameters;
   ReferenceMoments *reference = calloc((size_t)p->count, sizeof *reference);
   for (int64_t i = 0; i < p->count; i++) {
     int64_t count = tensor_count(p->items[i].value);
@@ -405,7 +403,7 @@ static void check_update(Run *run, bool clips) {
   }
   for (int step = 0; step < STEPS; step++) {
     StepResult result = run_step(run, step);
-    p = &trainer_model(&run->trainer)->parameters;
+    p = &run->trainer.model.parameters;
     double squares = 0;
     for (int64_t i = 0; i < p->count; i++) {
       double *grad = values_of(h, p->items[i].grad);
@@ -553,8 +551,7 @@ TEST(test_sample_frequencies) {
     counts[tokens[PROMPT]]++;
     free(tokens);
   }
-  const double *logits =
-      model_logits(run->h, trainer_model(&run->trainer), prompt + PROMPT - SEQ_LEN, 1, SEQ_LEN);
+  const double *logits = model_logits(run->h, &run->trainer.model, prompt + PROMPT - SEQ_LEN, 1, SEQ_LEN);
   for (int v = 0; v < VOCAB; v++) sum += p[v] = exp(logits[(SEQ_LEN - 1) * VOCAB + v] / temperature);
   for (int v = 0; v < VOCAB; v++) {
     double share = p[v] / sum, error = 5 * sqrt(share * (1 - share) / DRAWS);
