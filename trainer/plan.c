@@ -34,15 +34,16 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
   o.pass.mode = mode;
+  o.micro_steps = min_i64(o.micro_steps, 2); // the rest need the same memory
   Trainer trainer;
   open_planned(&trainer, &o, device);
-  if (!o.eval_only) {
+  if (o.train_step) {
     int64_t count;
-    trainer_step(&trainer, NULL, 0);
+    o.train_step(&trainer, NULL, 0);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  if (o.eval_only || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
-  if (o.save && !o.eval_only) // as a rank that writes no files
+  if (!o.train_step || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (o.save && o.train_step) // as a rank that writes no files
     weights_store(trainer_model(&trainer), trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
   close_planned(&trainer);
@@ -173,7 +174,7 @@ HostTraffic plan_host_traffic(const Options *options, DeviceKind device) {
   open_planned(&t, &o, device);
   t.backend->ops = &counting;
   t.backend->state = &traffic;
-  trainer_step(&t, NULL, 0);
+  o.train_step(&t, NULL, 0);
   trainer_model(&t); // with what the step leaves of the update
   close_planned(&t);
   return traffic;
@@ -412,14 +413,16 @@ static bool log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mod
 }
 
 // Three planned steps in the mode of the options.
-static void plan_timeline(const Options *o, DeviceKind device) {
+static void plan_timeline(const Options *given, DeviceKind device) {
+  Options o = *given;
+  o.micro_steps = min_i64(o.micro_steps, 2); // as plan_run
   Trainer trainer;
-  open_planned(&trainer, o, device);
+  open_planned(&trainer, &o, device);
   Ledger *ledger = &trainer.backend->memory.ledger;
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
-    trainer_step(&trainer, NULL, ledger->step - 1);
-  plan_write_timeline(o->timeline, ledger);
+    o.train_step(&trainer, NULL, ledger->step - 1);
+  plan_write_timeline(o.timeline, ledger);
   close_planned(&trainer);
 }
 
@@ -487,9 +490,9 @@ void plan_print_fit(Options *o) {
   // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
   const unsigned offloads[CHOICES] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
                                       OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
-  int count = o->dtypes.offload || device == ON_CPU || o->eval_only ? 1
-              : o->pass.recompute == RECOMPUTE_LAYER                ? CHOICES
-                                                                    : CHOICES - 1;
+  int count = o->dtypes.offload || device == ON_CPU || !o->train_step ? 1
+              : o->pass.recompute == RECOMPUTE_LAYER                  ? CHOICES
+                                                                      : CHOICES - 1;
   int64_t batches[CHOICES][2], largest = 0;
   Options with[CHOICES];
   for (int i = 0; i < count; i++) {

@@ -157,7 +157,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
   char words[64];
-  if (!o->eval_only)
+  if (o->train_step)
     printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
@@ -183,7 +183,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)o->steps);
   else if (o->origin)
     printf("weights  %s\n", o->origin);
-  if (!o->eval_only) print_saving(o);
+  if (o->train_step) print_saving(o);
 }
 
 Report report_open(const Options *o, Backend *backend) {
@@ -193,7 +193,7 @@ Report report_open(const Options *o, Backend *backend) {
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : KEEP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
-  if (!o->eval_only) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
+  if (o->train_step) r.gemm_rate = o->ranks * measure_gemm_rate(backend);
   return r;
 }
 

@@ -19,7 +19,7 @@ static char *find_checkpoint(Options *o) {
   const char *directory = automatic ? o->save : o->resume;
   char *found = checkpoint_newest(directory, &any);
   if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
-  if (found && !o->save && !o->eval_only) o->save = o->resume; // it goes on where it was
+  if (found && !o->save) o->save = o->resume; // it goes on where it was
   if (found || automatic) return found;
   checkpoint_require_whole(o->resume);
   return text_format("%s", o->resume);
@@ -76,8 +76,7 @@ void resume_take_settings(Options *o) {
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
     const char *then = value_words(row, json_text(settings, row->name));
-    if (o->given[i] && !o->eval_only && !strcmp(row->name, "optimizer") && option_text(row, o, now) &&
-        strcmp(now, then))
+    if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, now) && strcmp(now, then))
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
@@ -173,8 +172,8 @@ static RunState state_read(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from;
   const char *before = json_text(json, "data");
   const cJSON *val_step = json_member(json, "val_step");
-  if (!o->eval_only) compare(o, json_member(json, "settings"));
-  if (!o->eval_only && before && strcmp(before, data))
+  compare(o, json_member(json, "settings"));
+  if (before && strcmp(before, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
          "have",
          before, o->origin, data);
@@ -185,7 +184,7 @@ static RunState state_read(const Options *o, const char *data) {
 }
 
 Checkpoints resume_open(const Options *o, const char *data) {
-  Checkpoints c = {.saves = o->save && !o->eval_only,
+  Checkpoints c = {.saves = o->save,
                    .saved_step = o->resumed_from ? o->first_step : -1,
                    .state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1}};
   if (o->resumed_from) c.state = state_read(o, data);

@@ -1,35 +1,12 @@
-// The parts of train.c's step: micro-batches on the device, gradients summed over the ranks while the backward pass
-// computes them, and the ranges that the optimizer updates.
+// The parts of train.c's step: gradients summed over the ranks while the backward pass computes them, and the ranges
+// that the optimizer updates.
 #include <string.h>
 
+#include "kernels/profile.h"
 #include "kernels/random.h"
 #include "trainer/trainer.h"
 
 enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
-
-// --- micro-batches -----------------------------------------------------------------------------------------
-
-Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
-  int64_t n = t->options->batch * t->options->seq_len, counted = 0, ignored = n;
-  Batch b = {.batch = t->options->batch,
-             .seq_len = t->options->seq_len,
-             .tokens = t->tokens,
-             .targets = t->targets,
-             .documents = t->documents,
-             .counted = n};
-  if (masked) b.rows = t->rows;
-  if (t->backend->memory.planning) return b;
-  const int32_t *targets = t->host_targets + m * n;
-  backend_to_device(t->backend, b.tokens, t->host_tokens + m * n);
-  backend_to_device(t->backend, b.targets, targets);
-  if (t->options->pack) backend_to_device(t->backend, b.documents, t->host_documents + 2 * m * n);
-  if (!masked) return b;
-  for (int64_t i = 0; i < n; i++) // counted positions from the front, ignored ones from the end
-    t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
-  backend_to_device(t->backend, b.rows, t->host_rows);
-  b.counted = counted;
-  return b;
-}
 
 // --- gradients of all ranks: all-reduced or reduce-scattered (ZeRO 1 and 2) in buckets ---------------------
 
@@ -151,6 +128,7 @@ static bool sums_squares(const Trainer *t) {
 
 void trainer_sum_squares(Trainer *t) {
   const ParameterSet *p = &t->model.parameters;
+  profile_phase(t->backend, PHASE_UPDATE);
   bool started = false;
   for (UpdateRange range = {0}; next_range(p, &range); started = true) {
     if (range.layer >= 0 && sums_squares(t)) continue; // done layer by layer, in the backward pass

@@ -52,7 +52,7 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     fill_zero(backend, stats); // only the fused mode writes it
     for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
   }
-  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
+  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS) {
     int64_t layers =
         options->pass.recompute_layers ? options->pass.recompute_layers : options->model.num_hidden_layers;
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
@@ -90,6 +90,40 @@ void trainer_destroy(Trainer *t) {
 
 // --- a step's results ------------------------------------------------------------------------------------------
 
+void trainer_begin_step(Trainer *t) {
+  if (t->pending_count == TRAINER_PENDING)
+    fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
+  profile_phase(t->backend, PHASE_STEP);
+  t->wire_bytes = t->backend->wire_bytes;
+}
+
+Tensor trainer_result(const Trainer *t, int which) {
+  return tensor_rows(t->results, RESULTS * t->pending_count + which, 1);
+}
+
+void trainer_add_statistics(Trainer *t, bool accumulate) {
+  for (int i = 0; i < RESULT_STATISTICS; i++)
+    if (tensor_exists(t->statistics[i]))
+      reduce(t->backend,
+             (Reduce){.sum = trainer_result(t, i), .x = t->statistics[i], .accumulate = accumulate});
+}
+
+void trainer_share_results(Trainer *t) {
+  if (t->backend->ranks == 1) return;
+  Tensor shared = tensor_rows(t->results, RESULTS * t->pending_count + RESULT_STOP, 2);
+  Tensor summed = tensor_rows(t->results, RESULTS * t->pending_count, RESULT_NORM);
+  const float values[2] = {t->stop && *t->stop, (float)t->step_seconds};
+  backend_to_device(t->backend, shared, values);
+  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
+  collectives_join(t->backend, 0);
+}
+
+void trainer_end_step(Trainer *t, StepResult result) {
+  profile_phase(t->backend, PHASE_NONE);
+  t->wire_bytes = t->backend->wire_bytes - t->wire_bytes;
+  t->pending[t->pending_count++] = result;
+}
+
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
@@ -115,7 +149,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
 void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-  Batch batch = trainer_loaded_batch(t, 0, t->options->masked);
+  Batch batch = trainer_copy_batch(t, 0, t->options->masked);
   transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
@@ -212,7 +246,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     if (i % b->ranks == 0) t->cut_short = cut_short(t, loss);
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
-    Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
+    Batch batch = trainer_copy_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, trainer_model(t), &batch, &t->transformer, t->loss);
     reduce(b, (Reduce){.sum = loss, .x = t->loss});
   }

@@ -346,7 +346,7 @@ TEST(test_pending) {
   Run *run = open(LLAMA, ""), *other = open(LLAMA, "");
   StepResult results[TRAINER_PENDING];
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
-  for (int step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
+  for (int step = 0; step < STEPS; step++) train_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
   for (int step = 0; step < STEPS; step++) {
@@ -359,7 +359,7 @@ TEST(test_pending) {
   // One step too many.
   run->trainer.pending_count = TRAINER_PENDING;
   assert_fails(run->h, "the results of 64 steps were not collected",
-               trainer_step(&run->trainer, &run->data.loader, STEPS));
+               train_step(&run->trainer, &run->data.loader, STEPS));
   run_close(other);
   run_close(run);
 }
