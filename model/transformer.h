@@ -53,10 +53,10 @@ typedef struct {
   Recompute recompute;
   int64_t recompute_layers; // in so many of the first layers, and one level less in the others; 0: in all
   int64_t mlp_chunk;        // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
-  float label_smoothing, z_loss; // of training; see LossTerms
-  TileSampling sampling;         // of training in the fused mode
-  TokenOutputs outputs;          // of training: any of them, fp32 [N] each
-  LayerDoor door;                // of training
+  double label_smoothing, z_loss; // of training; see LossTerms
+  TileSampling sampling;          // of training in the fused mode
+  TokenOutputs outputs;           // of training: any of them, fp32 [N] each
+  LayerDoor door;                 // of training
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'

@@ -89,8 +89,7 @@ void option_set(const Option *o, void *values, const char *text) {
   void *field = (char *)values + o->offset;
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
   if (o->type == OPTION_WHOLE) store(o, field, whole(o, text));
-  if (o->type == OPTION_NUMBER && o->size == sizeof(float)) *(float *)field = (float)number(o, text);
-  if (o->type == OPTION_NUMBER && o->size == sizeof(double)) *(double *)field = number(o, text);
+  if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
   if (o->type == OPTION_CHOICE) store(o, field, choice(o, text));
   if (o->type == OPTION_SET) store(o, field, set(o, text));
   if (o->type == OPTION_TEXT) *(const char **)field = text;
@@ -99,13 +98,7 @@ void option_set(const Option *o, void *values, const char *text) {
 
 double option_number(const Option *o, const void *values) {
   const void *field = (const char *)values + o->offset;
-  if (o->type != OPTION_NUMBER) return (double)stored(o, field);
-  if (o->size == sizeof(double)) return *(const double *)field;
-  char text[32]; // the number that was given: the shortest that is this float
-  int digits = 6;
-  do snprintf(text, sizeof text, "%.*g", digits, (double)*(const float *)field);
-  while (strtof(text, NULL) != *(const float *)field && digits++ < 9);
-  return strtod(text, NULL);
+  return o->type == OPTION_NUMBER ? *(const double *)field : (double)stored(o, field);
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {

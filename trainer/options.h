@@ -49,7 +49,7 @@ typedef struct {
   // optimizer
   Schedule schedule;
   Update update; // all but tensors, rate and step
-  float max_grad_norm;
+  double max_grad_norm;
   // LM head + loss
   TransformerOptions
       pass;           // all but tensors and hooks; chunk: max tokens; 0 until plan_resolve_chunk has chosen

@@ -47,7 +47,9 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     if (outputs[i].wanted)
       t->statistics[outputs[i].which] = *outputs[i].tensor =
           reserve_table(backend, outputs[i].name, DTYPE_F32, tokens);
-  if (t->transformer.sampling.full_mass > 0) {
+  double *full_mass = &t->transformer.sampling.full_mass;
+  *full_mass = (float)*full_mass; // what fp32 rounds to 0 samples nothing
+  if (*full_mass > 0) {
     Tensor stats = t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
     fill_zero(backend, stats); // only the fused mode writes it
     for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);

@@ -44,7 +44,6 @@ def test_without(folder):
     summary = read_log(folder / "log.jsonl")[-1]
     assert summary["gemm_efficiency"] > 0 and "profile" not in summary and "mfu" not in summary  # a CPU has no peak
     train(RUN + "--device cpu --profile --steps 2").ok("profile  none: it begins after 2 steps\n")
-    train("--eval-only --init nowhere --profile").refused("--eval-only trains nothing: leave out --profile")
 
 
 if __name__ == "__main__":

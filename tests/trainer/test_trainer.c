@@ -193,7 +193,7 @@ TEST(test_gradients_are_of_the_mean) {
   Run *run = open_on(LLAMA, "masked.bin", "--lr 0");
   Trainer *t = &run->trainer;
   StepResult r = run_step(run, 0);
-  Batch batch = trainer_loaded_batch(t, 0, true);
+  Batch batch = trainer_copy_batch(t, 0, true);
   transformer_train(t->backend, trainer_model(t), &batch, &t->transformer, 1 / (float)r.counted, false,
                     t->loss);
   double squares = 0;
