@@ -20,17 +20,13 @@ const char *argp_program_version = "lce.c 0.1";
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define DTYPES        "fp32 or bf16"
 
-// Flags of a row; those of settings are in options.h.
-enum { ROTARY = 1 << 4 }; // GPT-2 has no such thing
-
 // clang-format off
 const Option options_rows[] = {
     {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
     {TEXT("model", "PRESET", preset),
      HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b "
           "(default llama-tiny)")},
-    {WHOLE("vocab", "V", model.vocab_size, 1, MAX),
-     HELP("Vocabulary size (default the preset's)")},
+    {WHOLE("vocab", "V", model.vocab_size, 1, MAX), HELP("Vocabulary size (default the preset's)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
     {WHOLE("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
@@ -44,7 +40,7 @@ const Option options_rows[] = {
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
      HELP("The head has a matrix of its own")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = ROTARY,
+    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
      HELP("Base of the rotary frequencies (not GPT-2; default the preset's)")},
 
     {GROUP("Job")},
@@ -53,8 +49,7 @@ const Option options_rows[] = {
      HELP("Tokens in a sequence (default 256 for tiny models, 1024 for GPT-2, else 2048)")},
     {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING,
      HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
-    {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING,
-     HELP("Optimizer steps")},
+    {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING, HELP("Optimizer steps")},
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
      HELP("Seed of the weights and of the order of the data")},
 
@@ -234,21 +229,6 @@ bool options_given(const Options *o, const char *name) {
   return o->given[row];
 }
 
-// "--a, --b and --c": the given options that have `flag`. Returns how many.
-static int list_given(const Options *o, unsigned flag, char *list, size_t size) {
-  int count = 0;
-  const char *last = "";
-  size_t before = 0, length = 0; // of the list without and with the last one
-  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
-    if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
-    before = length;
-    last = options_rows[i].name;
-    length += (size_t)snprintf(list + length, size - length, "%s--%s", count++ ? ", " : "", last);
-  }
-  if (count > 1) snprintf(list + before, size - before, " and --%s", last);
-  return count;
-}
-
 // --- the model ---------------------------------------------------------------------------------------------
 
 // Whether a row says what the model is; after parsing, o->model holds what was given.
@@ -300,15 +280,14 @@ static void require_agreement(const Options *o, const Options *requested) {
 }
 
 static void resolve_model(Options *o) {
-  char list[128];
   Options requested = *o;
   if (o->preset || !o->origin) requested.model = requested_model(o);
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;
   if (options_given(o, "logit-softcap"))
     o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
   model_config_check(&o->model);
-  if (o->model.family == FAMILY_GPT2 && list_given(o, ROTARY, list, sizeof list))
-    fail("%s: %s is a GPT-2, which has no rotary embedding; leave it out", list, o->model.name);
+  if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
+    fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
   if (o->origin) require_agreement(o, &requested);
 }
 
