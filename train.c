@@ -28,7 +28,7 @@
 #include "trainer/plan.h"
 // defines: report_open, report_due, report_collect, report_validation, report_sample, report_summary, ...
 #include "trainer/report.h"
-// defines: resume_require_same, resume_open, resume_save
+// defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
 // defines: stop_requested, stop_on_signals
 #include "trainer/stop.h"
@@ -94,28 +94,34 @@ double schedule_rate(const Schedule *s, int64_t step) {
   return s->peak * (1 - (1 - s->floor) * progress);
 }
 
+// All of it is asynchronous: the results stay on the device until report_collect reads those of several steps.
 void train_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   double rate = schedule_rate(&o->schedule, step);
   trainer_begin_step(t);
 
-  // All micro-batches are loaded first: the loss is the mean over the targets that count in the whole step.
+  // Load all micro-batches: the loss is the mean over the targets that count in the whole step.
   int64_t counted = trainer_load(t, loader, step);
   float scale = counted ? (float)(1.0 / (double)counted) : 0;
+
+  // Forward and backward of each. Gradients add up, and the last pass sums them over the ranks.
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = trainer_micro_batch(t, m);
-    TransformerOptions pass = trainer_pass(t, step, m); // the last one sums gradients over the ranks
+    TransformerOptions pass = trainer_pass(t, step, m);
     transformer_train(t->backend, &t->model, &batch, &pass, scale, m > 0, t->loss);
     trainer_add_statistics(t, m > 0); // the loss among them
   }
   trainer_share_results(t);
 
-  trainer_sum_squares(t); // of all gradients
+  // The gradients' norm, and the factor that clips it.
+  trainer_sum_squares(t);
   clip_scale(t->backend, (ClipScale){.norm = trainer_result(t, RESULT_NORM),
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
                                      .max_norm = (float)o->max_grad_norm});
-  Update update = o->update; // AdamW's or Muon's settings
+
+  // Update by AdamW or Muon.
+  Update update = o->update;
   update.grad_scale = t->scale;
   update.lr = (float)rate;
   update.step = step + 1;
@@ -237,6 +243,8 @@ int main(int argc, char **argv) {
   int status = 0;
   ranks_begin();
   options_read(&options, argc, argv);
+  resume_find(&options);
+  options_resolve(&options);
   options.train_step = train_step; // for the plan, which takes it, too
   if (options.plan) {
     plan_print(&options);

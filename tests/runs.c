@@ -15,6 +15,8 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   assert_in_range(argc, 1, WORDS - 1);
   Options options;
   options_read(&options, argc, argv);
+  resume_find(&options);
+  options_resolve(&options);
   options.train_step = train_step;
   options_resolve_dtypes(&options, device == ON_CUDA);
   plan_resolve_chunk(&options, device);

@@ -38,6 +38,7 @@ static void read_options(Options *o, int argc, char **argv) {
     for (int64_t i = 0; i < o->val_data.count; i++)
       option_set(&options_rows[option_row(options_rows, "data")], o, o->val_data.items[i]);
   o->dtypes.frozen = true;
+  resume_find(o);
   options_resolve(o);
 }
 

@@ -47,22 +47,19 @@ static int place_in(const char *list, const char *text, size_t length) {
   return -1;
 }
 
-static int choice(const Option *o, const char *text) {
-  int place = place_in(o->choices, text, strlen(text));
-  if (place < 0) fail("--%s %s: give %s", o->name, text, o->choices);
-  return place;
-}
-
-static int set(const Option *o, const char *text) {
-  int bits = 0;
+// The place of a choice; the bits of a set.
+static int64_t words(const Option *o, const char *text) {
+  bool several = o->type == OPTION_SET;
+  int64_t value = 0;
   for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
-    end = word + strcspn(word, ",");
+    end = word + (several ? strcspn(word, ",") : strlen(word));
     int place = place_in(o->choices, word, (size_t)(end - word));
     if (place < 0)
-      fail("--%s %s: give one or more of %s, with commas between them", o->name, text, o->choices);
-    bits |= 1 << place;
+      fail("--%s %s: give %s%s%s", o->name, text, several ? "one or more of " : "", o->choices,
+           several ? ", with commas between them" : "");
+    value |= several ? 1 << place : place;
   }
-  return bits;
+  return value;
 }
 
 static void store(const Option *o, void *field, int64_t value) {
@@ -91,8 +88,7 @@ void option_set(const Option *o, void *values, const char *text) {
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
   if (o->type == OPTION_WHOLE) store(o, field, whole(o, text));
   if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
-  if (o->type == OPTION_CHOICE) store(o, field, choice(o, text));
-  if (o->type == OPTION_SET) store(o, field, set(o, text));
+  if (o->type == OPTION_CHOICE || o->type == OPTION_SET) store(o, field, words(o, text));
   if (o->type == OPTION_TEXT) *(const char **)field = text;
   if (o->type == OPTION_LIST) append(field, text);
 }

@@ -1,5 +1,6 @@
 #include "trainer/options.h"
 
+#include <cjson/cJSON.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +12,6 @@
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
-#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -414,8 +414,6 @@ void options_resolve(Options *o) {
   memory_set_advice(
       "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
       "less, and --plan says how much");
-  resume_find(o);
-  if (o->resumed_from) resume_take_settings(o);
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
@@ -437,7 +435,6 @@ void options_read(Options *o, int argc, char **argv) {
     if (!strcmp(argv[i], "--eval-only"))
       fail("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR --val-data PATH");
   options_parse(o, &table, argc, argv);
-  options_resolve(o);
 }
 
 void options_resolve_dtypes(Options *o, bool cuda) {

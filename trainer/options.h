@@ -96,11 +96,11 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
-// Reads the command line, finds the model or checkpoint that it names, takes what is not given from that, and resolves the
-// rest but what depends on the device: machine_open and plan_resolve_chunk come next. Wrong values end the program with one sentence.
+// Reads the command line. Wrong values end the program with one sentence. resume_find comes next, options_resolve then.
 void options_read(Options *options, int argc, char **argv);
-// The same in two parts, for a program that has some of these options: their rows are the table's.
+// The same for a program that has some of these options: their rows are the table's.
 void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
+// The model and the job, but what depends on the device: machine_open and plan_resolve_chunk come next.
 void options_resolve(Options *options);
 
 // Whether --name was given, on the command line or by the checkpoint.

@@ -10,37 +10,6 @@
 #include "kernels/fail.h"
 #include "trainer/machine.h"
 
-// --- finding -----------------------------------------------------------------------------------------------
-
-static char *find_checkpoint(Options *o) {
-  bool automatic = !strcmp(o->resume, "auto");
-  if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
-  bool any;
-  const char *directory = automatic ? o->save : o->resume;
-  char *found = checkpoint_newest(directory, &any);
-  if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
-  if (found && !o->save) o->save = o->resume; // it goes on where it was
-  if (found || automatic) return found;
-  checkpoint_require_whole(o->resume);
-  return text_format("%s", o->resume);
-}
-
-void resume_find(Options *o) {
-  if (o->resume && o->init && strcmp(o->resume, "auto"))
-    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
-         "--resume auto to begin with --init where --save has no checkpoint yet",
-         o->init, o->resume);
-  if (o->resume) o->origin = find_checkpoint(o);
-  if (o->origin) {
-    o->resumed_from = checkpoint_trainer_state(o->origin);
-    const cJSON *step = json_member(o->resumed_from, "step");
-    if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
-    o->first_step = (int64_t)step->valuedouble;
-  } else if (o->init) {
-    o->origin = text_format("%s", o->init);
-  }
-}
-
 // --- settings ----------------------------------------------------------------------------------------------
 
 // Some rows are settings only where they have an effect.
@@ -69,7 +38,7 @@ static const char *value_words(const Option *row, const char *text) {
   return *text ? text : "set";
 }
 
-void resume_take_settings(Options *o) {
+static void take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
   char now[64];
@@ -96,6 +65,38 @@ void resume_take_settings(Options *o) {
   bool any_data = o->data.count;
   if (!any_data) take_paths(o, "data", "data_paths");
   if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");
+}
+
+// --- finding -----------------------------------------------------------------------------------------------
+
+static char *find_checkpoint(Options *o) {
+  bool automatic = !strcmp(o->resume, "auto");
+  if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
+  bool any;
+  const char *directory = automatic ? o->save : o->resume;
+  char *found = checkpoint_newest(directory, &any);
+  if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
+  if (found && !o->save) o->save = o->resume; // it goes on where it was
+  if (found || automatic) return found;
+  checkpoint_require_whole(o->resume);
+  return text_format("%s", o->resume);
+}
+
+void resume_find(Options *o) {
+  if (o->resume && o->init && strcmp(o->resume, "auto"))
+    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
+         "--resume auto to begin with --init where --save has no checkpoint yet",
+         o->init, o->resume);
+  if (o->resume) o->origin = find_checkpoint(o);
+  if (o->origin) {
+    o->resumed_from = checkpoint_trainer_state(o->origin);
+    const cJSON *step = json_member(o->resumed_from, "step");
+    if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
+    o->first_step = (int64_t)step->valuedouble;
+    take_settings(o);
+  } else if (o->init) {
+    o->origin = text_format("%s", o->init);
+  }
 }
 
 // --- the same everywhere -----------------------------------------------------------------------------------
