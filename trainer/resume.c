@@ -156,7 +156,9 @@ static double loss_of(const cJSON *json, const char *name) {
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
 
-static void compare(const Options *o, const cJSON *then) {
+static void warn_of_changes(const Options *o, const char *data) {
+  const cJSON *then = json_member(o->resumed_from, "settings");
+  const char *data_then = json_text(o->resumed_from, "data");
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
     bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
     if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
@@ -167,28 +169,21 @@ static void compare(const Options *o, const cJSON *then) {
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
            row->name, before, o->origin, now);
   }
-}
-
-static RunState state_read(const Options *o, const char *data) {
-  const cJSON *json = o->resumed_from;
-  const char *before = json_text(json, "data");
-  const cJSON *val_step = json_member(json, "val_step");
-  compare(o, json_member(json, "settings"));
-  if (before && strcmp(before, data))
+  if (data_then && strcmp(data_then, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
          "have",
-         before, o->origin, data);
-  return (RunState){.first_loss = loss_of(json, "first_loss"),
-                    .last_loss = loss_of(json, "last_loss"),
-                    .val_loss = loss_of(json, "val_loss"),
-                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1};
+         data_then, o->origin, data);
 }
 
 Checkpoints resume_open(const Options *o, const char *data) {
+  const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step");
   Checkpoints c = {.saves = o->save,
-                   .saved_step = o->resumed_from ? o->first_step : -1,
-                   .state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1}};
-  if (o->resumed_from) c.state = state_read(o, data);
+                   .saved_step = json ? o->first_step : -1,
+                   .state = {.first_loss = loss_of(json, "first_loss"),
+                             .last_loss = loss_of(json, "last_loss"),
+                             .val_loss = loss_of(json, "val_loss"),
+                             .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1}};
+  if (json) warn_of_changes(o, data);
   if (c.saves && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
