@@ -232,7 +232,7 @@ bool options_given(const Options *o, const char *name) {
 // --- the model ---------------------------------------------------------------------------------------------
 
 // Whether a row says what the model is; after parsing, o->model holds what was given.
-static bool of_model(const Option *row) {
+static bool describes_model(const Option *row) {
   return row->offset >= offsetof(Options, model) &&
          row->offset < offsetof(Options, model) + sizeof(ModelConfig);
 }
@@ -246,7 +246,7 @@ static ModelConfig requested_model(const Options *o) {
   Options with = {.model = model_preset(preset_name(o))};
   ModelConfig *m = &with.model, preset = *m;
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && of_model(&options_rows[i]))
+    if (o->given[i] && describes_model(&options_rows[i]))
       memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
              options_rows[i].size);
   if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
@@ -271,7 +271,7 @@ static void require_agreement(const Options *o, const Options *requested) {
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    if (!of_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
+    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
     double wanted = option_number(row, requested), have = option_number(row, o);
     if (wanted != have)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",

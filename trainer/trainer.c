@@ -133,16 +133,16 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   backend_to_host(t->backend, values, tensor_rows(t->results, 0, RESULTS * count));
   profile_collect(t->backend);
   for (int i = 0; i < count; i++) {
-    const float *of_step = values + RESULTS * i;
+    const float *sums = values + RESULTS * i;
     StepResult *r = &results[i];
     *r = t->pending[i];
     for (int k = 0; k < RESULT_STATISTICS; k++) {
-      double over = k == RESULT_TILES_DROPPED ? (double)of_step[RESULT_TILES] : (double)r->counted;
-      r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)of_step[k] / over : 0;
+      double over = k == RESULT_TILES_DROPPED ? (double)sums[RESULT_TILES] : (double)r->counted;
+      r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)sums[k] / over : 0;
     }
-    r->grad_norm = (double)of_step[RESULT_NORM];
-    t->stopping |= of_step[RESULT_STOP] > 0;
-    t->agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
+    r->grad_norm = (double)sums[RESULT_NORM];
+    t->stopping |= sums[RESULT_STOP] > 0;
+    t->agreed_seconds = (double)sums[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;
@@ -173,20 +173,20 @@ void trainer_dump(const Trainer *t) {
   Reason reason;
   Folder folder = folder_begin(t->options->dump, "first-step", NULL);
   const ParameterSet *p = &t->model.parameters;
-  const TensorToStore of_tokens[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
+  const TensorToStore per_token[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
                                      {.name = "loss", .tensor = t->loss, .dtype = DTYPE_F32}};
-  enum { OF_TOKENS = sizeof of_tokens / sizeof *of_tokens };
-  TensorToStore *list = host_alloc(OF_TOKENS + p->count, sizeof *list, "a list of tensors");
-  for (int i = 0; i < OF_TOKENS; i++) {
-    list[i] = of_tokens[i];
+  enum { PER_TOKEN = sizeof per_token / sizeof *per_token };
+  TensorToStore *list = host_alloc(PER_TOKEN + p->count, sizeof *list, "a list of tensors");
+  for (int i = 0; i < PER_TOKEN; i++) {
+    list[i] = per_token[i];
     list[i].tensor = tensor_reshape_2d(list[i].tensor, t->options->batch, t->options->seq_len);
   }
   for (int64_t i = 0; i < p->count; i++) {
     const Parameter *parameter = &p->items[i];
-    list[OF_TOKENS + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
+    list[PER_TOKEN + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
   }
-  tensor_set_write(&folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
+  tensor_set_write(&folder, "first_step", list, PER_TOKEN + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
@@ -265,14 +265,14 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
-  int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
+  int64_t per_round = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
   Model *model = trainer_model(t);
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
   t->cut_short = false;
-  for (int64_t first = 0; first < batches && !t->cut_short; first += at_once)
+  for (int64_t first = 0; first < batches && !t->cut_short; first += per_round)
     sum += validate_some(t, loader, first, batches, &counted);
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
