@@ -32,7 +32,7 @@
 #include "trainer/resume.h"
 // defines: stop_requested, stop_on_signals
 #include "trainer/stop.h"
-// defines: trainer_create, trainer_load, trainer_micro_batch, trainer_update, trainer_validate, trainer_sample, ...
+// defines: trainer_create, trainer_load, trainer_micro_batch, trainer_update, trainer_validate, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -94,7 +94,7 @@ double schedule_rate(const Schedule *s, int64_t step) {
   return s->peak * (1 - (1 - s->floor) * progress);
 }
 
-// All of it is asynchronous: the results stay on the device until report_collect reads those of several steps.
+// Asynchronous: the results stay on the device until report_collect reads those of several steps.
 void train_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   double rate = schedule_rate(&o->schedule, step);
@@ -172,7 +172,7 @@ static void after_step(Run *run, int64_t step) {
   if (run->options->dump && step == run->options->first_step) trainer_dump(&run->trainer);
 }
 
-// A single rank stops at the signal. Several stop together, when the results of a step show the signal to all.
+// A single rank stops at the signal. Several stop together, when a step's results show the signal to all.
 static bool stopping(const Run *run) {
   return run->options->ranks == 1 ? stop_requested : run->trainer.stopping;
 }
@@ -183,7 +183,7 @@ static bool every(int64_t period, int64_t done) {
   return period && done % period == 0;
 }
 
-// The last checkpoint has the last validation's loss. A run that is stopped may soon be killed: it saves first.
+// The last checkpoint has the last validation's loss. A stopped run may soon be killed: it saves first.
 static void finish(Run *run, int64_t done) {
   Report *report = &run->report;
   Checkpoints *c = &run->checkpoints;

@@ -1,4 +1,4 @@
-// The batches of train.c's step: from the loader to the host, all micro-batches of a step at once, and to the device.
+// The batches of train.c's step: from the loader to the host, all of a step at once, and to the device.
 #include "kernels/integers.h"
 #include "trainer/trainer.h"
 
@@ -11,8 +11,8 @@ int64_t trainer_load(Trainer *t, const Loader *loader, int64_t step) {
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
     t->host_max_counted[m] = 0;
-    // Where targets are masked every rank reads the other ranks' batches, too, and counts: that costs less than
-    // communication. Its own comes last, and stays.
+    // Where targets are masked every rank reads the other ranks' batches, too, and counts: that costs less
+    // than communication. Its own comes last, and stays.
     for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) {
       place.rank = (b->rank + i) % b->ranks;
       int64_t here = loader_train_batch(loader, place, to, targets, documents);

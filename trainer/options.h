@@ -96,7 +96,8 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
-// Reads the command line. Wrong values end the program with one sentence. resume_find comes next, options_resolve then.
+// Reads the command line. Wrong values end the program with one sentence. Call resume_find next, and then
+// options_resolve.
 void options_read(Options *options, int argc, char **argv);
 // The same for a program that has some of these options: their rows are the table's.
 void options_parse(Options *options, const OptionTable *table, int argc, char **argv);

@@ -4,8 +4,8 @@
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/options.h"
 
-// Finds origin, resumed_from and first_step for init, resume and save, and checks that a checkpoint is whole. The options
-// that are not given become what it holds, where those that are given allow it. Fails in one sentence when what is named is
+// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the
+// checkpoint's values, where those that were given allow it. Fails in one sentence when what is named is
 // missing or damaged.
 void resume_find(Options *options);
 

@@ -86,8 +86,8 @@ void trainer_destroy(Trainer *trainer);
 // The rate of step `step`, counted from 0. Past total_steps it stays at its end. It is in train.c.
 double schedule_rate(const Schedule *schedule, int64_t step);
 
-// One optimizer step on the loader's batches for `step`, in train.c. Asynchronous: up to TRAINER_PENDING results wait on
-// the device. A plan has no loader.
+// One optimizer step on the loader's batches for `step`, in train.c. Asynchronous: up to TRAINER_PENDING
+// results wait on the device. A plan has no loader.
 TrainStep train_step;
 
 // --- what train.c's step is made of ------------------------------------------------------------------------
@@ -96,10 +96,11 @@ TrainStep train_step;
 void trainer_begin_step(Trainer *trainer);
 void trainer_end_step(Trainer *trainer, StepResult result);
 
-// Reads the step's micro-batches of this rank; returns how many targets count in those of all ranks. Without a loader 0.
+// Reads this rank's micro-batches of the step; returns how many targets count in those of all ranks. Without
+// a loader it does nothing.
 int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
-// Micro-batch m of what was loaded, on the device; of a plan its shape alone. `masked` lists the counted rows, then the
-// ignored ones: the loss is computed for the former.
+// Copies micro-batch m to the device; in a plan it has only its shape. `masked` lists the positions of the
+// targets that count, then the ignored ones: the loss is computed for the former.
 Batch trainer_micro_batch(Trainer *trainer, int64_t m);
 Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
 
