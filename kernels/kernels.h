@@ -564,8 +564,9 @@ typedef struct {
   Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: the output, and absent
   Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, descend has neither m nor v
   Tensor grad_scale;     // fp32 [1], on the device; not of descend
-  float lr, beta1, beta2, epsilon, momentum, weight_decay;
-  int64_t step; // t, from 1
+  float lr;
+  double beta1, beta2, epsilon, momentum, weight_decay; // computed with as fp32
+  int64_t step;                                         // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
 } Update;

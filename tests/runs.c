@@ -15,6 +15,9 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   assert_in_range(argc, 1, WORDS - 1);
   Options options;
   options_read(&options, argc, argv);
+  resume_find(&options);
+  options_resolve(&options);
+  options.train_step = train_step;
   options_resolve_dtypes(&options, device == ON_CUDA);
   plan_resolve_chunk(&options, device);
   return options;
@@ -106,7 +109,7 @@ double *model_losses(Harness *h, Model *model, const int32_t *tokens, const int3
 
 StepResult run_step(Run *run, int64_t step) {
   StepResult results[TRAINER_PENDING];
-  trainer_step(&run->trainer, &run->data.loader, step);
+  train_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), 1);
   assert_int_equal(results[0].step, step);
   return results[0];

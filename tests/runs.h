@@ -5,6 +5,7 @@
 #include "tests/harness.h"
 #include "trainer/data.h"
 #include "trainer/plan.h"
+#include "trainer/resume.h"
 #include "trainer/trainer.h"
 
 // The options that a line of arguments separated by spaces gives, resolved for a device. They point into one of eight buffers,

@@ -12,9 +12,7 @@
 #include "kernels/text.h"
 
 RunData run_data_open(const Options *o) {
-  // What is trained on: --data, or the source tree; with --eval-only alone --val-data.
-  const TextList *paths = o->data.count || !o->eval_only ? &o->data : &o->val_data;
-  RunData d = {.source = source_open(paths->items, paths->count, o->model.vocab_size)};
+  RunData d = {.source = source_open(o->data.items, o->data.count, o->model.vocab_size)};
   if (o->val_data.count)
     d.val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
   if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);

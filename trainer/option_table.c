@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"
 
@@ -46,22 +47,19 @@ static int place_in(const char *list, const char *text, size_t length) {
   return -1;
 }
 
-static int choice(const Option *o, const char *text) {
-  int place = place_in(o->choices, text, strlen(text));
-  if (place < 0) fail("--%s %s: give %s", o->name, text, o->choices);
-  return place;
-}
-
-static int set(const Option *o, const char *text) {
-  int bits = 0;
+// The place of a choice; the bits of a set.
+static int64_t words(const Option *o, const char *text) {
+  bool several = o->type == OPTION_SET;
+  int64_t value = 0;
   for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
-    end = word + strcspn(word, ",");
+    end = word + (several ? strcspn(word, ",") : strlen(word));
     int place = place_in(o->choices, word, (size_t)(end - word));
     if (place < 0)
-      fail("--%s %s: give one or more of %s, with commas between them", o->name, text, o->choices);
-    bits |= 1 << place;
+      fail("--%s %s: give %s%s%s", o->name, text, several ? "one or more of " : "", o->choices,
+           several ? ", with commas between them" : "");
+    value |= several ? 1 << place : place;
   }
-  return bits;
+  return value;
 }
 
 static void store(const Option *o, void *field, int64_t value) {
@@ -89,23 +87,15 @@ void option_set(const Option *o, void *values, const char *text) {
   void *field = (char *)values + o->offset;
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
   if (o->type == OPTION_WHOLE) store(o, field, whole(o, text));
-  if (o->type == OPTION_NUMBER && o->size == sizeof(float)) *(float *)field = (float)number(o, text);
-  if (o->type == OPTION_NUMBER && o->size == sizeof(double)) *(double *)field = number(o, text);
-  if (o->type == OPTION_CHOICE) store(o, field, choice(o, text));
-  if (o->type == OPTION_SET) store(o, field, set(o, text));
+  if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
+  if (o->type == OPTION_CHOICE || o->type == OPTION_SET) store(o, field, words(o, text));
   if (o->type == OPTION_TEXT) *(const char **)field = text;
   if (o->type == OPTION_LIST) append(field, text);
 }
 
 double option_number(const Option *o, const void *values) {
   const void *field = (const char *)values + o->offset;
-  if (o->type != OPTION_NUMBER) return (double)stored(o, field);
-  if (o->size == sizeof(double)) return *(const double *)field;
-  char text[32]; // the number that was given: the shortest that is this float
-  int digits = 6;
-  do snprintf(text, sizeof text, "%.*g", digits, (double)*(const float *)field);
-  while (strtof(text, NULL) != *(const float *)field && digits++ < 9);
-  return strtod(text, NULL);
+  return o->type == OPTION_NUMBER ? *(const double *)field : (double)stored(o, field);
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {
@@ -251,41 +241,35 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
   return 0;
 }
 
-// The rows as argp has them, with "(default ...)" behind what each one does.
-typedef struct {
-  struct argp_option options[OPTION_ROWS_MAX + 5];
-  char help[OPTION_ROWS_MAX][512];
-  struct argp argp;
-} Rows;
+static const Option *shown; // by --help, whose functions get no input
 
-static struct argp *make_rows(const OptionTable *table) {
-  static Rows rows, *const r = &rows;
-  rows = (Rows){0};
-  r->argp = (struct argp){.options = r->options, .parser = parse_one, .doc = table->doc};
-  int i = 0;
-  for (; table->rows[i].type != OPTION_END; i++) {
-    const Option *o = &table->rows[i];
-    if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
-    snprintf(r->help[i], sizeof r->help[i], o->initial ? "%s (default %s)" : "%s", o->help, o->initial);
-    r->options[i] = (struct argp_option){.name = o->name, .arg = o->argument, .doc = r->help[i]};
-    if (o->name) r->options[i].key = FIRST_KEY + i;
-  }
+// "(default ...)" behind what an option does.
+static char *help_text(int key, const char *text, void *input) {
+  const char *initial =
+      key >= FIRST_KEY && key < FIRST_KEY + OPTION_ROWS_MAX ? shown[key - FIRST_KEY].initial : NULL;
+  return initial ? text_format("%s (default %s)", text, initial) : (char *)(uintptr_t)text;
+}
+
+void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
   // argp's own are silent where its errors are.
   const struct argp_option standard[] = {{"help", '?', 0, 0, "Give this help list", -1},
                                          {NULL, 'h', 0, OPTION_ALIAS, NULL, 0},
                                          {"usage", USAGE, 0, 0, "Give a short usage message", -1},
                                          {"version", 'V', 0, 0, "Print program version", -1}};
-  memcpy(&r->options[i], standard, sizeof standard);
-  return &r->argp;
-}
-
-void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
+  struct argp_option options[OPTION_ROWS_MAX + 5] = {{0}};
   bool own[OPTION_ROWS_MAX] = {false};
   Parsing parsing = {table, values, given ? given : own};
+  int i = 0;
+  shown = table->rows;
   output_check_at_exit();
-  for (const Option *o = table->rows; o->type != OPTION_END; o++)
+  for (const Option *o = table->rows; o->type != OPTION_END; o++, i++) {
+    if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
+    options[i] = (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, 0, o->help, 0};
     if (o->initial) option_set(o, values, o->initial);
-  error_t error = argp_parse(make_rows(table), argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
+  }
+  memcpy(&options[i], standard, sizeof standard);
+  const struct argp argp = {options, parse_one, .doc = table->doc, .help_filter = help_text};
+  error_t error = argp_parse(&argp, argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
   check_exclusions(table->rows, values, parsing.given);
 }

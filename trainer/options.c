@@ -1,5 +1,6 @@
 #include "trainer/options.h"
 
+#include <cjson/cJSON.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +12,6 @@
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
-#include "trainer/resume.h"
 
 const char *argp_program_version = "lce.c 0.1";
 
@@ -20,21 +20,13 @@ const char *argp_program_version = "lce.c 0.1";
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define DTYPES        "fp32 or bf16"
 
-// Flags of a row; those of settings are in options.h.
-enum {
-  TRAINING = 1 << 4, // says only how to train: without effect with --eval-only
-  REFUSED = 1 << 5,  // by --eval-only, which would not do it
-  ROTARY = 1 << 6    // GPT-2 has no such thing
-};
-
 // clang-format off
 const Option options_rows[] = {
     {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
     {TEXT("model", "PRESET", preset),
      HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b "
           "(default llama-tiny)")},
-    {WHOLE("vocab", "V", model.vocab_size, 1, MAX),
-     HELP("Vocabulary size (default the preset's)")},
+    {WHOLE("vocab", "V", model.vocab_size, 1, MAX), HELP("Vocabulary size (default the preset's)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
     {WHOLE("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
@@ -48,46 +40,45 @@ const Option options_rows[] = {
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
      HELP("The head has a matrix of its own")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), .flags = ROTARY,
+    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
      HELP("Base of the rotary frequencies (not GPT-2; default the preset's)")},
 
     {GROUP("Job")},
     {WHOLE("batch", "B", batch, 1, MAX), DEFAULT("4"), .flags = SETTING, HELP("Sequences in a micro-batch")},
     {WHOLE("seq-len", "T", seq_len, 1, MAX), .flags = SETTING,
      HELP("Tokens in a sequence (default 256 for tiny models, 1024 for GPT-2, else 2048)")},
-    {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING | TRAINING,
+    {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING,
      HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
-    {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING | TRAINING,
-     HELP("Optimizer steps")},
+    {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING, HELP("Optimizer steps")},
     {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
      HELP("Seed of the weights and of the order of the data")},
 
     {GROUP("Optimizer (AdamW, or Muon)")},
-    {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING | TRAINING,
+    {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING,
      HELP("adamw, or muon: orthogonalized momentum for the layers' matrices, which then have one moment, and AdamW for "
           "all else; the same rates and decay serve")},
-    {NUMBER("lr", "RATE", schedule.peak, 0, 100), .flags = SETTING | TRAINING,
+    {NUMBER("lr", "RATE", schedule.peak, 0, 100), .flags = SETTING,
      HELP("Highest learning rate (default the preset's; 2e-5 with --init)")},
-    {NUMBER("min-lr", "SHARE", schedule.floor, 0, 1), DEFAULT("0.1"), .flags = SETTING | TRAINING,
+    {NUMBER("min-lr", "SHARE", schedule.floor, 0, 1), DEFAULT("0.1"), .flags = SETTING,
      HELP("Share of --lr left at the end, 0 to 1")},
-    {WHOLE("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), .flags = SETTING | TRAINING,
+    {WHOLE("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), .flags = SETTING,
      HELP("Warm-up steps (default a twentieth of --steps)")},
     {CHOICE("schedule", "KIND", schedule.kind, "cosine, linear, constant or wsd"), DEFAULT("cosine"),
-     .flags = SETTING | TRAINING, HELP("cosine, linear, constant or wsd")},
-    {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING | TRAINING,
+     .flags = SETTING, HELP("cosine, linear, constant or wsd")},
+    {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING,
      NEEDS("schedule wsd", "says when the rate of wsd falls"),
      HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
-    {NUMBER("beta1", "B", update.beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING | TRAINING,
+    {NUMBER("beta1", "B", update.beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING,
      HELP("Decay of the first moment")},
-    {NUMBER("beta2", "B", update.beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
+    {NUMBER("beta2", "B", update.beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING,
      HELP("Decay of the second moment")},
-    {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), DEFAULT("1e-8"), .flags = SETTING | TRAINING,
+    {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), DEFAULT("1e-8"), .flags = SETTING,
      HELP("Added to the root of the second moment")},
-    {NUMBER("momentum", "MU", update.momentum, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING | TRAINING,
+    {NUMBER("momentum", "MU", update.momentum, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING,
      NEEDS("optimizer muon", "is Muon's"), HELP("Decay of Muon's momentum")},
-    {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), DEFAULT("0.1"), .flags = SETTING | TRAINING,
+    {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), DEFAULT("0.1"), .flags = SETTING,
      HELP("Decoupled; matrices only, not norms and biases")},
-    {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), DEFAULT("1"), .flags = SETTING | TRAINING,
+    {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), DEFAULT("1"), .flags = SETTING,
      HELP("Largest global gradient norm; 0 does not clip")},
 
     {GROUP("LM head + loss")},
@@ -101,19 +92,19 @@ const Option options_rows[] = {
      HELP("Tokens per chunk (default a ninth of B x T, at least 112; on cuda 1024 or an eighth; at most 4096)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
-    {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING,
      EXCLUDES("metrics", "sampling knows only the rows' sums, and metrics need more"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
           "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
           "save no time: gradients are exact")},
-    {NUMBER("label-smoothing", "EPS", pass.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("label-smoothing", "EPS", pass.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
-    {NUMBER("z-loss", "LAMBDA", pass.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {NUMBER("z-loss", "LAMBDA", pass.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
-    {FLAG("metrics", metrics, true), .flags = SETTING | TRAINING,
+    {FLAG("metrics", metrics, true), .flags = SETTING,
      HELP("Log each step's accuracy, entropy and largest logit")},
 
     {GROUP("Data")},
@@ -134,25 +125,23 @@ const Option options_rows[] = {
      HELP("--pack: the token that ends a document; -1: as tools/prepare_data.py wrote, or at files' ends")},
     {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
      HELP("Part held out for validation, below 1; 0 for none")},
-    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING | TRAINING,
+    {WHOLE("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING,
      HELP("Validate every N steps and at the end; 0 only at the end")},
-    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING | TRAINING,
+    {WHOLE("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING,
      HELP("Batches of a validation, spread evenly over all; 0 takes all")},
-    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING | TRAINING,
+    {WHOLE("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING,
      HELP("Show a text sample every N steps; 0 for none")},
-    {WHOLE("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), DEFAULT("64"), .flags = TRAINING,
+    {WHOLE("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), DEFAULT("64"),
      HELP("Tokens of a sample")},
-    {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), DEFAULT("0.8"), .flags = TRAINING,
+    {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), DEFAULT("0.8"),
      HELP("Temperature of the samples; 0 takes the likeliest token")},
-    {WHOLE("top-k", "K", generation.sampling.top_k, 0, MAX), DEFAULT("0"), .flags = TRAINING,
+    {WHOLE("top-k", "K", generation.sampling.top_k, 0, MAX), DEFAULT("0"),
      HELP("Samples take one of the K likeliest tokens; 0: of all tokens")},
-    {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), DEFAULT("1"), .flags = TRAINING,
+    {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), DEFAULT("1"),
      HELP("Samples take one of the fewest tokens that together have probability P")},
     {TEXT("tokenizer", "PATH", tokenizer),
      HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
-    {FLAG("eval-only", eval_only, true),
-     HELP("Only evaluate --init or --resume: the loss over all of --val-data (or the held-out part)")},
-    {TEXT("prompt", "PROMPT", prompt), .flags = TRAINING,
+    {TEXT("prompt", "PROMPT", prompt),
      HELP("What samples begin with (default a newline): text where a token is a byte, else a shard (*.bin) or "
           "ids such as 15496,995")},
 
@@ -160,16 +149,16 @@ const Option options_rows[] = {
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
      HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
           "); instead of --model")},
-    {TEXT("save", "DIR", save), .flags = REFUSED,
+    {TEXT("save", "DIR", save),
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with --resume DIR that "
           "DIR, else nothing is saved)")},
-    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
+    {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING,
      NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
-    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = OUTPUT_SETTING | REFUSED,
+    {WHOLE("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = OUTPUT_SETTING,
      NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
-    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING | REFUSED,
+    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING,
      NEEDS("save DIR", "says how to save, and not where"),
      HELP("fp32 or bf16 stored weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
@@ -181,35 +170,35 @@ const Option options_rows[] = {
      HELP("cpu, cuda or auto: the GPU if there is one")},
     {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING | SAME,
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
-    {FLAG("fp8", dtypes.fp8, true), .flags = SETTING | TRAINING,
+    {FLAG("fp8", dtypes.fp8, true), .flags = SETTING,
      HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, in bf16; the CPU "
           "emulates it): less exact, 2 bytes more for each of their weights; sizes are multiples of 16")},
-    {FLAG("no-fp8", dtypes.fp8, false), .flags = TRAINING, HELP("Resume without the checkpoint's --fp8")},
-    {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING | TRAINING,
+    {FLAG("no-fp8", dtypes.fp8, false), HELP("Resume without the checkpoint's --fp8")},
+    {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
-    {CHOICE("moment-dtype", "TYPE", dtypes.moment, DTYPES), DEFAULT("fp32"), .flags = GPU_SETTING | TRAINING,
+    {CHOICE("moment-dtype", "TYPE", dtypes.moment, DTYPES), DEFAULT("fp32"), .flags = GPU_SETTING,
      HELP("fp32 or bf16 optimizer moments")},
-    {FLAG("master-weights", dtypes.master, true), .flags = GPU_SETTING | TRAINING,
+    {FLAG("master-weights", dtypes.master, true), .flags = GPU_SETTING,
      HELP("Keep fp32 master weights of bf16 ones (default)")},
-    {FLAG("no-master-weights", dtypes.master, false), .flags = GPU_SETTING | TRAINING,
+    {FLAG("no-master-weights", dtypes.master, false), .flags = GPU_SETTING,
      HELP("Update bf16 weights directly, with stochastic rounding")},
     {CHOICE("recompute", "WHAT", pass.recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
-     .flags = SETTING | TRAINING,
+     .flags = SETTING,
      HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
-    {WHOLE("recompute-layers", "N", pass.recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {WHOLE("recompute-layers", "N", pass.recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING,
      NEEDS("recompute", "says in how many layers to recompute, and not what"),
      HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
-    {WHOLE("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | TRAINING,
+    {WHOLE("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING,
      NEEDS("recompute layer", "drops a chunk's activations before the next one"),
      HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), for long sequences")},
-    {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"), .flags = TRAINING,
+    {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"),
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
           "moments), activations (the layers' inputs; with --recompute layer); the same bits, in more time")},
 
     {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-    {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = TRAINING | SAME,
+    {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = SAME,
      HELP("Sharding over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
-    {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = TRAINING | SAME,
+    {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = SAME,
      NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes", "a split head has only the fused mode"),
      HELP("Split the head's rows over the ranks: each computes its part of every loss (with --zero 1 or 2)")},
@@ -225,13 +214,13 @@ const Option options_rows[] = {
      HELP("Only print the largest --batch that fits, in both modes, without and with --offload")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
-    {TEXT("dump", "DIR", dump), .flags = REFUSED,
+    {TEXT("dump", "DIR", dump),
      HELP("Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step")},
-    {FLAG("compare-modes", compare_modes, true), .flags = REFUSED,
+    {FLAG("compare-modes", compare_modes, true),
      HELP("Afterwards measure a few steps in both modes and print the table")},
-    {FLAG("profile", profile, true), .flags = REFUSED,
+    {FLAG("profile", profile, true),
      HELP("Print and log where a step's time goes, by groups of operations; with NVTX ranges for Nsight Systems")},
-    {TEXT("timeline", "FILE", timeline), .flags = REFUSED,
+    {TEXT("timeline", "FILE", timeline),
      HELP("Write the bytes in use over three steps by category, as CSV; waits for the device at each change")},
     {.type = OPTION_END}};
 // clang-format on
@@ -242,25 +231,10 @@ bool options_given(const Options *o, const char *name) {
   return o->given[row];
 }
 
-// "--a, --b and --c": the given options that have `flag`. Returns how many.
-static int list_given(const Options *o, unsigned flag, char *list, size_t size) {
-  int count = 0;
-  const char *last = "";
-  size_t before = 0, length = 0; // of the list without and with the last one
-  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
-    if (!o->given[i] || !(options_rows[i].flags & flag)) continue;
-    before = length;
-    last = options_rows[i].name;
-    length += (size_t)snprintf(list + length, size - length, "%s--%s", count++ ? ", " : "", last);
-  }
-  if (count > 1) snprintf(list + before, size - before, " and --%s", last);
-  return count;
-}
-
 // --- the model ---------------------------------------------------------------------------------------------
 
 // Whether a row says what the model is; after parsing, o->model holds what was given.
-static bool of_model(const Option *row) {
+static bool describes_model(const Option *row) {
   return row->offset >= offsetof(Options, model) &&
          row->offset < offsetof(Options, model) + sizeof(ModelConfig);
 }
@@ -274,7 +248,7 @@ static ModelConfig requested_model(const Options *o) {
   Options with = {.model = model_preset(preset_name(o))};
   ModelConfig *m = &with.model, preset = *m;
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && of_model(&options_rows[i]))
+    if (o->given[i] && describes_model(&options_rows[i]))
       memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
              options_rows[i].size);
   if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
@@ -299,7 +273,7 @@ static void require_agreement(const Options *o, const Options *requested) {
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    if (!of_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
+    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
     double wanted = option_number(row, requested), have = option_number(row, o);
     if (wanted != have)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
@@ -308,15 +282,14 @@ static void require_agreement(const Options *o, const Options *requested) {
 }
 
 static void resolve_model(Options *o) {
-  char list[128];
   Options requested = *o;
   if (o->preset || !o->origin) requested.model = requested_model(o);
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;
   if (options_given(o, "logit-softcap"))
     o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
   model_config_check(&o->model);
-  if (o->model.family == FAMILY_GPT2 && list_given(o, ROTARY, list, sizeof list))
-    fail("%s: %s is a GPT-2, which has no rotary embedding; leave it out", list, o->model.name);
+  if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
+    fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
   if (o->origin) require_agreement(o, &requested);
 }
 
@@ -341,7 +314,7 @@ static void resolve_batch(Options *o) {
          "--total-batch",
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   int64_t together = tokens * o->ranks;
-  if (!o->total_batch || o->eval_only) o->total_batch = together;
+  if (!o->total_batch) o->total_batch = together;
   if (o->total_batch % together)
     fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
          "change --batch or --total-batch",
@@ -387,7 +360,7 @@ static void resolve_job(Options *o) {
     o->schedule.peak = o->origin ? fine_tuning : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
   if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
-  if (o->schedule.warmup_steps > o->steps && !o->eval_only && !o->resumed_from)
+  if (o->schedule.warmup_steps > o->steps && !o->resumed_from)
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
@@ -400,16 +373,8 @@ static void resolve_job(Options *o) {
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
   o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
-  if (o->eval_only) {
-    o->dtypes.weights_only = true;
-    o->dtypes.zero = 0;
-    o->dtypes.offload = 0;
-    o->dtypes.vocab_parallel = o->dtypes.fp8 = false;
-    o->eval_batches = o->sample_every = 0;
-  }
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && (!o->eval_only || !(options_rows[i].flags & TRAINING)))
-      option_require_needs(options_rows, o, i);
+    if (o->given[i]) option_require_needs(options_rows, o, i);
   if (o->pass.recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
@@ -422,35 +387,16 @@ static void resolve_job(Options *o) {
 
 // --- parsing -----------------------------------------------------------------------------------------------
 
-// Options for work that would not be done are refused; options that only describe training have no effect.
-static void check_eval_only(const Options *o) {
-  char list[1024] = "";
-  if (o->resume && !strcmp(o->resume, "auto"))
-    fail("--eval-only saves nothing, and --resume auto looks where a run saves: name the folder, --resume "
-         "DIR");
-  if (list_given(o, REFUSED, list, sizeof list)) fail("--eval-only trains nothing: leave out %s", list);
-  int count = list_given(o, TRAINING, list, sizeof list);
-  if (count) warn("--eval-only trains nothing: %s %s no effect", list, count == 1 ? "has" : "have");
-}
-
-static void parse(Options *o, int argc, char **argv) {
-  static const OptionTable table = {
-      .rows = options_rows,
-      .doc =
-          "Trains GPT-2, Llama, Mistral and Qwen in plain C and CUDA. LM head and loss are a fused, chunked "
-          "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
-          "Examples:\n"
-          "  ./train --vocab 128256 --fused-lce\n"
-          "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-          "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
-      .stray = "paths are given with --data PATH"};
+void options_parse(Options *o, const OptionTable *table, int argc, char **argv) {
   // DTYPE_COUNT: not given, until the device is known.
   *o = (Options){.prompt = "\n",
                  .save_dtype = DTYPE_COUNT,
                  .dtype = DTYPE_COUNT,
                  .dtypes = {.grad = DTYPE_COUNT, .master = true}};
-  option_table_parse(&table, o, o->given, argc, argv);
-  if (o->eval_only) check_eval_only(o);
+  bool given[OPTION_ROWS_MAX] = {false};
+  option_table_parse(table, o, given, argc, argv);
+  for (int i = 0; table->rows[i].type != OPTION_END; i++)
+    if (given[i]) o->given[option_row(options_rows, table->rows[i].name)] = true;
 }
 
 // An earlier log may be written over, but not while it is read as text.
@@ -467,17 +413,31 @@ static void keep_inputs(const Options *o) {
           fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], outputs[k][1]);
 }
 
-void options_read(Options *o, int argc, char **argv) {
+void options_resolve(Options *o) {
   memory_set_advice(
       "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
       "less, and --plan says how much");
-  parse(o, argc, argv);
-  resume_find(o);
-  if (o->resumed_from) resume_take_settings(o);
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
   keep_inputs(o);
+}
+
+void options_read(Options *o, int argc, char **argv) {
+  static const OptionTable table = {
+      .rows = options_rows,
+      .doc =
+          "Trains GPT-2, Llama, Mistral and Qwen in plain C and CUDA. LM head and loss are a fused, chunked "
+          "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
+          "Examples:\n"
+          "  ./train --vocab 128256 --fused-lce\n"
+          "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
+          "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
+      .stray = "paths are given with --data PATH"};
+  for (int i = 1; i < argc; i++)
+    if (!strcmp(argv[i], "--eval-only"))
+      fail("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR --val-data PATH");
+  options_parse(o, &table, argc, argv);
 }
 
 void options_resolve_dtypes(Options *o, bool cuda) {

@@ -26,9 +26,15 @@ typedef struct {
   int64_t total_steps;
 } Schedule;
 
+struct Trainer;
+
+// A step of training: train.c's. The plan takes it, too, on a backend that counts bytes and computes nothing.
+typedef void TrainStep(struct Trainer *trainer, const Loader *loader, int64_t step);
+
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
 typedef struct {
+  TrainStep *train_step;       // NULL: nothing is trained (tools/evaluate)
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   // model
   const char *preset; // NULL: none was named
@@ -43,7 +49,7 @@ typedef struct {
   // optimizer
   Schedule schedule;
   Update update; // all but tensors, rate and step
-  float max_grad_norm;
+  double max_grad_norm;
   // LM head + loss
   TransformerOptions
       pass;           // all but tensors and last; chunk: max tokens; 0 until plan_resolve_chunk has chosen
@@ -61,7 +67,6 @@ typedef struct {
   int64_t eval_every, eval_batches, sample_every;
   Generation generation;          // all but prompt, window and seed
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
-  bool eval_only;                 // no training: the validation data from end to end
   // checkpoints
   const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
   char *origin;               // the folder whose weights the run begins with; NULL: they are random
@@ -91,9 +96,13 @@ typedef struct {
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
-// Reads the command line, finds the model or checkpoint that it names, takes what is not given from that, and resolves the
-// rest but what depends on the device: machine_open and plan_resolve_chunk come next. Wrong values end the program with one sentence.
+// Reads the command line. Wrong values end the program with one sentence. Call resume_find next, and then
+// options_resolve.
 void options_read(Options *options, int argc, char **argv);
+// The same for a program that has some of these options: their rows are the table's.
+void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
+// The model and the job, but what depends on the device: machine_open and plan_resolve_chunk come next.
+void options_resolve(Options *options);
 
 // Whether --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);

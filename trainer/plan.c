@@ -35,15 +35,16 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
   if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.label_smoothing = 0; // likewise
   o.pass.mode = mode;
+  o.micro_steps = min_i64(o.micro_steps, 2); // the rest need the same memory
   Trainer trainer;
   open_planned(&trainer, &o, device);
-  if (!o.eval_only) {
+  if (o.train_step) {
     int64_t count;
-    trainer_step(&trainer, NULL, 0);
+    o.train_step(&trainer, NULL, 0);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  if (o.eval_only || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
-  if (o.save && !o.eval_only) // as a rank that writes no files
+  if (!o.train_step || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (o.save && o.train_step) // as a rank that writes no files
     weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
   close_planned(&trainer);
@@ -103,7 +104,7 @@ static bool batch_fits(const void *budget, int64_t batch) {
 // The end of a refusal: up to three changes of the command line that lower any model's peak.
 static const char *remedies(const Options *o, DeviceKind device, char text[160]) {
   int64_t tokens = o->batch * o->seq_len;
-  bool trains = !o->eval_only, chunks = lce_default_chunk(device, tokens) < tokens;
+  bool trains = o->train_step, chunks = lce_default_chunk(device, tokens) < tokens;
   const struct {
     bool possible;
     const char *change;
@@ -173,14 +174,16 @@ static void write_timeline(const char *path, const Ledger *ledger) {
 }
 
 // Three planned steps in the mode of the options.
-static void plan_timeline(const Options *o, DeviceKind device) {
+static void plan_timeline(const Options *given, DeviceKind device) {
+  Options o = *given;
+  o.micro_steps = min_i64(o.micro_steps, 2); // as plan_run
   Trainer trainer;
-  open_planned(&trainer, o, device);
+  open_planned(&trainer, &o, device);
   Ledger *ledger = &trainer.backend->memory.ledger;
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
-    trainer_step(&trainer, NULL, ledger->step - 1);
-  write_timeline(o->timeline, ledger);
+    o.train_step(&trainer, NULL, ledger->step - 1);
+  write_timeline(o.timeline, ledger);
   close_planned(&trainer);
 }
 
@@ -279,7 +282,7 @@ void plan_print_fit(Options *o) {
   const unsigned offloads[] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
                                OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
   int count = o->pass.recompute == RECOMPUTE_LAYER ? 4 : 3;
-  if (o->dtypes.offload || device == ON_CPU || o->eval_only) count = 1;
+  if (o->dtypes.offload || device == ON_CPU || !o->train_step) count = 1;
   int64_t most = 0, batches[2];
   for (int i = 0; i < count; i++) {
     char words[64];

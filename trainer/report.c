@@ -133,7 +133,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
   char words[64];
-  if (!o->eval_only)
+  if (o->train_step)
     printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
@@ -159,7 +159,7 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
            (long long)o->steps);
   else if (o->origin)
     printf("weights  %s\n", o->origin);
-  if (!o->eval_only) print_saving(o);
+  if (o->train_step) print_saving(o);
 }
 
 double gpu_peak_flops(const char *name) {

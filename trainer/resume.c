@@ -10,37 +10,6 @@
 #include "kernels/fail.h"
 #include "trainer/trainer.h"
 
-// --- finding -----------------------------------------------------------------------------------------------
-
-static char *find_checkpoint(Options *o) {
-  bool automatic = !strcmp(o->resume, "auto");
-  if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
-  bool any;
-  const char *directory = automatic ? o->save : o->resume;
-  char *found = checkpoint_newest(directory, &any);
-  if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
-  if (found && !o->save && !o->eval_only) o->save = o->resume; // it goes on where it was
-  if (found || automatic) return found;
-  checkpoint_require_whole(o->resume);
-  return text_format("%s", o->resume);
-}
-
-void resume_find(Options *o) {
-  if (o->resume && o->init && strcmp(o->resume, "auto"))
-    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
-         "--resume auto to begin with --init where --save has no checkpoint yet",
-         o->init, o->resume);
-  if (o->resume) o->origin = find_checkpoint(o);
-  if (o->origin) {
-    o->resumed_from = checkpoint_trainer_state(o->origin);
-    const cJSON *step = json_member(o->resumed_from, "step");
-    if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
-    o->first_step = (int64_t)step->valuedouble;
-  } else if (o->init) {
-    o->origin = text_format("%s", o->init);
-  }
-}
-
 // --- settings ----------------------------------------------------------------------------------------------
 
 // Some rows are settings only where they have an effect.
@@ -69,15 +38,14 @@ static const char *value_words(const Option *row, const char *text) {
   return *text ? text : "set";
 }
 
-void resume_take_settings(Options *o) {
+static void take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
   char now[64];
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
     const char *then = value_words(row, json_text(settings, row->name));
-    if (o->given[i] && !o->eval_only && !strcmp(row->name, "optimizer") && option_text(row, o, now) &&
-        strcmp(now, then))
+    if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, now) && strcmp(now, then))
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
@@ -97,6 +65,38 @@ void resume_take_settings(Options *o) {
   bool any_data = o->data.count;
   if (!any_data) take_paths(o, "data", "data_paths");
   if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");
+}
+
+// --- finding -----------------------------------------------------------------------------------------------
+
+static char *find_checkpoint(Options *o) {
+  bool automatic = !strcmp(o->resume, "auto");
+  if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
+  bool any;
+  const char *directory = automatic ? o->save : o->resume;
+  char *found = checkpoint_newest(directory, &any);
+  if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
+  if (found && !o->save) o->save = o->resume; // it goes on where it was
+  if (found || automatic) return found;
+  checkpoint_require_whole(o->resume);
+  return text_format("%s", o->resume);
+}
+
+void resume_find(Options *o) {
+  if (o->resume && o->init && strcmp(o->resume, "auto"))
+    fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
+         "--resume auto to begin with --init where --save has no checkpoint yet",
+         o->init, o->resume);
+  if (o->resume) o->origin = find_checkpoint(o);
+  if (o->origin) {
+    o->resumed_from = checkpoint_trainer_state(o->origin);
+    const cJSON *step = json_member(o->resumed_from, "step");
+    if (!json_is_whole(step)) fail("%s/trainer_state.json has no step", o->origin);
+    o->first_step = (int64_t)step->valuedouble;
+    take_settings(o);
+  } else if (o->init) {
+    o->origin = text_format("%s", o->init);
+  }
 }
 
 // --- the same everywhere -----------------------------------------------------------------------------------
@@ -156,7 +156,9 @@ static double loss_of(const cJSON *json, const char *name) {
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
 
-static void compare(const Options *o, const cJSON *then) {
+static void warn_of_changes(const Options *o, const char *data) {
+  const cJSON *then = json_member(o->resumed_from, "settings");
+  const char *data_then = json_text(o->resumed_from, "data");
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
     bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
     if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
@@ -167,28 +169,21 @@ static void compare(const Options *o, const cJSON *then) {
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
            row->name, before, o->origin, now);
   }
-}
-
-static RunState state_read(const Options *o, const char *data) {
-  const cJSON *json = o->resumed_from;
-  const char *before = json_text(json, "data");
-  const cJSON *val_step = json_member(json, "val_step");
-  if (!o->eval_only) compare(o, json_member(json, "settings"));
-  if (!o->eval_only && before && strcmp(before, data))
+  if (data_then && strcmp(data_then, data))
     warn("the data were \"%s\" when %s was saved and are \"%s\" now: the run continues, but not as it would "
          "have",
-         before, o->origin, data);
-  return (RunState){.first_loss = loss_of(json, "first_loss"),
-                    .last_loss = loss_of(json, "last_loss"),
-                    .val_loss = loss_of(json, "val_loss"),
-                    .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1};
+         data_then, o->origin, data);
 }
 
 Checkpoints resume_open(const Options *o, const char *data) {
-  Checkpoints c = {.saves = o->save && !o->eval_only,
-                   .saved_step = o->resumed_from ? o->first_step : -1,
-                   .state = {.first_loss = NAN, .last_loss = NAN, .val_loss = NAN, .val_step = -1}};
-  if (o->resumed_from) c.state = state_read(o, data);
+  const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step");
+  Checkpoints c = {.saves = o->save,
+                   .saved_step = json ? o->first_step : -1,
+                   .state = {.first_loss = loss_of(json, "first_loss"),
+                             .last_loss = loss_of(json, "last_loss"),
+                             .val_loss = loss_of(json, "val_loss"),
+                             .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1}};
+  if (json) warn_of_changes(o, data);
   if (c.saves && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));

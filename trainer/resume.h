@@ -4,12 +4,10 @@
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/options.h"
 
-// Finds origin, resumed_from and first_step for init, resume and save, and checks that a checkpoint is whole. Fails
-// in one sentence when what is named is missing or damaged.
+// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the
+// checkpoint's values, where those that were given allow it. Fails in one sentence when what is named is
+// missing or damaged.
 void resume_find(Options *options);
-
-// Sets the options that are not given to what resumed_from holds, where those that are given allow it.
-void resume_take_settings(Options *options);
 
 // Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at once.
 void resume_require_same(const Options *options, Backend *backend, const char *data);

@@ -1,4 +1,6 @@
-// The parts of train.c's step: micro-batches on the device, and the ranges that the optimizer updates.
+// The parts of train.c's step: its batches, from the loader to the host, all of a step at once, and to the device; and the ranges that the optimizer updates.
+#include "kernels/integers.h"
+#include "kernels/profile.h"
 #include "kernels/random.h"
 #include "trainer/trainer.h"
 
@@ -6,7 +8,28 @@ enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
 
 // --- micro-batches -----------------------------------------------------------------------------------------
 
-Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
+int64_t trainer_load(Trainer *t, const Loader *loader, int64_t step) {
+  const Options *o = t->options;
+  const Backend *b = t->backend;
+  int64_t tokens = o->batch * o->seq_len, counted = 0;
+  for (int64_t m = 0; loader && m < o->micro_steps; m++) {
+    int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
+    int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
+    LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
+    t->host_max_counted[m] = 0;
+    // Where targets are masked every rank reads the other ranks' batches, too, and counts: that costs less
+    // than communication. Its own comes last, and stays.
+    for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) {
+      place.rank = (b->rank + i) % b->ranks;
+      int64_t here = loader_train_batch(loader, place, to, targets, documents);
+      counted += here * (o->masked ? 1 : b->ranks);
+      t->host_max_counted[m] = max_i64(t->host_max_counted[m], here);
+    }
+  }
+  return counted;
+}
+
+Batch trainer_copy_batch(Trainer *t, int64_t m, bool masked) {
   int64_t n = t->options->batch * t->options->seq_len, counted = 0, ignored = n;
   Batch b = {.batch = t->options->batch,
              .seq_len = t->options->seq_len,
@@ -26,6 +49,14 @@ Batch trainer_loaded_batch(Trainer *t, int64_t m, bool masked) {
   backend_to_device(t->backend, b.rows, t->host_rows);
   b.counted = counted;
   return b;
+}
+
+Batch trainer_micro_batch(Trainer *t, int64_t m) {
+  bool masked = t->options->masked;
+  Batch batch = trainer_copy_batch(t, m, masked);
+  if (masked && t->model.shard.vocab_size && !t->backend->memory.planning)
+    batch.counted = t->host_max_counted[m]; // with a split head all ranks compute as many tokens
+  return batch;
 }
 
 // --- the update --------------------------------------------------------------------------------------------
@@ -53,6 +84,7 @@ static bool next_range(const ParameterSet *p, UpdateRange *range) {
 
 void trainer_sum_squares(Trainer *t) {
   const ParameterSet *p = &t->model.parameters;
+  profile_phase(t->backend, PHASE_UPDATE);
   bool summed = tensor_exists(p->layer_grads) && t->backend->ranks == 1; // the layers', by layer_leave
   bool started = false;
   for (UpdateRange range = {0}; next_range(p, &range); started = true) {
@@ -79,7 +111,6 @@ TransformerOptions trainer_pass(Trainer *t, int64_t step, int64_t m) {
   const Options *o = t->options;
   TransformerOptions pass = t->transformer;
   pass.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));
-  // A plan makes two passes at most, and the second one stands for the last.
-  pass.last = m == o->micro_steps - 1 || (t->backend->memory.planning && m == 1);
+  pass.last = m == o->micro_steps - 1;
   return pass;
 }

@@ -50,12 +50,14 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
     if (outputs[i].wanted)
       t->statistics[outputs[i].which] = *outputs[i].tensor =
           reserve_table(backend, outputs[i].name, DTYPE_F32, tokens);
-  if (t->transformer.sampling.full_mass > 0) {
+  double *full_mass = &t->transformer.sampling.full_mass;
+  *full_mass = (float)*full_mass; // what fp32 rounds to 0 samples nothing
+  if (*full_mass > 0) {
     Tensor stats = t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
     fill_zero(backend, stats); // only the fused mode writes it
     for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
   }
-  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS && !options->eval_only) {
+  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS) {
     int64_t layers =
         options->pass.recompute_layers ? options->pass.recompute_layers : options->model.num_hidden_layers;
     int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
@@ -93,6 +95,40 @@ void trainer_destroy(Trainer *t) {
 
 // --- a step's results ------------------------------------------------------------------------------------------
 
+void trainer_begin_step(Trainer *t) {
+  if (t->pending_count == TRAINER_PENDING)
+    fail("internal: the results of %d steps were not collected", TRAINER_PENDING);
+  profile_phase(t->backend, PHASE_STEP);
+  t->wire_bytes = t->backend->wire_bytes;
+}
+
+Tensor trainer_result(const Trainer *t, int which) {
+  return tensor_rows(t->results, RESULTS * t->pending_count + which, 1);
+}
+
+void trainer_add_statistics(Trainer *t, bool accumulate) {
+  for (int i = 0; i < RESULT_STATISTICS; i++)
+    if (tensor_exists(t->statistics[i]))
+      reduce(t->backend,
+             (Reduce){.sum = trainer_result(t, i), .x = t->statistics[i], .accumulate = accumulate});
+}
+
+void trainer_share_results(Trainer *t) {
+  if (t->backend->ranks == 1) return;
+  Tensor shared = tensor_rows(t->results, RESULTS * t->pending_count + RESULT_STOP, 2);
+  Tensor summed = tensor_rows(t->results, RESULTS * t->pending_count, RESULT_NORM);
+  const float values[2] = {t->stop && *t->stop, (float)t->step_seconds};
+  backend_to_device(t->backend, shared, values);
+  all_reduce(t->backend, (Collective){.out = summed, .x = summed, .async = true});
+  collectives_join(t->backend, 0);
+}
+
+void trainer_end_step(Trainer *t, StepResult result) {
+  profile_phase(t->backend, PHASE_NONE);
+  t->wire_bytes = t->backend->wire_bytes - t->wire_bytes;
+  t->pending[t->pending_count++] = result;
+}
+
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
@@ -100,16 +136,16 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   backend_to_host(t->backend, values, tensor_rows(t->results, 0, RESULTS * count));
   profile_collect(t->backend);
   for (int i = 0; i < count; i++) {
-    const float *of_step = values + RESULTS * i;
+    const float *sums = values + RESULTS * i;
     StepResult *r = &results[i];
     *r = t->pending[i];
     for (int k = 0; k < RESULT_STATISTICS; k++) {
-      double over = k == RESULT_TILES_DROPPED ? (double)of_step[RESULT_TILES] : (double)r->counted;
-      r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)of_step[k] / over : 0;
+      double over = k == RESULT_TILES_DROPPED ? (double)sums[RESULT_TILES] : (double)r->counted;
+      r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)sums[k] / over : 0;
     }
-    r->grad_norm = (double)of_step[RESULT_NORM];
-    t->stopping |= of_step[RESULT_STOP] > 0;
-    t->agreed_seconds = (double)of_step[RESULT_SECONDS] / t->backend->ranks;
+    r->grad_norm = (double)sums[RESULT_NORM];
+    t->stopping |= sums[RESULT_STOP] > 0;
+    t->agreed_seconds = (double)sums[RESULT_SECONDS] / t->backend->ranks;
   }
   t->pending_count = 0;
   return count;
@@ -118,7 +154,7 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
 void trainer_gradient_pass(Trainer *t) {
   for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
-  Batch batch = trainer_loaded_batch(t, 0, t->options->masked);
+  Batch batch = trainer_copy_batch(t, 0, t->options->masked);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
                     t->loss);
 }
@@ -140,20 +176,20 @@ void trainer_dump(const Trainer *t) {
   Reason reason;
   Folder folder = folder_begin(t->options->dump, "first-step", NULL);
   const ParameterSet *p = &t->model.parameters;
-  const TensorToStore of_tokens[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
+  const TensorToStore per_token[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
                                      {.name = "loss", .tensor = t->loss, .dtype = DTYPE_F32}};
-  enum { OF_TOKENS = sizeof of_tokens / sizeof *of_tokens };
-  TensorToStore *list = host_alloc(OF_TOKENS + p->count, sizeof *list, "a list of tensors");
-  for (int i = 0; i < OF_TOKENS; i++) {
-    list[i] = of_tokens[i];
+  enum { PER_TOKEN = sizeof per_token / sizeof *per_token };
+  TensorToStore *list = host_alloc(PER_TOKEN + p->count, sizeof *list, "a list of tensors");
+  for (int i = 0; i < PER_TOKEN; i++) {
+    list[i] = per_token[i];
     list[i].tensor = tensor_reshape_2d(list[i].tensor, t->options->batch, t->options->seq_len);
   }
   for (int64_t i = 0; i < p->count; i++) {
     const Parameter *parameter = &p->items[i];
-    list[OF_TOKENS + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
+    list[PER_TOKEN + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
   }
-  tensor_set_write(&folder, "first_step", list, OF_TOKENS + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
+  tensor_set_write(&folder, "first_step", list, PER_TOKEN + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
@@ -215,7 +251,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     if (i % b->ranks == 0) t->cut_short = cut_short(t, loss);
     load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
-    Batch batch = trainer_loaded_batch(t, 0, true); // the last one may be padded
+    Batch batch = trainer_copy_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, &t->model, &batch, &t->transformer, t->loss);
     reduce(b, (Reduce){.sum = loss, .x = t->loss});
   }
@@ -232,14 +268,14 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
-  int64_t at_once = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
+  int64_t per_round = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
   Counted counted = {0};
   double sum = 0;
   Model *model = &t->model;
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(model, t->backend);
   t->cut_short = false;
-  for (int64_t first = 0; first < batches && !t->cut_short; first += at_once)
+  for (int64_t first = 0; first < batches && !t->cut_short; first += per_round)
     sum += validate_some(t, loader, first, batches, &counted);
   model_drop_head(model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);

@@ -43,7 +43,7 @@ typedef struct {
   };
 } StepResult;
 
-typedef struct {
+typedef struct Trainer {
   const Options *options; // the caller's; must outlive the trainer
   Backend *backend;       // likewise
   Model model;
@@ -74,25 +74,38 @@ typedef struct {
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
-// The rate of step `step`, counted from 0. Past total_steps it stays at its end.
+// The rate of step `step`, counted from 0. Past total_steps it stays at its end. It is in train.c.
 double schedule_rate(const Schedule *schedule, int64_t step);
 
-// One optimizer step on the loader's batches for `step`: forward and backward of every micro-batch, clipping, update, with
-// gradients summed over all ranks. Asynchronous: up to TRAINER_PENDING results wait on the device. A plan has no loader. It is in train.c.
-void trainer_step(Trainer *trainer, const Loader *loader, int64_t step);
+// One optimizer step on the loader's batches for `step`, in train.c. Asynchronous: up to TRAINER_PENDING
+// results wait on the device. A plan has no loader.
+TrainStep train_step;
 
-// --- what train.c's step is made of (step.c) ---------------------------------------------------------------
+// --- what train.c's step is made of ------------------------------------------------------------------------
+
+// Around all else of a step. `result` has what the host knows; trainer_collect adds what the device computed.
+void trainer_begin_step(Trainer *trainer);
+void trainer_end_step(Trainer *trainer, StepResult result);
+
+// Reads this rank's micro-batches of the step; returns how many targets count in those of all ranks. Without
+// a loader it does nothing.
+int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
+// Copies micro-batch m to the device; in a plan it has only its shape. `masked` lists the positions of the
+// targets that count, then the ignored ones: the loss is computed for the former.
+Batch trainer_micro_batch(Trainer *trainer, int64_t m);
+Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
 
 // How transformer_train passes over micro-batch m of the step: with gradients summed over the ranks.
 TransformerOptions trainer_pass(Trainer *trainer, int64_t step, int64_t m);
+// Sums the statistics of the micro-batch (its losses, ...) to the step's results, and these over the ranks.
+void trainer_add_statistics(Trainer *trainer, bool accumulate);
+void trainer_share_results(Trainer *trainer);
+// The place on the device of a result of the step under way, by RESULT_...: fp32 [1].
+Tensor trainer_result(const Trainer *trainer, int which);
 // Of all gradients, over the ranks, to `squares`.
 void trainer_sum_squares(Trainer *trainer);
 // Each rank updates its part of what is sharded, and the new weights are gathered.
 void trainer_update(Trainer *trainer, Update settings);
-
-// Copies micro-batch m of the tokens and targets on the host to the device; a plan copies nothing. `masked` lists the counted
-// rows, then the ignored ones: the loss is computed for the former.
-Batch trainer_loaded_batch(Trainer *trainer, int64_t m, bool masked);
 
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);

@@ -11,7 +11,8 @@ void cpu_adamw(Backend *backend, const Update *a) {
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;
   float grad_scale = *(const float *)a->grad_scale.data;
-  float beta1 = a->beta1, beta2 = a->beta2, epsilon = a->epsilon, decay = a->lr * a->weight_decay;
+  float beta1 = (float)a->beta1, beta2 = (float)a->beta2, epsilon = (float)a->epsilon;
+  float decay = a->lr * (float)a->weight_decay;
   // lr (m / c1) / (sqrt(v / c2) + epsilon), with the corrections for the first steps folded into factors.
   float rate = (float)(a->lr / (1.0 - pow(beta1, (double)a->step)));
   float v_correction = (float)(1.0 / (1.0 - pow(beta2, (double)a->step)));
@@ -28,7 +29,7 @@ void cpu_adamw(Backend *backend, const Update *a) {
 }
 
 void cpu_nesterov(Backend *backend, const Update *a) {
-  float *out = a->weight.data, *m = a->m.data, mu = a->momentum;
+  float *out = a->weight.data, *m = a->m.data, mu = (float)a->momentum;
   const float *grad = a->grad.data, grad_scale = *(const float *)a->grad_scale.data;
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < a->m.shape[0]; i++) {
@@ -41,7 +42,7 @@ void cpu_nesterov(Backend *backend, const Update *a) {
 void cpu_descend(Backend *backend, const Update *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   const float *direction = a->grad.data;
-  float lr = a->lr, decay = a->lr * a->weight_decay;
+  float lr = a->lr, decay = a->lr * (float)a->weight_decay;
 #pragma omp parallel for simd schedule(static)
   for (int64_t i = 0; i < a->weight.shape[0]; i++)
     weight[i] = master[i] = master[i] - (lr * direction[i] + decay * master[i]);

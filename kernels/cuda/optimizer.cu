@@ -96,13 +96,14 @@ static __global__ void __launch_bounds__(THREADS, 4)
 
 template <UpdateKind KIND> static void update(Backend *backend, const Update *a, const char *op) {
   int64_t count = a->weight.shape[0];
-  double correction = 1.0 - (KIND == ADAMW ? pow((double)a->beta1, (double)a->step) : 0.0);
+  float beta1 = (float)a->beta1, beta2 = (float)a->beta2;
+  double correction = 1.0 - (KIND == ADAMW ? pow((double)beta1, (double)a->step) : 0.0);
   UpdateParams params = {.rate = (float)(a->lr / correction),
-                         .v_correction = (float)(1.0 / (1.0 - pow((double)a->beta2, (double)a->step))),
-                         .beta1 = KIND == NESTEROV ? a->momentum : a->beta1,
-                         .beta2 = a->beta2,
-                         .epsilon = a->epsilon,
-                         .decay = a->lr * a->weight_decay,
+                         .v_correction = (float)(1.0 / (1.0 - pow((double)beta2, (double)a->step))),
+                         .beta1 = KIND == NESTEROV ? (float)a->momentum : beta1,
+                         .beta2 = beta2,
+                         .epsilon = (float)a->epsilon,
+                         .decay = a->lr * (float)a->weight_decay,
                          .key = random_key(a->seed, (uint64_t)a->step),
                          .place = a->first};
   bool aligned = true;

@@ -17,7 +17,7 @@ static bool beyond_row_sums(const LinearCrossEntropy *a) {
 }
 
 static void check_sampling(const LinearCrossEntropy *a) {
-  double mass = (double)a->sampling.full_mass;
+  double mass = a->sampling.full_mass;
   Tensor stats = a->sampling.stats;
   if (!(mass >= 0 && isfinite(mass)))
     fail("linear_cross_entropy: sampling.full_mass is %g, which is not 0 or more and finite", mass);

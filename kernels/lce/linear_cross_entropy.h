@@ -18,8 +18,9 @@ typedef struct {
 
 // Which tiles of the softmax gradient count (LceSampledGradients).
 typedef struct {
-  float full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
-  uint64_t seed;   // of the draws, to be changed from call to call; chunks and ranks draw apart
+  double
+      full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
+  uint64_t seed; // of the draws, to be changed from call to call; chunks and ranks draw apart
   // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros where there
   // are no gradients.
   Tensor stats;

@@ -248,7 +248,7 @@ def compare_checkpoint(folder, shard, program, device):
         scratch = pathlib.Path(scratch)
         stream = read_shard(shard, 64 * width + 1)
         write_shard(scratch / "tokens.bin", stream.tolist(), 20240801)
-        run(program, "--init", folder, "--eval-only", "--data", scratch / "tokens.bin", "--val-data", scratch / "tokens.bin",
+        run(pathlib.Path(program).parent / "tools" / "evaluate", "--init", folder, "--val-data", scratch / "tokens.bin",
             "--batch", 1, "--seq-len", width, "--log", scratch / "log.jsonl", device=device)
         ours = json.loads((scratch / "log.jsonl").read_text().splitlines()[-1])["val_loss"]
     theirs = stream_loss(model, stream, width)

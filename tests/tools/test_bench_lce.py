@@ -38,7 +38,7 @@ def files(folder):
 def test_trained_states(folder):
     at = files(FOLDER)
     for model in "gpt2", "llama":
-        evaluated = train(f"--device cpu --eval-only --init {at / model} --seq-len 16 --data {at / 'corpus'} --val-data {at / 'sequence'}").ok()
+        evaluated = run(TOOLS / "evaluate", "--device", "cpu", "--init", at / model, "--seq-len", 16, "--val-data", at / "sequence").ok()
         want = float(evaluated.out.split("validation loss ")[1].split()[0])
         state = ["--checkpoint", at / model, "--data", at / "sequence", "--seq-len", 16, "--tokens", 16, "--chunk", 5, "--repeat", 1]
         found = rows(*state)

@@ -110,7 +110,7 @@ static void train(bool bf16, const char *options, double losses[STEPS], float **
   snprintf(line, sizeof line, "%s --val-fraction 0 --data %s", options, temp_path("letters.txt"));
   Run *run = open_on(bf16, line);
   StepResult results[TRAINER_PENDING];
-  for (int64_t step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
+  for (int64_t step = 0; step < STEPS; step++) train_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   for (int i = 0; i < STEPS; i++) losses[i] = results[i].loss;
   Tensor head = run->trainer.model.parameters.value[GROUP_HEAD];

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every logged loss is bitwise
-what it would have been. And --eval-only, which evaluates what they saved."""
+what it would have been."""
 import json
 import os
 import pathlib
@@ -14,8 +14,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (ROOT, SIZES, TEXT, TINY, TOOLS, TRAIN, column, main, once, read_log, run, same_files, start, tensors,  # noqa: E402
-                     train, write_shard)
+from program import ROOT, SIZES, TEXT, TRAIN, column, main, once, read_log, run, same_files, start, tensors, train  # noqa: E402
 
 # Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint shares.
 RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
@@ -107,10 +106,24 @@ def test_the_optimizer_cannot_change(folder):
         train(RESUME + f"{saved} --optimizer {now}").refused(f"of --optimizer {then}, which {now} cannot continue; leave out")
         train(f"--device cpu --init {saved} --optimizer {now} --data {TEXT} --steps 0").ok()
         train(RESUME + f"{saved} --optimizer {then} --steps 13 --save {folder}/more-{then}").ok()
-        train(RESUME + f"{saved} --eval-only").ok()
     states = [sum(name.startswith(prefix) for name in tensors(folder / "muon" / LAST / "training_state.safetensors"))
               for prefix in ("m.", "v.")]
     assert states[0] - states[1] == 7, states  # the matrices of a layer
+
+
+# Numbers keep all their digits, in a checkpoint's settings and in those of the run that resumes it.
+def test_numbers_keep_their_digits(folder):
+    given = {name: "0.123456789012" for name in ("lr", "min-lr", "beta1", "beta2", "epsilon", "weight-decay", "grad-clip",
+                                                 "label-smoothing", "z-loss", "lce-sample", "val-fraction")}
+    options = " ".join(f"--{name} {value}" for name, value in given.items())
+    train(RUN + options + f" --steps 2 --warmup 0 --save-every 1 --save {folder}/one").ok()
+    first = folder / "one/step-000001"
+    assert not train(RESUME + f"{first} --save {folder}/two").ok().err
+    for saved in first, folder / "two/step-000002":
+        settings = json.loads((saved / STATE).read_text())["settings"]
+        assert given.items() <= settings.items(), settings
+    moved = train(RESUME + f"{first} --beta2 0.123456789013").ok().err
+    assert "--beta2 was 0.123456789012 when " in moved and " and is 0.123456789013 now" in moved, moved
 
 
 def test_differences_are_printed(folder):
@@ -149,10 +162,10 @@ def test_sampling_is_resumed(folder):
     same_files(folder / "sampled" / LAST, folder / "0" / LAST)
 
 
-# FP8 is restored, unless it is declined; an evaluation does not need its sizes.
+# FP8 is restored, unless it is declined.
 def test_fp8_is_resumed_or_declined(folder):
     train(RUN + f"--num-key-value-heads 2 --intermediate-size 32 --fp8 --save-every 6 --save {folder}/fp8").ok()
-    for options, restored, declined in (("", True, False), ("--no-fp8", False, True), ("--eval-only --seq-len 24", False, False)):
+    for options, restored, declined in (("", True, False), ("--no-fp8", False, True)):
         output = train(RESUME + f"{folder}/fp8/step-000006 {options}").ok()
         assert ("fp8      the layers' GEMMs" in output.out) == restored, output
         assert ("--fp8 was set when " in output.err) == declined, output
@@ -278,56 +291,6 @@ def test_a_folder_has_one_writer(folder):
     os.kill(p.pid, signal.SIGINT)
     p.finish().ok()
     train(RUN + f"--save {folder}/one").fails("which is ahead of this run; --resume auto continues from it")
-
-
-# --- --eval-only ----------------------------------------------------------------------------------------------
-
-
-# The loss over all that is held out or given, by the weights alone.
-def test_eval_only_evaluates(folder):
-    shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(700)])
-    train(TINY + f"--steps 2 --data {shard} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
-    evaluate = f"--device cpu --eval-only --init {folder}/model --seq-len 16 "
-    output = train(evaluate + f"--val-data {shard} --log {folder}/evaluated").ok("validation loss ")
-    trained, log = read_log(folder / "log"), read_log(folder / "evaluated")
-    assert not output.err and "learning rate" not in output.out and not column(log, "grad_norm"), output
-    assert abs(log[-1]["val_loss"] - trained[-1]["val_loss"]) < 1e-6 and log[-1]["perplexity"] > 1, log
-    table = train(evaluate + "--plan").ok("  weights ").out
-    assert "gradients" not in table.replace("activation gradients", "") and "moments" not in table, table
-    # With a batch of another size, what the checkpoint records aside.
-    assert not train(f"--device cpu --eval-only --resume {folder}/model --batch 2 --val-data {shard}").ok().err
-
-
-# Every wrong use is one sentence, before anything is loaded or written.
-def test_eval_only_refuses_wrong_use(folder):
-    shard, log = write_shard(folder / "val.bin", list(range(61)) * 12), folder / "log.jsonl"
-    log.write_text("of another run\n")
-    train(TINY + f"--total-batch 96 --steps 1 --data {shard} --save {folder}/run").ok()
-    evaluate = f"--device cpu --eval-only --log {log} "
-    train(evaluate + f"--val-data {shard}").refused("there is no model to evaluate; name its folder with --init or --resume")
-    train(evaluate + f"--seq-len 16 --init {folder}/run --val-fraction 0 --data {shard}").refused(
-        "--eval-only: there is nothing to evaluate; name --val-data or ")
-    for options, part in (("--save nowhere", "leave out --save\n"), ("--save-every 2", "leave out --save-every\n"),
-                          ("--keep 1 --timeline nowhere --compare-modes", "leave out --keep, --compare-modes and --timeline\n"),
-                          ("--resume auto", "name the folder, --resume DIR\n"),
-                          ("--resume auto --save nowhere", "name the folder, --resume DIR\n")):
-        train(evaluate + options).refused(part)
-    assert log.read_text() == "of another run\n"
-    # Training options have no effect, with a warning.
-    train(f"--device cpu --eval-only --resume {folder}/run --lr 1 --steps 4 --eval-batches 1 --vocab-parallel").refused(
-        "--eval-only trains nothing: --steps, --lr, --eval-batches and --vocab-parallel have no effect\n", status=0)
-
-
-# A model of NaN is not evaluated with a figure and status 0: not by the loss or by a sample.
-def test_weights_that_are_nan(folder):
-    shard, model = write_shard(folder / "val.bin", list(range(61)) * 12), folder / "sick/latest"
-    train(TINY + f"--steps 1 --data {shard} --save {folder}/sick").ok()
-    with open(model / "model.safetensors", "r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(struct.pack("<f", float("nan")))
-    train(f"--device cpu --eval-only --init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
-    train(f"--device cpu --init {model} --data {shard} --steps 2").refused("step 1: the loss is nan", "there is NaN or infinity among the weights")
-    run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
 
 
 if __name__ == "__main__":

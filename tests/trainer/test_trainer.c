@@ -192,7 +192,7 @@ TEST(test_gradients_are_of_the_mean) {
   Run *run = open_on(LLAMA, "masked.bin", "--lr 0");
   Trainer *t = &run->trainer;
   StepResult r = run_step(run, 0);
-  Batch batch = trainer_loaded_batch(t, 0, true);
+  Batch batch = trainer_copy_batch(t, 0, true);
   transformer_train(t->backend, &t->model, &batch, &t->transformer, 1 / (float)r.counted, false, t->loss);
   double squares = 0;
   for (int g = 0; g < GROUP_COUNT; g++) {
@@ -348,7 +348,7 @@ TEST(test_pending) {
   Run *run = open(LLAMA, ""), *other = open(LLAMA, "");
   StepResult results[TRAINER_PENDING];
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
-  for (int step = 0; step < STEPS; step++) trainer_step(&run->trainer, &run->data.loader, step);
+  for (int step = 0; step < STEPS; step++) train_step(&run->trainer, &run->data.loader, step);
   assert_int_equal(trainer_collect(&run->trainer, results), STEPS);
   assert_int_equal(trainer_collect(&run->trainer, results), 0);
   for (int step = 0; step < STEPS; step++) {
@@ -361,7 +361,7 @@ TEST(test_pending) {
   // One step too many.
   run->trainer.pending_count = TRAINER_PENDING;
   assert_fails(run->h, "the results of 64 steps were not collected",
-               trainer_step(&run->trainer, &run->data.loader, STEPS));
+               train_step(&run->trainer, &run->data.loader, STEPS));
   run_close(other);
   run_close(run);
 }

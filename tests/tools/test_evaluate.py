@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""tools/evaluate: the loss of a saved model over all validation data, alone and on ranks; and its wrong uses."""
+import math
+import os
+import pathlib
+import shlex
+import signal
+import struct
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import DEVICE, TEXT, TINY, TOOLS, Process, column, main, need_ranks, once, read_log, run, train, write_shard  # noqa: E402
+
+EVALUATE = TOOLS / "evaluate"
+keep = tempfile.TemporaryDirectory(prefix="lce-test-")
+
+
+def evaluate(line, **how):
+    return run(EVALUATE, *shlex.split(DEVICE + line), **how)
+
+
+@once
+def trained():
+    """A model, its data and its log, the last line of which has the loss over all of them."""
+    folder = pathlib.Path(keep.name)
+    shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(700)])
+    train(TINY + f"--steps 2 --data {shard} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
+    return folder / "model", shard, read_log(folder / "log")[-1]
+
+
+# The loss over all that is held out or given, by the weights alone, whatever the batch.
+def test_evaluates(folder):
+    model, shard, summary = trained()
+    for options in "", "--batch 2 ", "--materialized-logits ", "--lce-chunk 5 ":
+        output = evaluate(f"--init {model} --seq-len 16 --val-data {shard} --log {folder}/log {options}").ok("validation loss ")
+        log = read_log(folder / "log")
+        assert not output.err and "learning rate" not in output.out and "saved" not in output.out, output
+        assert [line["event"] for line in log] == ["start", "validation", "summary"] and not column(log, "grad_norm"), log
+        assert abs(log[-1]["val_loss"] - summary["val_loss"]) < 1e-6, (log, summary)
+        assert math.isclose(log[-1]["perplexity"], math.exp(log[-1]["val_loss"])), log
+    # A byte of text is a token: bits per byte are the loss in bits.
+    evaluate(f"--init {model} --data {TEXT} --val-fraction 0.5 --log {folder}/log").ok(" bits per byte")
+    validation = read_log(folder / "log")[1]
+    assert math.isclose(validation["bits_per_byte"] * math.log(2), validation["val_loss"], rel_tol=1e-6), validation
+
+
+def test_plans_its_memory(folder):
+    model, shard, _ = trained()
+    table = evaluate(f"--init {model} --plan").ok("  weights ").out
+    assert "gradients" not in table.replace("activation gradients", "") and "moments" not in table, table
+    evaluate(f"--init {model} --fit --device-memory 1").ok("the largest --batch of ")
+    evaluate(f"--init {model} --val-data {shard} --device-memory 0.0001").refused("this run needs ", " and the device has ")
+
+
+# The ranks share the batches, and the loss is the same; a signal to one of them ends all.
+def test_ranks(folder):
+    need_ranks()
+    model, shard, _ = trained()
+    losses = []
+    for ranks in 0, 2, 3:
+        output = evaluate(f"--init {model} --val-data {shard} --seq-len 16 --log {folder}/log", ranks=ranks).ok()
+        assert output.out.count("validation loss ") == 1, output
+        losses.append(read_log(folder / "log")[-1]["val_loss"])
+    assert len(set(losses)) == 1, losses
+
+
+def test_a_signal_ends_it(folder):
+    model, _, _ = trained()
+    p = Process(EVALUATE, *shlex.split(DEVICE + f"--init {model} --seq-len 1 --batch 1 --val-fraction 0.9"))
+    p.wait_for("loaded ")
+    time.sleep(0.5)
+    os.kill(p.pid, signal.SIGTERM)
+    p.finish(20).refused("stopped on a signal: not all is evaluated")
+
+
+# Every wrong use is one sentence, before anything is loaded or written.
+def test_wrong_uses(folder):
+    model, shard, _ = trained()
+    log = folder / "log.jsonl"
+    log.write_text("of another run\n")
+    evaluate(f"--log {log} --val-data {shard}").refused("there is no model to evaluate; name its folder with --init DIR")
+    evaluate(f"--log {log} --init {model} --val-fraction 0 --data {shard}").refused("there is nothing to evaluate; name --val-data or ")
+    evaluate(f"--log {log} --init {model} --val-data {folder}/nowhere").refused("/nowhere: No such file")
+    evaluate(f"--log {log} --init {folder}/nowhere").refused("/nowhere")
+    for option in "--lr 1", "--save nowhere", "--resume nowhere", "--fp8", "--model gpt2-tiny":
+        evaluate(f"--log {log} --init {model} {option}").refused(f"{option.split()[0]} is not an option")
+    evaluate(f"--log {log} --init {model} --val-data {shard} --val-fraction 0.1").refused("exclude each other")
+    assert log.read_text() == "of another run\n"
+    train("--eval-only --init nowhere").refused("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR")
+
+
+# A model of NaN is not evaluated with a figure and status 0: not by the loss or by a sample.
+def test_weights_that_are_nan(folder):
+    shard, model = write_shard(folder / "val.bin", list(range(61)) * 12), folder / "sick/latest"
+    train(TINY + f"--steps 1 --data {shard} --save {folder}/sick").ok()
+    with open(model / "model.safetensors", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(struct.pack("<f", float("nan")))
+    evaluate(f"--init {model} --val-data {shard}").refused("there is NaN or infinity among the weights in ")
+    train(f"--device cpu --init {model} --data {shard} --steps 2").refused("step 1: the loss is nan", "there is NaN or infinity among the weights")
+    run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
+
+
+if __name__ == "__main__":
+    trained()
+    main(globals())
