@@ -233,12 +233,12 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard train.c $(addsuffix /*.c,data data/tokenizer kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
-	tools/ladder trainer)) $(if $(HAVE_CUDA),\
+	tools/ladder tools/torch/liblce trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
-  SOURCES := $(filter kernels/%,$(SOURCES))
+  SOURCES := $(filter kernels/% tools/torch/liblce/%,$(SOURCES))
 endif
 PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
@@ -315,7 +315,7 @@ liblce.so:
 
 build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
+	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -417,7 +417,7 @@ help:
 
 #: make                 builds ./train and the programs of tools/, and prints what was found on this machine
 #: make tests           builds the test programs
-#: make liblce.so       builds linear_cross_entropy as a shared library with a C interface (kernels/liblce.h)
+#: make liblce.so       builds linear_cross_entropy as a shared library (tools/torch/liblce/liblce.h)
 #: make run             installs what is missing, builds, and trains the demonstration; RUN_ARGS="..." for other options
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
 #:                      --help); REAL_RUN_ARGS="..." for other options

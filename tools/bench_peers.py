@@ -15,7 +15,7 @@ log-probabilities the forward pass is timed by itself, too; where it computes th
 count as the backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
 gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed, or fails, is a row with the reason.
 Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy; PyTorch >= 2.13 has a linear_cross_entropy of its own.
-lce.c is measured as PyTorch's users have it, through tools/torch, and through kernels/liblce.h. QuACK's chunk is 4096, or 2048
+lce.c is measured as PyTorch's users have it, through tools/torch, and through its liblce.h. QuACK's chunk is 4096, or 2048
 where H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128 and V of 256.
 
 z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)), a from -1 to 1.

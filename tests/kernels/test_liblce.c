@@ -1,13 +1,13 @@
-// The C interface (kernels/liblce.h) called directly: every value against float64, wrong arguments that give a
-// sentence and write nothing, targets that are out of range, several contexts and threads at a time. All
-// tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes outside
-// them.
+// The C interface (tools/torch/liblce/liblce.h) called directly: every value against float64, wrong arguments
+// that give a sentence and write nothing, targets that are out of range, several contexts and threads at a
+// time. All tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes
+// outside them.
 
 #include <pthread.h>
 #include <sys/resource.h>
 
-#include "kernels/liblce.h"
 #include "tests/loss_problem.h"
+#include "tools/torch/liblce/liblce.h"
 
 static _Noreturn void fail_sentence(const char *sentence) {
   fail("%s", sentence);

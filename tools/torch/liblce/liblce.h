@@ -36,8 +36,8 @@
 // - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA where
 //   check_targets asks for it, since the host then waits for the caller's stream and reads the targets. Unchecked,
 //   nothing outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
-#ifndef LCE_KERNELS_LIBLCE_H
-#define LCE_KERNELS_LIBLCE_H
+#ifndef LCE_LIBLCE_H
+#define LCE_LIBLCE_H
 
 #include <stdint.h>
 

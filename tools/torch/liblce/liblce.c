@@ -1,4 +1,4 @@
-#include "kernels/liblce.h"
+#include "tools/torch/liblce/liblce.h"
 
 #include <setjmp.h>
 #include <stdio.h>
