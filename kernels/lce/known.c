@@ -13,6 +13,7 @@
 // GEMMs are two.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
+#include "kernels/torch_operations.h"
 
 // Rows of W at a time, such that G takes half of what a chunk's exponentials would.
 static int64_t block_rows(const LinearCrossEntropy *a) {
@@ -21,27 +22,27 @@ static int64_t block_rows(const LinearCrossEntropy *a) {
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }
 
-static KnownRows known_rows(const Call *c) {
+static GradientFactors gradient_factors(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   static const char *const names[] = {"logsumexp", "factors of p", "factors of p times distance",
                                       "target entries"};
   Tensor target_z = push_vector(c, "target logits", DTYPE_F32, a->x.shape[0]);
-  KnownRows rows;
-  for (int i = 0; i < 4; i++) rows.all[i] = push_vector(c, names[i], DTYPE_F32, a->x.shape[0]);
+  GradientFactors factors;
+  for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, a->x.shape[0]);
   lce_target_z(c, target_z, a->x, a->targets);
-  lce_known_rows(c->backend, (LceKnownRows){.rows = rows,
-                                            .target_z = target_z,
-                                            .log_prob = a->known_log_prob,
-                                            .row_sum = a->exps_sum,
-                                            .entropy = a->known_entropy,
-                                            .targets = a->targets,
-                                            .token_weights = a->token_weights,
-                                            .entropy_weights = a->entropy_weights,
-                                            .factor = c->factor,
-                                            .terms = a->terms,
-                                            .vocab_size = c->vocab_size,
-                                            .alpha = a->scale});
-  return rows;
+  lce_gradient_factors(c->backend, (LceGradientFactors){.factors = factors,
+                                                        .target_z = target_z,
+                                                        .log_prob = a->known_log_prob,
+                                                        .row_sum = a->exps_sum,
+                                                        .entropy = a->known_entropy,
+                                                        .targets = a->targets,
+                                                        .token_weights = a->token_weights,
+                                                        .entropy_weights = a->entropy_weights,
+                                                        .factor = c->factor,
+                                                        .terms = a->terms,
+                                                        .vocab_size = c->vocab_size,
+                                                        .alpha = a->scale});
+  return factors;
 }
 
 void lce_known_gradients(const Call *c) {
@@ -51,7 +52,7 @@ void lce_known_gradients(const Call *c) {
   bool kept = tensor_exists(a->exps);
   int64_t size = kept ? vocab_size : block_rows(a);
   int64_t stride = c->backend->scratch->logits_stride(size, a->x.dtype);
-  KnownRows rows = known_rows(c);
+  GradientFactors factors = gradient_factors(c);
   Tensor targets = push_vector(c, "targets in the block", DTYPE_I32, tokens), dx = a->dx;
   Tensor buffer = kept ? a->exps : push_matrix(c, "gradient of logits", a->x.dtype, tokens, stride);
   if (tensor_exists(dx) && dx.dtype != DTYPE_F32 && size < vocab_size)
@@ -62,7 +63,7 @@ void lce_known_gradients(const Call *c) {
     shard_indices(c->backend,
                   (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
     LceLogitsGradient gradient = {.dlogits = dlogits,
-                                  .rows = rows,
+                                  .factors = factors,
                                   .targets = targets,
                                   .softcap = a->terms.softcap,
                                   .temperature = a->terms.temperature};

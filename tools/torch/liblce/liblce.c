@@ -9,6 +9,7 @@
 #include "kernels/integers.h"
 #include "kernels/lce/linear_cross_entropy.h"
 #include "kernels/text.h"
+#include "kernels/torch_operations.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
