@@ -249,7 +249,7 @@ FUZZERS  := $(wildcard tests/fuzz/*.c)
 ifeq ($(VARIANT),emulated)
   SOURCES  += $(wildcard tests/emulator/*.cpp)
   TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
-    tests/tools/test_lce_ladder.c)
+    tests/pytorch/test_log_probs.c tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1

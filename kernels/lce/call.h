@@ -96,9 +96,8 @@ void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor target
 void lce_finish_dx(const Call *c, const Chunk *k);                                  // dX = r dX + c W[y]
 
 // The ways to compute a call, each with a loop of its own.
-void lce_materialized(const Call *c);    // logits, not exponentials
-void lce_known_gradients(const Call *c); // log p[y] of every token is known
-void lce_split_head(const Call *c);      // the head's rows are split over ranks
+void lce_materialized(const Call *c); // logits, not exponentials
+void lce_split_head(const Call *c);   // the head's rows are split over ranks
 static inline bool lce_holds_logits(const LinearCrossEntropy *a) {
   return a->mode == LCE_MATERIALIZED || (a->terms.softcap > 0 && a->terms.label_smoothing > 0);
 }

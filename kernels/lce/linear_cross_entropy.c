@@ -15,9 +15,8 @@
 // exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
 // and `c` the call.)
 //
-// This file has the plain loop. Others have loops of their own: split_head.c (a head split over ranks), known.c (gradients
-// where log p[y] is known), materialized.c (logits, not exponentials). Below them: steps.c, sampling.c, terms.c
-// (label smoothing, and a bias's gradient), check.c.
+// This file has the plain loop. Others have loops of their own: split_head.c (a head split over ranks) and materialized.c
+// (logits, not exponentials). Below them: steps.c, sampling.c, terms.c (label smoothing, and a bias's gradient), check.c.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
@@ -102,9 +101,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   lce_check(backend, &a);
   MemoryMark mark = memory_mark(&backend->memory);
   Call c = begin_call(backend, &a);
-  if (tensor_exists(a.known_log_prob))
-    lce_known_gradients(&c);
-  else if (lce_holds_logits(&a))
+  if (lce_holds_logits(&a))
     lce_materialized(&c);
   else if (a.shard.vocab_size)
     lce_split_head(&c);

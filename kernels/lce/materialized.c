@@ -14,7 +14,6 @@ static void logits_and_gradients(const Call *c, const Tokens *t, Tensor logits, 
                                                            .bias = a->bias,
                                                            .targets = t->targets,
                                                            .token_weights = t->token_weights,
-                                                           .entropy_weights = a->entropy_weights,
                                                            .factor = c->factor,
                                                            .terms = a->terms,
                                                            .alpha = a->scale});

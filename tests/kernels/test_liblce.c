@@ -375,10 +375,21 @@ TEST(test_wrong_arguments) {
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1));
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1, a.scale = 0));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
-  float exps[7 * 33];
+  float exps[7 * 33], a_row[7] = {0};
   REFUSED("exps are kept by a call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
   REFUSED("exps are kept by a call without gradients, in one chunk",
           (a.exps = exps, a.dx = NULL, a.dweight = NULL));
+  REFUSED("with a soft-cap no exps", (a.exps = exps, a.chunk = 7, a.softcap = 30));
+  lce_args gradients = p.args;
+  gradients.known_log_prob = a_row, gradients.loss = NULL;
+  gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;
+  REFUSED("leave out loss and outputs", a.known_log_prob = a_row);
+  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = (int32_t *)exps));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.label_smoothing = 0.1f));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.materialized = 1));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.sample = 1));
+  REFUSED("belong together", (a = gradients, a.known_entropy = a_row));
+  REFUSED("known_entropy is there without known_log_prob", a.known_entropy = a_row);
   REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("rows is -1", a.rows = -1);
