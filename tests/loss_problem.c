@@ -45,26 +45,27 @@ int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int
   { #name, size, kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, name) }
 #define IN_OUTPUTS(name, kind)                                                                               \
   { #name, "N", kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, outputs.name) }
-const LossField loss_fields[] = {
-    IN_CALL(x, "NH", LOSS_OPERAND),
-    IN_CALL(weight, "VH", LOSS_OPERAND),
-    IN_CALL(bias, "V", LOSS_OPERAND),
-    {"class_weights", "V", LOSS_INPUT, offsetof(ReferenceLoss, class_weights),
-     offsetof(LinearCrossEntropy, terms.class_weights)},
-    IN_CALL(token_weights, "N", LOSS_INPUT),
-    {"entropy_weights", "N", LOSS_APART, offsetof(ReferenceLoss, entropy_weights), 0},
-    IN_CALL(loss, "N", LOSS_OUTPUT),
-    {"token_z_loss", "N", LOSS_OUTPUT, offsetof(ReferenceLoss, token_z_loss),
-     offsetof(LinearCrossEntropy, outputs.z_loss)},
-    IN_OUTPUTS(log_prob, LOSS_OUTPUT),
-    IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
-    IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
-    IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
-    IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
-    IN_CALL(dx, "NH", LOSS_GRADIENT),
-    IN_CALL(dweight, "VH", LOSS_GRADIENT),
-    IN_CALL(dbias, "V", LOSS_GRADIENT),
-    {0}};
+#define APART(name, size)                                                                                    \
+  { #name, size, LOSS_APART, offsetof(ReferenceLoss, name), 0 }
+const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
+                                 IN_CALL(weight, "VH", LOSS_OPERAND),
+                                 IN_CALL(bias, "V", LOSS_OPERAND),
+                                 {"class_weights", "V", LOSS_INPUT, offsetof(ReferenceLoss, class_weights),
+                                  offsetof(LinearCrossEntropy, terms.class_weights)},
+                                 IN_CALL(token_weights, "N", LOSS_INPUT),
+                                 APART(entropy_weights, "N"),
+                                 IN_CALL(loss, "N", LOSS_OUTPUT),
+                                 {"token_z_loss", "N", LOSS_OUTPUT, offsetof(ReferenceLoss, token_z_loss),
+                                  offsetof(LinearCrossEntropy, outputs.z_loss)},
+                                 IN_OUTPUTS(log_prob, LOSS_OUTPUT),
+                                 IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
+                                 IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
+                                 IN_CALL(dx, "NH", LOSS_GRADIENT),
+                                 IN_CALL(dweight, "VH", LOSS_GRADIENT),
+                                 IN_CALL(dbias, "V", LOSS_GRADIENT),
+                                 {0}};
 
 double **loss_values(const ReferenceLoss *r, const LossField *f) {
   return (double **)((char *)r + f->reference);
