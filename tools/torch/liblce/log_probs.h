@@ -1,7 +1,8 @@
-// Log-probabilities and entropies whose weights in the objective are known only after the forward pass, as a policy
-// gradient has them: what liblce computes besides linear_cross_entropy. kernels.h ("the loss") defines the terms, and
-// kernels/lce/LCE.md ("Gradients of known log-probabilities") derives the formulas. The caller owns every tensor; what a call
-// needs beyond them is pushed as MEMORY_HEAD and popped before it returns. Wrong shapes fail with one sentence.
+// What liblce computes besides linear_cross_entropy: gradients of log-probabilities and entropies whose weights in
+// the objective are known only after the forward pass, as those of a policy gradient. kernels.h ("the loss") defines
+// the terms, and kernels/lce/LCE.md ("Gradients of known log-probabilities") derives the formulas. The caller owns
+// every tensor; what a call needs beyond them is pushed as MEMORY_HEAD and popped before it returns. Wrong shapes
+// fail with one sentence.
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -44,7 +45,7 @@ typedef struct {
   Exponentials kept; // by keep_exponentials, and overwritten; or absent: the logits are computed again
   LossTerms terms;   // without label smoothing
   int64_t
-      chunk;   // at least 1: how much memory a block of W's rows takes, as that of a chunk of so many tokens
+      chunk;   // at least 1: a block of W's rows takes half of the memory that a chunk of so many tokens does
   float scale; // finite and not 0
   bool mean;
   bool accumulate; // add to dweight and dbias rather than write them
