@@ -1,5 +1,5 @@
-// What a token's log-probability and entropy give: the factors of its logits' gradient (LceGradientFactors). One formula for
-// the CPU and a GPU, as loss_row.h has it.
+// What a token's log-probability and entropy give: the factors of its logits' gradient (LceGradientFactors).
+// One formula for the CPU and a GPU, as loss_row.h has it.
 #pragma once
 
 #include "kernels/lce/loss_row.h"

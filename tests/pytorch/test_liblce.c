@@ -15,8 +15,8 @@ static _Noreturn void fail_sentence(const char *sentence) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// The tensors of a call, those that it must have first: where they and what they come from or should be lie in lce_args and ReferenceLoss,
-// and their size, as letters of N, H, V.
+// The tensors of a call, those that it must have first: where they and what they come from or should be lie
+// in lce_args and ReferenceLoss, and their size, as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
   const char *name, *size;
@@ -233,8 +233,8 @@ TEST(test_gradients) {
   lce_destroy(context);
 }
 
-// With sampling losses stay the same to the bit; the seed alone decides which gradients there are (test_tile_sampling has
-// their mean). Below 1/32 they are the exact ones.
+// With sampling losses stay the same to the bit; the seed alone decides which gradients there are
+// (test_tile_sampling has their mean). Below 1/32 they are the exact ones.
 TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
@@ -305,7 +305,8 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
     refused(context, &p, part, a);                                                                           \
   } while (0)
 
-// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were ignored.
+// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were
+// ignored.
 TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   lce_context *context = context_on_cpu();
@@ -454,7 +455,8 @@ TEST(test_impossible_sizes) {
   lce_destroy(context);
 }
 
-// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the two is written.
+// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the
+// two is written.
 TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
   Problem p = small_problem(*state, true);
@@ -594,8 +596,8 @@ static void catch_sentence(const char *sentence) {
   longjmp(caught, 1);
 }
 
-// Threads with errors of their own, in a program that has its own fail handler. Some make their context, others get one; all
-// contexts end in one more thread.
+// Threads with errors of their own, in a program that has its own fail handler. Some make their context,
+// others get one; all contexts end in one more thread.
 TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};

@@ -1,6 +1,6 @@
-// What liblce computes besides linear_cross_entropy (tools/torch/liblce/log_probs.h): the outputs of a forward pass that
-// keeps its exponentials, and what is refused. tests/kernels has the gradients: every term in test_loss_terms.c, hard rows in
-// test_linear_cross_entropy.c.
+// What liblce computes besides linear_cross_entropy (tools/torch/liblce/log_probs.h): the outputs of a
+// forward pass that keeps its exponentials, and what is refused. tests/kernels has the gradients: every term
+// in test_loss_terms.c, hard rows in test_linear_cross_entropy.c.
 
 #include "tests/log_prob_call.h"
 

@@ -1,16 +1,16 @@
 // The gradients of log-probabilities, by log p[y] of every token from an earlier forward pass.
 //
-// The sums over the vocabulary are then known, so the loop takes the vocabulary in blocks of W rows, not the tokens in
-// chunks. A block's gradient of the logits, G [N, W], is final as soon as it is computed:
+// The sums over the vocabulary are then known, so the loop takes the vocabulary in blocks of W rows, not the
+// tokens in chunks. A block's gradient of the logits, G [N, W], is final as soon as it is computed:
 //
 //     G           = gradient of x W_block^T        (LceLogitsGradient; the target's own entry included)
 //     dX         += G W_block                      in fp32
 //     dW of block = G^T X                          written once, over all tokens, in fp32 or in W's dtype
 //     dbias       = sum of G's rows
 //
-// Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and dW, whose
-// sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G takes E's place, and the
-// GEMMs are two.
+// Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and
+// dW, whose sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G
+// takes E's place, and the GEMMs are two.
 #include "tools/torch/liblce/log_probs.h"
 
 #include "kernels/fail.h"
