@@ -29,14 +29,8 @@ LogProbGradients log_prob_call(Harness *h, LinearCrossEntropy *a, Tensor entropy
     int64_t stride = rows % 4 == 3 ? vocab + 1 : h->backend->scratch->logits_stride(vocab, h->dtype);
     g.kept = (Exponentials){.exps = poisoned_strided(h, h->dtype, rows, vocab, stride),
                             .row_sum = poisoned_vector(h, DTYPE_F32, rows)};
-    keep_exponentials(h->backend, (KeepExponentials){.loss = forward.loss,
-                                                     .outputs = forward.outputs,
-                                                     .kept = g.kept,
-                                                     .x = a->x,
-                                                     .weight = a->weight,
-                                                     .bias = a->bias,
-                                                     .targets = a->targets,
-                                                     .terms = a->terms});
+    forward.chunk = rows;
+    keep_exponentials(h->backend, forward, g.kept);
   } else {
     linear_cross_entropy(h->backend, forward);
   }

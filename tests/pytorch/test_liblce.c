@@ -380,7 +380,6 @@ TEST(test_wrong_arguments) {
   REFUSED("exps are kept by a call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
   REFUSED("exps are kept by a call without gradients, in one chunk",
           (a.exps = exps, a.dx = NULL, a.dweight = NULL));
-  REFUSED("with a soft-cap no exps", (a.exps = exps, a.chunk = 7, a.softcap = 30));
   lce_args gradients = p.args;
   gradients.known_log_prob = a_row, gradients.loss = NULL;
   gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;

@@ -15,26 +15,12 @@ TEST(test_outputs) {
   loss_call_all_outputs(h, &a, &p);
   Exponentials kept = {.exps = poisoned_strided(h, h->dtype, ROWS, VOCAB, VOCAB + 3),
                        .row_sum = poisoned_vector(h, DTYPE_F32, ROWS)};
-  keep_exponentials(h->backend, (KeepExponentials){.loss = a.loss,
-                                                   .outputs = a.outputs,
-                                                   .kept = kept,
-                                                   .x = a.x,
-                                                   .weight = a.weight,
-                                                   .bias = a.bias,
-                                                   .targets = a.targets,
-                                                   .terms = a.terms});
+  keep_exponentials(h->backend, a, kept);
   reference_loss(&p);
   Tolerance close = of_size(within(16, HIDDEN + VOCAB), 8);
   check_loss(h, "with kept exponentials", &a, &p, 0, (LossBefore){0}, close, close);
   check_gaps(h, "E", kept.exps);
 }
-
-#define REFUSED(function, Struct, call, part, change)                                                        \
-  do {                                                                                                       \
-    Struct a = call;                                                                                         \
-    change;                                                                                                  \
-    assert_fails(h, part, function(h->backend, a));                                                          \
-  } while (0)
 
 TEST(test_refusals) {
   Harness *h = *state;
@@ -43,7 +29,12 @@ TEST(test_refusals) {
   LinearCrossEntropy all = loss_call(h, &p, LCE_MATERIALIZED, 3), loss = all;
   LogProbGradients g = log_prob_call(h, &loss, (Tensor){0}, false);
   Tensor two = poisoned_vector(h, DTYPE_F32, 2), exps = poisoned(h, h->dtype, 3, 5);
-#define GRADIENTS_REFUSED(part, change) REFUSED(log_prob_gradients, LogProbGradients, g, part, change)
+#define GRADIENTS_REFUSED(part, change)                                                                      \
+  do {                                                                                                       \
+    LogProbGradients a = g;                                                                                  \
+    change;                                                                                                  \
+    assert_fails(h, part, log_prob_gradients(h->backend, a));                                                \
+  } while (0)
   GRADIENTS_REFUSED("a chunk of 0 tokens", a.chunk = 0);
   GRADIENTS_REFUSED("log_prob is fp32 [2] where [3] is needed", a.log_prob = two);
   GRADIENTS_REFUSED("entropy is missing", a.entropy_weights = a.log_prob);
@@ -56,14 +47,24 @@ TEST(test_refusals) {
   GRADIENTS_REFUSED("a bias has a gradient where weight has one", a.dbias = two);
   GRADIENTS_REFUSED("dweight is fp32 [3, 5] for a weight of", (a.dweight = poisoned(h, DTYPE_F32, 3, 5)));
   GRADIENTS_REFUSED("nothing is added to it", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
-  KeepExponentials keep = {
-      .loss = all.loss, .kept = {exps, g.log_prob}, .x = all.x, .weight = all.weight, .targets = all.targets};
-#define KEEP_REFUSED(part, change) REFUSED(keep_exponentials, KeepExponentials, keep, part, change)
-  KEEP_REFUSED("no exponentials can be kept", a.terms.softcap = 30);
-  KEEP_REFUSED("no exponentials can be kept", a.terms.label_smoothing = 0.1f);
-  KEEP_REFUSED("exps is", a.kept.exps = a.x);
-  KEEP_REFUSED("row_sum is fp32 [2] where [3]", a.kept.row_sum = two);
-  keep_exponentials(h->backend, keep); // as they are, these calls are not refused
+  LinearCrossEntropy forward = all;
+  forward.mode = LCE_FUSED, forward.dx = forward.dweight = (Tensor){0};
+  Exponentials kept = {exps, g.log_prob};
+#define KEEP_REFUSED(part, change)                                                                           \
+  do {                                                                                                       \
+    LinearCrossEntropy a = forward;                                                                          \
+    Exponentials e = kept;                                                                                   \
+    change;                                                                                                  \
+    assert_fails(h, part, keep_exponentials(h->backend, a, e));                                              \
+  } while (0)
+  KEEP_REFUSED("without gradients, in one chunk", a.dx = all.dx);
+  KEEP_REFUSED("without gradients, in one chunk", a.chunk = 2);
+  KEEP_REFUSED("without soft-cap", a.terms.softcap = 30);
+  KEEP_REFUSED("without soft-cap", a.terms.label_smoothing = 0.1f);
+  KEEP_REFUSED("without soft-cap", a.mode = LCE_MATERIALIZED);
+  KEEP_REFUSED("exps is", e.exps = a.x);
+  KEEP_REFUSED("row_sum is fp32 [2] where [3]", e.row_sum = two);
+  keep_exponentials(h->backend, forward, kept); // as they are, these calls are not refused
   log_prob_gradients(h->backend, g);
   assert_fails(h, "entropy_weights is fp32 [2]", materialized_with_entropies(h->backend, all, two));
 }

@@ -286,7 +286,7 @@ typedef struct {
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
   bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0 || a->rows;
-  bool outputs = tensor_exists(c->loss), gradients = a->dx || a->dweight || a->dbias;
+  bool outputs = tensor_exists(c->loss);
   for (size_t i = 0; i < sizeof c->outputs.all / sizeof *c->outputs.all; i++)
     outputs |= tensor_exists(c->outputs.all[i]);
   if (a->known_log_prob && outputs)
@@ -300,10 +300,6 @@ static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
   if (a->entropy_weights && !a->known_log_prob && !a->materialized)
     fail(CALL ": entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
               "materialized mode");
-  if (a->exps && a->softcap != 0) fail(CALL ": with a soft-cap no exps are kept; leave them out");
-  if (a->exps && !a->known_log_prob && (gradients || beyond || c->chunk < a->tokens))
-    fail(CALL ": exps are kept by a call without gradients, in one chunk of all tokens, and without what "
-              "known_log_prob excludes");
 }
 
 // The call, checked but for what the functions that run() calls check.
@@ -425,18 +421,6 @@ static LogProbGradients gradients_of(const Request *r) {
                             .accumulate = a->accumulate};
 }
 
-static KeepExponentials forward_of(const Request *r) {
-  const LinearCrossEntropy *a = &r->loss;
-  return (KeepExponentials){.loss = a->loss,
-                            .outputs = a->outputs,
-                            .kept = r->kept,
-                            .x = a->x,
-                            .weight = a->weight,
-                            .bias = a->bias,
-                            .targets = a->targets,
-                            .terms = a->terms};
-}
-
 static void run(Backend *backend, Request r) {
   LinearCrossEntropy *a = &r.loss;
   int64_t vocab_size = a->shard.vocab_size ? a->shard.vocab_size : a->weight.shape[0];
@@ -447,7 +431,7 @@ static void run(Backend *backend, Request r) {
   if (tensor_exists(r.known_log_prob))
     log_prob_gradients(backend, gradients_of(&r));
   else if (tensor_exists(r.kept.exps))
-    keep_exponentials(backend, forward_of(&r));
+    keep_exponentials(backend, *a, r.kept);
   else if (tensor_exists(r.entropy_weights))
     materialized_with_entropies(backend, *a, r.entropy_weights);
   else

@@ -33,12 +33,15 @@ static Tensor factor_of_mean(Backend *backend, bool mean, Tensor targets, const 
 
 // --- the forward pass --------------------------------------------------------------------------------------
 
-void keep_exponentials(Backend *backend, KeepExponentials a) {
-  if (a.terms.softcap > 0 || a.terms.label_smoothing > 0)
-    fail("keep_exponentials: with a soft-cap or label smoothing no exponentials can be kept; leave them out");
-  MemoryMark mark = memory_mark(&backend->memory);
+void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept) {
+  lce_check(backend, &a);
   int64_t tokens = a.x.shape[0];
-  LossRows rows = {.row_sum = a.kept.row_sum,
+  if (tensor_exists(a.dx) || tensor_exists(a.dweight) || a.chunk < tokens || a.mode != LCE_FUSED ||
+      a.sampling.full_mass > 0 || a.shard.vocab_size || a.terms.softcap > 0 || a.terms.label_smoothing > 0)
+    fail("keep_exponentials: exps are kept by a call without gradients, in one chunk of all tokens, and "
+         "without soft-cap, label smoothing, sampling, split head and materialized mode");
+  MemoryMark mark = memory_mark(&backend->memory);
+  LossRows rows = {.row_sum = kept.row_sum,
                    .target_e = vector(backend, "target exponentials", tokens),
                    .target_z = vector(backend, "target logits", tokens),
                    .anchor = vector(backend, "anchors", tokens)};
@@ -52,7 +55,7 @@ void keep_exponentials(Backend *backend, KeepExponentials a) {
       backend,
       (LceTargetLogits){
           .target_z = rows.target_z, .x = a.x, .weight = a.weight, .bias = a.bias, .targets = a.targets});
-  lce_logits_exp(backend, (LceLogitsExp){.exps = a.kept.exps,
+  lce_logits_exp(backend, (LceLogitsExp){.exps = kept.exps,
                                          .rows = rows,
                                          .x = a.x,
                                          .weight = a.weight,

@@ -14,19 +14,9 @@ typedef struct {
   Tensor row_sum; // fp32 [N]
 } Exponentials;
 
-// linear_cross_entropy's forward pass in one chunk of all tokens, whose E and R it leaves in `kept`.
-typedef struct {
-  Tensor loss;          // fp32 [N]
-  TokenOutputs outputs; // any of them
-  Exponentials kept;
-  Tensor x;        // fp32/bf16 [N, H]
-  Tensor weight;   // fp32/bf16 [V, H]
-  Tensor bias;     // [V] of W's dtype, or absent
-  Tensor targets;  // int32 [N], each in [0, V) or IGNORE_INDEX
-  LossTerms terms; // without label smoothing and soft-cap
-} KeepExponentials;
-
-void keep_exponentials(Backend *backend, KeepExponentials a);
+// linear_cross_entropy without gradients and in one chunk of all tokens, whose E and R it leaves in `kept`. A
+// soft-cap, label smoothing, sampling, a shard and the materialized mode are refused.
+void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept);
 
 // The gradients of
 //
