@@ -384,7 +384,7 @@ TEST(test_wrong_arguments) {
   gradients.known_log_prob = a_row, gradients.loss = NULL;
   gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;
   REFUSED("leave out loss and outputs", a.known_log_prob = a_row);
-  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = (int32_t *)exps));
+  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(*state, 7)));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.label_smoothing = 0.1f));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.materialized = 1));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.sample = 1));
