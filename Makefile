@@ -229,12 +229,12 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,data kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
-	tools/ladder trainer)) $(if $(HAVE_CUDA),\
+	tools/ladder tools/torch/liblce trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
 # What liblce.so is made of; the archive leaves out what it does not need.
 ifeq ($(VARIANT),library)
-  SOURCES := $(filter kernels/%,$(SOURCES))
+  SOURCES := $(filter kernels/% tools/torch/liblce/%,$(SOURCES))
 endif
 PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
@@ -245,7 +245,7 @@ FUZZERS  := $(wildcard tests/fuzz/*.c)
 ifeq ($(VARIANT),emulated)
   SOURCES  += $(wildcard tests/emulator/*.cpp)
   TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
-    tests/model/test_masked_loss.c tests/tools/test_lce_ladder.c)
+    tests/model/test_masked_loss.c tests/pytorch/test_log_probs.c tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1
@@ -311,7 +311,7 @@ liblce.so:
 
 build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/kernels/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
+	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -413,7 +413,7 @@ help:
 
 #: make                 builds ./train and the programs of tools/, and prints what was found on this machine
 #: make tests           builds the test programs
-#: make liblce.so       builds linear_cross_entropy as a shared library with a C interface (kernels/liblce.h)
+#: make liblce.so       builds linear_cross_entropy as a shared library (tools/torch/liblce/liblce.h)
 #: make run             installs what is missing, builds, and trains the demonstration; RUN_ARGS="..." for other options
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
 #:                      --help); REAL_RUN_ARGS="..." for other options

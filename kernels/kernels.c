@@ -12,6 +12,7 @@
 #include "kernels/fail.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
+#include "kernels/torch_operations.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
 
@@ -396,26 +397,6 @@ static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
       FIELD(scale_target, "fp32 [C] or absent"), FIELD(targets, "int32 [C]"))
 
-#define KNOWN_ROWS                                                                                           \
-  NAMED("lse", a->rows.lse, "fp32 [N]"), NAMED("per_p", a->rows.per_p, "fp32 [N]"),                          \
-      NAMED("per_distance", a->rows.per_distance, "fp32 [N]"),                                               \
-      NAMED("at_target", a->rows.at_target, "fp32 [N]"), FIELD(targets, "int32 [N]")
-
-static void check_lce_known_rows(Op op, Backend *backend, LceKnownRows *a) {
-  loss_terms(op, &a->terms, a->vocab_size);
-  CHECK(REFUSE(a->terms.label_smoothing > 0, "label smoothing does not follow from log_prob"), KNOWN_ROWS,
-        FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"), FIELD(row_sum, "fp32 [N] or absent"),
-        FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
-        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
-        FIELD(factor, "fp32 [1] or absent"));
-}
-
-NEEDS(lce_logits_gradient, LceLogitsGradient, KNOWN_ROWS, FIELD(x, "T [N, H] or absent"),
-      FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
-      FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
-      REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
-      FIELD(dlogits, "T [N, V] strided"))
-
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
   loss_terms(op, &a->terms, a->logits.shape[1]);
   CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
@@ -425,12 +406,6 @@ static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyIn
 
 NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),
       FIELD(class_weights, "fp32 [V] or absent"))
-
-NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
-      FIELD(loss, "fp32 [N] or absent"))
-
-#define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
-NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
 NEEDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
       FIELD(columns, "fp32 [H]"))
@@ -504,6 +479,35 @@ COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
       REFUSE(a->out.dtype != a->x.dtype, "out and x are of different types")
 NEEDS(copy_in, Copy, COPIED)
 NEEDS(copy_out, Copy, COPIED)
+
+// --- what tools/torch alone calls --------------------------------------------------------------------------
+
+#define GRADIENT_FACTORS                                                                                     \
+  NAMED("lse", a->factors.lse, "fp32 [N]"), NAMED("per_p", a->factors.per_p, "fp32 [N]"),                    \
+      NAMED("per_distance", a->factors.per_distance, "fp32 [N]"),                                            \
+      NAMED("at_target", a->factors.at_target, "fp32 [N]"), FIELD(targets, "int32 [N]")
+
+static void check_lce_gradient_factors(Op op, Backend *backend, LceGradientFactors *a) {
+  loss_terms(op, &a->terms, a->vocab_size);
+  CHECK(REFUSE(a->terms.label_smoothing > 0, "label smoothing does not follow from log_prob"),
+        GRADIENT_FACTORS, FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"),
+        FIELD(row_sum, "fp32 [N] or absent"),
+        FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
+        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
+        FIELD(factor, "fp32 [1] or absent"));
+}
+
+NEEDS(lce_logits_gradient, LceLogitsGradient, GRADIENT_FACTORS, FIELD(x, "T [N, H] or absent"),
+      FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
+      FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
+      REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
+      FIELD(dlogits, "T [N, V] strided"))
+
+NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
+      FIELD(loss, "fp32 [N] or absent"))
+
+#define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
+NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
 // --- the entry points ---------------------------------------------------------------------------------------
 

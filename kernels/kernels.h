@@ -316,15 +316,6 @@ typedef struct {
   Tensor class_weights; // fp32 [V], or absent
 } LossFactor;
 
-// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX. And once the
-// losses are written: loss[n] = NaN where ids[n] is neither, so that the mistake shows in every sum.
-typedef struct {
-  Tensor targets; // int32 [N], or absent
-  Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
-  Tensor ids;     // int32 or int64 [N]
-  int64_t vocab_size;
-} ReadTargets;
-
 // --- the fused LM head and loss ----------------------------------------------------------------------------
 // linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. z, u and v are those of the
 // loss, above.
@@ -485,55 +476,6 @@ typedef struct {
   Tensor workspace;
 } LceTargetGradient;
 
-// The gradients of tokens whose log p[y], and with entropy_weights whose entropy, is known from an earlier call. With nll = -log
-// p[y], s = alpha factor[0] token_weights[n] / T and t = alpha factor[0] entropy_weights[n] / T:
-//   lse          = v[y] + nll
-//   per_p        = s (w[y] + 2 lambda lse) - t entropy
-//   per_distance = -t
-//   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With row_sum, rows.lse
-// alone is instead log(R + target_e), relative to the anchor, where target_e = p[y] (R + target_e).
-typedef union {
-  struct {
-    Tensor lse, per_p, per_distance, at_target; // fp32 [N]
-  };
-  Tensor all[4];
-} KnownRows;
-
-typedef struct {
-  KnownRows rows;                        // written
-  Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
-  Tensor row_sum;                        // fp32 [N], as LceLogitsExp leaves it with E, or absent
-  Tensor entropy;                        // fp32 [N]; there when entropy_weights are
-  Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
-  Tensor token_weights, entropy_weights; // fp32 [N], or absent
-  Tensor factor;                         // fp32 [1], or absent
-  LossTerms terms;                       // label_smoothing is 0
-  int64_t vocab_size;
-  float alpha;
-} LceKnownRows;
-
-// The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
-//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]),  v = u / T of z = x[n] . W[j] +
-//                   bias[j];  at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
-// Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p = E exp(-lse[n]), v =
-// log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
-typedef struct {
-  Tensor dlogits;   // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
-  KnownRows rows;   // read
-  Tensor x, weight; // fp32/bf16 [N, H] and [V, H], or both absent
-  Tensor bias;      // fp32/bf16 [V], or absent
-  Tensor targets;   // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
-  float softcap, temperature;
-  Tensor workspace;
-} LceLogitsGradient;
-
-// out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
-typedef struct {
-  Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
-  Tensor factor; // fp32 [1], or absent: 1
-} ScaleBy;
-
 // out[v, h] += alpha rows[v] columns[h].
 typedef struct {
   Tensor out;           // fp32 [V, H], dense
@@ -656,8 +598,6 @@ typedef struct {
   X(shard_indices, ShardIndices, EMBEDDING)                      /* cpu_shard_indices cuda_shard_indices */ \
   X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
   S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
-  X(lce_known_rows, LceKnownRows, HEAD_LOSS)                     /* cpu_lce_known_rows cuda_lce_known_rows */ \
-  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS)           /* cpu_lce_logits_gradient cuda_lce_logits_gradient */ \
   X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
   X(lce_rows, LceRows, HEAD_LOSS)                                /* cpu_lce_rows cuda_lce_rows */ \
   S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
@@ -665,9 +605,7 @@ typedef struct {
   S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)           /* cpu_lce_target_gradient cuda_lce_target_gradient */ \
   X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)      /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
   X(loss_factor, LossFactor, HEAD_LOSS)                          /* cpu_loss_factor cuda_loss_factor */ \
-  X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
   X(add_outer, AddOuter, HEAD_LOSS)                              /* cpu_add_outer cuda_add_outer */ \
-  X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */ \
   X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \
   X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
   X(adamw, Update, OPTIMIZER)                                    /* cpu_adamw cuda_adamw */ \
@@ -683,8 +621,20 @@ typedef struct {
   X(all_gather, Collective, COMMUNICATION)                       /* cpu_all_gather cuda_all_gather */ \
   X(broadcast, Collective, COMMUNICATION)                        /* cpu_broadcast cuda_broadcast */ \
   X(copy_in, Copy, COPIES)                                       /* cpu_copy_in cuda_copy_in */ \
-  X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */
+  X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */ \
+  TORCH_OPERATIONS(X, S)
+
+// What tools/torch alone calls; kernels/torch_operations.h defines the structs.
+#define TORCH_OPERATIONS(X, S) \
+  X(lce_gradient_factors, LceGradientFactors, HEAD_LOSS)         /* cpu_lce_gradient_factors cuda_lce_gradient_factors */ \
+  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS)           /* cpu_lce_logits_gradient cuda_lce_logits_gradient */ \
+  X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
+  X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */
 // clang-format on
+typedef struct LceGradientFactors LceGradientFactors;
+typedef struct LceLogitsGradient LceLogitsGradient;
+typedef struct ReadTargets ReadTargets;
+typedef struct ScaleBy ScaleBy;
 
 // Stands for S or X where a list leaves those operations out.
 #define NO_OPERATION(name, Arguments, group)

@@ -9,6 +9,7 @@
 
 #include "kernels/alloc.h"
 #include "kernels/system.h"
+#include "kernels/torch_operations.h"
 
 // With what else takes time on the compute stream.
 #define ALL(X)                                                                                               \

@@ -54,13 +54,15 @@ int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int
   { #name, size, kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, name) }
 #define IN_OUTPUTS(name, kind)                                                                               \
   { #name, "N", kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, outputs.name) }
+#define APART(name, size)                                                                                    \
+  { #name, size, LOSS_APART, offsetof(ReferenceLoss, name), 0 }
 const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
                                  IN_CALL(weight, "VH", LOSS_OPERAND),
                                  IN_CALL(bias, "V", LOSS_OPERAND),
                                  {"class_weights", "V", LOSS_INPUT, offsetof(ReferenceLoss, class_weights),
                                   offsetof(LinearCrossEntropy, terms.class_weights)},
                                  IN_CALL(token_weights, "N", LOSS_INPUT),
-                                 IN_CALL(entropy_weights, "N", LOSS_INPUT),
+                                 APART(entropy_weights, "N"),
                                  IN_CALL(loss, "N", LOSS_OUTPUT),
                                  {"token_z_loss", "N", LOSS_OUTPUT, offsetof(ReferenceLoss, token_z_loss),
                                   offsetof(LinearCrossEntropy, outputs.z_loss)},
@@ -132,7 +134,7 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
                           .mean = r->mean};
   for (const LossField *f = loss_fields; f->name; f++) {
     double *values = *loss_values(r, f);
-    if (!values || f->kind == LOSS_OF_LOGITS) continue;
+    if (!values || f->kind == LOSS_OF_LOGITS || f->kind == LOSS_APART) continue;
     Dtype dtype = f->kind == LOSS_OPERAND ? h->dtype : DTYPE_F32;
     if (f->kind == LOSS_OUTPUT || f->kind == LOSS_GRADIENT)
       *in_call(&a, f) = unwritten(h, r, f);
@@ -174,26 +176,6 @@ void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before) {
   if (!tensor_exists(a->dbias)) return;
   before->dbias = random_values(h, w.shape[0], 1);
   a->dbias = vector_from(h, DTYPE_F32, before->dbias, w.shape[0]);
-}
-
-LinearCrossEntropy loss_call_known(Harness *h, LinearCrossEntropy a, bool kept) {
-  int64_t rows = a.x.shape[0], vocab = a.weight.shape[0];
-  if (kept) { // in rows that start aligned, and others
-    int64_t stride = rows % 4 == 3 ? vocab + 1 : h->backend->scratch->logits_stride(vocab, h->dtype);
-    a.exps = poisoned_strided(h, h->dtype, rows, vocab, stride);
-    a.exps_sum = poisoned_vector(h, DTYPE_F32, rows);
-    a.chunk = rows;
-  }
-  a.known_log_prob = poisoned_vector(h, DTYPE_F32, rows);
-  if (tensor_exists(a.entropy_weights)) a.known_entropy = poisoned_vector(h, DTYPE_F32, rows);
-  LinearCrossEntropy forward = a;
-  forward.outputs = (TokenOutputs){.log_prob = a.known_log_prob, .entropy = a.known_entropy};
-  forward.dx = forward.dweight = forward.dbias = (Tensor){0};
-  forward.entropy_weights = forward.known_log_prob = forward.known_entropy = (Tensor){0};
-  linear_cross_entropy(h->backend, forward);
-  a.loss = (Tensor){0};
-  a.outputs = (TokenOutputs){0};
-  return a;
 }
 
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,

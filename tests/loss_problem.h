@@ -20,7 +20,8 @@ enum {
 };
 
 // What a call has but targets, where ReferenceLoss and LinearCrossEntropy hold it, and of how many rows (N, V) and columns.
-typedef enum { LOSS_OPERAND, LOSS_INPUT, LOSS_OUTPUT, LOSS_OF_LOGITS, LOSS_GRADIENT } LossKind;
+// LOSS_APART: an input that LinearCrossEntropy has not.
+typedef enum { LOSS_OPERAND, LOSS_INPUT, LOSS_APART, LOSS_OUTPUT, LOSS_OF_LOGITS, LOSS_GRADIENT } LossKind;
 typedef struct {
   const char *name, *size;
   LossKind kind;
@@ -61,8 +62,6 @@ typedef struct {
   double *dweight, *dbias;
 } LossBefore;
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
-// Makes the forward pass by a call of its own, and returns what is left for one that knows its results, and maybe its exponentials.
-LinearCrossEntropy loss_call_known(Harness *h, LinearCrossEntropy a, bool kept);
 // Whatever the call gives against r's from token `first` and the shard's first row on. The terms of gradients are filled in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);

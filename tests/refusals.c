@@ -1,5 +1,6 @@
 // Refusals of all operations, made from the calls of the tests: the CPU's operations are replaced by ones that first enter
 // again with each tensor of the call missing, of a wrong type, a wrong rank or a wider row, which must fail.
+#include "kernels/torch_operations.h"
 #include "tests/harness.h"
 
 enum { MISSING, TYPE, RANK, WIDER, CHANGES, WORDS = 160, CALLS = 200 };

@@ -103,16 +103,3 @@ void cpu_loss_factor(Backend *backend, const LossFactor *a) {
     if (targets[n] != IGNORE_INDEX) sum += class_weights ? class_weights[targets[n]] : 1.0;
   *(float *)a->factor.data = sum != 0 ? (float)(1 / sum) : 0.0f;
 }
-
-void cpu_read_targets(Backend *backend, const ReadTargets *a) {
-  const int32_t *narrow = a->ids.data;
-  const int64_t *wide = a->ids.data;
-  int32_t *targets = a->targets.data;
-  float *loss = a->loss.data;
-  for (int64_t n = 0; n < a->ids.shape[0]; n++) {
-    int64_t id = a->ids.dtype == DTYPE_I64 ? wide[n] : narrow[n];
-    bool counts = id >= 0 && id < a->vocab_size;
-    if (targets) targets[n] = counts ? (int32_t)id : IGNORE_INDEX;
-    if (loss && !counts && id != IGNORE_INDEX) loss[n] = NAN;
-  }
-}

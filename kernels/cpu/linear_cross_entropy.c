@@ -481,79 +481,6 @@ void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
                   a->workspace.data);
 }
 
-// --- gradients of known log-probabilities ------------------------------------------------------------------
-
-void cpu_lce_known_rows(Backend *backend, const LceKnownRows *a) {
-  const int32_t *targets = a->targets.data;
-  double inv_temperature = (double)inverse_temperature(a->terms.temperature);
-  EACH_PARALLEL (n, a->targets.shape[0]) {
-    bool counts = targets[n] != IGNORE_INDEX;
-    double scale = counts ? inv_temperature * (double)a->alpha * cpu_read(a->factor, 0, 1) : 0;
-    KnownRow r =
-        known_row(inv_temperature * cpu_read(a->target_z, n, 0), -cpu_read(a->log_prob, n, 0),
-                  cpu_read(a->entropy, n, 0), counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0,
-                  (double)a->terms.z_loss, scale * cpu_read(a->token_weights, n, 1),
-                  scale * cpu_read(a->entropy_weights, n, 0));
-    double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
-    if (cap > 0) r.at_target *= capped_slope(u, cap);
-    if (tensor_exists(a->row_sum))
-      r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
-    cpu_store(a->rows.lse, n, counts ? r.lse : 0);
-    cpu_store(a->rows.per_p, n, counts ? r.per_p : 0);
-    cpu_store(a->rows.per_distance, n, counts ? r.per_distance : 0);
-    cpu_store(a->rows.at_target, n, counts ? r.at_target : 0);
-  }
-}
-
-// Logits of tile t of a block of rows, or the exponentials that are there, in place of which their gradient stays.
-static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient *a, int64_t block,
-                                 int64_t t) {
-  Tile tile = tile_of(a->dlogits.shape[0], a->dlogits.shape[1], block, t);
-  float *first = cpu_row(a->dlogits, tile.row) + tile.column;
-  float inv_temperature = inverse_temperature(a->temperature);
-  const float *bias = a->bias.data;
-  bool kept = !tensor_exists(a->x);
-  if (!kept) {
-    CpuMatrix x = {.data = cpu_row(a->x, tile.row), .stride = a->x.stride},
-              w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
-    cpu_gemm(backend, tile.rows, tile.columns, a->x.shape[1], 1.0f, x, w, false, first, a->dlogits.stride);
-  }
-  for (int64_t n = tile.row; n < tile.row + tile.rows; n++) {
-    float *d = first + (n - tile.row) * a->dlogits.stride;
-    int64_t target = ((const int32_t *)a->targets.data)[n];
-    if (target == IGNORE_INDEX) {
-      memset(d, 0, (size_t)tile.columns * sizeof *d);
-      continue;
-    }
-    float lse = ((const float *)a->rows.lse.data)[n], per_p = ((const float *)a->rows.per_p.data)[n];
-    float per_distance = ((const float *)a->rows.per_distance.data)[n];
-    float scale = expf(-lse);
-    EACH_SIMD (j, kept ? tile.columns : 0) {
-      float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - lse : 0;
-      d[j] = d[j] * scale * (per_p + per_distance * distance);
-    }
-    float slope[LCE_TILE_COLUMNS];
-    bias_and_cap(d, bias ? bias + tile.column : NULL, a->softcap, tile.columns, slope);
-    EACH_SIMD (j, kept ? 0 : tile.columns) {
-      float distance = d[j] * inv_temperature - lse;
-      if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
-      d[j] = exp_f32(distance) * (per_p + per_distance * distance);
-    }
-    if (a->softcap > 0)
-      EACH_SIMD (j, tile.columns) d[j] *= slope[j];
-    if (target >= tile.column && target < tile.column + tile.columns)
-      d[target - tile.column] = ((const float *)a->rows.at_target.data)[n];
-  }
-}
-
-void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
-  int64_t blocks = ceil_div(a->dlogits.shape[0], LCE_TILE_ROWS),
-          tiles = ceil_div(a->dlogits.shape[1], LCE_TILE_COLUMNS);
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t t = 0; t < tiles; t++)
-    for (int64_t block = 0; block < blocks; block++) logits_gradient_tile(backend, a, block, t);
-}
-
 // --- the rank-one terms of label smoothing -----------------------------------------------------------------
 
 void cpu_add_outer(Backend *backend, const AddOuter *a) {
@@ -562,11 +489,4 @@ void cpu_add_outer(Backend *backend, const AddOuter *a) {
     float *out = cpu_row(a->out, v), factor = rows ? a->alpha * rows[v] : a->alpha;
     EACH_SIMD (i, a->out.shape[1]) out[i] += factor * columns[i];
   }
-}
-
-void cpu_scale_by(Backend *backend, const ScaleBy *a) {
-  const float *x = a->x.data, factor = (float)cpu_read(a->factor, 0, 1);
-  float *out = a->out.data;
-#pragma omp parallel for simd schedule(static)
-  for (int64_t i = 0; i < a->x.shape[0]; i++) out[i] = factor * x[i];
 }

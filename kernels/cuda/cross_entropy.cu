@@ -255,28 +255,3 @@ static __global__ void __launch_bounds__(1024) loss_factor_kernel(const __grid_c
 void cuda_loss_factor(Backend *backend, const LossFactor *a) {
   launch_kernel({"loss_factor", cuda_stream(backend), dim3(1), 1024}, loss_factor_kernel, *a);
 }
-
-// --- targets from outside ----------------------------------------------------------------------------------
-
-template <typename Id>
-static __global__ void read_targets_kernel(int32_t *targets, float *loss, const Id *ids, int64_t tokens,
-                                           int64_t vocab_size) {
-  int64_t n = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-  if (n >= tokens) return;
-  int64_t id = ids[n];
-  bool counts = id >= 0 && id < vocab_size;
-  if (targets) targets[n] = counts ? (int32_t)id : IGNORE_INDEX;
-  if (loss && !counts && id != IGNORE_INDEX) loss[n] = NAN;
-}
-
-void cuda_read_targets(Backend *backend, const ReadTargets *a) {
-  auto launch = [&](auto id) {
-    launch_kernel(per_element(backend, "read_targets", a->ids.shape[0]), read_targets_kernel<decltype(id)>,
-                  data_of<int32_t>(a->targets), data_of<float>(a->loss), data_of<decltype(id)>(a->ids),
-                  a->ids.shape[0], a->vocab_size);
-  };
-  if (a->ids.dtype == DTYPE_I64)
-    launch(int64_t());
-  else
-    launch(int32_t());
-}

@@ -345,6 +345,20 @@ static __device__ __forceinline__ float fast_tanh(float x) {
   return 1 - __fdividef(2, 1 + __expf(2 * x));
 }
 
+// What an entry's logit becomes: u, and du/dz in `slope`.
+template <typename T> struct Capped {
+  const T *bias; // or NULL
+  float cap;     // 0: none
+  __device__ __forceinline__ float operator()(float z, int64_t column, float &slope) const {
+    if (bias) z += to_float(bias[column]);
+    slope = 1;
+    if (cap == 0) return z;
+    float t = fast_tanh(z / cap);
+    slope = 1 - t * t;
+    return cap * t;
+  }
+};
+
 // The bits of |x|, which are ordered as the values are, with NaN above infinity.
 static __device__ __forceinline__ unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;

@@ -1,5 +1,5 @@
-// The epilogues of the GEMMs on Hopper (hopper_kernel.cuh) that turn logits into the loss's exponentials and sum their rows, or
-// into their gradients where the rows' sums are known.
+// The epilogue of the GEMM on Hopper (hopper_kernel.cuh) that turns logits into the loss's exponentials and sums their rows; and
+// what it shares with that of their gradient (hopper_logits_gradient.cu).
 #pragma once
 
 #include <math.h>
@@ -131,55 +131,6 @@ template <bool TERMS> struct LogitsExp : OfLogits {
       if (TERMS && c.params.parts.distances) join(parts.distances, c.params.parts.distances, sum);
       if (TERMS && c.params.parts.best)
         join(parts.best, c.params.parts.best, [](Ranked x, Ranked y) { return x > y ? x : y; });
-    }
-  }
-};
-
-// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
-template <bool TERMS>
-static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
-                                                         const EpilogueParams &params, int row,
-                                                         int first_column, int column) {
-  float shift[2], per_p[2], per_t[2], at_target[2];
-  int target[2];
-  bool counts[2];
-  if (TERMS) epilogue_bias(z, s, params, first_column, column);
-  float inv_softcap = TERMS && params.softcap > 0 ? 1 / params.softcap : 0;
-  EACH (i, 2) {
-    int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
-    int32_t of_row = params.targets[n];
-    target[i] = of_row - first_column;
-    counts[i] = of_row != IGNORE_INDEX;
-    shift[i] = -params.rows.lse[n] * LOG2_E;
-    per_p[i] = params.rows.per_p[n];
-    per_t[i] = params.rows.per_distance[n] * LN_2;
-    at_target[i] = params.rows.at_target[n];
-  }
-  EACH (j, TILE_N / 2) {
-    int at = j / 4 * 8 + column + j % 2, i = j / 2 % 2;
-    float u = z[j], slope = 1;
-    if (TERMS && inv_softcap > 0) {
-      float tanh_z = fast_tanh(u * inv_softcap);
-      u = params.softcap * tanh_z;
-      slope = fmaf(-tanh_z, tanh_z, 1);
-    }
-    float t = fmaf(u, params.scale, shift[i]);
-    if (TERMS && t < -1e4f) t = -1e4f; // a masked entry: 0 times a number
-    z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
-    if (TERMS) z[j] *= slope;
-    if (at == target[i]) z[j] = at_target[i];
-    if (!counts[i] || first_column + at >= s.n) z[j] = 0;
-  }
-}
-
-// TERMS: with a bias or a soft-cap.
-template <bool TERMS> struct LogitsGradient : OfLogits {
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
-    const ThreadCoord me;
-    EACH (h, TILE_M / 64) {
-      epilogue_gradient<TERMS>(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);
-      epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
     }
   }
 };

@@ -1,10 +1,10 @@
-// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: rasterisation, split-K, sampling's lists
-// of k-steps, and where cuBLASLt is faster.
+// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps,
+// and where cuBLASLt is faster. hopper_launch.cuh has the rasterisation.
 #include <math.h>
 
 #include "kernels/cuda/hopper_exp.cuh"
 #include "kernels/cuda/hopper_gemm.h"
-#include "kernels/cuda/hopper_kernel.cuh"
+#include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_sampled.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 #include "kernels/cuda/hopper_swiglu.cuh"
@@ -72,23 +72,6 @@ static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_consta
 
 // --- the device --------------------------------------------------------------------------------------------
 
-// What the kernels need of the device.
-struct Hopper {
-  int clusters; // that run at the same time; 0: none of the kernels runs
-  PFN_cuTensorMapEncodeTiled_v12000 encode;
-  unsigned long long *throttle; // ClusterThrottle's counter
-};
-
-template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t clusters) {
-  return {"a Hopper GEMM",
-          cuda_stream(backend),
-          dim3((unsigned)(clusters * CLUSTER)),
-          THREADS,
-          true,
-          K::SHARED_BYTES,
-          CLUSTER};
-}
-
 Hopper *hopper_create(Backend *backend) {
   using Any = KernelTraits<LogitsExp<false>>; // the others run as many clusters: a CTA takes an SM
   Hopper *h = new Hopper();
@@ -109,68 +92,11 @@ void hopper_destroy(Hopper *hopper) {
   delete hopper;
 }
 
-static const Hopper &hopper(Backend *backend) {
-  return *cuda_state(backend)->hopper;
-}
-
 bool hopper_runs(Backend *backend) {
   return hopper(backend).clusters > 0;
 }
 
-// --- launching ---------------------------------------------------------------------------------------------
-
-static bool tma_takes(Tensor t) {
-  return rows_start_aligned(t, WIDTH<bf16>) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
-         t.shape[1] <= INT32_MAX;
-}
-
-// Describes t to TMA in tiles of `rows` by `line` bytes, 128 or 64. parts = 2: its left and its right half of the
-// columns, a tile of each at once; the second stride is then smaller than the first, which the driver takes.
-static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128, int parts = 1) {
-  CUtensorMap map;
-  cuuint64_t bytes = dtype_bytes(t.dtype), columns = (cuuint64_t)(t.shape[1] / parts),
-             shape[] = {columns, (cuuint64_t)t.shape[0], (cuuint64_t)parts},
-             stride[] = {(cuuint64_t)t.stride * bytes, columns * bytes};
-  cuuint32_t tile[] = {(cuuint32_t)(line / bytes), (cuuint32_t)rows, (cuuint32_t)parts}, every[] = {1, 1, 1};
-  CUtensorMapDataType type =
-      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  CUresult result = hopper(backend).encode(
-      &map, type, parts > 1 ? 3 : 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    fail("cuTensorMapEncodeTiled failed for %s (%d)", tensor_text(t).text, (int)result);
-  return map;
-}
-
-// The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while B
-// streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of A stays in L2,
-// since it gains nothing there, nor with sampling, whose lists differ in length.
-template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t GROUP_BYTES = 16 << 20;
-  TileScheduler s = {};
-  s.m = (int)m, s.n = (int)n;
-  s.rows = K::CLUSTER_ROWS, s.columns = K::CLUSTER_COLUMNS;
-  s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
-  s.n_tiles = (int)ceil_div(n, K::CLUSTER_COLUMNS);
-  s.k_steps = (int)ceil_div(k, TILE_K);
-  int64_t groups = K::KEEPS_A ? ceil_div(m * k * 2, GROUP_BYTES)
-                              : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
-  s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
-  s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
-  s.splits = 1;
-  bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
-  s.throttle = all_stays || K::SAMPLED ? nullptr : hopper(backend).throttle;
-  return s;
-}
-
-template <typename K>
-static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
-                   const TileScheduler &s, const EpilogueParams &params,
-                   const CUtensorMap *gate_up = nullptr) {
-  launch_kernel(launch_of<K>(backend, min_i64(hopper(backend).clusters, s.work_tiles)), gemm_kernel<K>, a, b,
-                out, gate_up ? *gate_up : out, s, params);
-}
+// --- the loss ----------------------------------------------------------------------------------------------
 
 int64_t hopper_sum_parts(int64_t vocab_size) {
   return ceil_div(vocab_size, TILE_N);
@@ -216,29 +142,6 @@ int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
   if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
   bool terms = lce_row_parts(&a->rows) > 2 || tensor_exists(a->bias) || a->softcap > 0;
   return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
-}
-
-template <bool TERMS>
-static void logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
-  using K = KernelTraits<LogitsGradient<TERMS>>;
-  EpilogueParams params = {.targets = data_of<int32_t>(a->targets),
-                           .scale = LOG2_E * inv_temperature,
-                           .bias = data_of<bf16>(a->bias),
-                           .softcap = a->softcap,
-                           .rows = {data_of<float>(a->rows.lse), data_of<float>(a->rows.per_p),
-                                    data_of<float>(a->rows.per_distance), data_of<float>(a->rows.at_target)}};
-  launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
-            tma_map(backend, a->dlogits, STORE_ROWS),
-            schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);
-}
-
-bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
-  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) ||
-      !tma_takes(a->dlogits))
-    return false;
-  bool terms = tensor_exists(a->bias) || a->softcap > 0;
-  (terms ? logits_gradient<true> : logits_gradient<false>)(backend, a, inv_temperature);
-  return true;
 }
 
 // Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.

@@ -26,9 +26,6 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
 int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
                           float inv_temperature);
 
-// LceLogitsGradient, in bf16 with rows that start on 16 bytes.
-bool hopper_logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature);
-
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
 // partials go through `scratch` and are added in a fixed order. Unless `always`, only where it takes less time than
 // cuBLASLt.

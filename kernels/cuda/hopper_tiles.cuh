@@ -20,21 +20,21 @@ struct TileScheduler {
   unsigned long long *throttle; // ClusterThrottle's counter; NULL: no throttle, and K always forward
 };
 
-// LceLogitsGradient's KnownRows.
-struct KnownRowsOf {
+// GradientFactors (torch_operations.h).
+struct GradientFactorsOf {
   const float *lse, *per_p, *per_distance, *at_target; // [m]
 };
 
 struct EpilogueParams {
-  const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
-  const int32_t *targets; // logits: [m]
-  float scale;            // logits: log2(e) / T; dW: alpha
-  RowParts parts;         // logits: [m, n_tiles]
-  const bf16 *bias;       // logits: [n], or NULL
-  float softcap;          // logits: 0 for none
-  bool store;             // logits: whether E is kept
-  KnownRowsOf rows;       // logits' gradient
-  float *out;             // dX in fp32: [m, n]
+  const float *anchor;       // logits: [m]; read as infinite where the target is IGNORE_INDEX
+  const int32_t *targets;    // logits: [m]
+  float scale;               // logits: log2(e) / T; dW: alpha
+  RowParts parts;            // logits: [m, n_tiles]
+  const bf16 *bias;          // logits: [n], or NULL
+  float softcap;             // logits: 0 for none
+  bool store;                // logits: whether E is kept
+  GradientFactorsOf factors; // logits' gradient
+  float *out;                // dX in fp32: [m, n]
   int64_t out_stride;
   float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
   const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles

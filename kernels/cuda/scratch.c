@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "kernels/cuda/cuda_ops.h"
+#include "kernels/torch_operations.h"
 
 size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
   return cuda_segment_bytes(a->dout.shape[0]);

@@ -1,7 +1,7 @@
 // Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one way:
 //
 //     linear_cross_entropy.c -> split_head.c -> sampling.c -> terms.c, steps.c
-//                            -> known.c, materialized.c
+//                            -> materialized.c
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -135,10 +135,9 @@ void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, 
 
 // --- the ways to compute a call, each with a loop of its own --------------------------------------------------
 
-void lce_materialized(const Call *c);    // logits, not exponentials
-void lce_known_gradients(const Call *c); // log p[y] of every token is known
-void lce_split_head(const Call *c);      // the head's rows are split over ranks
-void lce_sampled(const Call *c);         // gradients of a part of E
+void lce_materialized(const Call *c); // logits, not exponentials
+void lce_split_head(const Call *c);   // the head's rows are split over ranks
+void lce_sampled(const Call *c);      // gradients of a part of E
 
 // check.c: fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);

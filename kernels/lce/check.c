@@ -39,47 +39,10 @@ static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
-  if (a->mode == LCE_MATERIALIZED || tensor_exists(a->entropy_weights))
+  if (a->mode == LCE_MATERIALIZED)
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
-         "materialized one and entropy_weights",
+         "materialized one",
          backend->ranks);
-}
-
-// Whether log p[y] and the row's sum do not suffice for the gradients.
-static bool beyond_known(const LinearCrossEntropy *a) {
-  return a->mode == LCE_MATERIALIZED || a->terms.label_smoothing > 0 || a->sampling.full_mass > 0 ||
-         a->shard.vocab_size > 0;
-}
-
-static void check_known(const LinearCrossEntropy *a) {
-  bool outputs = tensor_exists(a->loss);
-  if (!tensor_exists(a->known_log_prob))
-    fail("linear_cross_entropy: known_entropy is there without known_log_prob");
-  for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
-    outputs |= tensor_exists(a->outputs.all[i]);
-  if (outputs)
-    fail("linear_cross_entropy: with known_log_prob there are gradients alone; leave out loss and outputs");
-  if (tensor_exists(a->entropy_weights) != tensor_exists(a->known_entropy))
-    fail("linear_cross_entropy: entropy_weights is %s and known_entropy is %s; with known_log_prob they "
-         "belong together",
-         tensor_text(a->entropy_weights).text, tensor_text(a->known_entropy).text);
-  if (beyond_known(a))
-    fail("linear_cross_entropy: with known_log_prob there is no label smoothing, sampling, split head or "
-         "materialized mode");
-}
-
-static void check_exps(const LinearCrossEntropy *a) {
-  int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
-  if (a->exps.rank != 2 || a->exps.shape[0] != tokens || a->exps.shape[1] != vocab_size ||
-      !tensor_exists(a->exps_sum))
-    fail("linear_cross_entropy: exps is %s and exps_sum is %s for %lld tokens and %lld rows of weight",
-         tensor_text(a->exps).text, tensor_text(a->exps_sum).text, (long long)tokens, (long long)vocab_size);
-  if (a->terms.softcap > 0) fail("linear_cross_entropy: with a soft-cap no exps are kept; leave them out");
-  if (!tensor_exists(a->known_log_prob) &&
-      (tensor_exists(a->dx) || tensor_exists(a->dweight) || tensor_exists(a->entropy_weights) ||
-       a->chunk < tokens || beyond_known(a)))
-    fail("linear_cross_entropy: exps are kept by a call without gradients, in one chunk of all tokens, and "
-         "without what known_log_prob excludes");
 }
 
 void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
@@ -96,37 +59,25 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   if (tensor_exists(a->dbias) != (tensor_exists(a->bias) && tensor_exists(a->dweight)))
     fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a->bias).text, tensor_text(a->dbias).text);
-  bool known = tensor_exists(a->known_log_prob);
   bool one_write = !a->accumulate && !a->shard.vocab_size && a->sampling.full_mass == 0 &&
-                   a->terms.label_smoothing == 0 &&
-                   (known || a->mode == LCE_MATERIALIZED || a->chunk >= tokens);
+                   a->terms.label_smoothing == 0 && (a->mode == LCE_MATERIALIZED || a->chunk >= tokens);
   if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32 &&
       !(one_write && a->dweight.dtype == a->weight.dtype))
     fail(
         "%s: dweight is %s; fp32 is needed, or weight's type where it is written once: by one chunk, without "
         "sampling, label smoothing, split head or accumulate",
         op, tensor_text(a->dweight).text);
-  if ((!known && (a->loss.rank != 1 || a->loss.shape[0] != tokens)) || a->targets.rank != 1 ||
+  if (a->loss.rank != 1 || a->loss.shape[0] != tokens || a->targets.rank != 1 ||
       a->targets.shape[0] != tokens)
     fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a->loss).text,
          tensor_text(a->targets).text, (long long)tokens);
   per_token("token_weights", a->token_weights, tokens);
-  per_token("entropy_weights", a->entropy_weights, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);
-  per_token("known_log_prob", a->known_log_prob, tokens);
-  per_token("known_entropy", a->known_entropy, tokens);
-  if (known || tensor_exists(a->known_entropy)) check_known(a);
   check_shard(backend, a);
   if (a->mode == LCE_FUSED && a->terms.softcap > 0 && a->terms.label_smoothing > 0)
     fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "
          "materialized mode (--materialized-logits)",
          op);
-  if (tensor_exists(a->entropy_weights) && !known && a->mode == LCE_FUSED)
-    fail("%s: entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
-         "materialized mode",
-         op);
-  per_token("exps_sum", a->exps_sum, tokens);
-  if (tensor_exists(a->exps) || tensor_exists(a->exps_sum)) check_exps(a);
   check_sampling(a);
 }

@@ -15,9 +15,9 @@
 // exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
 // and `c` the call.)
 //
-// This file has the plain loop. sampling.c, split_head.c (a head split over ranks), known.c (gradients where log p[y] is known)
-// and materialized.c (logits, not exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's
-// gradient, the mean's factor), check.c.
+// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c (logits, not
+// exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's gradient, the mean's
+// factor), check.c.
 #include "kernels/lce/call.h"
 
 static void fused(const Call *c) {
@@ -69,9 +69,7 @@ void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   lce_check(backend, &a);
   MemoryMark mark = memory_mark(&backend->memory);
   Call c = begin_call(backend, &a);
-  if (tensor_exists(a.known_log_prob))
-    lce_known_gradients(&c);
-  else if (a.mode == LCE_MATERIALIZED)
+  if (a.mode == LCE_MATERIALIZED)
     lce_materialized(&c);
   else if (a.shard.vocab_size)
     lce_split_head(&c);

@@ -28,7 +28,7 @@ typedef struct {
 
 // The loss of every token, and the gradients of
 //
-//   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
+//   scale * factor * sum_n token_weights[n] (loss[n] + z_loss[n])
 //
 // with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over
 // the sum of the counted tokens' class weights, found on the device; scale is the caller's. So `scale = 1
@@ -38,8 +38,7 @@ typedef struct {
 // factor and weights of tokens; sums are the caller's (reduce).
 //
 // All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias
-// one over the exponentials. But entropies' own gradient (entropy_weights) needs known_log_prob or the materialized mode, and
-// label smoothing with a soft-cap the materialized mode.
+// one over the exponentials. But label smoothing with a soft-cap needs the materialized mode.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
 // expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
@@ -51,36 +50,24 @@ typedef struct {
 // chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard has no
 // materialized mode.
 //
-// With known_log_prob, the output log_prob of an earlier call with the same x, weight, bias, targets, soft-cap and temperature,
-// the call makes the gradients alone, and the loop takes W's rows in blocks, not the tokens in chunks (known.c): `chunk` says
-// how much memory they take, entropy_weights need known_entropy likewise, and dweight is written once. There is no loss and no
-// output, and no label smoothing, sampling, shard or materialized mode.
-//
-// With exps and exps_sum that call makes no logits: the forward pass alone, in one chunk of all tokens and without a soft-cap, has
-// kept E and R in them, and it turns E into the gradient of the logits, in place. So they serve one such call.
-//
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
 // it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
 // other's, and so does a bias of minus infinity at its target.
 typedef struct {
   LceMode mode;
   int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
-  Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX. Absent with known_log_prob
-  TokenOutputs outputs; // any of them, likewise
+  Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
+  TokenOutputs outputs; // any of them
   Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written once: by one chunk or
-  // with known_log_prob, without sampling, label smoothing, shard or accumulate
+  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written once: by one chunk,
+  // without sampling, label smoothing, shard or accumulate
   Tensor dweight;
-  Tensor dbias;           // fp32 [V]; there when bias and dweight are
-  Tensor x;               // fp32/bf16 [N, H]
-  Tensor weight;          // fp32/bf16 [V, H]
-  Tensor bias;            // [V] of W's dtype, or absent
-  Tensor targets;         // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
-  Tensor token_weights;   // fp32 [N], or absent
-  Tensor entropy_weights; // fp32 [N], or absent
-  Tensor known_log_prob, known_entropy; // fp32 [N], or absent
-  Tensor exps;           // x's type [N, V], or absent; may be strided, best by BackendScratch.logits_stride
-  Tensor exps_sum;       // fp32 [N]; there when exps is
+  Tensor dbias;          // fp32 [V]; there when bias and dweight are
+  Tensor x;              // fp32/bf16 [N, H]
+  Tensor weight;         // fp32/bf16 [V, H]
+  Tensor bias;           // [V] of W's dtype, or absent
+  Tensor targets;        // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
+  Tensor token_weights;  // fp32 [N], or absent
   LossTerms terms;       // without class_weight_sum; class_weights is of the whole vocabulary
   TileSampling sampling; // of the gradients; {0}: they are exact
   VocabShard shard;      // this rank's rows of the head, or {0}: all of them are here

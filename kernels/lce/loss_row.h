@@ -58,24 +58,6 @@ LOSS_ROW RowLoss loss_of_row(RowSums s) {
   return r;
 }
 
-// What makes a row's gradient where its nll and entropy are known (LceKnownRows). `scale` multiplies the gradient of loss and
-// z-loss, `of_entropy` that of the entropy.
-typedef struct {
-  LossReal lse, per_p, per_distance, at_target;
-} KnownRow;
-
-LOSS_ROW KnownRow known_row(LossReal target_v, LossReal nll, LossReal entropy, LossReal class_weight,
-                            LossReal z_loss, LossReal scale, LossReal of_entropy) {
-  LossReal lse = target_v + nll, of_all = 2 * z_loss * lse, p = exp(-nll);
-  return (KnownRow){lse, scale * (class_weight + of_all) - of_entropy * entropy, -of_entropy,
-                    scale * (class_weight * expm1(-nll) + of_all * p) - of_entropy * p * (entropy - nll)};
-}
-
-// log(R + target_e), where target_e / (R + target_e) = p[y].
-LOSS_ROW LossReal log_total(LossReal row_sum, LossReal nll) {
-  return nll > 0 ? log(row_sum / -expm1(-nll)) : 0;
-}
-
 // du/dz of u = cap tanh(z / cap), from u.
 LOSS_ROW LossReal capped_slope(LossReal u, LossReal cap) {
   return (1 - u / cap) * (1 + u / cap);

@@ -13,7 +13,6 @@ void lce_materialized(const Call *c) {
                                                            .bias = a->bias,
                                                            .targets = a->targets,
                                                            .token_weights = a->token_weights,
-                                                           .entropy_weights = a->entropy_weights,
                                                            .factor = c->factor,
                                                            .terms = c->terms,
                                                            .alpha = a->scale});

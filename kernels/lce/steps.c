@@ -18,11 +18,10 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
 }
 
 static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
-  LossRows r = {.row_sum = c->a->exps_sum,
+  LossRows r = {.row_sum = push_vector(c, "row sums", DTYPE_F32, rows),
                 .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
                 .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
                 .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
-  if (!tensor_exists(r.row_sum)) r.row_sum = push_vector(c, "row sums", DTYPE_F32, rows);
   if (tensor_exists(c->a->outputs.entropy))
     r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
   if (token_outputs_need_max(&c->a->outputs)) {
@@ -39,7 +38,7 @@ static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
 
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting) {
   Chunk b = {.rows = push_loss_rows(c, rows, lasting)};
-  b.exps = c->backward ? push_logits(c, "exponentials", rows) : c->a->exps;
+  if (c->backward) b.exps = push_logits(c, "exponentials", rows);
   return b;
 }
 

@@ -3,6 +3,7 @@
 // shapes for which its kernels have ways of their own; and the arguments that operations refuse. Runs on every backend of
 // this build and machine. Attention has test_attention.c.
 
+#include "kernels/torch_operations.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 

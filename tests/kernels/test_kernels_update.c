@@ -1,6 +1,7 @@
 // What surrounds the layers, as in test_kernels_layers.c: rows and targets, the optimizer, copies, and the memory that the
 // system or the GPU counts.
 
+#include "kernels/torch_operations.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 

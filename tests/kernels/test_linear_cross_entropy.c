@@ -3,7 +3,7 @@
 
 #include <omp.h>
 
-#include "tests/loss_problem.h"
+#include "tests/log_prob_call.h"
 
 static ReferenceLoss make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
   ReferenceLoss p = loss_problem(h, rows, hidden, vocab, deviation);
@@ -51,12 +51,11 @@ TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
-// The gradients again, by a call that knows what the forward pass put out, and maybe its exponentials.
-static LinearCrossEntropy of_known(Harness *h, LinearCrossEntropy a, bool kept) {
-  a = loss_call_known(h, a, kept);
+// The gradients again, from log-probabilities, and maybe from the exponentials that the forward pass has kept.
+static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool kept) {
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
   a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
-  linear_cross_entropy(h->backend, a);
+  log_prob_gradients(h->backend, log_prob_call(h, &a, (Tensor){0}, kept));
   return a;
 }
 
@@ -77,13 +76,13 @@ TEST(test_overflow_repair) {
   loss_problem_lead(&p, 8, 0, 0);
   p.weight[p.targets[8] * p.hidden + 8] = 500; // every E is 0
   LinearCrossEntropy a = fused(h, &p), with_entropy = a,
-                     known[] = {of_known(h, a, false), of_known(h, a, true)};
+                     again[] = {by_log_probs(h, a, false), by_log_probs(h, a, true)};
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
   Tolerance gradients = of_size(within_stored(h, 8, 0), p.scale);
   for (int kept = 0; kept < 2; kept++)
-    check_loss(h, kept ? "repaired rows, kept" : "repaired rows, known", &known[kept], &p, 0, (LossBefore){0},
+    check_loss(h, kept ? "repaired rows, kept" : "repaired rows, again", &again[kept], &p, 0, (LossBefore){0},
                gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
@@ -105,7 +104,8 @@ TEST(test_nearly_certain) {
   LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
-  double *known[] = {values_of(h, of_known(h, a, false).dweight), values_of(h, of_known(h, a, true).dweight)};
+  double *again[] = {values_of(h, by_log_probs(h, a, false).dweight),
+                     values_of(h, by_log_probs(h, a, true).dweight)};
   for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
     double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.loss[n];
@@ -113,7 +113,7 @@ TEST(test_nearly_certain) {
     assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
     assert_true(fabs(dweight[entry] / p.dweight[entry] - 1) <= relative);
     for (int kept = 0; kept < 2; kept++)
-      assert_true(fabs(known[kept][entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
+      assert_true(fabs(again[kept][entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
   }
 }
 
@@ -123,7 +123,7 @@ TEST(test_common_offset) {
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
   for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
-  LinearCrossEntropy a = fused(h, &p), kept = of_known(h, a, true);
+  LinearCrossEntropy a = fused(h, &p), kept = by_log_probs(h, a, true);
   reference_loss(&p);
   Tolerance outputs = of_size(within(8, terms_of(&p)), 6400),
             gradients = of_size(within_stored(h, 8, 0), 1600 * p.scale);
@@ -161,9 +161,9 @@ TEST(test_masked_and_saturated) {
       assert_true((int)predicted[n] % 3);
       if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
     }
-    a.entropy_weights = a.loss;
+    Tensor entropy_weights = a.loss;
     a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN), a.dbias = poisoned_vector(h, DTYPE_F32, VOCAB);
-    linear_cross_entropy(h->backend, loss_call_known(h, a, false));
+    log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, false));
     const double *dbias = values_of(h, a.dbias);
     for (int v = 0; v < VOCAB; v++) assert_true(v % 3 ? isfinite(dbias[v]) : dbias[v] == 0);
   }
@@ -413,30 +413,10 @@ TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "a chunk of 0 tokens", a.chunk = 0);
   ASSERT_REFUSED(h, call, "give dx, too", (a.dx.data = NULL, a.sampling.full_mass = 1));
   ASSERT_REFUSED(h, call, "where it is written once", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
-  ASSERT_REFUSED(h, call, "leave out loss and outputs", a.known_log_prob = a.loss);
-  ASSERT_REFUSED(
-      h, call, "known_entropy is fp32 [3]; with known_log_prob they belong together",
-      (a.known_log_prob = a.known_entropy = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0}));
-  ASSERT_REFUSED(h, call, "there is no label smoothing",
-                 (a.known_log_prob = a.loss, a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0},
-                  a.terms.label_smoothing = 0.1f));
-  ASSERT_REFUSED(h, call, "known_log_prob is fp32 [2] for 3 tokens", a.known_log_prob = two);
-  Tensor exps = poisoned(h, h->dtype, 3, 5);
-  ASSERT_REFUSED(h, call, "exps_sum is absent for 3 tokens and 5 rows", a.exps = exps);
-  ASSERT_REFUSED(h, call, "[3, 4] and exps_sum is fp32 [3] for 3 tokens and 5 rows",
-                 (a.exps = a.x, a.exps_sum = a.loss));
-  ASSERT_REFUSED(h, call, "exps_sum is fp32 [2] for 3 tokens", (a.exps = exps, a.exps_sum = two));
-  ASSERT_REFUSED(h, call, "kept by a call without gradients",
-                 (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3));
-  ASSERT_REFUSED(h, call, "with a soft-cap no exps are kept",
-                 (a.exps = exps, a.exps_sum = a.loss, a.chunk = 3, a.terms.softcap = 30));
-  ASSERT_REFUSED(h, call, "entropy_weights need known_log_prob", a.entropy_weights = a.loss);
   call.dx = call.dweight = (Tensor){0};
-  ASSERT_REFUSED(h, call, "in one chunk of all tokens", (a.exps = exps, a.exps_sum = a.loss));
   ASSERT_REFUSED(h, call, "which holds no token", a.x = tensor_rows(a.x, 0, 0));
   ASSERT_REFUSED(h, call, "targets is int32 [2] for 3 tokens", a.targets = tensor_rows(a.targets, 0, 2));
   ASSERT_REFUSED(h, call, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", a.loss = two);
-  ASSERT_REFUSED(h, call, "entropy_weights is fp32 [2] for 3 tokens", a.entropy_weights = two);
   ASSERT_REFUSED(h, call, "token_weights is fp32 [2]", a.token_weights = two);
   ASSERT_REFUSED(h, call, "an output is fp32 [2] for 3 tokens", a.outputs.correct = two);
   ASSERT_REFUSED(h, call, "class_weights is fp32 [2] where [5] is needed", a.terms.class_weights = two);

@@ -3,7 +3,7 @@
 
 #include <cjson/cJSON.h>
 
-#include "tests/loss_problem.h"
+#include "tests/log_prob_call.h"
 #include "tests/process.h"
 
 // --- terms, each of which may be on ------------------------------------------------------------------------
@@ -132,11 +132,21 @@ typedef struct {
   LceMode mode;
   int64_t chunk;
   bool forward_only, accumulate, outputs;
-  bool apart;  // each gradient in a call of its own
-  bool known;  // the gradients in a call that knows what the losses' call put out
-  bool narrow; // dweight in W's dtype
-  bool kept;   // known, and what the losses' call kept of the logits
+  bool apart;     // each gradient in a call of its own
+  bool log_probs; // gradients by log_prob_gradients
+  bool narrow;    // dweight in W's dtype
+  bool kept;      // log_probs, with the exponentials that the forward pass has kept
 } Way;
+
+static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights, LogProbGradients gradients) {
+  gradients.dx = a->dx, gradients.dweight = a->dweight, gradients.dbias = a->dbias;
+  if (tensor_exists(gradients.log_prob))
+    log_prob_gradients(h->backend, gradients);
+  else if (tensor_exists(entropy_weights))
+    materialized_with_entropies(h->backend, *a, entropy_weights);
+  else
+    linear_cross_entropy(h->backend, *a);
+}
 
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
   ReferenceLoss p = make_problem(h, terms, rows, hidden, vocab);
@@ -146,12 +156,14 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (way.outputs) loss_call_all_outputs(h, &a, r);
   LossBefore before = {0};
   if (way.accumulate && !way.forward_only) loss_call_adds(h, &a, &before);
-  if (way.known) a = loss_call_known(h, a, way.kept);
+  Tensor entropy_weights = entropy_weights_of(h, r);
+  LogProbGradients gradients = {0};
+  if (way.log_probs) gradients = log_prob_call(h, &a, entropy_weights, way.kept);
   if (way.narrow) a.dweight = poisoned(h, h->dtype, vocab, hidden);
   LinearCrossEntropy of_x = a, of_weight = a;
   of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
-  linear_cross_entropy(h->backend, way.apart ? of_x : a);
-  if (way.apart) linear_cross_entropy(h->backend, of_weight);
+  run(h, way.apart ? &of_x : &a, entropy_weights, gradients);
+  if (way.apart) run(h, &of_weight, entropy_weights, gradients);
   reference_loss(r);
   // Where logits are stored their rounding shows; the anchored form and fp32 have none.
   bool stored = way.mode == LCE_MATERIALIZED;
@@ -175,8 +187,8 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
   }
   way.mode = LCE_FUSED;
   way.narrow = !way.accumulate;
-  way.known = !(terms & TERM_SMOOTHING);
-  if (way.forward_only || !way.known) return;
+  way.log_probs = !(terms & TERM_SMOOTHING);
+  if (way.forward_only || !way.log_probs) return;
   bool may_keep = !way.apart && !(terms & TERM_SOFTCAP); // the exponentials serve once
   for (int kept = 0; kept < 1 + may_keep; kept++) {
     way.kept = kept;
@@ -200,13 +212,16 @@ TEST(test_all_at_once) {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
   const int forward = everything & ~TERM_ENTROPY; // what gives gradients in the forward pass
-  const int known = everything & ~TERM_SMOOTHING;
+  const int log_probs = everything & ~TERM_SMOOTHING;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < 12; variant++) {
       Way way = {.chunk = shapes[i][3], .accumulate = variant & 1};
-      int terms = (const int[]){
-          everything,           forward, forward & ~TERM_SOFTCAP, forward & ~TERM_SMOOTHING, known,
-          known & ~TERM_SOFTCAP}[variant / 2];
+      int terms = (const int[]){everything,
+                                forward,
+                                forward & ~TERM_SOFTCAP,
+                                forward & ~TERM_SMOOTHING,
+                                log_probs,
+                                log_probs & ~TERM_SOFTCAP}[variant / 2];
       way.outputs = variant < 8;
       way.apart = i % 2;
       check_both_modes(state, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);

@@ -3,7 +3,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path[:0] = [os.path.join(ROOT, *parts) for parts in (("tools", "torch"), ("tests",), ("tests", "kernels"))]
+sys.path[:0] = [os.path.join(ROOT, *parts) for parts in (("tools", "torch"), ("tests",))]
 import tap  # noqa: E402
 import test_liblce  # noqa: E402
 

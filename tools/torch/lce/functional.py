@@ -400,7 +400,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
     PyTorch, which no token_weights change; without any token it is NaN and its gradient 0. Results are fp32.
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
-    (kernels/liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
+    (liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
     on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
     outputs: names of what is returned behind the loss, of each token, without gradient, and 0 where it does not count:
     "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else 0), "predicted" (the

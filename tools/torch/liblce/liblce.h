@@ -7,11 +7,12 @@
 //   if (!lce || lce_linear_cross_entropy(lce, &args) || lce_synchronize(lce)) puts(lce_last_error());
 //   lce_destroy(lce);
 //
-// Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's for
-// "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss and what
-// follows it in lce_args) shares no memory with another tensor of the call; what is only read may. On a GPU tensors
-// are in use until the work of the call is over, on the device. What the layer needs beyond them it allocates once for
-// the largest call so far and keeps until lce_destroy; a call that needs more than all before it waits for them.
+// Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's
+// for "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss
+// and what follows it in lce_args) shares no memory with another tensor of the call; what is only read may.
+// On a GPU tensors are in use until the work of the call is over, on the device. What the layer needs beyond
+// them it allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than
+// all before it waits for them.
 //
 // Streams. A call on CUDA is asynchronous and takes its place on the caller's stream (args.stream), as a
 // kernel launched there would: it reads what earlier work of that stream has written, later work of that
@@ -23,7 +24,8 @@
 // the thread that calls lce_linear_cross_entropy, or the call is refused. lce_create makes it that of its own
 // thread, and leaves it so.
 //
-// Errors. Functions that can fail return 0 when all went well; otherwise lce_last_error says why in a sentence.
+// Errors. Functions that can fail return 0 when all went well; otherwise lce_last_error says why in a
+// sentence.
 // - An argument that cannot be right (a size, an address, a shape, a term) is refused before anything is read
 //   or written. So is a call whose memory cannot be had. The context is as good as before.
 // - When CUDA fails while a call gives it work, between joining the caller's stream and leaving it, the call
@@ -36,8 +38,8 @@
 // - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA where
 //   check_targets asks for it, since the host then waits for the caller's stream and reads the targets. Unchecked,
 //   nothing outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
-#ifndef LCE_KERNELS_LIBLCE_H
-#define LCE_KERNELS_LIBLCE_H
+#ifndef LCE_LIBLCE_H
+#define LCE_LIBLCE_H
 
 #include <stdint.h>
 
@@ -47,8 +49,9 @@ extern "C" {
 
 typedef struct lce_context lce_context;
 
-// One call. N tokens, H hidden size, V vocabulary. "fp32/bf16" is the context's dtype. NULL stands for an absent
-// tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y its target:
+// One call. N tokens, H hidden size, V vocabulary. "fp32/bf16" is the context's dtype. NULL stands for an
+// absent tensor, and a struct of zeros for a call without any term. With z = x weight^T + bias for a token, y
+// its target:
 //
 //   u       = c tanh(z / c)  (softcap c; none: u = z)        v = u / T  (temperature T)
 //   p       = softmax(v)                                     lse = logsumexp(v)
@@ -62,10 +65,10 @@ typedef struct lce_context lce_context;
 // sample makes the gradients cheaper and noisy, but unbiased: the softmax gradient (p of all but the targets,
 // [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is
 // kept with probability min(1, m / sample), rounded to a power of two, and divided by it; the others are
-// skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a trained
-// model of 128,256 entries. Gradients stay exact where it would save no time: on GPUs other than Hopper, in fp32 on a GPU,
-// in chunks below 128 tokens, without dweight, and with sample below 1/32. It excludes materialized, bias, softcap,
-// entropy, max_logit, correct and predicted, and dweight without dx.
+// skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a
+// trained model of 128,256 entries. Gradients stay exact where it would save no time: on GPUs other than
+// Hopper, in fp32 on a GPU, in chunks below 128 tokens, without dweight, and with sample below 1/32. It
+// excludes materialized, bias, softcap, entropy, max_logit, correct and predicted, and dweight without dx.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -73,7 +76,8 @@ typedef struct {
   int32_t mean;                            // scale by 1 / (sum of the counted tokens' class weights) as well
   int32_t accumulate;                      // add to dweight and dbias rather than write them
   int32_t targets_int64;                   // targets are int64, as PyTorch's; otherwise int32
-  // dweight has the context's dtype: in one chunk or with known_log_prob alone; not with sample, label_smoothing, split head, accumulate
+  // dweight has the context's dtype: in one chunk or with known_log_prob alone; not with sample,
+  // label_smoothing, split head, accumulate
   int32_t narrow_dweight;
   int32_t check_targets; // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
@@ -87,43 +91,50 @@ typedef struct {
   const void *targets;        // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights; // [V], or NULL
   const float *token_weights; // [N], or NULL: what each token's gradient is multiplied by
-  // [N], or NULL: adds these times the entropies to what is differentiated; with known_entropy, or materialized
+  // [N], or NULL: adds these times the entropies to what is differentiated; with known_entropy, or
+  // materialized
   const float *entropy_weights;
-  // What a call of the same x, weight, bias, targets, softcap and temperature put out: then this one makes the gradients alone, in
-  // a loop over weight's rows without a sum of dweight over chunks. known_entropy comes with entropy_weights. There is no loss and
-  // no other output, no materialized, sample, label_smoothing and no split head.
+  // What a call of the same x, weight, bias, targets, softcap and temperature put out: then this one makes
+  // the gradients alone, in a loop over weight's rows without a sum of dweight over chunks. known_entropy
+  // comes with entropy_weights. There is no loss and no other output, no materialized, sample,
+  // label_smoothing and no split head.
   const float *known_log_prob, *known_entropy; // [N], or NULL
-  // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of 128. A call for
-  // losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in them, and the call with
-  // known_log_prob, given the same, overwrites them and computes no logits again: three GEMMs in all, not four.
+  // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of
+  // 128. A call for losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in
+  // them, and the call with known_log_prob, given the same, overwrites them and computes no logits again:
+  // three GEMMs in all, not four.
   void *exps;
   float *loss;   // [N]: per token, before scale, mean and token weights; 0 of what does not count
   void *dx;      // fp32/bf16 [N, H], or NULL: not computed
   void *dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the forward pass alone
   float *dbias;  // [V]; there when bias and dweight are
-  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether predicted is y.
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether
+  // predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
 } lce_args;
 
-// A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0 (dtype "bf16"
-// or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to lce_destroy. NULL when there
-// is none. On CUDA it takes 32 MiB for GEMMs and 16 MiB of pinned host memory, and waits for the device.
+// A context on "cpu" (dtype "fp32"; the ordinal is ignored) or on CUDA device `ordinal`, counted from 0
+// (dtype "bf16" or "fp32"; compute capability 8.0 or later). The caller owns it, and gives it back to
+// lce_destroy. NULL when there is none. On CUDA it takes 32 MiB for GEMMs and 16 MiB of pinned host memory,
+// and waits for the device.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
-// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is fine.
+// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is
+// fine.
 void lce_destroy(lce_context *context);
 
-// A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a rank gives to a
-// call are its own, as many as every other rank's, and so are its losses and dx; dweight is the sum over all ranks' tokens.
-// Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms and which gradients are there must be the same
-// on all ranks; bias and dbias are of the rank's rows, and mean is over all ranks' tokens. materialized and
-// known_log_prob are refused.
+// A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a
+// rank gives to a call are its own, as many as every other rank's, and so are its losses and dx; dweight is
+// the sum over all ranks' tokens. Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms
+// and which gradients are there must be the same on all ranks; bias and dbias are of the rank's rows, and
+// mean is over all ranks' tokens. materialized and known_log_prob are refused.
 //
-// The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a call's thread.
-// It works on the call's stream as a kernel launched there would, returns 0 when all went well, and must not longjmp or
-// throw. x has `count` elements, of a dtype that is 0 for fp32, 1 for bf16, 2 for int32:
+// The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a
+// call's thread. It works on the call's stream as a kernel launched there would, returns 0 when all went
+// well, and must not longjmp or throw. x has `count` elements, of a dtype that is 0 for fp32, 1 for bf16, 2
+// for int32:
 //   LCE_ALL_REDUCE      out [count] = the sum of all ranks' x; out may be x
 //   LCE_REDUCE_SCATTER  out [count / R] = the sum of all ranks' slice `rank` of x
 //   LCE_ALL_GATHER      out [count R] = the ranks' x one after the other
@@ -133,7 +144,8 @@ typedef int (*lce_collective)(void *user, int kind, void *out, const void *x, in
 // Makes the context rank `rank` of `ranks`, before its first call. Returns 0, or 1 with lce_last_error.
 int lce_join(lce_context *context, int rank, int ranks, lce_collective collective, void *user);
 
-// Losses and the requested outputs, and those of the gradients that are given, with respect to x, weight and bias, of
+// Losses and the requested outputs, and those of the gradients that are given, with respect to x, weight and
+// bias, of
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + zl[n]) + entropy_weights[n] entropy[n])
 //
@@ -142,9 +154,10 @@ int lce_join(lce_context *context, int rank, int ranks, lce_collective collectiv
 // Returns 0, or 1 with lce_last_error. args is read before the call returns, and not kept.
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 
-// out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only after the call.
-// x, out: on the context's device, of dtype 0, fp32, or 1, bf16 (not on the CPU); out may be x, and a factor of 1 then costs
-// no time. count 0 does nothing. factor: fp32 [1], there too. stream: as in lce_args. Returns 0, or 1 with lce_last_error.
+// out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only
+// after the call. x, out: on the context's device, of dtype 0, fp32, or 1, bf16 (not on the CPU); out may be
+// x, and a factor of 1 then costs no time. count 0 does nothing. factor: fp32 [1], there too. stream: as in
+// lce_args. Returns 0, or 1 with lce_last_error.
 int lce_scale(lce_context *context, void *out, int out_dtype, const void *x, int x_dtype, int64_t count,
               const float *factor, void *stream);
 
@@ -152,8 +165,8 @@ int lce_scale(lce_context *context, void *out, int out_dtype, const void *x, int
 // Returns 0, or 1 when one of them failed on the device, with lce_last_error. Needs no current device.
 int lce_synchronize(lce_context *context);
 
-// Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed workspace of
-// GEMMs that a context on CUDA has from the start; 0 for NULL and before the first such call.
+// Bytes that the last call that went well held at its peak beyond the caller's tensors, without the fixed
+// workspace of GEMMs that a context on CUDA has from the start; 0 for NULL and before the first such call.
 int64_t lce_held_bytes(const lce_context *context);
 
 // Why the calling thread's last call that failed did so, in one sentence; "" when none has. The text is the

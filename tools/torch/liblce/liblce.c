@@ -1,5 +1,6 @@
-#include "kernels/liblce.h"
+#include "tools/torch/liblce/liblce.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,8 +8,9 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/lce/linear_cross_entropy.h"
 #include "kernels/text.h"
+#include "kernels/torch_operations.h"
+#include "tools/torch/liblce/log_probs.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
@@ -60,8 +62,8 @@ static bool in_use(void) {
   return false;
 }
 
-// After a failure: waits until the device is done with tensors and stack, or destroys the backend that was not finished. The
-// first error stays the last one.
+// After a failure: waits until the device is done with tensors and stack, or destroys the backend that was
+// not finished. The first error stays the last one.
 static int failed(void) {
   lce_context *context = frame->context;
   if (in_use()) return leave(1);
@@ -255,7 +257,8 @@ static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype d
          remedy);
 }
 
-// The tensor has possible sizes and an address for them, and shares nothing that is written with those `before` it.
+// The tensor has possible sizes and an address for them, and shares nothing that is written with those
+// `before` it.
 static void check_argument(const Argument *t, const Argument *before) {
   check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
   uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
@@ -272,8 +275,35 @@ static void check_argument(const Argument *t, const Argument *before) {
            t->name);
 }
 
-// A call of the layer, checked but for what its entry points check, without its targets; `ids` are the targets given.
-static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend, Tensor *ids) {
+// What a call requests, without its targets, which come from `ids`.
+typedef struct {
+  LinearCrossEntropy loss; // with known_log_prob its inputs and gradients alone
+  Tensor entropy_weights, known_log_prob, known_entropy;
+  Exponentials kept;
+  Tensor ids;
+} Request;
+
+// lce_args can name more at once than there is a function for.
+static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
+  bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0 || a->rows;
+  bool outputs = tensor_exists(c->loss);
+  for (size_t i = 0; i < sizeof c->outputs.all / sizeof *c->outputs.all; i++)
+    outputs |= tensor_exists(c->outputs.all[i]);
+  if (a->known_log_prob && outputs)
+    fail(CALL ": with known_log_prob there are gradients alone; leave out loss and outputs");
+  if (a->known_log_prob && beyond)
+    fail(CALL ": with known_log_prob there is no label smoothing, sampling, split head or materialized mode");
+  if (a->known_log_prob && !a->entropy_weights != !a->known_entropy)
+    fail(CALL
+         ": with known_log_prob, entropy_weights and known_entropy belong together; give both or neither");
+  if (a->known_entropy && !a->known_log_prob) fail(CALL ": known_entropy is there without known_log_prob");
+  if (a->entropy_weights && !a->known_log_prob && !a->materialized)
+    fail(CALL ": entropy_weights need known_log_prob and known_entropy, of a call without gradients, or the "
+              "materialized mode");
+}
+
+// The call, checked but for what the functions that run() calls check.
+static Request checked_request(const lce_args *a, const Backend *backend) {
   Dtype dtype = backend->dtype;
   if (!a) fail(CALL ": args must be there");
   check_size("tokens", a->tokens);
@@ -286,44 +316,47 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
   if (a->chunk < 0)
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
-  LinearCrossEntropy c = {.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
-                          .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
-                          .terms = {.label_smoothing = a->label_smoothing,
-                                    .z_loss = a->z_loss,
-                                    .softcap = a->softcap,
-                                    .temperature = a->temperature},
-                          .sampling = {.full_mass = a->sample, .seed = a->sample_seed},
-                          .scale = a->scale,
-                          .mean = a->mean,
-                          .accumulate = a->accumulate};
+  if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
+  Request r = {0};
+  LinearCrossEntropy *c = &r.loss;
+  *c = (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
+                            .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
+                            .terms = {.label_smoothing = a->label_smoothing,
+                                      .z_loss = a->z_loss,
+                                      .softcap = a->softcap,
+                                      .temperature = a->temperature},
+                            .sampling = {.full_mass = a->sample, .seed = a->sample_seed},
+                            .scale = a->scale,
+                            .mean = a->mean,
+                            .accumulate = a->accumulate};
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
-  if (a->rows) c.shard = (VocabShard){.first = a->first_row, .vocab_size = v};
+  if (a->rows) c->shard = (VocabShard){.first = a->first_row, .vocab_size = v};
   const int needed = a->known_log_prob ? 3 : 4;                    // the first
   int64_t stride = round_up(v, 128 / (int64_t)dtype_bytes(dtype)); // of exps, which R follows
   uintptr_t sums = (uintptr_t)a->exps + (uintptr_t)n * (uintptr_t)stride * dtype_bytes(dtype);
   const Argument tensors[] = {
-      {"x", a->x, n, h, dtype, false, &c.x},
-      {"weight", a->weight, rows_of_head, h, dtype, false, &c.weight},
-      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, ids},
-      {"loss", a->loss, n, 0, DTYPE_F32, true, &c.loss},
-      {"bias", a->bias, rows_of_head, 0, dtype, false, &c.bias},
-      {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c.terms.class_weights},
-      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c.token_weights},
-      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &c.entropy_weights},
-      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &c.known_log_prob},
-      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &c.known_entropy},
-      {"exps", a->exps, n, stride, dtype, true, &c.exps},
-      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &c.exps_sum},
-      {"dx", a->dx, n, h, dtype, true, &c.dx},
-      {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c.dweight},
-      {"dbias", a->dbias, rows_of_head, 0, DTYPE_F32, true, &c.dbias},
-      {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c.outputs.z_loss},
-      {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c.outputs.log_prob},
-      {"logsumexp", a->logsumexp, n, 0, DTYPE_F32, true, &c.outputs.logsumexp},
-      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &c.outputs.entropy},
-      {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c.outputs.max_logit},
-      {"correct", a->correct, n, 0, DTYPE_F32, true, &c.outputs.correct},
-      {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c.outputs.predicted}};
+      {"x", a->x, n, h, dtype, false, &c->x},
+      {"weight", a->weight, rows_of_head, h, dtype, false, &c->weight},
+      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, &r.ids},
+      {"loss", a->loss, n, 0, DTYPE_F32, true, &c->loss},
+      {"bias", a->bias, rows_of_head, 0, dtype, false, &c->bias},
+      {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c->terms.class_weights},
+      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c->token_weights},
+      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &r.entropy_weights},
+      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &r.known_log_prob},
+      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &r.known_entropy},
+      {"exps", a->exps, n, stride, dtype, true, &r.kept.exps},
+      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &r.kept.row_sum},
+      {"dx", a->dx, n, h, dtype, true, &c->dx},
+      {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c->dweight},
+      {"dbias", a->dbias, rows_of_head, 0, DTYPE_F32, true, &c->dbias},
+      {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c->outputs.z_loss},
+      {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c->outputs.log_prob},
+      {"logsumexp", a->logsumexp, n, 0, DTYPE_F32, true, &c->outputs.logsumexp},
+      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &c->outputs.entropy},
+      {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c->outputs.max_logit},
+      {"correct", a->correct, n, 0, DTYPE_F32, true, &c->outputs.correct},
+      {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c->outputs.predicted}};
   for (const Argument *t = tensors; t < tensors + sizeof tensors / sizeof *tensors; t++) {
     if (!t->data && t < tensors + needed)
       fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", t->name);
@@ -333,13 +366,15 @@ static LinearCrossEntropy checked_call(const lce_args *a, const Backend *backend
     *t->tensor =
         t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
   }
-  if (a->exps) c.exps = tensor_columns(c.exps, 0, v);
-  check_bytes("the logits", a->materialized ? n : min_i64(c.chunk, n), v, DTYPE_F32,
+  if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);
+  check_combination(a, c);
+  check_bytes("the logits", a->materialized ? n : min_i64(c->chunk, n), v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
-  return c;
+  return r;
 }
 
-// Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
+// Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's
+// stream.
 static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
   enum { PART = 4096 };
   union {
@@ -365,26 +400,55 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   call->dx = call->dweight = call->dbias = (Tensor){0};
 }
 
-static void run(Backend *backend, LinearCrossEntropy call, Tensor ids) {
-  int64_t vocab_size = call.shard.vocab_size ? call.shard.vocab_size : call.weight.shape[0];
+static LogProbGradients gradients_of(const Request *r) {
+  const LinearCrossEntropy *a = &r->loss;
+  return (LogProbGradients){.dx = a->dx,
+                            .dweight = a->dweight,
+                            .dbias = a->dbias,
+                            .x = a->x,
+                            .weight = a->weight,
+                            .bias = a->bias,
+                            .targets = a->targets,
+                            .log_prob = r->known_log_prob,
+                            .entropy = r->known_entropy,
+                            .token_weights = a->token_weights,
+                            .entropy_weights = r->entropy_weights,
+                            .kept = r->kept,
+                            .terms = a->terms,
+                            .chunk = a->chunk,
+                            .scale = a->scale,
+                            .mean = a->mean,
+                            .accumulate = a->accumulate};
+}
+
+static void run(Backend *backend, Request r) {
+  LinearCrossEntropy *a = &r.loss;
+  int64_t vocab_size = a->shard.vocab_size ? a->shard.vocab_size : a->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
-  call.targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
-  read_targets(backend, (ReadTargets){.targets = call.targets, .ids = ids, .vocab_size = vocab_size});
-  if (call.scale == 0) drop_gradients(backend, &call);
-  linear_cross_entropy(backend, call);
-  if (tensor_exists(call.loss))
-    read_targets(backend, (ReadTargets){.loss = call.loss, .ids = ids, .vocab_size = vocab_size});
+  a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, r.ids.shape[0]);
+  read_targets(backend, (ReadTargets){.targets = a->targets, .ids = r.ids, .vocab_size = vocab_size});
+  if (a->scale == 0) drop_gradients(backend, a);
+  if (tensor_exists(r.known_log_prob))
+    log_prob_gradients(backend, gradients_of(&r));
+  else if (tensor_exists(r.kept.exps))
+    keep_exponentials(backend, *a, r.kept);
+  else if (tensor_exists(r.entropy_weights))
+    materialized_with_entropies(backend, *a, r.entropy_weights);
+  else
+    linear_cross_entropy(backend, *a);
+  if (tensor_exists(a->loss))
+    read_targets(backend, (ReadTargets){.loss = a->loss, .ids = r.ids, .vocab_size = vocab_size});
   memory_pop_to(&backend->memory, mark);
 }
 
 // What the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(Backend *plan, LinearCrossEntropy call, Tensor ids) {
-  float scale = call.scale;
-  if (scale == 0) call.scale = 1; // the tensors of gradients that are then dropped are checked too
-  run(plan, call, ids);
-  call.scale = scale;
+static size_t planned_bytes(Backend *plan, Request r) {
+  float scale = r.loss.scale;
+  if (scale == 0) r.loss.scale = 1; // the tensors of gradients that are then dropped are checked too
+  run(plan, r);
+  r.loss.scale = scale;
   ledger_reset_peak(&plan->memory.ledger);
-  run(plan, call, ids);
+  run(plan, r);
   return plan->memory.ledger.stack_peak;
 }
 
@@ -412,17 +476,16 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   ENTER(context);
   Backend *backend = context->backend;
-  Tensor ids = {0};
-  const LinearCrossEntropy call = checked_call(args, backend, &ids);
-  size_t bytes = planned_bytes(context->plan, call, ids);
+  const Request request = checked_request(args, backend);
+  size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
   if (bytes > backend->memory.stack_capacity) {
     backend_synchronize(backend); // earlier calls may still use the stack that goes
     memory_set_stack(&backend->memory, bytes);
   }
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
-    check_targets(backend, ids, args->vocab_size);
-  run(backend, call, ids);
+    check_targets(backend, request.ids, args->vocab_size);
+  run(backend, request);
   end(context);
   context->held_bytes = bytes;
   return leave(0);

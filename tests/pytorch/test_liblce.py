@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """liblce.so through ctypes, as any language would use it: PyTorch's golden values, a head split over ranks, and
-where there is a GPU a caller's stream. tests/pytorch tests what PyTorch adds.
+where there is a GPU a caller's stream. The other tests here test what PyTorch adds.
 
 Prints TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
 """

@@ -1,13 +1,13 @@
-// The C interface (kernels/liblce.h) called directly: every value against float64, wrong arguments that give a
-// sentence and write nothing, targets that are out of range, several contexts and threads at a time. All
-// tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes outside
-// them.
+// The C interface (tools/torch/liblce/liblce.h) called directly: every value against float64, wrong arguments
+// that give a sentence and write nothing, targets that are out of range, several contexts and threads at a
+// time. All tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes
+// outside them.
 
 #include <pthread.h>
 #include <sys/resource.h>
 
-#include "kernels/liblce.h"
 #include "tests/loss_problem.h"
+#include "tools/torch/liblce/liblce.h"
 
 static _Noreturn void fail_sentence(const char *sentence) {
   fail("%s", sentence);
@@ -15,8 +15,8 @@ static _Noreturn void fail_sentence(const char *sentence) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// The tensors of a call, those that it must have first: where they and what they come from or should be lie in lce_args and ReferenceLoss,
-// and their size, as letters of N, H, V.
+// The tensors of a call, those that it must have first: where they and what they come from or should be lie
+// in lce_args and ReferenceLoss, and their size, as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
   const char *name, *size;
@@ -233,8 +233,8 @@ TEST(test_gradients) {
   lce_destroy(context);
 }
 
-// With sampling losses stay the same to the bit; the seed alone decides which gradients there are (test_tile_sampling has
-// their mean). Below 1/32 they are the exact ones.
+// With sampling losses stay the same to the bit; the seed alone decides which gradients there are
+// (test_tile_sampling has their mean). Below 1/32 they are the exact ones.
 TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
@@ -305,7 +305,8 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
     refused(context, &p, part, a);                                                                           \
   } while (0)
 
-// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were ignored.
+// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were
+// ignored.
 TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   lce_context *context = context_on_cpu();
@@ -375,10 +376,20 @@ TEST(test_wrong_arguments) {
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1));
   REFUSED("give dx, too", (a.dx = NULL, a.sample = 1, a.scale = 0));
   REFUSED("a bias has a gradient where weight has one", a.bias = a.x);
-  float exps[7 * 33];
+  float exps[7 * 33], a_row[7] = {0};
   REFUSED("exps are kept by a call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
   REFUSED("exps are kept by a call without gradients, in one chunk",
           (a.exps = exps, a.dx = NULL, a.dweight = NULL));
+  lce_args gradients = p.args;
+  gradients.known_log_prob = a_row, gradients.loss = NULL;
+  gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;
+  REFUSED("leave out loss and outputs", a.known_log_prob = a_row);
+  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(*state, 7)));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.label_smoothing = 0.1f));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.materialized = 1));
+  REFUSED("there is no label smoothing, sampling", (a = gradients, a.sample = 1));
+  REFUSED("belong together", (a = gradients, a.known_entropy = a_row));
+  REFUSED("known_entropy is there without known_log_prob", a.known_entropy = a_row);
   REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("rows is -1", a.rows = -1);
@@ -443,7 +454,8 @@ TEST(test_impossible_sizes) {
   lce_destroy(context);
 }
 
-// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the two is written.
+// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the
+// two is written.
 TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
   Problem p = small_problem(*state, true);
@@ -583,8 +595,8 @@ static void catch_sentence(const char *sentence) {
   longjmp(caught, 1);
 }
 
-// Threads with errors of their own, in a program that has its own fail handler. Some make their context, others get one; all
-// contexts end in one more thread.
+// Threads with errors of their own, in a program that has its own fail handler. Some make their context,
+// others get one; all contexts end in one more thread.
 TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};

@@ -1,0 +1,102 @@
+// The operations that tools/torch alone calls, on the CPU.
+#include "kernels/torch_operations.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vector_math.h"
+#include "kernels/log_prob_factors.h"
+
+void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
+  const int32_t *targets = a->targets.data;
+  double inv_temperature = (double)inverse_temperature(a->terms.temperature);
+  EACH_PARALLEL (n, a->targets.shape[0]) {
+    bool counts = targets[n] != IGNORE_INDEX;
+    double scale = counts ? inv_temperature * (double)a->alpha * cpu_read(a->factor, 0, 1) : 0;
+    TokenFactors r =
+        token_factors(inv_temperature * cpu_read(a->target_z, n, 0), -cpu_read(a->log_prob, n, 0),
+                      cpu_read(a->entropy, n, 0),
+                      counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0, (double)a->terms.z_loss,
+                      scale * cpu_read(a->token_weights, n, 1), scale * cpu_read(a->entropy_weights, n, 0));
+    double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
+    if (cap > 0) r.at_target *= capped_slope(u, cap);
+    if (tensor_exists(a->row_sum))
+      r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
+    cpu_store(a->factors.lse, n, counts ? r.lse : 0);
+    cpu_store(a->factors.per_p, n, counts ? r.per_p : 0);
+    cpu_store(a->factors.per_distance, n, counts ? r.per_distance : 0);
+    cpu_store(a->factors.at_target, n, counts ? r.at_target : 0);
+  }
+}
+
+// Logits of tile t of a block of rows, or the exponentials that are there, in place of which their gradient
+// stays.
+static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient *a, int64_t block,
+                                 int64_t t) {
+  int64_t row = block * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, a->dlogits.shape[0] - row);
+  int64_t column = t * LCE_TILE_COLUMNS, columns = min_i64(LCE_TILE_COLUMNS, a->dlogits.shape[1] - column);
+  float *first = cpu_row(a->dlogits, row) + column;
+  float inv_temperature = inverse_temperature(a->temperature);
+  const float *bias = a->bias.data;
+  bool kept = !tensor_exists(a->x);
+  if (!kept) {
+    CpuMatrix x = {.data = cpu_row(a->x, row), .stride = a->x.stride},
+              w = {.data = cpu_row(a->weight, column), .stride = a->weight.stride, .transposed = true};
+    cpu_gemm(backend, rows, columns, a->x.shape[1], 1.0f, x, w, false, first, a->dlogits.stride);
+  }
+  for (int64_t n = row; n < row + rows; n++) {
+    float *d = first + (n - row) * a->dlogits.stride;
+    int64_t target = ((const int32_t *)a->targets.data)[n];
+    if (target == IGNORE_INDEX) {
+      memset(d, 0, (size_t)columns * sizeof *d);
+      continue;
+    }
+    float lse = ((const float *)a->factors.lse.data)[n], per_p = ((const float *)a->factors.per_p.data)[n];
+    float per_distance = ((const float *)a->factors.per_distance.data)[n];
+    float scale = expf(-lse);
+    EACH_SIMD (j, kept ? columns : 0) {
+      float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - lse : 0;
+      d[j] = d[j] * scale * (per_p + per_distance * distance);
+    }
+    float slope[LCE_TILE_COLUMNS];
+    bias_and_cap(d, bias ? bias + column : NULL, a->softcap, columns, slope);
+    EACH_SIMD (j, kept ? 0 : columns) {
+      float distance = d[j] * inv_temperature - lse;
+      if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
+      d[j] = exp_f32(distance) * (per_p + per_distance * distance);
+    }
+    if (a->softcap > 0)
+      EACH_SIMD (j, columns) d[j] *= slope[j];
+    if (target >= column && target < column + columns)
+      d[target - column] = ((const float *)a->factors.at_target.data)[n];
+  }
+}
+
+void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
+  int64_t blocks = ceil_div(a->dlogits.shape[0], LCE_TILE_ROWS),
+          tiles = ceil_div(a->dlogits.shape[1], LCE_TILE_COLUMNS);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t t = 0; t < tiles; t++)
+    for (int64_t block = 0; block < blocks; block++) logits_gradient_tile(backend, a, block, t);
+}
+
+void cpu_scale_by(Backend *backend, const ScaleBy *a) {
+  const float *x = a->x.data, factor = (float)cpu_read(a->factor, 0, 1);
+  float *out = a->out.data;
+#pragma omp parallel for simd schedule(static)
+  for (int64_t i = 0; i < a->x.shape[0]; i++) out[i] = factor * x[i];
+}
+
+void cpu_read_targets(Backend *backend, const ReadTargets *a) {
+  const int32_t *narrow = a->ids.data;
+  const int64_t *wide = a->ids.data;
+  int32_t *targets = a->targets.data;
+  float *loss = a->loss.data;
+  for (int64_t n = 0; n < a->ids.shape[0]; n++) {
+    int64_t id = a->ids.dtype == DTYPE_I64 ? wide[n] : narrow[n];
+    bool counts = id >= 0 && id < a->vocab_size;
+    if (targets) targets[n] = counts ? (int32_t)id : IGNORE_INDEX;
+    if (loss && !counts && id != IGNORE_INDEX) loss[n] = NAN;
+  }
+}

@@ -1,0 +1,80 @@
+// Launching a GEMM of hopper_kernel.cuh: what the device offers, how tensors are described to TMA, and
+// rasterisation.
+#pragma once
+
+#include "kernels/cuda/hopper_kernel.cuh"
+
+// What the kernels need of the device.
+struct Hopper {
+  int clusters; // that run at the same time; 0: none of the kernels runs
+  PFN_cuTensorMapEncodeTiled_v12000 encode;
+  unsigned long long *throttle; // ClusterThrottle's counter
+};
+
+template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t clusters) {
+  return {"a Hopper GEMM",
+          cuda_stream(backend),
+          dim3((unsigned)(clusters * CLUSTER)),
+          THREADS,
+          true,
+          K::SHARED_BYTES,
+          CLUSTER};
+}
+
+static const Hopper &hopper(Backend *backend) {
+  return *cuda_state(backend)->hopper;
+}
+
+static bool tma_takes(Tensor t) {
+  return rows_start_aligned(t, WIDTH<bf16>) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
+         t.shape[1] <= INT32_MAX;
+}
+
+// Describes t to TMA in tiles of `rows` by `line` bytes, 128 or 64. parts = 2: its left and its right half of
+// the columns, a tile of each at once; the second stride is then smaller than the first, which the driver
+// takes.
+static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128, int parts = 1) {
+  CUtensorMap map;
+  cuuint64_t bytes = dtype_bytes(t.dtype), columns = (cuuint64_t)(t.shape[1] / parts),
+             shape[] = {columns, (cuuint64_t)t.shape[0], (cuuint64_t)parts},
+             stride[] = {(cuuint64_t)t.stride * bytes, columns * bytes};
+  cuuint32_t tile[] = {(cuuint32_t)(line / bytes), (cuuint32_t)rows, (cuuint32_t)parts}, every[] = {1, 1, 1};
+  CUtensorMapDataType type =
+      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUresult result = hopper(backend).encode(
+      &map, type, parts > 1 ? 3 : 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    fail("cuTensorMapEncodeTiled failed for %s (%d)", tensor_text(t).text, (int)result);
+  return map;
+}
+
+// The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while
+// B streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of A
+// stays in L2, since it gains nothing there, nor with sampling, whose lists differ in length.
+template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t GROUP_BYTES = 16 << 20;
+  TileScheduler s = {};
+  s.m = (int)m, s.n = (int)n;
+  s.rows = K::CLUSTER_ROWS, s.columns = K::CLUSTER_COLUMNS;
+  s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
+  s.n_tiles = (int)ceil_div(n, K::CLUSTER_COLUMNS);
+  s.k_steps = (int)ceil_div(k, TILE_K);
+  int64_t groups = K::KEEPS_A ? ceil_div(m * k * 2, GROUP_BYTES)
+                              : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
+  s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
+  s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
+  s.splits = 1;
+  bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
+  s.throttle = all_stays || K::SAMPLED ? nullptr : hopper(backend).throttle;
+  return s;
+}
+
+template <typename K>
+static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b, const CUtensorMap &out,
+                   const TileScheduler &s, const EpilogueParams &params,
+                   const CUtensorMap *gate_up = nullptr) {
+  launch_kernel(launch_of<K>(backend, min_i64(hopper(backend).clusters, s.work_tiles)), gemm_kernel<K>, a, b,
+                out, gate_up ? *gate_up : out, s, params);
+}

@@ -1,0 +1,149 @@
+// The operations that tools/torch alone calls, on any GPU from sm_80 on; on sm_90 with the GEMM of
+// hopper_logits_gradient.cu.
+#include "kernels/torch_operations.h"
+
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_logits_gradient.h"
+#include "kernels/log_prob_factors.h"
+
+static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradientFactors a,
+                                               float inv_temperature) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n >= a.targets.shape[0]) return;
+  int target = data_of<int32_t>(a.targets)[n];
+  bool counts = target != IGNORE_INDEX;
+  float scale = counts ? inv_temperature * a.alpha * read(a.factor, 0, 1) : 0;
+  TokenFactors r = {};
+  if (counts)
+    r = token_factors(inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
+                      read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
+                      scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
+  float cap = a.terms.softcap, u = data_of<float>(a.target_z)[n];
+  if (cap > 0) r.at_target *= capped_slope(u, cap);
+  if (counts && a.row_sum.data)
+    r.lse = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
+  write(a.factors.lse, n, r.lse);
+  write(a.factors.per_p, n, r.per_p);
+  write(a.factors.per_distance, n, r.per_distance);
+  write(a.factors.at_target, n, r.at_target);
+}
+
+void cuda_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
+  launch_kernel(per_element(backend, "lce_gradient_factors", a->targets.shape[0]), gradient_factors_kernel,
+                *a, inverse_temperature(a->terms.temperature));
+}
+
+// fp32 logits of a tile of columns from `first` on, or without a tile the exponentials, into their gradient;
+// a block takes a row. W > 1: to the end of a strided row's last group.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
+                           int columns, Capped<T> capped, float inv_temperature) {
+  int64_t row = blockIdx.x;
+  int of_row = data_of<int32_t>(a.targets)[row], target = (int)(of_row - first);
+  float lse = data_of<float>(a.factors.lse)[row], per_p = data_of<float>(a.factors.per_p)[row];
+  float per_distance = data_of<float>(a.factors.per_distance)[row], scale = __expf(-lse);
+  float at_target = data_of<float>(a.factors.at_target)[row];
+  bool kept = W > 1 || !tile;
+  T *out = data_of<T>(a.dlogits) + row * a.dlogits.stride + first;
+  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+    float d[W];
+    if (kept)
+      load(d, out + i);
+    else
+      load(d, tile + row * columns + i);
+    EACH (k, W) {
+      float slope = 1, p, distance;
+      if (kept) {
+        p = d[k] * scale, distance = d[k] > 0 ? __logf(d[k]) - lse : 0;
+      } else {
+        distance = capped(d[k], first + i + k, slope) * inv_temperature - lse;
+        if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
+        p = __expf(distance);
+      }
+      d[k] = p * (per_p + per_distance * distance) * slope;
+      if (i + k == target) d[k] = at_target;
+      if (of_row == IGNORE_INDEX || i + k >= columns) d[k] = 0;
+    }
+    store(out + i, d);
+  }
+}
+
+// The portable path, where cuBLASLt makes fp32 logits, a tile at a time, and any GPU's with exponentials.
+void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
+  int64_t rows = a->dlogits.shape[0], vocab_size = a->dlogits.shape[1];
+  float inv_temperature = inverse_temperature(a->temperature);
+  auto run = [&](const float *tile, int64_t first, int64_t columns) {
+    with_float(a->dlogits.dtype, [&](auto type) {
+      using T = decltype(type);
+      with_bool(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
+        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        launch_kernel(per_row(backend, "lce_logits_gradient", rows, ceil_div(columns, W)),
+                      logits_gradient_kernel<T, W>, *a, tile, first, (int)columns,
+                      Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature);
+      });
+    });
+  };
+  if (!tensor_exists(a->x)) return run(nullptr, 0, vocab_size);
+  if (hopper_logits_gradient(backend, a, inv_temperature)) return;
+  int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
+  for (int64_t first = 0; first < vocab_size; first += columns) {
+    columns = min_i64(columns, vocab_size - first);
+    float *tile = data_of<float>(a->workspace);
+    Tensor logits = tensor_2d(tile, DTYPE_F32, rows, columns);
+    Gemm g = gemm_of(logits, a->x, false, tensor_rows(a->weight, first, columns), true);
+    cuda_gemm(backend, &g);
+    run(tile, first, columns);
+  }
+}
+
+// A thread takes W elements.
+template <typename TO, typename T, int W>
+static __global__ void __launch_bounds__(256)
+    scale_by_kernel(TO *out, const T *x, const float *factor, int64_t count) {
+  float by = factor ? *factor : 1, values[W];
+  int64_t i = (blockIdx.x * 256ll + threadIdx.x) * W;
+  if ((by == 1 && (const void *)out == x) || i >= count) return;
+  load(values, x + i);
+  EACH (k, W) values[k] *= by;
+  store(out + i, values);
+}
+
+void cuda_scale_by(Backend *backend, const ScaleBy *a) {
+  int64_t count = a->x.shape[0];
+  with_float(a->out.dtype, [&](auto out_type) {
+    with_float(a->x.dtype, [&](auto type) {
+      with_bool(rows_align(a->x, WIDTH<bf16>) && rows_align(a->out, WIDTH<bf16>), [&](auto wide) {
+        using TO = decltype(out_type);
+        using T = decltype(type);
+        constexpr int W = decltype(wide)::value ? WIDTH<bf16> : 1;
+        launch_kernel({"scale_by", cuda_stream(backend), dim3((unsigned)ceil_div(count, 256 * W)), 256},
+                      scale_by_kernel<TO, T, W>, data_of<TO>(a->out), data_of<T>(a->x),
+                      data_of<float>(a->factor), count);
+      });
+    });
+  });
+}
+
+template <typename Id>
+static __global__ void read_targets_kernel(int32_t *targets, float *loss, const Id *ids, int64_t tokens,
+                                           int64_t vocab_size) {
+  int64_t n = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (n >= tokens) return;
+  int64_t id = ids[n];
+  bool counts = id >= 0 && id < vocab_size;
+  if (targets) targets[n] = counts ? (int32_t)id : IGNORE_INDEX;
+  if (loss && !counts && id != IGNORE_INDEX) loss[n] = NAN;
+}
+
+void cuda_read_targets(Backend *backend, const ReadTargets *a) {
+  auto launch = [&](auto id) {
+    launch_kernel(per_element(backend, "read_targets", a->ids.shape[0]), read_targets_kernel<decltype(id)>,
+                  data_of<int32_t>(a->targets), data_of<float>(a->loss), data_of<decltype(id)>(a->ids),
+                  a->ids.shape[0], a->vocab_size);
+  };
+  if (a->ids.dtype == DTYPE_I64)
+    launch(int64_t());
+  else
+    launch(int32_t());
+}

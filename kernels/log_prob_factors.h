@@ -1,0 +1,22 @@
+// What a token's log-probability and entropy give: the factors of its logits' gradient (LceGradientFactors).
+// One formula for the CPU and a GPU, as loss_row.h has it.
+#pragma once
+
+#include "kernels/lce/loss_row.h"
+
+// `scale` multiplies the gradient of loss and z-loss, `of_entropy` that of the entropy.
+typedef struct {
+  LossReal lse, per_p, per_distance, at_target;
+} TokenFactors;
+
+LOSS_ROW TokenFactors token_factors(LossReal target_v, LossReal nll, LossReal entropy, LossReal class_weight,
+                                    LossReal z_loss, LossReal scale, LossReal of_entropy) {
+  LossReal lse = target_v + nll, of_all = 2 * z_loss * lse, p = exp(-nll);
+  return (TokenFactors){lse, scale * (class_weight + of_all) - of_entropy * entropy, -of_entropy,
+                        scale * (class_weight * expm1(-nll) + of_all * p) - of_entropy * p * (entropy - nll)};
+}
+
+// log(R + target_e), where target_e / (R + target_e) = p[y].
+LOSS_ROW LossReal log_total(LossReal row_sum, LossReal nll) {
+  return nll > 0 ? log(row_sum / -expm1(-nll)) : 0;
+}

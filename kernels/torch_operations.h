@@ -1,0 +1,66 @@
+// The operations that tools/torch alone calls: the gradients of log-probabilities, which a backward pass of
+// its own makes, and what a caller's tensors need. kernels.h ("the loss") defines the terms.
+#pragma once
+
+#include "kernels/kernels.h"
+
+// What makes the gradients of a token's logits, from its log p[y] and, with entropy_weights, its entropy,
+// both of an earlier forward pass. With nll = -log p[y], s = alpha factor[0] token_weights[n] / T and t =
+// alpha factor[0] entropy_weights[n] / T:
+//   lse          = v[y] + nll
+//   per_p        = s (w[y] + 2 lambda lse) - t entropy
+//   per_distance = -t
+//   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
+// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With
+// row_sum, lse alone is instead log(R + target_e), relative to the anchor, where target_e = p[y] (R +
+// target_e).
+typedef union {
+  struct {
+    Tensor lse, per_p, per_distance, at_target; // fp32 [N]
+  };
+  Tensor all[4];
+} GradientFactors;
+
+struct LceGradientFactors {
+  GradientFactors factors;               // written
+  Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
+  Tensor row_sum;                        // fp32 [N], as LceLogitsExp leaves it with E, or absent
+  Tensor entropy;                        // fp32 [N]; there when entropy_weights are
+  Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
+  Tensor token_weights, entropy_weights; // fp32 [N], or absent
+  Tensor factor;                         // fp32 [1], or absent
+  LossTerms terms;                       // label_smoothing is 0
+  int64_t vocab_size;
+  float alpha;
+};
+
+// The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]),  v = u / T of z = x[n] . W[j] +
+//                   bias[j];  at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
+// Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
+// E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
+struct LceLogitsGradient {
+  Tensor dlogits;          // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
+  GradientFactors factors; // read
+  Tensor x, weight;        // fp32/bf16 [N, H] and [V, H], or both absent
+  Tensor bias;             // fp32/bf16 [V], or absent
+  Tensor targets;          // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
+  float softcap, temperature;
+  Tensor workspace;
+};
+
+// out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
+struct ScaleBy {
+  Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
+  Tensor factor; // fp32 [1], or absent: 1
+};
+
+// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else
+// IGNORE_INDEX. And once the losses are written: loss[n] = NaN where ids[n] is neither, so that the mistake
+// shows in every sum.
+struct ReadTargets {
+  Tensor targets; // int32 [N], or absent
+  Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
+  Tensor ids;     // int32 or int64 [N]
+  int64_t vocab_size;
+};
