@@ -105,12 +105,12 @@ check() {
 if wants tests; then
   # These compare what the whole device holds: nothing else may run.
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
-  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate} tools/test_lce_ladder |
+  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} pytorch/test_log_probs tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel')
   check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   # Attention and LM head + loss as a GPU before Hopper computes them.
-  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden})
+  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden} pytorch/test_log_probs)
   # Builds liblce.so with CUDA before it runs.
   check 1 570 "" $(ls tests/pytorch/test_{liblce,functions,training}.py 2>/dev/null)
 fi
