@@ -444,7 +444,7 @@ NEEDS(multiply, Multiply, MATRICES(out, "T [M, N] strided"), MATRICES(addend, "T
       MATRICES(left, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
       MATRICES(right, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"))
 
-NEEDS(reduce, Reduce, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
+NEEDS(sum_elements, SumElements, FIELD(x, "fp32|bf16 [...]"), FIELD(sum, "fp32 [1]"))
 
 NEEDS(clip_scale, ClipScale, FIELD(norm, "fp32 [1]"), FIELD(scale, "fp32 [1]"),
       FIELD(sum_of_squares, "fp32 [1]"))

@@ -541,7 +541,7 @@ typedef struct {
   bool squares;
   bool accumulate;
   Tensor workspace;
-} Reduce;
+} SumElements;
 
 // norm[0] = sqrt(sum_of_squares[0]);  scale[0] = min(1, max_norm / norm), or 1 when max_norm is 0.
 // A norm that is not finite gives scale NaN: the update then shows what happened instead of hiding it.
@@ -613,7 +613,7 @@ typedef struct {
   S(normalize, Normalize, OPTIMIZER)                             /* cpu_normalize cuda_normalize */ \
   X(multiply, Multiply, OPTIMIZER)                               /* cpu_multiply cuda_multiply */ \
   X(descend, Update, OPTIMIZER)                                  /* cpu_descend cuda_descend */ \
-  S(reduce, Reduce, OPTIMIZER)                                   /* cpu_reduce cuda_reduce */ \
+  S(sum_elements, SumElements, OPTIMIZER)                     /* cpu_sum_elements cuda_sum_elements */ \
   X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
   X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
   X(all_reduce, Collective, COMMUNICATION)                       /* cpu_all_reduce cuda_all_reduce */ \

@@ -118,7 +118,7 @@ static Amount amount_of(int op, const void *arguments) {
     OF(multiply, Multiply,
        (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
     OF(descend, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
-    OF(reduce, Reduce, 0, bytes_of(a->x))
+    OF(sum_elements, SumElements, 0, bytes_of(a->x))
     OF(fill_zero, Tensor, 0, bytes_of(*a))
     OF(all_reduce, Collective, 0, bytes_of(a->x))
     OF(reduce_scatter, Collective, 0, bytes_of(a->x))

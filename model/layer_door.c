@@ -102,8 +102,9 @@ static void send_grads(const Pass *p, int64_t l) {
   if (!tensor_exists(w->layer_grads)) return;
   Tensor grads = parameters_layer_buffer(w, w->layer_grads, l);
   if (p->options.last && p->backend->ranks == 1)
-    reduce(p->backend,
-           (Reduce){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});
+    sum_elements(
+        p->backend,
+        (SumElements){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});
   copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l), .x = grads});
   if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
 }

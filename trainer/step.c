@@ -89,10 +89,10 @@ void trainer_sum_squares(Trainer *t) {
   bool started = false;
   for (UpdateRange range = {0}; next_range(p, &range); started = true) {
     if (range.group == GROUP_MATRICES && summed) continue;
-    reduce(t->backend, (Reduce){.sum = t->squares,
-                                .x = shards_reduced_grads(p, range.group, range.bucket),
-                                .squares = true,
-                                .accumulate = started});
+    sum_elements(t->backend, (SumElements){.sum = t->squares,
+                                           .x = shards_reduced_grads(p, range.group, range.bucket),
+                                           .squares = true,
+                                           .accumulate = started});
   }
   if (p->sharding.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
 }

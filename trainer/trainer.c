@@ -109,8 +109,9 @@ Tensor trainer_result(const Trainer *t, int which) {
 void trainer_add_statistics(Trainer *t, bool accumulate) {
   for (int i = 0; i < RESULT_STATISTICS; i++)
     if (tensor_exists(t->statistics[i]))
-      reduce(t->backend,
-             (Reduce){.sum = trainer_result(t, i), .x = t->statistics[i], .accumulate = accumulate});
+      sum_elements(
+          t->backend,
+          (SumElements){.sum = trainer_result(t, i), .x = t->statistics[i], .accumulate = accumulate});
 }
 
 void trainer_share_results(Trainer *t) {
@@ -253,7 +254,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_copy_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, &t->model, &batch, &t->transformer, t->loss);
-    reduce(b, (Reduce){.sum = loss, .x = t->loss});
+    sum_elements(b, (SumElements){.sum = loss, .x = t->loss});
   }
   all_gather(b, (Collective){.out = all, .x = local});
   float *losses = host_alloc(b->ranks * VALIDATION_ROUNDS, sizeof *losses, "the losses of a validation");

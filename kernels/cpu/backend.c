@@ -109,7 +109,7 @@ static size_t lce_target_gradient_bytes(const LceTargetGradient *a) {
   return (size_t)a->x.shape[0] * sizeof(uint64_t); // sort keys
 }
 
-static size_t reduce_bytes(const Reduce *a) {
+static size_t sum_elements_bytes(const SumElements *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
@@ -124,7 +124,7 @@ const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_byt
                                     .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
                                     .matmul_fp8 = cpu_matmul_fp8_scratch,
                                     .lce_target_gradient = lce_target_gradient_bytes,
-                                    .reduce = reduce_bytes,
+                                    .sum_elements = sum_elements_bytes,
                                     .logits_stride = logits_stride};
 
 // --- life --------------------------------------------------------------------------------------------------

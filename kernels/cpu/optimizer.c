@@ -48,7 +48,7 @@ void cpu_descend(Backend *backend, const Update *a) {
     weight[i] = master[i] = master[i] - (lr * direction[i] + decay * master[i]);
 }
 
-void cpu_reduce(Backend *backend, const Reduce *a) {
+void cpu_sum_elements(Backend *backend, const SumElements *a) {
   int64_t count = tensor_count(a->x), blocks = ceil_div(count, CPU_REDUCE_BLOCK);
   const float *x = a->x.data;
   double *partial = a->workspace.data;

@@ -185,7 +185,7 @@ static __global__ void __launch_bounds__(256)
   if (threadIdx.x == 0) *sum = (float)(accumulate ? *sum + total : total);
 }
 
-void cuda_reduce(Backend *backend, const Reduce *a) {
+void cuda_sum_elements(Backend *backend, const SumElements *a) {
   int64_t count = tensor_count(a->x);
   Tensor flat = tensor_1d(a->x.data, a->x.dtype, count);
   double *partial = data_of<double>(a->workspace);

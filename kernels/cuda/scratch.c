@@ -127,7 +127,7 @@ size_t cuda_normalize_scratch(const Normalize *a) {
   return (size_t)a->count * CUDA_NORM_BLOCKS * sizeof(double);
 }
 
-size_t cuda_reduce_scratch(const Reduce *a) {
+size_t cuda_sum_elements_scratch(const SumElements *a) {
   return CUDA_REDUCE_BLOCKS * sizeof(double);
 }
 

@@ -4,7 +4,7 @@
 
 static void sum_class_weights(Call *c) {
   c->terms.class_weight_sum = push_vector(c, "sum of class weights", DTYPE_F32, 1);
-  reduce(c->backend, (Reduce){.sum = c->terms.class_weight_sum, .x = c->terms.class_weights});
+  sum_elements(c->backend, (SumElements){.sum = c->terms.class_weight_sum, .x = c->terms.class_weights});
 }
 
 static void find_factor(Call *c) {
@@ -58,7 +58,8 @@ void lce_terms_add(const Call *c, const Chunk *k, bool first) {
                                          .coefficients = k->rows.scale_uniform,
                                          .accumulate = !first});
   if (tensor_exists(s->scales))
-    reduce(c->backend, (Reduce){.sum = s->scales, .x = k->rows.scale_uniform, .accumulate = !first});
+    sum_elements(c->backend,
+                 (SumElements){.sum = s->scales, .x = k->rows.scale_uniform, .accumulate = !first});
 }
 
 void lce_terms_end(const Call *c) {

@@ -233,15 +233,15 @@ static void reduce_case(Harness *h, const void *shape) {
     want += term;
     size += fabs(term);
   }
-  reduce(h->backend, (Reduce){.sum = sum, .x = data, .squares = s.squares});
-  reduce(h->backend, (Reduce){.sum = added, .x = data, .squares = s.squares, .accumulate = true});
+  sum_elements(h->backend, (SumElements){.sum = sum, .x = data, .squares = s.squares});
+  sum_elements(h->backend, (SumElements){.sum = added, .x = data, .squares = s.squares, .accumulate = true});
   Tolerance tolerance = of_size(within(4 / sqrt((double)s.count), 1), size);
   check_values(h, "sum", sum, &want, tolerance);
   want += 3.5;
   check_values(h, "added sum", added, &want, tolerance);
 }
 
-TEST(test_reduce) {
+TEST(test_sum_elements) {
   static const ReduceShape shapes[] = {
       {1, 0, false, false},   {2, 0, true, false},       {1009, 0, false, false}, {1009, 0, true, false},
       {32768, 0, true, true}, {100003, 0, false, false}, {100003, 0, true, false}};

@@ -182,7 +182,7 @@ void materialized_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor 
   int64_t stride = backend->scratch->logits_stride(vocab_size, a.x.dtype);
   if (a.terms.label_smoothing > 0 && tensor_exists(a.terms.class_weights)) {
     a.terms.class_weight_sum = vector(backend, "sum of class weights", 1);
-    reduce(backend, (Reduce){.sum = a.terms.class_weight_sum, .x = a.terms.class_weights});
+    sum_elements(backend, (SumElements){.sum = a.terms.class_weight_sum, .x = a.terms.class_weights});
   }
   Tensor factor = factor_of_mean(backend, a.mean, a.targets, &a.terms);
   Tensor logits = tensor_columns(
