@@ -438,9 +438,11 @@ NEEDS(descend, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
   FIELD(field.first, form), REFUSE(a->count > 1 && a->field.apart % 128,                                     \
                                    #field "'s matrices lie %lld elements apart", a->field.apart)
 
-NEEDS(normalize, Normalize, MATRICES(x, "T [M, N] strided"), MATRICES(out, "T [M, N] strided"))
+NEEDS(frobenius_normalize, FrobeniusNormalize, MATRICES(x, "T [M, N] strided"),
+      MATRICES(out, "T [M, N] strided"))
 
-NEEDS(multiply, Multiply, MATRICES(out, "T [M, N] strided"), MATRICES(addend, "T [M, N] strided or absent"),
+NEEDS(batched_gemm, BatchedGemm, MATRICES(out, "T [M, N] strided"),
+      MATRICES(addend, "T [M, N] strided or absent"),
       MATRICES(left, a->left_transposed ? "T [K, M] strided" : "T [M, K] strided"),
       MATRICES(right, a->right_transposed ? "T [N, K] strided" : "T [K, N] strided"))
 

@@ -524,7 +524,7 @@ typedef struct {
   Matrices out, x; // [M, N]
   int64_t count;
   Tensor workspace;
-} Normalize;
+} FrobeniusNormalize;
 
 // Of each: out = alpha left right + beta addend, where left or right may be transposed.
 typedef struct {
@@ -532,7 +532,7 @@ typedef struct {
   int64_t count;
   bool left_transposed, right_transposed;
   float alpha, beta;
-} Multiply;
+} BatchedGemm;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
 typedef struct {
@@ -610,8 +610,8 @@ typedef struct {
   X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
   X(adamw, Update, OPTIMIZER)                                    /* cpu_adamw cuda_adamw */ \
   X(nesterov, Update, OPTIMIZER)                                 /* cpu_nesterov cuda_nesterov */ \
-  S(normalize, Normalize, OPTIMIZER)                             /* cpu_normalize cuda_normalize */ \
-  X(multiply, Multiply, OPTIMIZER)                               /* cpu_multiply cuda_multiply */ \
+  S(frobenius_normalize, FrobeniusNormalize, OPTIMIZER)                             /* cpu_frobenius_normalize cuda_frobenius_normalize */ \
+  X(batched_gemm, BatchedGemm, OPTIMIZER)                          /* cpu_batched_gemm cuda_batched_gemm */ \
   X(descend, Update, OPTIMIZER)                                  /* cpu_descend cuda_descend */ \
   S(sum_elements, SumElements, OPTIMIZER)                     /* cpu_sum_elements cuda_sum_elements */ \
   X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
@@ -644,7 +644,7 @@ typedef struct ScaleBy ScaleBy;
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// x = scale NS(x) of each matrix, by normalize and multiply (newton_schulz.c): all singular values become about `scale`. There
+// x = scale NS(x) of each matrix, by frobenius_normalize and batched_gemm (newton_schulz.c): all singular values become about `scale`. There
 // are `count` of each kind, all kinds of one shape.
 void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale);
 

@@ -27,16 +27,16 @@ void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count
   Matrices gram = push_matrices(backend, dtype, all, side, side);
   Matrices polynomial = push_matrices(backend, dtype, all, side, side);
   for (int i = 0; i < kinds; i++)
-    normalize(backend, (Normalize){.out = from(y, i * count), .x = x[i], .count = count});
+    frobenius_normalize(backend, (FrobeniusNormalize){.out = from(y, i * count), .x = x[i], .count = count});
   for (int step = 1; step <= STEPS; step++) {
     bool last = step == STEPS; // writes x
     float factor = last ? scale : 1;
-    multiply(backend, (Multiply){gram, y, y, none, all, tall, !tall, .alpha = 1});
-    multiply(backend, (Multiply){polynomial, gram, gram, gram, all, .alpha = c, .beta = b});
+    batched_gemm(backend, (BatchedGemm){gram, y, y, none, all, tall, !tall, .alpha = 1});
+    batched_gemm(backend, (BatchedGemm){polynomial, gram, gram, gram, all, .alpha = c, .beta = b});
     for (int i = 0; i < (last ? kinds : 1); i++) {
       Matrices p = from(polynomial, i * count), z = from(y, i * count);
-      multiply(backend, (Multiply){last ? x[i] : next, tall ? z : p, tall ? p : z, z, last ? count : all,
-                                   .alpha = factor, .beta = factor * a});
+      batched_gemm(backend, (BatchedGemm){last ? x[i] : next, tall ? z : p, tall ? p : z, z,
+                                          last ? count : all, .alpha = factor, .beta = factor * a});
     }
     Matrices kept = y;
     y = next, next = kept;

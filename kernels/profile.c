@@ -115,7 +115,7 @@ static Amount amount_of(int op, const void *arguments) {
     OF(adamw, Update, 0,
        bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
     OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))
-    OF(multiply, Multiply,
+    OF(batched_gemm, BatchedGemm,
        (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
     OF(descend, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
     OF(sum_elements, SumElements, 0, bytes_of(a->x))

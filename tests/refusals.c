@@ -118,7 +118,7 @@ static const struct {
                     {"add_outer", {1}},
                     {"gather_rows", {0, 0, 0, 1}},
                     {"scatter_rows", {0, 0, 0, 1}},
-                    {"reduce", {0, 0, 1, 1}},
+                    {"sum_elements", {0, 0, 1, 1}},
                     {"all_reduce", {0, 0, 2}},
                     {"reduce_scatter", {0, 0, 2}},
                     {"all_gather", {0, 0, 2}},

@@ -60,7 +60,7 @@ static void scale_rows(Tensor out, Tensor x, float factor) {
     for (int64_t j = 0; j < x.shape[1]; j++) cpu_row(out, i)[j] = factor * cpu_row(x, i)[j];
 }
 
-void cpu_normalize(Backend *backend, const Normalize *a) {
+void cpu_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
   for (int64_t n = 0; n < a->count; n++) {
     Tensor x = nth(a->x, n);
     double squares = 0.0;
@@ -71,7 +71,7 @@ void cpu_normalize(Backend *backend, const Normalize *a) {
   }
 }
 
-void cpu_multiply(Backend *backend, const Multiply *a) {
+void cpu_batched_gemm(Backend *backend, const BatchedGemm *a) {
   bool adds = tensor_exists(a->addend.first);
   int64_t terms = a->left.first.shape[!a->left_transposed];
   for (int64_t n = 0; n < a->count; n++) {

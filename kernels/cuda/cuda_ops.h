@@ -111,7 +111,7 @@ static inline int64_t cuda_attention_slices(AttentionShape s) {
   return s.batch * ceil_div(s.seq_len, 64);
 }
 
-// optimizer.cu's reduce: one double a block; its normalize: of each matrix so many.
+// optimizer.cu's reduce: one double a block; its frobenius_normalize: of each matrix so many.
 enum { CUDA_REDUCE_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------

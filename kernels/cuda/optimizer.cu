@@ -196,12 +196,12 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
       with_bool(a->squares, [&](auto squares) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
         blocks = (int)max_i64(1, min_i64(CUDA_REDUCE_BLOCKS, ceil_div(count, 256 * W)));
-        launch_kernel({"reduce", cuda_stream(backend), dim3((unsigned)blocks), 256},
+        launch_kernel({"sum_elements", cuda_stream(backend), dim3((unsigned)blocks), 256},
                       reduce_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
       });
     });
   });
-  launch_kernel({"reduce", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
+  launch_kernel({"sum_elements", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
                 partial, blocks, a->accumulate);
 }
 
@@ -234,8 +234,9 @@ static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Mat
   if (threadIdx.x == 0) partial[blockIdx.x] = total;
 }
 
-void cuda_normalize(Backend *backend, const Normalize *a) {
-  KernelLaunch launch = {"normalize", cuda_stream(backend), dim3(CUDA_NORM_BLOCKS, (unsigned)a->count), 256};
+void cuda_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
+  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend),
+                         dim3(CUDA_NORM_BLOCKS, (unsigned)a->count), 256};
   with_access(a->x.first.dtype, {a->x.first, a->out.first}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int W = decltype(width)::value;
@@ -244,7 +245,7 @@ void cuda_normalize(Backend *backend, const Normalize *a) {
   });
 }
 
-void cuda_multiply(Backend *backend, const Multiply *a) {
+void cuda_batched_gemm(Backend *backend, const BatchedGemm *a) {
   Gemm g = gemm_of(a->out.first, a->left.first, a->left_transposed, a->right.first, a->right_transposed);
   g.alpha = a->alpha, g.beta = a->beta, g.batch = (int)a->count;
   g.left.apart = a->left.apart, g.right.apart = a->right.apart, g.out_apart = a->out.apart;

@@ -123,7 +123,7 @@ size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0]);
 }
 
-size_t cuda_normalize_scratch(const Normalize *a) {
+size_t cuda_frobenius_normalize_scratch(const FrobeniusNormalize *a) {
   return (size_t)a->count * CUDA_NORM_BLOCKS * sizeof(double);
 }
 

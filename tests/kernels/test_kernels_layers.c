@@ -532,7 +532,8 @@ TEST(test_refusals) {
           .vocab_size = 5);
   REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
   REFUSED("steps count from 1", adamw, Update, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
-  REFUSED("lie 12 elements apart", normalize, Normalize, .out = {m34, 12}, .x = {m34, 12}, .count = 2);
+  REFUSED("lie 12 elements apart", frobenius_normalize, FrobeniusNormalize, .out = {m34, 12}, .x = {m34, 12},
+          .count = 2);
   REFUSED("where fp32 or bf16 is needed", sum_elements, SumElements, .sum = one, .x = ids);
   REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));
 }
