@@ -432,7 +432,7 @@ NEEDS(adamw, Update, UPDATED, FIELD(master, "fp32 [N] or absent"), FIELD(m, "fp3
 NEEDS(nesterov, Update, UPDATED, FIELD(master, "absent: nesterov has none"), FIELD(m, "fp32|bf16 [N]"),
       FIELD(grad_scale, "fp32 [1]"))
 
-NEEDS(descend, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
+NEEDS(sgd, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
 
 #define MATRICES(field, form)                                                                                \
   FIELD(field.first, form), REFUSE(a->count > 1 && a->field.apart % 128,                                     \
@@ -474,7 +474,7 @@ static void check_collective(Op op, Backend *backend, const Collective *a, const
 COLLECTIVE(all_reduce, "fp32|bf16 [...]", 1, 1, 2)
 COLLECTIVE(reduce_scatter, "fp32|bf16 [...]", backend->ranks, 1, 1)
 COLLECTIVE(all_gather, "any [...]", 1, backend->ranks, 1)
-COLLECTIVE(broadcast, "any [...]", 1, 1, 1)
+COLLECTIVE(broadcast_rank_0, "any [...]", 1, 1, 1)
 
 #define COPIED                                                                                               \
   FIELD(out, "any [N]"), FIELD(x, "any [N]"),                                                                \

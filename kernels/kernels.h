@@ -499,13 +499,13 @@ typedef struct {
 // bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
 // that depend on (seed, step, first + index) alone.
 //
-// Muon (Jordan et al. 2024; torch.optim.Muon) is nesterov, orthogonalize (below) and descend:
+// Muon (Jordan et al. 2024; torch.optim.Muon) is nesterov, orthogonalize (below) and sgd:
 //   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
-//   descend   w = w - lr (grad + weight_decay w), with weight and master as above
+//   sgd       w = w - lr (grad + weight_decay w), with weight and master as above
 typedef struct {
   Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: the output, and absent
-  Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, descend has neither m nor v
-  Tensor grad_scale;     // fp32 [1], on the device; not of descend
+  Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, sgd has neither m nor v
+  Tensor grad_scale;     // fp32 [1], on the device; not of sgd
   float lr;
   double beta1, beta2, epsilon, momentum, weight_decay; // computed with as fp32
   int64_t step;                                         // t, from 1
@@ -553,13 +553,13 @@ typedef struct {
 // --- collectives over ranks (nothing to do when there is one), and copies ----------------------------------
 
 // With R ranks, x of n elements:
-//   all_reduce      out [n] = the sum of all ranks' x; out may be x itself
-//   reduce_scatter  out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice of x
-//   all_gather      out [n R] = the ranks' x one after the other; x may be out's slice r
-//   broadcast       out [n] = rank 0's x
+//   all_reduce        out [n] = the sum of all ranks' x; out may be x itself
+//   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice of x
+//   all_gather        out [n R] = the ranks' x one after the other; x may be out's slice r
+//   broadcast_rank_0  out [n] = rank 0's x
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
-  Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast: or int32
+  Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast_rank_0: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
   bool async;
@@ -612,14 +612,14 @@ typedef struct {
   X(nesterov, Update, OPTIMIZER)                                 /* cpu_nesterov cuda_nesterov */ \
   S(frobenius_normalize, FrobeniusNormalize, OPTIMIZER)                             /* cpu_frobenius_normalize cuda_frobenius_normalize */ \
   X(batched_gemm, BatchedGemm, OPTIMIZER)                          /* cpu_batched_gemm cuda_batched_gemm */ \
-  X(descend, Update, OPTIMIZER)                                  /* cpu_descend cuda_descend */ \
+  X(sgd, Update, OPTIMIZER)                                  /* cpu_sgd cuda_sgd */ \
   S(sum_elements, SumElements, OPTIMIZER)                     /* cpu_sum_elements cuda_sum_elements */ \
   X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
   X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
   X(all_reduce, Collective, COMMUNICATION)                       /* cpu_all_reduce cuda_all_reduce */ \
   X(reduce_scatter, Collective, COMMUNICATION)                   /* cpu_reduce_scatter cuda_reduce_scatter */ \
   X(all_gather, Collective, COMMUNICATION)                       /* cpu_all_gather cuda_all_gather */ \
-  X(broadcast, Collective, COMMUNICATION)                        /* cpu_broadcast cuda_broadcast */ \
+  X(broadcast_rank_0, Collective, COMMUNICATION)          /* cpu_broadcast_rank_0 cuda_broadcast_rank_0 */ \
   X(copy_in, Copy, COPIES)                                       /* cpu_copy_in cuda_copy_in */ \
   X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */ \
   TORCH_OPERATIONS(X, S)

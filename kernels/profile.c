@@ -117,13 +117,13 @@ static Amount amount_of(int op, const void *arguments) {
     OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))
     OF(batched_gemm, BatchedGemm,
        (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
-    OF(descend, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
+    OF(sgd, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
     OF(sum_elements, SumElements, 0, bytes_of(a->x))
     OF(fill_zero, Tensor, 0, bytes_of(*a))
     OF(all_reduce, Collective, 0, bytes_of(a->x))
     OF(reduce_scatter, Collective, 0, bytes_of(a->x))
     OF(all_gather, Collective, 0, bytes_of(a->out))
-    OF(broadcast, Collective, 0, bytes_of(a->x))
+    OF(broadcast_rank_0, Collective, 0, bytes_of(a->x))
     OF(copy_in, Copy, 0, bytes_of(a->x))
     OF(copy_out, Copy, 0, bytes_of(a->x))
   default:

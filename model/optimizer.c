@@ -108,7 +108,7 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
     u.grad = part_of(p, whole);
     u.m = (Tensor){0};
     if (parts > 1) reduce_scatter(backend, (Collective){.out = u.grad, .x = whole});
-    descend(backend, u);
+    sgd(backend, u);
     gather_weights(backend, p, group, b);
   }
   collectives_join(backend, 0);

@@ -122,7 +122,7 @@ static const struct {
                     {"all_reduce", {0, 0, 2}},
                     {"reduce_scatter", {0, 0, 2}},
                     {"all_gather", {0, 0, 2}},
-                    {"broadcast", {0, 0, 2}},
+                    {"broadcast_rank_0", {0, 0, 2}},
                     {"fill_zero", {0, 1, 1, 1}}};
 
 int refusals_missed(void) {

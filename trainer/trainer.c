@@ -364,7 +364,7 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count) {
   MemoryMark mark = memory_mark(memory);
   Tensor words = memory_push_1d(memory, "broadcast", MEMORY_WORKSPACE, DTYPE_I32, (int64_t)count / 4);
   backend_to_device(backend, words, bytes);
-  broadcast(backend, (Collective){.out = words, .x = words});
+  broadcast_rank_0(backend, (Collective){.out = words, .x = words});
   backend_to_host(backend, bytes, words);
   memory_pop_to(memory, mark);
 }

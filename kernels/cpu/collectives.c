@@ -175,8 +175,8 @@ void cpu_all_gather(Backend *backend, const Collective *a) {
   run_or_defer(backend, a, all_gather_ranks, "all_gather");
 }
 
-void cpu_broadcast(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, broadcast_ranks, "broadcast");
+void cpu_broadcast_rank_0(Backend *backend, const Collective *a) {
+  run_or_defer(backend, a, broadcast_ranks, "broadcast_rank_0");
 }
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {

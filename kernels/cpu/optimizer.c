@@ -39,7 +39,7 @@ void cpu_nesterov(Backend *backend, const Update *a) {
   }
 }
 
-void cpu_descend(Backend *backend, const Update *a) {
+void cpu_sgd(Backend *backend, const Update *a) {
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   const float *direction = a->grad.data;
   float lr = a->lr, decay = a->lr * (float)a->weight_decay;

@@ -100,7 +100,7 @@ static void warm_up(Backend *backend) {
   all_reduce(backend, Collective{.out = all, .x = all});
   reduce_scatter(backend, Collective{.out = local, .x = all});
   all_gather(backend, Collective{.out = all, .x = local});
-  broadcast(backend, Collective{.out = all, .x = all});
+  broadcast_rank_0(backend, Collective{.out = all, .x = all});
   backend_synchronize(backend);
   cuda_check(cudaFree(data), "freeing device memory");
 }
@@ -191,8 +191,8 @@ void cuda_all_gather(Backend *backend, const Collective *a) {
   });
 }
 
-void cuda_broadcast(Backend *backend, const Collective *a) {
-  collective(backend, a, "broadcast", [&](ncclComm_t comm, cudaStream_t stream) {
+void cuda_broadcast_rank_0(Backend *backend, const Collective *a) {
+  collective(backend, a, "broadcast_rank_0", [&](ncclComm_t comm, cudaStream_t stream) {
     return ncclBroadcast(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), 0, comm,
                          stream);
   });

@@ -33,7 +33,7 @@ static __device__ __forceinline__ float root(float x) {
 }
 
 struct UpdateParams {
-  float rate;                         // lr / (1 - beta1^t); of descend lr
+  float rate;                         // lr / (1 - beta1^t); of sgd lr
   float v_correction;                 // 1 / (1 - beta2^t)
   float beta1, beta2, epsilon, decay; // beta1: or momentum; decay: lr * weight_decay
   uint64_t key;
@@ -49,20 +49,19 @@ static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W],
 }
 
 enum { THREADS = 256 };
-enum UpdateKind { ADAMW, NESTEROV, DESCEND };
+enum UpdateKind { ADAMW, NESTEROV, SGD };
 
 template <UpdateKind KIND, typename T, typename TM, typename TG, bool MASTER, int W>
 static __global__ void __launch_bounds__(THREADS, 4)
     update_kernel(T *weight, float *master, TM *m, TM *v, const TG *grad, const float *grad_scale,
                   int64_t first, int64_t end, UpdateParams a) {
-  constexpr bool RANDOM =
-      (KIND != DESCEND && sizeof(TM) == 2) || (KIND != NESTEROV && sizeof(T) == 2 && !MASTER);
+  constexpr bool RANDOM = (KIND != SGD && sizeof(TM) == 2) || (KIND != NESTEROV && sizeof(T) == 2 && !MASTER);
   int64_t step = (int64_t)gridDim.x * blockDim.x * W;
   for (int64_t i = first + ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W; i < end; i += step) {
-    float w[W], mi[W], vi[W], g[W], scale = KIND == DESCEND ? 1 : *grad_scale;
+    float w[W], mi[W], vi[W], g[W], scale = KIND == SGD ? 1 : *grad_scale;
     uint32_t random[W] = {};
     load(g, grad + i);
-    if (KIND != DESCEND) load(mi, m + i);
+    if (KIND != SGD) load(mi, m + i);
     if (KIND == ADAMW) load(vi, v + i);
     if (MASTER)
       load(w, master + i);
@@ -70,7 +69,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
       load(w, weight + i);
     EACH (k, W) {
       float gradient = g[k] * scale;
-      if (KIND != DESCEND) mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
+      if (KIND != SGD) mi[k] = a.beta1 * mi[k] + (1 - a.beta1) * gradient;
       if (KIND == ADAMW) {
         vi[k] = a.beta2 * vi[k] + (1 - a.beta2) * gradient * gradient;
         w[k] -= __fdividef(a.rate * mi[k], root(vi[k] * a.v_correction) + a.epsilon) + a.decay * w[k];
@@ -81,7 +80,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
       }
       if (RANDOM) random[k] = element_bits(a.key, (uint64_t)(a.place + i + k));
     }
-    if (KIND != DESCEND) store_rounded(m + i, mi, random, 16);
+    if (KIND != SGD) store_rounded(m + i, mi, random, 16);
     if (KIND == ADAMW) store_rounded(v + i, vi, random, 16);
     if (KIND == NESTEROV) {
       store(weight + i, w);
@@ -141,8 +140,8 @@ void cuda_adamw(Backend *backend, const Update *a) {
 void cuda_nesterov(Backend *backend, const Update *a) {
   update<NESTEROV>(backend, a, "nesterov");
 }
-void cuda_descend(Backend *backend, const Update *a) {
-  update<DESCEND>(backend, a, "descend");
+void cuda_sgd(Backend *backend, const Update *a) {
+  update<SGD>(backend, a, "sgd");
 }
 
 // --- sums --------------------------------------------------------------------------------------------------

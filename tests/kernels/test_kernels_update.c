@@ -72,7 +72,7 @@ typedef struct {
 } UpdateShape;
 
 enum { WEIGHT = 1, MOMENTS = 2, GRAD = 4 };
-enum { ADAMW, NESTEROV, DESCEND, KINDS };
+enum { ADAMW, NESTEROV, SGD, KINDS };
 
 static void reference_update(int kind, double *weight, double *m, double *v, const double *grad,
                              int64_t count, double scale, int64_t step) {
@@ -81,7 +81,7 @@ static void reference_update(int kind, double *weight, double *m, double *v, con
     m[i] = 0.8f * m[i] + (1 - 0.8f) * grad[i] * scale;
     weight[i] = (1 - 0.8f) * grad[i] * scale + 0.8f * m[i];
   }
-  for (int64_t i = 0; i < count && kind == DESCEND; i++) weight[i] -= 1e-2f * (grad[i] + 0.1f * weight[i]);
+  for (int64_t i = 0; i < count && kind == SGD; i++) weight[i] -= 1e-2f * (grad[i] + 0.1f * weight[i]);
 }
 
 static Tensor part_from(Harness *h, bool narrow, double *values, UpdateShape s) {
@@ -90,7 +90,7 @@ static Tensor part_from(Harness *h, bool narrow, double *values, UpdateShape s) 
 }
 
 static void update_case(Harness *h, const void *shape) {
-  static void (*const updates[])(Backend *, Update) = {adamw, nesterov, descend};
+  static void (*const updates[])(Backend *, Update) = {adamw, nesterov, sgd};
   UpdateShape s = *(const UpdateShape *)shape;
   int64_t whole = s.offset + s.count;
   double *weight = random_values(h, whole, 1), *m = random_values(h, whole, 0.1);
@@ -113,7 +113,7 @@ static void update_case(Harness *h, const void *shape) {
               .weight_decay = 0.1f,
               .seed = 1};
   if (s.kind != ADAMW) a.v = (Tensor){0};
-  if (s.kind == DESCEND) a.m = a.grad_scale = (Tensor){0};
+  if (s.kind == SGD) a.m = a.grad_scale = (Tensor){0};
   int steps = s.narrow ? 1 : 3;
   for (int step = 1; step <= steps; step++) {
     a.step = step;
@@ -125,7 +125,7 @@ static void update_case(Harness *h, const void *shape) {
   Tolerance fp32 = of_size(within(16, 3), s.narrow ? 0 : 1);
   bool random_moments = s.narrow & MOMENTS,
        random_weight = s.narrow & WEIGHT && !s.master && s.kind != NESTEROV;
-  if (s.kind != DESCEND) check_values(h, "m", a.m, m + s.offset, random_moments ? random : fp32);
+  if (s.kind != SGD) check_values(h, "m", a.m, m + s.offset, random_moments ? random : fp32);
   if (s.kind == ADAMW) check_values(h, "v", a.v, v + s.offset, random_moments ? random : fp32);
   check_values(h, "updated weight", a.weight, weight + s.offset, random_weight ? random : fp32);
   if (s.master) check_values(h, "updated master", a.master, weight + s.offset, fp32);
@@ -136,8 +136,8 @@ TEST(test_updates) {
                                        {.count = 1013},
                                        {.count = 1013, .master = true},
                                        {.count = 1013, .kind = NESTEROV},
-                                       {.count = 1013, .kind = DESCEND},
-                                       {.count = 1013, .kind = DESCEND, .master = true}};
+                                       {.count = 1013, .kind = SGD},
+                                       {.count = 1013, .kind = SGD, .master = true}};
   static const int64_t counts[] = {1, 4, 1003, 100000};
   RUN_CASES(*state, update_case, shapes);
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
@@ -295,7 +295,8 @@ TEST(test_copies) {
   Harness *h = *state;
   double *x = random_values(h, 1009, 1), *zeros = host_values(h, 1009);
   Tensor a = vector_from(h, DTYPE_F32, x, 1009), b = poisoned_vector(h, DTYPE_F32, 1009);
-  void (*const collectives[])(Backend *, Collective) = {all_reduce, reduce_scatter, all_gather, broadcast};
+  void (*const collectives[])(Backend *, Collective) = {all_reduce, reduce_scatter, all_gather,
+                                                        broadcast_rank_0};
   for (int i = 0; i < 4 && h->backend->ranks == 1; i++) {
     collectives[i](h->backend, (Collective){.out = b, .x = a});
     check_bitwise_equal(h, "collective of one rank", a, b);

@@ -51,7 +51,7 @@ TEST(test_muon_is_as_in_torch) {
       u.grad = vector_from(h, h->dtype, gradient, count);
       nesterov(h->backend, u);
       orthogonalize(h->backend, &(Matrices){update, count}, 1, 1, scale);
-      descend(h->backend, down);
+      sgd(h->backend, down);
       reference_muon(weights, m, gradient, rows, columns, columns, 1, lr, momentum, decay);
     }
     for (int64_t i = 0; i < count; i++)

@@ -456,7 +456,7 @@ static void record_update(Backend *backend, const Update *a) {
 static void check_seeds(const char *options) {
   Run *run = open(LLAMA, options);
   BackendOps ops = *run->h->backend->ops;
-  ops.adamw = ops.descend = record_update;
+  ops.adamw = ops.sgd = record_update;
   run->h->backend->ops = &ops;
   update_count = 0;
   for (int step = 0; step < 2; step++) run_step(run, step);
