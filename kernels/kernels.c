@@ -285,15 +285,15 @@ NEEDS(attention_decode, AttentionDecode, ATTENTION_SIZES, FIELD(out, "T [N, O]")
 
 // --- the LM head and its loss ------------------------------------------------------------------------------
 
-LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count) {
-  LossRows range = *rows;
+SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count) {
+  SoftmaxStatistics range = *softmax;
   for (size_t i = 0; i < sizeof range.all / sizeof *range.all; i++)
     if (tensor_exists(range.all[i])) range.all[i] = tensor_rows(range.all[i], first, count);
   return range;
 }
 
-int64_t lce_row_parts(const LossRows *rows) {
-  return 2 + tensor_exists(rows->e_distance) + 2 * tensor_exists(rows->max);
+int64_t lce_row_parts(const SoftmaxStatistics *softmax) {
+  return 2 + tensor_exists(softmax->e_distance) + 2 * tensor_exists(softmax->max);
 }
 
 bool token_outputs_need_max(const TokenOutputs *o) {
@@ -302,12 +302,12 @@ bool token_outputs_need_max(const TokenOutputs *o) {
 
 // Vectors that are there have C elements, and those named in `needed` are there.
 #define ROW(field, needed)                                                                                   \
-  NAMED(#field, a->rows.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
-#define LOSS_ROWS(needed)                                                                                    \
+  NAMED(#field, a->softmax.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
+#define SOFTMAX(needed)                                                                                      \
   ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
       ROW(e_distance, needed), ROW(rescale, needed), ROW(scale_non_target, needed),                          \
       ROW(scale_target, needed), ROW(scale_uniform, needed), ROW(max, needed),                               \
-      NAMED("best", a->rows.best, tensor_exists(a->rows.max) ? "int32 [C]" : "absent: max is absent")
+      NAMED("best", a->softmax.best, tensor_exists(a->softmax.max) ? "int32 [C]" : "absent: max is absent")
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
 #define SCALES   "scale_non_target, scale_target"
 
@@ -324,14 +324,14 @@ NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T
 NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
       FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
       BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
-      BACKWARD(tile_sums, "fp32 [C, B]"), LOSS_ROWS(ROW_SUMS),
+      BACKWARD(tile_sums, "fp32 [C, B]"), SOFTMAX(ROW_SUMS),
       REFUSE(tensor_exists(a->tile_sums) &&
-                 (tensor_exists(a->rows.e_distance) || tensor_exists(a->rows.max) || a->softcap > 0),
-             "tile_sums exclude rows.e_distance, rows.max and a soft-cap"))
+                 (tensor_exists(a->softmax.e_distance) || tensor_exists(a->softmax.max) || a->softcap > 0),
+             "tile_sums exclude softmax.e_distance, softmax.max and a soft-cap"))
 
 NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
-      SIZE(P, lce_row_parts(&a->rows) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
-      LOSS_ROWS(ROW_SUMS ", rescale"))
+      SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
+      SOFTMAX(ROW_SUMS ", rescale"))
 
 static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
   // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
@@ -358,7 +358,7 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
       FIELD(outputs.max_logit, "fp32 [N] or absent"), FIELD(outputs.predicted, "int32 [N] or absent"),       \
       FIELD(outputs.correct, "fp32 [N] or absent")
 
-static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
+static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
   loss_terms(op, &a->terms, a->vocab_size);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
@@ -368,12 +368,12 @@ static void check_lce_rows(Op op, Backend *backend, LceRows *a) {
         FIELD(factor, "fp32 [1] or absent"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
         FIELD(smoothing_bias, "fp32 [1] or absent"), SIZE(N, a->targets.shape[0]), TOKEN_OUTPUTS,
-        REFUSE((tensor_exists(a->outputs.entropy) && !tensor_exists(a->rows.e_distance)) ||
-                   (token_outputs_need_max(&a->outputs) && !tensor_exists(a->rows.max)),
-               "an entropy needs rows.e_distance, and the largest logit rows.max"),
-        LOSS_ROWS(!backward    ? ROW_SUMS
-                  : !smoothing ? ROW_SUMS SCALES
-                               : ROW_SUMS SCALES "scale_uniform"));
+        REFUSE((tensor_exists(a->outputs.entropy) && !tensor_exists(a->softmax.e_distance)) ||
+                   (token_outputs_need_max(&a->outputs) && !tensor_exists(a->softmax.max)),
+               "an entropy needs softmax.e_distance, and the largest logit softmax.max"),
+        SOFTMAX(!backward    ? ROW_SUMS
+                : !smoothing ? ROW_SUMS SCALES
+                             : ROW_SUMS SCALES "scale_uniform"));
 }
 
 static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
@@ -382,16 +382,16 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
         SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
         SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
         FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"),
-        LOSS_ROWS("row_sum, target_e"));
+        SOFTMAX("row_sum, target_e"));
   if (!(a->full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", op, (double)a->full_mass);
   if (a->alpha == 0) a->alpha = 1;
 }
 
 static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *a) {
-  bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->rows.scale_uniform);
+  bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->softmax.scale_uniform);
   CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
-        LOSS_ROWS(smoothing ? SCALES "scale_uniform" : SCALES));
+        SOFTMAX(smoothing ? SCALES "scale_uniform" : SCALES));
 }
 
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),

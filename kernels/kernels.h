@@ -321,7 +321,7 @@ typedef struct {
 // loss, above.
 
 // For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or for a vocabulary that is split
-// over ranks LceCombine, writes anchor, row_sum, target_e and, where they are there, e_distance, max and best; LceRows the scales.
+// over ranks LceCombine, writes anchor, row_sum, target_e and, where they are there, e_distance, max and best; LceRowLosses the scales.
 typedef union {
   struct {
     Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -335,12 +335,12 @@ typedef union {
     Tensor scale_non_target, scale_target, scale_uniform;
   };
   Tensor all[11];
-} LossRows;
+} SoftmaxStatistics;
 
 // Rows [first, first + count) of every vector that is there.
-LossRows loss_rows_range(const LossRows *rows, int64_t first, int64_t count);
+SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count);
 // How many vectors the ranks of a split vocabulary exchange (LceCombine.parts).
-int64_t lce_row_parts(const LossRows *rows);
+int64_t lce_row_parts(const SoftmaxStatistics *softmax);
 
 // Each rank's part of a vocabulary that is split over ranks:
 //   out[n] = indices[n] - first where that lies in [0, count), ELSEWHERE where it does not; IGNORE_INDEX stays
@@ -370,11 +370,12 @@ typedef struct {
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps, and without a soft-cap
   Tensor tile_sums;
-  LossRows rows; // reads target_z; writes anchor, row_sum, target_e; without tile_sums e_distance, max, best
+  SoftmaxStatistics
+      softmax; // reads target_z; writes anchor, row_sum, target_e; without tile_sums e_distance, max, best
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
-  int64_t first;              // is added to rows.best
+  int64_t first;              // is added to softmax.best
   float softcap, temperature; // c, 0 for none; T, 0 is read as 1
   Tensor workspace;
 } LceLogitsExp;
@@ -385,7 +386,7 @@ typedef struct {
 //   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T);  max, best: the largest, of the lowest rank
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
-  LossRows rows; // reads target_z; writes all that are there but the scales
+  SoftmaxStatistics softmax; // reads target_z; writes all that are there but the scales
   // fp32 [R * P C]: from each rank C anchors, C row sums and, as far as rows has them, C each of e_distance, max and best (whose
   // int32 bits are kept as they are)
   Tensor parts;
@@ -405,11 +406,12 @@ typedef struct {
 //   scaled_x      = scale_non_target * x
 typedef struct {
   Tensor loss;          // fp32 [C], or absent where scaled_x is there
-  TokenOutputs outputs; // any; entropy needs rows.e_distance, the last three rows.max and rows.best
+  TokenOutputs outputs; // any; entropy needs softmax.e_distance, the last three softmax.max and softmax.best
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, the targets' part of E^T scaled_x
   Tensor exps;
-  LossRows rows;         // reads the first eight; writes the scales, scale_uniform with label smoothing alone
+  SoftmaxStatistics
+      softmax;           // reads the first eight; writes the scales, scale_uniform with label smoothing alone
   Tensor x, targets;     // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights;  // fp32 [C], or absent
   Tensor factor;         // fp32 [1], or absent; alpha comes later, through the GEMMs
@@ -417,7 +419,7 @@ typedef struct {
   Tensor smoothing_bias; // fp32 [1], or absent: sum_j w[j] b[j]
   LossTerms terms;
   int64_t vocab_size;
-} LceRows;
+} LceRowLosses;
 
 // Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
 // rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
@@ -442,10 +444,10 @@ typedef struct {
   Tensor stats;     // fp32 [3]
   Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
   Tensor tile_sums; // fp32 [C, B], from LceLogitsExp
-  LossRows rows;    // reads row_sum, target_e, and rescale where it is there
-  Tensor weight;    // fp32/bf16 [V, H]
-  Tensor scaled_x;  // fp32/bf16 [C, H]
-  float full_mass;  // above 0: the mass from which a tile is always kept
+  SoftmaxStatistics softmax; // reads row_sum, target_e, and rescale where it is there
+  Tensor weight;             // fp32/bf16 [V, H]
+  Tensor scaled_x;           // fp32/bf16 [C, H]
+  float full_mass;           // above 0: the mass from which a tile is always kept
   uint64_t seed, stream;
   float alpha; // 0 is read as 1, as in LinearBackwardWeight
   Tensor kept; // int32 [K], or absent: the bytes of BackendScratch.lce_kept_bytes, for the chunks of one call
@@ -458,11 +460,11 @@ typedef struct {
 // dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
 // Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
-  Tensor dx;            // [C, H], holds dx_raw
-  LossRows rows;        // reads the scales
-  Tensor smoothing_row; // fp32 [H]; with rows.scale_uniform, or absent
-  Tensor weight;        // fp32/bf16 [V, H]
-  Tensor targets;       // int32 [C]
+  Tensor dx;                 // [C, H], holds dx_raw
+  SoftmaxStatistics softmax; // reads the scales
+  Tensor smoothing_row;      // fp32 [H]; with softmax.scale_uniform, or absent
+  Tensor weight;             // fp32/bf16 [V, H]
+  Tensor targets;            // int32 [C]
   float alpha;
 } LceInputGradient;
 
@@ -599,7 +601,7 @@ typedef struct {
   X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
   S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
   X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
-  X(lce_rows, LceRows, HEAD_LOSS)                                /* cpu_lce_rows cuda_lce_rows */ \
+  X(lce_row_losses, LceRowLosses, HEAD_LOSS)                                /* cpu_lce_row_losses cuda_lce_row_losses */ \
   S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
   X(lce_input_gradient, LceInputGradient, HEAD_LOSS)             /* cpu_lce_input_gradient cuda_lce_input_gradient */ \
   S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)           /* cpu_lce_target_gradient cuda_lce_target_gradient */ \

@@ -62,7 +62,7 @@ static int64_t scratch_rows(int64_t chunk, int64_t vocab) {
 }
 
 static size_t sums_of(const LceLogitsExp *a) {
-  return (size_t)lce_row_parts(&a->rows) - 1; // without the anchors
+  return (size_t)lce_row_parts(&a->softmax) - 1; // without the anchors
 }
 
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
@@ -79,8 +79,8 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   double *sums = a->workspace.data;
   int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
   Scratch s = {.sums = sums, .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
-  if (tensor_exists(a->rows.e_distance)) s.distances = sums += rows;
-  if (tensor_exists(a->rows.max)) s.max = sums + rows, s.best = sums + 2 * rows;
+  if (tensor_exists(a->softmax.e_distance)) s.distances = sums += rows;
+  if (tensor_exists(a->softmax.max)) s.max = sums + rows, s.best = sums + 2 * rows;
   return s;
 }
 
@@ -100,13 +100,13 @@ static void add_tile(const Backend *backend, Tensor exps, Tensor weight, Tile t,
 }
 
 // Whether row n is still to be computed: at first all are, and then those to be repaired.
-static bool unfinished(const LossRows *rows, int64_t n) {
+static bool unfinished(const SoftmaxStatistics *rows, int64_t n) {
   return ((const float *)rows->row_sum.data)[n] > LCE_LARGEST_SUM;
 }
 
 static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
   for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(a->x.shape[0], (block + 1) * LCE_TILE_ROWS); n++)
-    if (unfinished(&a->rows, n)) return true;
+    if (unfinished(&a->softmax, n)) return true;
   return false;
 }
 
@@ -117,7 +117,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
   int64_t of_unit = slice * chunk + first_row; // its part of the scratch
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
-  const float *anchor = (const float *)a->rows.anchor.data + first_row;
+  const float *anchor = (const float *)a->softmax.anchor.data + first_row;
   double *sums = scratch->sums + of_unit;
   double *distances = scratch->distances ? scratch->distances + of_unit : NULL;
   double *max = scratch->max ? scratch->max + of_unit : NULL, *best = max ? scratch->best + of_unit : NULL;
@@ -200,10 +200,10 @@ static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Gr
         if (s->distances) distance += s->distances[at];
         if (s->max && s->max[at] > max) max = s->max[at], best = s->best[at];
       }
-      cpu_store(a->rows.row_sum, n, sum);
-      cpu_store(a->rows.e_distance, n, distance);
-      cpu_store(a->rows.max, n, max);
-      if (s->max) ((int32_t *)a->rows.best.data)[n] = (int32_t)(a->first + (int64_t)best);
+      cpu_store(a->softmax.row_sum, n, sum);
+      cpu_store(a->softmax.e_distance, n, distance);
+      cpu_store(a->softmax.max, n, max);
+      if (s->max) ((int32_t *)a->softmax.best.data)[n] = (int32_t)(a->first + (int64_t)best);
       if (tensor_exists(a->dx_raw))
         add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
     }
@@ -213,14 +213,14 @@ static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Gr
 // Anchors rows at their maximum, where they are unfinished.
 static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
   int64_t rows = a->x.shape[0];
-  const float *target_z = a->rows.target_z.data;
-  float *anchor = a->rows.anchor.data, *target_e = a->rows.target_e.data;
+  const float *target_z = a->softmax.target_z.data;
+  float *anchor = a->softmax.anchor.data, *target_e = a->softmax.target_e.data;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++)
     for (int64_t slice = 0; slice < g->slices; slice++)
       if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, true);
   for (int64_t n = 0; n < rows; n++) {
-    if (!unfinished(&a->rows, n)) continue;
+    if (!unfinished(&a->softmax, n)) continue;
     for (int64_t slice = 0; slice < g->slices; slice++)
       anchor[n] = fmaxf(anchor[n], (float)s->sums[slice * rows + n]);
     target_e[n] = expf((target_z[n] - anchor[n]) * inverse_temperature(a->temperature));
@@ -232,8 +232,9 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   Grid g = make_grid(rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
   const int32_t *targets = a->targets.data;
-  const float *target_z = a->rows.target_z.data;
-  float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data, *anchor = a->rows.anchor.data;
+  const float *target_z = a->softmax.target_z.data;
+  float *row_sum = a->softmax.row_sum.data, *target_e = a->softmax.target_e.data,
+        *anchor = a->softmax.anchor.data;
   for (int64_t n = 0; n < rows; n++) {
     row_sum[n] = INFINITY; // unfinished
     target_e[n] = 1.0f;
@@ -241,7 +242,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   }
   compute_rows(backend, a, &g, &scratch);
   bool repair = false;
-  for (int64_t n = 0; n < rows; n++) repair |= unfinished(&a->rows, n);
+  for (int64_t n = 0; n < rows; n++) repair |= unfinished(&a->softmax, n);
   if (!repair) return;
   raise_anchors(backend, a, &g, &scratch);
   compute_rows(backend, a, &g, &scratch);
@@ -259,11 +260,11 @@ static double keep_probability(double mass, double full_mass) {
 }
 
 static double tile_mass(const LceSampledGradients *a, int64_t b, int64_t t) {
-  const float *row_sum = a->rows.row_sum.data, *target_e = a->rows.target_e.data;
+  const float *row_sum = a->softmax.row_sum.data, *target_e = a->softmax.target_e.data;
   Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
   double mass = 0;
   for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-    mass += (double)cpu_row(a->tile_sums, n)[t] * cpu_read(a->rows.rescale, n, 1) /
+    mass += (double)cpu_row(a->tile_sums, n)[t] * cpu_read(a->softmax.rescale, n, 1) /
             ((double)row_sum[n] + (double)target_e[n]);
   return mass;
 }
@@ -367,7 +368,7 @@ void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
 }
 
 void cpu_lce_combine(Backend *backend, const LceCombine *a) {
-  const LossRows *r = &a->rows;
+  const SoftmaxStatistics *r = &a->softmax;
   int64_t rows = a->targets.shape[0];
   const int32_t *targets = a->targets.data;
   const float *parts = a->parts.data, *target_z = r->target_z.data;
@@ -404,9 +405,9 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
 
 // --- what follows from a row's sums ------------------------------------------------------------------------
 
-void cpu_lce_rows(Backend *backend, const LceRows *a) {
+void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   const LossTerms *terms = &a->terms;
-  const LossRows *r = &a->rows;
+  const SoftmaxStatistics *r = &a->softmax;
   const float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *target_z = r->target_z.data;
   const float *anchor = r->anchor.data;
   const int32_t *targets = a->targets.data;
@@ -457,8 +458,8 @@ void cpu_lce_rows(Backend *backend, const LceRows *a) {
 }
 
 void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
-  const float *non_target = a->rows.scale_non_target.data, *target = a->rows.scale_target.data;
-  const float *uniform = a->rows.scale_uniform.data, *smoothing_row = a->smoothing_row.data;
+  const float *non_target = a->softmax.scale_non_target.data, *target = a->softmax.scale_target.data;
+  const float *uniform = a->softmax.scale_uniform.data, *smoothing_row = a->smoothing_row.data;
   const int32_t *targets = a->targets.data;
   EACH_PARALLEL (n, a->dx.shape[0]) {
     float *dx = cpu_row(a->dx, n);

@@ -105,9 +105,9 @@ int64_t hopper_sum_parts(int64_t vocab_size) {
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
   int64_t parts = rows * hopper_sum_parts(a->weight.shape[0]);
   RowParts p = {};
-  if (tensor_exists(a->rows.max)) p.best = static_cast<Ranked *>(base), base = p.best + parts;
+  if (tensor_exists(a->softmax.max)) p.best = static_cast<Ranked *>(base), base = p.best + parts;
   p.sums = static_cast<float *>(base);
-  if (tensor_exists(a->rows.e_distance)) p.distances = p.sums + parts;
+  if (tensor_exists(a->softmax.e_distance)) p.distances = p.sums + parts;
   return p;
 }
 
@@ -117,14 +117,14 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
   using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  int64_t of_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->rows) - 1);
+  int64_t of_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
   int64_t fit = (int64_t)(bytes / sizeof(float)) / of_row;
   if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
   CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
               weight_map = tma_map(backend, a->weight, TILE_N / CLUSTER),
               out_map = store ? tma_map(backend, tensor_rows(a->exps, 0, rows), STORE_ROWS) : x_map;
-  EpilogueParams params = {.anchor = data_of<float>(a->rows.target_z),
+  EpilogueParams params = {.anchor = data_of<float>(a->softmax.target_z),
                            .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
                            .parts = row_parts(a, parts, rows),
@@ -140,7 +140,7 @@ int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
                           float inv_temperature) {
   if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
   if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
-  bool terms = lce_row_parts(&a->rows) > 2 || tensor_exists(a->bias) || a->softcap > 0;
+  bool terms = lce_row_parts(&a->softmax) > 2 || tensor_exists(a->bias) || a->softcap > 0;
   return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
 }
 

@@ -33,9 +33,10 @@ static TileScratch tile_scratch(const LceLogitsExp *a) {
   s.columns = cuda_lce_tile_columns(rows, vocab_size);
   s.tile = data_of<float>(a->workspace);
   s.sum = reinterpret_cast<double *>(data_of<char>(a->workspace) + cuda_lce_tiles_bytes(rows, vocab_size));
-  bool distance = tensor_exists(a->rows.e_distance);
+  bool distance = tensor_exists(a->softmax.e_distance);
   s.distance = distance ? s.sum + rows : nullptr;
-  s.best = tensor_exists(a->rows.max) ? reinterpret_cast<Ranked *>(s.sum + rows * (1 + distance)) : nullptr;
+  s.best =
+      tensor_exists(a->softmax.max) ? reinterpret_cast<Ranked *>(s.sum + rows * (1 + distance)) : nullptr;
   return s;
 }
 
@@ -144,7 +145,7 @@ static __device__ void raise_to(float *max, float x) {
 template <typename T> struct FinalizeParams {
   T *exps; // NULL: not kept
   int64_t exps_stride, x_stride;
-  LossRows row;
+  SoftmaxStatistics row;
   const T *x, *weight;
   const int32_t *targets;
   int64_t rows, vocab_size;
@@ -292,7 +293,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
       constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       launch_kernel({"the exponentials of a tile", cuda_stream(backend), dim3((unsigned)rows), threads},
-                    exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->rows.target_z),
+                    exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->softmax.target_z),
                     data_of<int32_t>(a->targets), first, (int)columns,
                     Capped<T>{data_of<T>(a->bias), a->softcap}, inverse_temperature(a->temperature));
     });
@@ -303,7 +304,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
 static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
   LceLogitsExp rest = *a;
   int64_t count = a->x.shape[0] - first;
-  rest.rows = loss_rows_range(&a->rows, first, count);
+  rest.softmax = softmax_statistics_range(&a->softmax, first, count);
   for (Tensor *t : {&rest.exps, &rest.x, &rest.targets, &rest.tile_sums})
     if (tensor_exists(*t)) *t = tensor_rows(*t, first, count);
   return rest;
@@ -335,7 +336,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
       FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
                                   .exps_stride = rest.exps.stride,
                                   .x_stride = rest.x.stride,
-                                  .row = rest.rows,
+                                  .row = rest.softmax,
                                   .x = data_of<T>(rest.x),
                                   .weight = data_of<T>(a->weight),
                                   .targets = data_of<int32_t>(rest.targets),
@@ -376,7 +377,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 // One block a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    lce_rows_kernel(const __grid_constant__ LceRows a, float inv_temperature) {
+    lce_row_losses_kernel(const __grid_constant__ LceRowLosses a, float inv_temperature) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const LossTerms &terms = a.terms;
@@ -384,15 +385,15 @@ static __global__ void __launch_bounds__(256)
   int hidden_size = (int)a.x.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, backward = a.scaled_x.data;
   const T *x = data_of<T>(a.x) + row * hidden_size;
-  float target_z = data_of<float>(a.rows.target_z)[row], weighted = 0;
+  float target_z = data_of<float>(a.softmax.target_z)[row], weighted = 0;
   if (terms.label_smoothing > 0) { // the same for the whole block
     const float *smoothing_row = data_of<float>(a.smoothing_row);
     for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) weighted += to_float(x[i]) * smoothing_row[i];
     weighted = inv_temperature * (block_sum(weighted) + read(a.smoothing_bias, 0, 0));
   }
-  RowSums sums = {.row_sum = data_of<float>(a.rows.row_sum)[row],
-                  .target_e = data_of<float>(a.rows.target_e)[row],
-                  .offset = (data_of<float>(a.rows.anchor)[row] - target_z) * inv_temperature,
+  RowSums sums = {.row_sum = data_of<float>(a.softmax.row_sum)[row],
+                  .target_e = data_of<float>(a.softmax.target_e)[row],
+                  .offset = (data_of<float>(a.softmax.anchor)[row] - target_z) * inv_temperature,
                   .target_v = target_z * inv_temperature,
                   .weighted = weighted,
                   .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
@@ -403,25 +404,25 @@ static __global__ void __launch_bounds__(256)
                   .scale =
                       counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
   RowLoss l = loss_of_row(sums);
-  float r = counts ? l.per_e * read(a.rows.rescale, row, 1) : 0, cap = terms.softcap;
+  float r = counts ? l.per_e * read(a.softmax.rescale, row, 1) : 0, cap = terms.softcap;
   if (cap > 0) l.target *= capped_slope(target_z, cap);
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
     write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
     write(a.outputs.log_prob, row, counts ? -l.nll : 0);
     write(a.outputs.logsumexp, row, counts ? l.lse : 0);
-    write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.rows.e_distance, row, 0)) : 0);
-    if (a.rows.max.data) {
-      float max = data_of<float>(a.rows.max)[row];
-      int best = counts ? data_of<int32_t>(a.rows.best)[row] : 0;
+    write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.softmax.e_distance, row, 0)) : 0);
+    if (a.softmax.max.data) {
+      float max = data_of<float>(a.softmax.max)[row];
+      int best = counts ? data_of<int32_t>(a.softmax.best)[row] : 0;
       write(a.outputs.max_logit, row, counts ? inv_temperature * max : 0);
       write(a.outputs.correct, row, counts && best == target && l.nll == l.nll);
       if (a.outputs.predicted.data) data_of<int32_t>(a.outputs.predicted)[row] = best;
     }
     if (backward) {
-      write(a.rows.scale_non_target, row, r);
-      write(a.rows.scale_target, row, counts ? l.target : 0);
-      write(a.rows.scale_uniform, row, -l.uniform);
+      write(a.softmax.scale_non_target, row, r);
+      write(a.softmax.scale_target, row, counts ? l.target : 0);
+      write(a.softmax.scale_uniform, row, -l.uniform);
       if (a.exps.data && target >= 0)
         data_of<T>(a.exps)[row * a.exps.stride + target] = from_float<T>(r != 0 ? l.target / r : 0);
     }
@@ -436,11 +437,11 @@ static __global__ void __launch_bounds__(256)
   }
 }
 
-void cuda_lce_rows(Backend *backend, const LceRows *a) {
+void cuda_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   with_access(a->x.dtype, {a->x, a->scaled_x}, [&](auto type, auto width) {
-    KernelLaunch launch = per_row(backend, "lce_rows", a->targets.shape[0], ceil_div(a->x.shape[1], width),
-                                  hopper_runs(backend));
-    launch_kernel(launch, lce_rows_kernel<decltype(type), width>, *a,
+    KernelLaunch launch = per_row(backend, "lce_row_losses", a->targets.shape[0],
+                                  ceil_div(a->x.shape[1], width), hopper_runs(backend));
+    launch_kernel(launch, lce_row_losses_kernel<decltype(type), width>, *a,
                   inverse_temperature(a->terms.temperature));
   });
 }
@@ -454,9 +455,9 @@ static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInpu
   int hidden_size = (int)a.dx.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;
   const float *smoothing_row = data_of<float>(a.smoothing_row);
-  float r = a.alpha * data_of<float>(a.rows.scale_non_target)[row];
-  float c = a.alpha * data_of<float>(a.rows.scale_target)[row];
-  float u = smoothing_row ? a.alpha * data_of<float>(a.rows.scale_uniform)[row] : 0;
+  float r = a.alpha * data_of<float>(a.softmax.scale_non_target)[row];
+  float c = a.alpha * data_of<float>(a.softmax.scale_target)[row];
+  float u = smoothing_row ? a.alpha * data_of<float>(a.softmax.scale_uniform)[row] : 0;
   TD *dx = data_of<TD>(a.dx) + row * hidden_size;
   const T *weight = data_of<T>(a.weight) + (here ? (int64_t)target * hidden_size : 0);
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {

@@ -55,8 +55,9 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded((size_t)(rows * (1 + tensor_exists(a->rows.e_distance) + tensor_exists(a->rows.max))) *
-                       sizeof(double));
+         memory_padded(
+             (size_t)(rows * (1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max))) *
+             sizeof(double));
 }
 
 // A tile of logits.

@@ -21,9 +21,9 @@ void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
 static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int ranks, int rank,
                                       float inv_temperature) {
   int64_t rows = a.targets.shape[0], n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  float *anchor = data_of<float>(a.rows.anchor), *row_sum = data_of<float>(a.rows.row_sum);
-  float *target_e = data_of<float>(a.rows.target_e), *rescale = data_of<float>(a.rows.rescale);
-  float *e_distance = data_of<float>(a.rows.e_distance), *largest = data_of<float>(a.rows.max);
+  float *anchor = data_of<float>(a.softmax.anchor), *row_sum = data_of<float>(a.softmax.row_sum);
+  float *target_e = data_of<float>(a.softmax.target_e), *rescale = data_of<float>(a.softmax.rescale);
+  float *e_distance = data_of<float>(a.softmax.e_distance), *largest = data_of<float>(a.softmax.max);
   int64_t of_rank = a.parts.shape[0] / ranks;
   const float *parts = data_of<float>(a.parts) + n;
   if (n >= rows) return;
@@ -46,13 +46,13 @@ static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int 
     part += of_rank - 2 * rows;
     if (!largest || (r > 0 && !(*part > best))) continue;
     best = *part;
-    data_of<int32_t>(a.rows.best)[n] = __float_as_int(part[rows]);
+    data_of<int32_t>(a.softmax.best)[n] = __float_as_int(part[rows]);
   }
-  write(a.rows.e_distance, n, distance);
-  write(a.rows.max, n, best);
+  write(a.softmax.e_distance, n, distance);
+  write(a.softmax.max, n, best);
   row_sum[n] = (float)sum;
   anchor[n] = max;
-  target_e[n] = expf((data_of<float>(a.rows.target_z)[n] - max) * inv_temperature);
+  target_e[n] = expf((data_of<float>(a.softmax.target_z)[n] - max) * inv_temperature);
 }
 
 void cuda_lce_combine(Backend *backend, const LceCombine *a) {

@@ -27,10 +27,10 @@ static __global__ void __launch_bounds__(THREADS)
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
   int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
-  const float *row_sum = data_of<float>(a.rows.row_sum), *target_e = data_of<float>(a.rows.target_e);
+  const float *row_sum = data_of<float>(a.softmax.row_sum), *target_e = data_of<float>(a.softmax.target_e);
   const float *tile_sums = data_of<float>(a.tile_sums);
   for (int64_t n = first + threadIdx.x; n < end; n += THREADS)
-    of_row[n - first] = read(a.rows.rescale, n, 1) / (row_sum[n] + target_e[n]);
+    of_row[n - first] = read(a.softmax.rescale, n, 1) / (row_sum[n] + target_e[n]);
   __syncthreads();
   float mass = 0;
 #pragma unroll 16

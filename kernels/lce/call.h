@@ -44,10 +44,10 @@ typedef struct {
 // A chunk of C tokens (of every rank), or the buffers of the largest one.
 typedef struct {
   Tokens tokens;
-  Tensor targets;  // int32 [C]: as rows of this rank's W, else ELSEWHERE
-  LossRows rows;   // fp32 [C] each
-  Tensor exps;     // [C, V]
-  Tensor scaled_x; // [C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
+  Tensor targets;            // int32 [C]: as rows of this rank's W, else ELSEWHERE
+  SoftmaxStatistics softmax; // fp32 [C] each
+  Tensor exps;               // [C, V]
+  Tensor scaled_x;           // [C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
 static inline Tensor push_vector(const Call *c, const char *name, Dtype dtype, int64_t count) {
@@ -99,7 +99,7 @@ LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);
 // Pushes scaled_x, where there are gradients. loss and outputs; r, c, r X.
 void lce_losses(const Call *c, Chunk *k);
 // loss and outputs alone of the tokens, from the rows' sums.
-void lce_losses_alone(const Call *c, const Tokens *t, LossRows rows);
+void lce_losses_alone(const Call *c, const Tokens *t, SoftmaxStatistics softmax);
 // dW (+)= E^T (r X).
 void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);
 // dX = r dX + c W[y].

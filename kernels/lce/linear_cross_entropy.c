@@ -25,7 +25,7 @@ static void fused(const Call *c) {
   Memory *memory = &c->backend->memory;
   int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
   Chunk buffers = lce_push_buffers(c, size, tokens);
-  lce_target_z(c, buffers.rows.target_z, a->x, a->targets); // a = z[y]
+  lce_target_z(c, buffers.softmax.target_z, a->x, a->targets); // a = z[y]
   for (int64_t first = 0; first < tokens; first += size) {
     Chunk k = lce_chunk_at(c, &buffers, first);
     MemoryMark mark = memory_mark(memory);

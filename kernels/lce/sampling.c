@@ -45,7 +45,7 @@ void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, 
                                         .stats = s->stats,
                                         .exps = k->exps,
                                         .tile_sums = tensor_rows(s->tile_sums, 0, rows),
-                                        .rows = k->rows,
+                                        .softmax = k->softmax,
                                         .weight = a->weight,
                                         .scaled_x = k->scaled_x,
                                         .full_mass = a->sampling.full_mass,
@@ -66,7 +66,7 @@ void lce_sampled(const Call *c) {
   int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
   Chunk buffers = lce_push_buffers(c, size, tokens);
   Sampling sampling = lce_push_sampling(c, size);
-  lce_target_z(c, buffers.rows.target_z, a->x, a->targets);
+  lce_target_z(c, buffers.softmax.target_z, a->x, a->targets);
   for (int64_t first = 0; first < tokens; first += size) {
     Chunk k = lce_chunk_at(c, &buffers, first);
     MemoryMark mark = memory_mark(memory);

@@ -11,9 +11,9 @@
 // A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
 typedef struct {
   Tokens local;
-  Chunk all;               // its rows have the sums over the whole vocabulary
-  LossRows local_rows;     // the sums over this rank's rows of W
-  Tensor local_sums, sums; // fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
+  Chunk all;                       // its rows have the sums over the whole vocabulary
+  SoftmaxStatistics local_softmax; // the sums over this rank's rows of W
+  Tensor local_sums, sums;         // fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
 } Split;
 
 static Split push_buffers(const Call *c, int64_t count) {
@@ -24,7 +24,7 @@ static Split push_buffers(const Call *c, int64_t count) {
   t->x = push_matrix(c, "x of all ranks", a->x.dtype, rows, hidden_size);
   t->targets = push_vector(c, "targets of all ranks", DTYPE_I32, rows);
   b.all.targets = push_vector(c, "targets in local rows", DTYPE_I32, rows);
-  int64_t parts = lce_row_parts(&b.all.rows) * rows;
+  int64_t parts = lce_row_parts(&b.all.softmax) * rows;
   b.local_sums = push_vector(c, "local anchors and row sums", DTYPE_F32, parts);
   b.sums = push_vector(c, "anchors and row sums", DTYPE_F32, parts * c->ranks);
   if (tensor_exists(a->token_weights))
@@ -36,15 +36,15 @@ static Split push_buffers(const Call *c, int64_t count) {
 // The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after collectives_join.
 static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t count) {
   Split s = *buffers;
-  int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.rows) * rows;
+  int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.softmax) * rows;
   s.local = tokens_range(&c->tokens, first, count);
   s.all = lce_first_rows(&buffers->all, rows);
   s.all.tokens = tokens_range(&buffers->all.tokens, 0, rows);
   s.all.targets = tensor_rows(buffers->all.targets, 0, rows);
   s.local_sums = tensor_rows(buffers->local_sums, 0, parts);
   s.sums = tensor_rows(buffers->sums, 0, parts * c->ranks);
-  s.local_rows = s.all.rows;
-  LossRows *r = &s.local_rows;
+  s.local_softmax = s.all.softmax;
+  SoftmaxStatistics *r = &s.local_softmax;
   Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->max, &r->best};
   for (int64_t i = 0, at = 0; i < 5; i++) {
     if (!tensor_exists(*local[i])) continue;
@@ -66,16 +66,16 @@ static void exponentials(const Call *c, const Split *s, const Sampling *sampling
                                            .indices = k->tokens.targets,
                                            .first = c->a->shard.first,
                                            .count = c->a->weight.shape[0]});
-  lce_target_z(c, k->rows.target_z, k->tokens.x, k->targets);
-  all_reduce(c->backend, (Collective){.out = k->rows.target_z, .x = k->rows.target_z});
+  lce_target_z(c, k->softmax.target_z, k->tokens.x, k->targets);
+  all_reduce(c->backend, (Collective){.out = k->softmax.target_z, .x = k->softmax.target_z});
   LceLogitsExp exponentials = lce_logits_exp_of(c, k);
-  exponentials.rows = s->local_rows;
+  exponentials.softmax = s->local_softmax;
   if (sampling)
     lce_sampled_exponentials(c, sampling, exponentials);
   else
     lce_logits_exp(c->backend, exponentials);
   all_gather(c->backend, (Collective){.out = s->sums, .x = s->local_sums});
-  lce_combine(c->backend, (LceCombine){.rows = k->rows,
+  lce_combine(c->backend, (LceCombine){.softmax = k->softmax,
                                        .parts = s->sums,
                                        .targets = k->tokens.targets,
                                        .temperature = c->a->terms.temperature});
@@ -83,7 +83,7 @@ static void exponentials(const Call *c, const Split *s, const Sampling *sampling
 
 static void losses_of_local(const Call *c, const Split *s) {
   int64_t count = s->local.x.shape[0];
-  lce_losses_alone(c, &s->local, loss_rows_range(&s->all.rows, c->backend->rank * count, count));
+  lce_losses_alone(c, &s->local, softmax_statistics_range(&s->all.softmax, c->backend->rank * count, count));
 }
 
 void lce_split_head(const Call *c) {
@@ -110,7 +110,7 @@ void lce_split_head(const Call *c) {
     lce_finish_dx(c, k);
     if (tensor_exists(a->dx))
       reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
-    lce_add_targets(c, k->rows.scale_target, k->tokens.x, k->targets);
+    lce_add_targets(c, k->softmax.scale_target, k->tokens.x, k->targets);
     if (left > size) next = gather(c, &buffers, first + size, min_i64(left - size, size));
     if (!sampling && first > 0) lce_add_non_targets(c, k, accumulate);
     memory_pop_to(memory, mark);

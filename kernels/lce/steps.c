@@ -17,11 +17,11 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
   return rounded <= max ? rounded : even;
 }
 
-static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
-  LossRows r = {.row_sum = push_vector(c, "row sums", DTYPE_F32, rows),
-                .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
-                .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
-                .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
+static SoftmaxStatistics push_softmax(const Call *c, int64_t rows, int64_t lasting) {
+  SoftmaxStatistics r = {.row_sum = push_vector(c, "row sums", DTYPE_F32, rows),
+                         .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
+                         .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
+                         .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
   if (tensor_exists(c->a->outputs.entropy))
     r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
   if (token_outputs_need_max(&c->a->outputs)) {
@@ -37,23 +37,23 @@ static LossRows push_loss_rows(const Call *c, int64_t rows, int64_t lasting) {
 }
 
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting) {
-  Chunk b = {.rows = push_loss_rows(c, rows, lasting)};
+  Chunk b = {.softmax = push_softmax(c, rows, lasting)};
   if (c->backward) b.exps = push_logits(c, "exponentials", rows);
   return b;
 }
 
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows) {
-  return (Chunk){.rows = loss_rows_range(&buffers->rows, 0, rows),
+  return (Chunk){.softmax = softmax_statistics_range(&buffers->softmax, 0, rows),
                  .exps = first_rows(buffers->exps, 0, rows)};
 }
 
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first) {
-  int64_t count = min_i64(buffers->rows.anchor.shape[0], c->a->x.shape[0] - first);
+  int64_t count = min_i64(buffers->softmax.anchor.shape[0], c->a->x.shape[0] - first);
   Chunk k = lce_first_rows(buffers, count);
   k.tokens = tokens_range(&c->tokens, first, count);
   k.targets = k.tokens.targets;
-  k.rows.target_z = tensor_rows(buffers->rows.target_z, first, count);
-  k.rows.scale_target = first_rows(buffers->rows.scale_target, first, count);
+  k.softmax.target_z = tensor_rows(buffers->softmax.target_z, first, count);
+  k.softmax.scale_target = first_rows(buffers->softmax.scale_target, first, count);
   return k;
 }
 
@@ -69,7 +69,7 @@ void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
 LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k) {
   return (LceLogitsExp){.exps = k->exps,
                         .dx_raw = k->tokens.dx,
-                        .rows = k->rows,
+                        .softmax = k->softmax,
                         .x = k->tokens.x,
                         .weight = c->a->weight,
                         .bias = c->a->bias,
@@ -88,36 +88,36 @@ static bool targets_in_exps(const Call *c) {
   return tensor_exists(c->a->dweight) && c->a->dweight.dtype != DTYPE_F32;
 }
 
-static LceRows rows_of(const Call *c, const Tokens *t, LossRows rows) {
-  return (LceRows){.loss = t->loss,
-                   .outputs = t->outputs,
-                   .rows = rows,
-                   .x = t->x,
-                   .targets = t->targets,
-                   .token_weights = t->token_weights,
-                   .factor = c->factor,
-                   .smoothing_row = c->smoothing.row,
-                   .smoothing_bias = c->smoothing.bias,
-                   .terms = c->terms,
-                   .vocab_size = c->vocab_size};
+static LceRowLosses row_losses_of(const Call *c, const Tokens *t, SoftmaxStatistics softmax) {
+  return (LceRowLosses){.loss = t->loss,
+                        .outputs = t->outputs,
+                        .softmax = softmax,
+                        .x = t->x,
+                        .targets = t->targets,
+                        .token_weights = t->token_weights,
+                        .factor = c->factor,
+                        .smoothing_row = c->smoothing.row,
+                        .smoothing_bias = c->smoothing.bias,
+                        .terms = c->terms,
+                        .vocab_size = c->vocab_size};
 }
 
-void lce_losses_alone(const Call *c, const Tokens *t, LossRows rows) {
-  lce_rows(c->backend, rows_of(c, t, rows));
+void lce_losses_alone(const Call *c, const Tokens *t, SoftmaxStatistics softmax) {
+  lce_row_losses(c->backend, row_losses_of(c, t, softmax));
 }
 
 void lce_losses(const Call *c, Chunk *k) {
-  LceRows a = rows_of(c, &k->tokens, k->rows);
+  LceRowLosses a = row_losses_of(c, &k->tokens, k->softmax);
   const Tensor *x = &k->tokens.x;
   if (c->backward) a.scaled_x = k->scaled_x = push_matrix(c, "scaled x", x->dtype, x->shape[0], x->shape[1]);
   if (targets_in_exps(c)) a.exps = k->exps;
-  lce_rows(c->backend, a);
+  lce_row_losses(c->backend, a);
 }
 
 void lce_finish_dx(const Call *c, const Chunk *k) {
   if (!tensor_exists(k->tokens.dx)) return;
   lce_input_gradient(c->backend, (LceInputGradient){.dx = k->tokens.dx,
-                                                    .rows = k->rows,
+                                                    .softmax = k->softmax,
                                                     .smoothing_row = c->smoothing.local_row,
                                                     .weight = c->a->weight,
                                                     .targets = k->targets,
@@ -157,8 +157,8 @@ void lce_add_all_targets(const Call *c, const Chunk *buffers) {
   if (!tensor_exists(a->dweight) || targets_in_exps(c)) return;
   for (int64_t first = 0, tokens = a->x.shape[0]; first < tokens; first += AT_ONCE) {
     int64_t count = min_i64(tokens - first, AT_ONCE);
-    lce_add_targets(c, tensor_rows(buffers->rows.scale_target, first, count), tensor_rows(a->x, first, count),
-                    tensor_rows(a->targets, first, count));
+    lce_add_targets(c, tensor_rows(buffers->softmax.scale_target, first, count),
+                    tensor_rows(a->x, first, count), tensor_rows(a->targets, first, count));
     if (c->backend->memory.planning) break;
   }
 }

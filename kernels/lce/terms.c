@@ -49,17 +49,17 @@ void lce_terms_add(const Call *c, const Chunk *k, bool first) {
   if (tensor_exists(c->a->dbias))
     sum_columns(c->backend, (SumColumns){.sum = c->a->dbias,
                                          .x = k->exps,
-                                         .coefficients = k->rows.scale_non_target,
+                                         .coefficients = k->softmax.scale_non_target,
                                          .alpha = c->a->scale,
                                          .accumulate = c->a->accumulate || !first});
   if (tensor_exists(s->x))
     sum_columns(c->backend, (SumColumns){.sum = s->x,
                                          .x = k->tokens.x,
-                                         .coefficients = k->rows.scale_uniform,
+                                         .coefficients = k->softmax.scale_uniform,
                                          .accumulate = !first});
   if (tensor_exists(s->scales))
     sum_elements(c->backend,
-                 (SumElements){.sum = s->scales, .x = k->rows.scale_uniform, .accumulate = !first});
+                 (SumElements){.sum = s->scales, .x = k->softmax.scale_uniform, .accumulate = !first});
 }
 
 void lce_terms_end(const Call *c) {

@@ -522,7 +522,7 @@ TEST(test_refusals) {
           .qkv = m34, .shape = {1, 3, 3, 2, 1});
   REFUSED("head_dim 1 is odd", rope, Rope, .qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1});
   REFUSED("this is the forward pass alone", lce_logits_exp, LceLogitsExp, .dx_raw = m34,
-          .rows = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3}, .x = m34, .weight = m54,
+          .softmax = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3}, .x = m34, .weight = m54,
           .targets = ids);
   REFUSED("ids is fp32 [3] where int32 or int64", read_targets, ReadTargets, .targets = ids, .ids = v3,
           .vocab_size = 5);

@@ -31,17 +31,17 @@ TEST(test_logits_exp) {
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, ROWS);
   Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
-  LceLogitsExp a = {.rows = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
-                             .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
-                             .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
-                             .target_e = tensor_flat(tensor_rows(rows, 3, 1))},
+  LceLogitsExp a = {.softmax = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
+                                .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
+                                .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
+                                .target_e = tensor_flat(tensor_rows(rows, 3, 1))},
                     .x = call.x,
                     .weight = call.weight,
                     .targets = call.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
     assert_true(h->backend->scratch->lce_logits_exp(&a) < ROWS * VOCAB * sizeof(float));
-  lce_target_logits(h->backend, (LceTargetLogits){.target_z = a.rows.target_z,
+  lce_target_logits(h->backend, (LceTargetLogits){.target_z = a.softmax.target_z,
                                                   .x = call.x,
                                                   .weight = call.weight,
                                                   .targets = call.targets});

@@ -8,7 +8,7 @@ enum { THREADS = 512 };
 
 struct Chunk {
   Tensor x, weight, targets, exps;
-  LossRows rows;
+  SoftmaxStatistics softmax;
 };
 
 template <typename T> static __device__ T *row_of(const Tensor &t, int64_t n) {
@@ -25,7 +25,7 @@ static __device__ int target_of(const Chunk &a, int64_t n) {
 
 static __device__ float anchor_of(const Chunk &a, int64_t n) {
   return target_of(a, n) == IGNORE_INDEX ? INFINITY
-                                         : at(a.rows.target_z, n); // makes every exponential of the row 0
+                                         : at(a.softmax.target_z, n); // makes every exponential of the row 0
 }
 
 // x[n] . W[j], by one warp.
@@ -148,7 +148,7 @@ static __global__ void __launch_bounds__(CONSUMER + 32, 1)
 static __global__ void __launch_bounds__(THREADS)
     row_sums_kernel(const __grid_constant__ Chunk a, const __grid_constant__ Tensor parts) {
   int64_t n = blockIdx.x, vocab = a.weight.shape[0];
-  float sum = 0, anchor = anchor_of(a, n), target_z = at(a.rows.target_z, n);
+  float sum = 0, anchor = anchor_of(a, n), target_z = at(a.softmax.target_z, n);
   for (int64_t i = threadIdx.x; i < parts.shape[1]; i += THREADS) sum += row_of<float>(parts, n)[i];
   sum = block_sum(sum);
   if (sum > LADDER_SUM_LIMIT) {
@@ -164,9 +164,9 @@ static __global__ void __launch_bounds__(THREADS)
     sum = block_sum(sum);
   }
   if (threadIdx.x) return;
-  at(a.rows.row_sum, n) = sum;
-  at(a.rows.anchor, n) = anchor;
-  at(a.rows.target_e, n) = anchor == target_z || anchor == INFINITY ? 1 : __expf(target_z - anchor);
+  at(a.softmax.row_sum, n) = sum;
+  at(a.softmax.anchor, n) = anchor;
+  at(a.softmax.target_e, n) = anchor == target_z || anchor == INFINITY ? 1 : __expf(target_z - anchor);
 }
 
 bool ladder_hopper(void) {
@@ -186,9 +186,9 @@ static CUtensorMap tiles_of(Tensor t, int rows) {
   return map;
 }
 
-void ladder_hopper_exponentials(Backend *backend, Tensor exps, const LossRows *rows, Tensor x, Tensor weight,
-                                Tensor targets) {
-  Chunk a = {x, weight, targets, exps, *rows};
+void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStatistics *softmax, Tensor x,
+                                Tensor weight, Tensor targets) {
+  Chunk a = {x, weight, targets, exps, *softmax};
   int64_t count = x.shape[0], across = ceil_div(weight.shape[0], COLUMNS);
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor parts = memory_push_2d(&backend->memory, "parts of row sums", MEMORY_HEAD, DTYPE_F32, count, across);

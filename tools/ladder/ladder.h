@@ -65,8 +65,8 @@ void ladder_sample(const Anchored *a, const TileSampling *sampling);
 
 // E [C, V] from x and W, which are bf16, anchored at rows' target_z; anchor, target_e and row_sum. Rows whose
 // sum went out of range are repaired. Where ladder_hopper() alone.
-void ladder_hopper_exponentials(Backend *backend, Tensor exps, const LossRows *rows, Tensor x, Tensor weight,
-                                Tensor targets);
+void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStatistics *softmax, Tensor x,
+                                Tensor weight, Tensor targets);
 bool ladder_hopper(void); // whether the GPU and the build have what it needs
 
 #if defined(__cplusplus)

@@ -196,30 +196,31 @@ static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
     int64_t count = c.x.shape[0];
-    LossRows rows = {.target_z = push_vector(backend, "target logits", count),
-                     .anchor = push_vector(backend, "anchors", count),
-                     .row_sum = push_vector(backend, "row sums", count),
-                     .target_e = push_vector(backend, "target exponentials", count),
-                     .scale_non_target = push_vector(backend, "r", count),
-                     .scale_target = push_vector(backend, "c", count)};
+    SoftmaxStatistics softmax = {.target_z = push_vector(backend, "target logits", count),
+                                 .anchor = push_vector(backend, "anchors", count),
+                                 .row_sum = push_vector(backend, "row sums", count),
+                                 .target_e = push_vector(backend, "target exponentials", count),
+                                 .scale_non_target = push_vector(backend, "r", count),
+                                 .scale_target = push_vector(backend, "c", count)};
     Tensor exps = push_logits(backend, "exponentials", DTYPE_BF16, count, vocab);
     Tensor scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, DTYPE_BF16, count, hidden);
     lce_target_logits(
         backend,
-        (LceTargetLogits){.target_z = rows.target_z, .x = c.x, .weight = c.weight, .targets = c.targets});
-    ladder_hopper_exponentials(backend, exps, &rows, c.x, c.weight, c.targets);
-    lce_rows(backend, (LceRows){.loss = c.loss,
-                                .rows = rows,
-                                .scaled_x = scaled_x,
-                                .x = c.x,
-                                .targets = c.targets,
-                                .vocab_size = vocab});
+        (LceTargetLogits){.target_z = softmax.target_z, .x = c.x, .weight = c.weight, .targets = c.targets});
+    ladder_hopper_exponentials(backend, exps, &softmax, c.x, c.weight, c.targets);
+    lce_row_losses(backend, (LceRowLosses){.loss = c.loss,
+                                           .softmax = softmax,
+                                           .scaled_x = scaled_x,
+                                           .x = c.x,
+                                           .targets = c.targets,
+                                           .vocab_size = vocab});
     backward(backend, &c, exps, scaled_x, c.scale);
     lce_input_gradient(
-        backend, (LceInputGradient){
-                     .dx = c.dx, .rows = rows, .weight = c.weight, .targets = c.targets, .alpha = c.scale});
+        backend,
+        (LceInputGradient){
+            .dx = c.dx, .softmax = softmax, .weight = c.weight, .targets = c.targets, .alpha = c.scale});
     lce_target_gradient(backend, (LceTargetGradient){.dweight = c.dweight,
-                                                     .scale_target = rows.scale_target,
+                                                     .scale_target = softmax.scale_target,
                                                      .x = c.x,
                                                      .targets = c.targets,
                                                      .alpha = c.scale});

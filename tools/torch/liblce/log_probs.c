@@ -41,34 +41,34 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
     fail("keep_exponentials: exps are kept by a call without gradients, in one chunk of all tokens, and "
          "without soft-cap, label smoothing, sampling, split head and materialized mode");
   MemoryMark mark = memory_mark(&backend->memory);
-  LossRows rows = {.row_sum = kept.row_sum,
-                   .target_e = vector(backend, "target exponentials", tokens),
-                   .target_z = vector(backend, "target logits", tokens),
-                   .anchor = vector(backend, "anchors", tokens)};
-  if (tensor_exists(a.outputs.entropy)) rows.e_distance = vector(backend, "sums of distances", tokens);
+  SoftmaxStatistics softmax = {.row_sum = kept.row_sum,
+                               .target_e = vector(backend, "target exponentials", tokens),
+                               .target_z = vector(backend, "target logits", tokens),
+                               .anchor = vector(backend, "anchors", tokens)};
+  if (tensor_exists(a.outputs.entropy)) softmax.e_distance = vector(backend, "sums of distances", tokens);
   if (token_outputs_need_max(&a.outputs)) {
-    rows.max = vector(backend, "largest logits", tokens);
-    rows.best =
+    softmax.max = vector(backend, "largest logits", tokens);
+    softmax.best =
         memory_push_1d(&backend->memory, "columns of the largest logits", MEMORY_HEAD, DTYPE_I32, tokens);
   }
   lce_target_logits(
       backend,
       (LceTargetLogits){
-          .target_z = rows.target_z, .x = a.x, .weight = a.weight, .bias = a.bias, .targets = a.targets});
+          .target_z = softmax.target_z, .x = a.x, .weight = a.weight, .bias = a.bias, .targets = a.targets});
   lce_logits_exp(backend, (LceLogitsExp){.exps = kept.exps,
-                                         .rows = rows,
+                                         .softmax = softmax,
                                          .x = a.x,
                                          .weight = a.weight,
                                          .bias = a.bias,
                                          .targets = a.targets,
                                          .temperature = a.terms.temperature});
-  lce_rows(backend, (LceRows){.loss = a.loss,
-                              .outputs = a.outputs,
-                              .rows = rows,
-                              .x = a.x,
-                              .targets = a.targets,
-                              .terms = a.terms,
-                              .vocab_size = a.weight.shape[0]});
+  lce_row_losses(backend, (LceRowLosses){.loss = a.loss,
+                                         .outputs = a.outputs,
+                                         .softmax = softmax,
+                                         .x = a.x,
+                                         .targets = a.targets,
+                                         .terms = a.terms,
+                                         .vocab_size = a.weight.shape[0]});
   memory_pop_to(&backend->memory, mark);
 }
 
