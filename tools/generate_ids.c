@@ -1,5 +1,6 @@
-// Token ids from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt. Prints each id on
-// a line of its own as it is drawn, and an empty line between two samples. tools/generate makes text of them.
+// Token ids from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt. Prints each
+// id on a line of its own as it is drawn, and an empty line between two samples. tools/generate makes text of
+// them.
 //
 //   tools/generate_ids --init gpt2 --prompt 15496,995 --tokens 20
 //   tools/generate_ids --init gpt2 --prompt - --top-p 0.9 <ids.txt

@@ -33,9 +33,9 @@ typedef struct {
   const char *choices;        // "cosine, linear or constant"
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
-  const char *excludes, *why; // "log, save": options that cannot be given together with this one, and why not
-  const char *needs,
-      *because; // "save DIR", "zero 1", "recompute layer", "recompute" (any but its first word): what this one says nothing without
+  const char *excludes, *why; // "log, save": options that cannot be given with this one, and why not
+  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not its first word).
+  const char *needs, *because;
 } Option;
 
 enum { OPTION_ROWS_MAX = 128 };
@@ -48,8 +48,8 @@ typedef struct {
 
 // Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
 // every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
-// which values are right, and so do two options that exclude each other: flags that write the same field, and what
-// a row `excludes`, unless a number of the two is 0 or a choice its first. So does what is no option.
+// which values are right, and so do two options that exclude each other: flags that write the same field, and
+// what a row `excludes`, unless a number of the two is 0 or a choice its first. So does what is no option.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line.
@@ -62,8 +62,8 @@ double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
 
-// Whether what a row needs is there: a text, a number that is not 0, a choice's word or any but its first. The second fails unless it is, or
-// the row's option has its initial value.
+// Whether what a row needs is there: a text, a number that is not 0, a choice's word or any but its first.
+// The second fails unless it is, or the row's option has its initial value.
 bool option_needs_met(const Option *rows, const void *values, int row);
 void option_require_needs(const Option *rows, const void *values, int row);
 

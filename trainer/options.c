@@ -24,8 +24,8 @@ const char *argp_program_version = "lce.c 0.1";
 const Option options_rows[] = {
     {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
     {TEXT("model", "PRESET", preset),
-     HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b "
-          "(default llama-tiny)")},
+     HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, -8b; mistral-7b; "
+          "qwen3-0.6b, -1.7b, -4b")},
     {WHOLE("vocab", "V", model.vocab_size, 1, MAX), HELP("Vocabulary size (default the preset's)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
@@ -55,8 +55,8 @@ const Option options_rows[] = {
 
     {GROUP("Optimizer (AdamW, or Muon)")},
     {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING,
-     HELP("adamw, or muon: orthogonalized momentum for the layers' matrices, which then have one moment, and AdamW for "
-          "all else; the same rates and decay serve")},
+     HELP("adamw, or muon: orthogonalized momentum for the layers' matrices, which then have one moment, and "
+          "AdamW for all else; the same rates and decay serve")},
     {NUMBER("lr", "RATE", schedule.peak, 0, 100), .flags = SETTING,
      HELP("Highest learning rate (default the preset's; 2e-5 with --init)")},
     {NUMBER("min-lr", "SHARE", schedule.floor, 0, 1), DEFAULT("0.1"), .flags = SETTING,
@@ -89,15 +89,15 @@ const Option options_rows[] = {
      HELP("Keep the logits of all tokens, to compare with")},
     {WHOLE("lce-chunk", "TOKENS", pass.chunk, 1, MAX), .flags = SETTING,
      EXCLUDES("lce-memory", "both choose the chunk"),
-     HELP("Tokens per chunk (default a ninth of B x T, at least 112; on cuda 1024 or an eighth; at most 4096)")},
+     HELP("Tokens per chunk, up to 4096 (default a ninth of B x T, at least 112; on cuda 1024 or an eighth)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING,
      EXCLUDES("metrics", "sampling knows only the rows' sums, and metrics need more"),
      HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
-          "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles of "
-          "ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it would "
-          "save no time: gradients are exact")},
+          "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles "
+          "of ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it "
+          "would save no time: gradients are exact")},
     {NUMBER("label-smoothing", "EPS", pass.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
     {NUMBER("z-loss", "LAMBDA", pass.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING,
@@ -114,8 +114,9 @@ const Option options_rows[] = {
     {LIST("val-data", "PATH", val_data),
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
      HELP("Separate validation data (default: a held-out part of --data)")},
-    {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"), .flags = SETTING,
-     HELP("shuffled, or sequential: windows as they follow each other in the files, one token shared, as in llm.c")},
+    {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"),
+     .flags = SETTING,
+     HELP("shuffled, or sequential: windows in the files' order, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
      EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
      HELP("documents: fill windows with whole documents, each with attention and positions of its own, and "
@@ -142,16 +143,16 @@ const Option options_rows[] = {
     {TEXT("tokenizer", "PATH", tokenizer),
      HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
     {TEXT("prompt", "PROMPT", prompt),
-     HELP("What samples begin with (default a newline): text where a token is a byte, else a shard (*.bin) or "
-          "ids such as 15496,995")},
+     HELP("What samples begin with (default a newline): text where a token is a byte, else a shard (*.bin) "
+          "or ids such as 15496,995")},
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
      HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
           "); instead of --model")},
     {TEXT("save", "DIR", save),
-     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with --resume DIR that "
-          "DIR, else nothing is saved)")},
+     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with "
+          "--resume DIR that DIR, else nothing is saved)")},
     {WHOLE("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING,
      NEEDS("save DIR", "says when to save, and not where"),
      HELP("Save every N steps and at the end; 0 only at the end")},
@@ -190,7 +191,7 @@ const Option options_rows[] = {
      HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
     {WHOLE("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING,
      NEEDS("recompute layer", "drops a chunk's activations before the next one"),
-     HELP("With --recompute layer: compute the MLP for so many tokens at a time (0: all), for long sequences")},
+     HELP("With --recompute layer: compute the MLP in chunks of so many tokens (0: all), for long texts")},
     {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"),
      HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
           "moments), activations (the layers' inputs; with --recompute layer); the same bits, in more time")},
@@ -199,7 +200,8 @@ const Option options_rows[] = {
     {WHOLE("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("0"), .flags = SAME,
      HELP("Sharding over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
     {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = SAME,
-     NEEDS("zero 1 or --zero 2", "leaves the head's gradients where its rows are, and so its master weights and moments"),
+     NEEDS("zero 1 or --zero 2",
+           "leaves the head's gradients where its rows are, and so its master weights and moments"),
      EXCLUDES("materialized-logits, compare-modes", "a split head has only the fused mode"),
      HELP("Split the head's rows over the ranks: each computes its part of every loss (with --zero 1 or 2)")},
     {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
@@ -207,7 +209,9 @@ const Option options_rows[] = {
     {WHOLE("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
 
     {GROUP("Output")},
-    {TEXT("log", "FILE", log), HELP("Write one JSON object a line, the last the summary; a log of another run is kept as FILE.1. With --plan: the plan in each mode")},
+    {TEXT("log", "FILE", log),
+     HELP("Write one JSON object a line, the last the summary; a log of another run is kept as FILE.1. With "
+          "--plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
     {FLAG("fit", fit, true),
@@ -219,9 +223,9 @@ const Option options_rows[] = {
     {FLAG("compare-modes", compare_modes, true),
      HELP("Afterwards measure a few steps in both modes and print the table")},
     {FLAG("profile", profile, true),
-     HELP("Print and log where a step's time goes, by groups of operations; with NVTX ranges for Nsight Systems")},
+     HELP("Print and log a step's time by groups of operations; with NVTX ranges for Nsight Systems")},
     {TEXT("timeline", "FILE", timeline),
-     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device at each change")},
+     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device each time")},
     {.type = OPTION_END}};
 // clang-format on
 

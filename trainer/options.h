@@ -91,8 +91,9 @@ typedef struct {
 } Options;
 
 // The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a
-// GPU_SETTING is taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when
-// to validate, sample and save, may change without a warning. Settings and what is SAME have one value on all ranks.
+// GPU_SETTING is taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which
+// says when to validate, sample and save, may change without a warning. Settings and what is SAME have one
+// value on all ranks.
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 

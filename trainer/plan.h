@@ -3,8 +3,8 @@
 
 #include "trainer/trainer.h"
 
-// The ledger of a training step, and where the options have them a validation batch and a sampled token, of `options`
-// (resolved) in `mode` on `device`; without a train_step of the validation batch alone.
+// The ledger of a training step, and where the options have them a validation batch and a sampled token, of
+// `options` (resolved) in `mode` on `device`; without a train_step of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.

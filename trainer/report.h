@@ -104,5 +104,6 @@ typedef struct {
 
 // An object of the fields up to one without a name.
 struct cJSON *log_object(const LogField *fields);
-// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno, where that fails.
+// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno, where that
+// fails.
 bool log_line(FILE *log, const LogField *fields);

@@ -32,7 +32,8 @@ static void take_paths(Options *o, const char *name, const char *member) {
   }
 }
 
-// A setting's value as a message has it; NULL: a checkpoint from before there was the option, or a flag that is not set.
+// A setting's value as a message has it; NULL: a checkpoint from before there was the option, or a flag that
+// is not set.
 static const char *value_words(const Option *row, const char *text) {
   if (!text) return row->initial ? row->initial : "not set";
   return *text ? text : "set";
@@ -124,7 +125,7 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
          (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
 }
 
-// --- the state, and its checkpoints --------------------------------------------------------------------------
+// --- the state, and its checkpoints ------------------------------------------------------------------------
 
 static cJSON *paths(const TextList *list) {
   cJSON *array = cJSON_CreateArray();

@@ -9,7 +9,8 @@
 // missing or damaged.
 void resume_find(Options *options);
 
-// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at once.
+// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at
+// once.
 void resume_require_same(const Options *options, Backend *backend, const char *data);
 
 // The state of a run besides its tensors.
@@ -26,7 +27,8 @@ typedef struct {
   RunState state;        // the losses so far
 } Checkpoints;
 
-// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
+// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from
+// those of now.
 Checkpoints resume_open(const Options *options, const char *data);
 // The checkpoint after `step` steps. False, with a warning, where it cannot be written. Call it on all ranks.
 bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,

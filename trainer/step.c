@@ -1,4 +1,5 @@
-// The parts of train.c's step: its batches, from the loader to the host, all of a step at once, and to the device; and the ranges that the optimizer updates.
+// The parts of train.c's step: its batches, from the loader to the host, all of a step at once, and to the
+// device; and the ranges that the optimizer updates.
 #include "kernels/integers.h"
 #include "kernels/profile.h"
 #include "kernels/random.h"

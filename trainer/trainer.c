@@ -93,7 +93,7 @@ void trainer_destroy(Trainer *t) {
   *t = (Trainer){0};
 }
 
-// --- a step's results ------------------------------------------------------------------------------------------
+// --- a step's results --------------------------------------------------------------------------------------
 
 void trainer_begin_step(Trainer *t) {
   if (t->pending_count == TRAINER_PENDING)
@@ -205,7 +205,7 @@ int64_t trainer_first_lost_token(Trainer *t) {
   return lost;
 }
 
-// --- evaluation ---------------------------------------------------------------------------------------------
+// --- evaluation --------------------------------------------------------------------------------------------
 
 enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the device
 
@@ -224,8 +224,8 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, int
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 
-// Whether a signal ends the validation, which need not wait for all batches: some rank's, after the same batch of each. `flag` is
-// fp32 [1] and overwritten.
+// Whether a signal ends the validation, which need not wait for all batches: some rank's, after the same
+// batch of each. `flag` is fp32 [1] and overwritten.
 static bool cut_short(Trainer *t, Tensor flag) {
   float stop = t->stop && *t->stop;
   if (t->stop && t->backend->ranks > 1) {
@@ -236,8 +236,8 @@ static bool cut_short(Trainer *t, Tensor flag) {
   return stop > 0;
 }
 
-// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches. NaN where a signal cuts
-// it short.
+// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches. NaN
+// where a signal cuts it short.
 static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches,
                             Counted *counted) {
   int64_t end = min_i64(first + (int64_t)t->backend->ranks * VALIDATION_ROUNDS, batches);
@@ -302,7 +302,8 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
 
 // --- the backend -------------------------------------------------------------------------------------------
 
-// The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to each.
+// The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to
+// each.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");

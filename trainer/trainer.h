@@ -31,7 +31,8 @@ enum {
 typedef struct {
   int64_t step, counted; // from 0; counted targets
   double grad_norm, learning_rate;
-  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted, NaN where they are not requested.
+  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted, NaN where they are not
+  // requested.
   union {
     struct {
       double loss, z_loss;                 // --z-loss
@@ -70,7 +71,8 @@ typedef struct Trainer {
 } Trainer;
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
-// from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow it.
+// from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow
+// it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
@@ -110,24 +112,25 @@ void trainer_update(Trainer *trainer, Update settings);
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 
-// --dump: writes first-step/first_step.safetensors: tokens, targets and loss [B, T] and "grad.NAME" of every weight, before
-// clipping, of the last step, which had one micro-batch on one rank.
+// --dump: writes first-step/first_step.safetensors: tokens, targets and loss [B, T] and "grad.NAME" of every
+// weight, before clipping, of the last step, which had one micro-batch on one rank.
 void trainer_dump(const Trainer *trainer);
 
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
 
-// The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats per counted token: the same number
-// whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short where a signal to a rank cuts it short (NaN).
-// Call it on all ranks.
+// The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats
+// per counted token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and
+// cut_short where a signal to a rank cuts it short (NaN). Call it on all ranks.
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 
-// Continues `prompt` by options->generation.max_new_tokens tokens, drawn with `seed`. The caller frees the tokens (prompt
-// included); *count receives how many. Call it on all ranks: all but rank 0 get NULL.
+// Continues `prompt` by options->generation.max_new_tokens tokens, drawn with `seed`. The caller frees the
+// tokens (prompt included); *count receives how many. Call it on all ranks: all but rank 0 get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
 
-// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all ranks.
+// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all
+// ranks.
 void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes);
 
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
@@ -135,14 +138,15 @@ void trainer_gradient_pass(Trainer *trainer);
 
 // --- the backend that a run computes on --------------------------------------------------------------------
 
-// Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails, and
-// --device auto prints why there is none. The caller destroys it.
+// Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails,
+// and --device auto prints why there is none. The caller destroys it.
 Backend *machine_open(Options *options);
 
 // Makes it this rank's part of the job; does nothing without a launcher. Call it on all ranks at once.
 void machine_join_ranks(Backend *backend);
 
-// Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack. Call it on all ranks at once.
+// Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack. Call it on all ranks at
+// once.
 void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
