@@ -28,9 +28,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: stop_requested, stop_on_signals
-#include "trainer/stop.h"
-// defines: machine_open, trainer_create, trainer_load, trainer_micro_batch, trainer_update, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_micro_batch, trainer_update, ...
 #include "trainer/trainer.h"
 
 typedef struct {

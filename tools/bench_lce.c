@@ -32,6 +32,8 @@
 #include <string.h>
 #include <time.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/file.h"
 #include "data/loader.h"
 #include "kernels/alloc.h"
@@ -56,7 +58,7 @@ typedef struct {
   DeviceKind device;
   Dtype dtype; // DTYPE_COUNT: the device's
   const char *chunk_list, *sample_list, *checkpoint;
-  TextList data;
+  const char **data; // an array of stb_ds.h
   bool materialized, terms, ladder, plan, json;
   int chunk_count, sample_count;
   int64_t chunks[MAX_ITEMS];
@@ -186,7 +188,7 @@ static State read_state(Settings *o) {
   o->vocab_size = config.vocab_size;
   if (!o->seq_len) o->seq_len = model_default_seq_len(&config);
   model_check_seq_len(&config, o->seq_len);
-  Source *source = source_open(o->data.items, o->data.count, o->vocab_size);
+  Source *source = source_open(o->data, arrlen(o->data), o->vocab_size);
   Loader loader =
       loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = o->seq_len, .seed = 1});
   int64_t ranks = ranks_self()->ranks, sequences = ceil_div(o->tokens, o->seq_len); // of each rank
@@ -574,6 +576,6 @@ int main(int argc, char **argv) {
   free(b.state.x);
   free(b.state.weight);
   free(b.state.targets);
-  free(o.data.items);
+  arrfree(o.data);
   return 0;
 }

@@ -7,6 +7,8 @@
 #include <math.h>
 #include <stdio.h>
 
+#include <stb/stb_ds.h>
+
 #include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
@@ -14,7 +16,6 @@
 #include "trainer/plan.h"
 #include "trainer/report.h"
 #include "trainer/resume.h"
-#include "trainer/stop.h"
 #include "trainer/trainer.h"
 
 static const char *const names[] = {
@@ -33,9 +34,8 @@ static void read_options(Options *o, int argc, char **argv) {
       "the model is named with --init DIR, and data with --val-data PATH"};
   options_parse(o, &table, argc, argv);
   if (!o->init) fail("there is no model to evaluate; name its folder with --init DIR");
-  if (!o->data.count) // nothing is trained on
-    for (int64_t i = 0; i < o->val_data.count; i++)
-      option_set(&options_rows[option_row(options_rows, "data")], o, o->val_data.items[i]);
+  if (!o->data) // nothing is trained on
+    for (int64_t i = 0; i < arrlen(o->val_data); i++) arrput(o->data, o->val_data[i]);
   o->dtypes.weights_only = true;
   resume_find(o);
   options_resolve(o);

@@ -12,9 +12,8 @@
 #include "kernels/text.h"
 
 RunData run_data_open(const Options *o) {
-  RunData d = {.source = source_open(o->data.items, o->data.count, o->model.vocab_size)};
-  if (o->val_data.count)
-    d.val_source = source_open(o->val_data.items, o->val_data.count, o->model.vocab_size);
+  RunData d = {.source = source_open(o->data, arrlen(o->data), o->model.vocab_size)};
+  if (o->val_data) d.val_source = source_open(o->val_data, arrlen(o->val_data), o->model.vocab_size);
   if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);
   if (o->pack && d.val_source) source_pack(d.val_source, o->seq_len, o->end_of_text);
   d.loader = loader_create((LoaderOptions){.source = d.source,

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <stb/stb_ds.h>
+
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"
@@ -77,12 +79,6 @@ static int64_t stored(const Option *o, const void *field) {
                                   : *(const int64_t *)field;
 }
 
-static void append(TextList *list, const char *text) {
-  list->items = realloc(list->items, (size_t)(list->count + 1) * sizeof *list->items);
-  if (!list->items) fail("out of host memory for the command line");
-  list->items[list->count++] = text;
-}
-
 void option_set(const Option *o, void *values, const char *text) {
   void *field = (char *)values + o->offset;
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
@@ -90,7 +86,7 @@ void option_set(const Option *o, void *values, const char *text) {
   if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
   if (o->type == OPTION_CHOICE || o->type == OPTION_SET) store(o, field, words(o, text));
   if (o->type == OPTION_TEXT) *(const char **)field = text;
-  if (o->type == OPTION_LIST) append(field, text);
+  if (o->type == OPTION_LIST) arrput(*(const char ***)field, text);
 }
 
 double option_number(const Option *o, const void *values) {

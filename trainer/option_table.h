@@ -15,13 +15,8 @@ typedef enum {
   OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
   OPTION_SET,    // some of them, with commas between: writes a bit of each place into an unsigned
   OPTION_TEXT,   // const char *, the argument itself
-  OPTION_LIST    // TextList: may be given several times
+  OPTION_LIST    // const char **, an array of stb_ds.h, which the caller frees: may be given several times
 } OptionType;
-
-typedef struct {
-  const char **items; // in the order given; the caller frees the array
-  int64_t count;
-} TextList;
 
 typedef struct {
   OptionType type;
@@ -34,7 +29,8 @@ typedef struct {
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given with this one, and why not
-  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not its first word).
+  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not its first
+  // word).
   const char *needs, *because;
 } Option;
 
@@ -46,26 +42,23 @@ typedef struct {
   const char *stray;  // "paths are given with --data PATH": the advice for a word that is no option
 } OptionTable;
 
-// Writes the initial values, and then those of the command line, into the struct `values`; sets given[row] of
-// every option that was there (NULL: not recorded). A wrong value ends the program with a sentence that says
-// which values are right, and so do two options that exclude each other: flags that write the same field, and
-// what a row `excludes`, unless a number of the two is 0 or a choice its first. So does what is no option.
+// Writes the initial values and those of the command line into the struct `values`, and sets given[row] of
+// every option that is given (NULL: not recorded). What is no option or a wrong value ends the program with a
+// sentence, and so do two options that exclude each other: flags that write the same field, and what a row
+// `excludes`, unless a number of the two is 0 or a choice its first.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line.
 void option_set(const Option *option, void *values, const char *text);
-
 // The value as the command line would have it ("" for a flag): what option_set reads back, bit for bit. False
 // for a flag whose value is not set. Not of texts and lists. option_number: of a choice its place.
 bool option_text(const Option *option, const void *values, char text[64]);
 double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
-
-// Whether what a row needs is there: a text, a number that is not 0, a choice's word or any but its first.
+// Whether what a row needs is given: a text, a number that is not 0, a choice's word or any but its first.
 // The second fails unless it is, or the row's option has its initial value.
 bool option_needs_met(const Option *rows, const void *values, int row);
 void option_require_needs(const Option *rows, const void *values, int row);
-
 // The first given option that excludes rows[row], or -1.
 int option_excluded_by(const Option *rows, const void *values, const bool *given, int row);

@@ -6,6 +6,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/file.h"
 #include "kernels/fail.h"
 #include "kernels/memory.h"
@@ -376,7 +378,7 @@ static void resolve_job(Options *o) {
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
-  o->masked = o->pack || source_paths_masked(o->data.items, o->data.count);
+  o->masked = o->pack || source_paths_masked(o->data, arrlen(o->data));
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
     if (o->given[i]) option_require_needs(options_rows, o, i);
   if (o->pass.recompute_layers > o->model.num_hidden_layers)
@@ -405,16 +407,17 @@ void options_parse(Options *o, const OptionTable *table, int argc, char **argv) 
 
 // An earlier log may be written over, but not while it is read as text.
 static void keep_inputs(const Options *o) {
-  const TextList tokenizer = {.items = (const char **)&o->tokenizer, .count = o->tokenizer != NULL};
-  const TextList *const inputs[] = {&o->data, &o->val_data, &tokenizer};
   const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
+  int64_t count = arrlen(o->data), all = count + arrlen(o->val_data);
   struct stat out;
   for (int k = 0; k < 2; k++)
-    for (int l = 0; l < 3; l++)
-      for (int i = 0; i < inputs[l]->count; i++)
-        if (outputs[k][1] && !stat(outputs[k][1], &out) && S_ISREG(out.st_mode) &&
-            path_is_same(outputs[k][1], inputs[l]->items[i]))
-          fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], outputs[k][1]);
+    for (int64_t i = 0; i <= all; i++) {
+      const char *path = outputs[k][1], *input = i < count ? o->data[i]
+                                                 : i < all ? o->val_data[i - count]
+                                                           : o->tokenizer;
+      if (path && input && !stat(path, &out) && S_ISREG(out.st_mode) && path_is_same(path, input))
+        fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], path);
+    }
 }
 
 void options_resolve(Options *o) {
@@ -480,8 +483,8 @@ Text options_recompute(const Options *o) {
 }
 
 void options_free(Options *o) {
-  free(o->data.items);
-  free(o->val_data.items);
+  arrfree(o->data);
+  arrfree(o->val_data);
   free(o->origin);
   cJSON_Delete(o->resumed_from);
   *o = (Options){0};

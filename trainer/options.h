@@ -9,26 +9,22 @@
 
 struct cJSON;
 
-typedef enum {
-  SCHEDULE_COSINE,   // warm-up, then half a cosine down to the floor (Loshchilov, Hutter 2017)
-  SCHEDULE_LINEAR,   // warm-up, then a straight line down to the floor
-  SCHEDULE_CONSTANT, // warm-up, then no change
-  SCHEDULE_WSD,      // warm-up, stable, then a straight line down at the end (Hu et al. 2024)
-  SCHEDULE_COUNT
-} ScheduleKind;
+// After the warm-up: half a cosine down to the floor (Loshchilov, Hutter 2017), a straight line down to it,
+// no change, or stable and then a straight line down at the end (WSD, Hu et al. 2024).
+typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
 typedef struct {
   ScheduleKind kind;
   double peak;          // learning rate after the warm-up
   double floor;         // share of the peak that is left at the end, 0 to 1
   double decay_share;   // of the steps after the warm-up: wsd's line down, 0 to 1
-  int64_t warmup_steps; // steps over which the rate rises from peak / warmup_steps to the peak
+  int64_t warmup_steps; // the rate rises from peak / warmup_steps to the peak
   int64_t total_steps;
 } Schedule;
 
 struct Trainer;
 
-// A step of training: train.c's. The plan takes it, too, on a backend that counts bytes and computes nothing.
+// A training step: train.c's. The plan calls it too, on a backend that counts bytes and computes nothing.
 typedef void TrainStep(struct Trainer *trainer, const Loader *loader, int64_t step);
 
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
@@ -36,14 +32,12 @@ typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 typedef struct {
   TrainStep *train_step;       // NULL: nothing is trained (tools/evaluate)
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
-  // model
-  const char *preset; // NULL: none was named
+  const char *preset;          // NULL: none was named
   ModelConfig model;
   // job
-  int64_t batch;       // sequences in a micro-batch, per rank
-  int64_t seq_len;     // tokens in a sequence
-  int64_t total_batch; // tokens in an optimizer step, over micro-batches and ranks
-  int64_t micro_steps; // total_batch / (ranks * batch * seq_len)
+  int64_t batch, seq_len; // of a micro-batch on one rank: sequences, and tokens in each
+  int64_t total_batch;    // tokens in an optimizer step, over micro-batches and ranks
+  int64_t micro_steps;    // total_batch / (ranks * batch * seq_len)
   int64_t steps;
   uint64_t seed;
   // optimizer
@@ -51,13 +45,12 @@ typedef struct {
   Update update; // all but tensors, rate and step
   double max_grad_norm;
   // LM head + loss
-  TransformerOptions
-      pass;           // all but tensors and last; chunk: max tokens; 0 until plan_resolve_chunk has chosen
-  int64_t lce_memory; // MiB that head and loss may hold; 0: not limited
-  bool no_sampling;   // the GPU does not sample the gradient's tiles (Backend)
-  bool metrics;       // accuracy, entropy and largest logit of every step
+  TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
+  int64_t lce_memory;      // MiB that head and loss may hold; 0: not limited
+  bool no_sampling;        // the GPU does not sample the gradient's tiles (Backend)
+  bool metrics;            // accuracy, entropy and largest logit of every step
   // data
-  TextList data, val_data; // paths
+  const char **data, **val_data; // paths, arrays of stb_ds.h
   DataOrder data_order;
   enum { PACK_NONE, PACK_DOCUMENTS } pack;
   int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
@@ -75,10 +68,9 @@ typedef struct {
   const char *save;           // NULL: nothing is saved; with --resume DIR that one unless it is given
   int64_t save_every, keep;
   Dtype save_dtype; // of the stored weights
-  // ranks
+  // ranks and machine
   int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
   double timeout;  // seconds without progress that end a job of several ranks
-  // machine
   DeviceChoice device;
   Dtype dtype;          // of weights and activations
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
@@ -90,31 +82,25 @@ typedef struct {
   double device_memory; // GiB that the device is taken to have; 0: what it has
 } Options;
 
-// The options, one row each, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a
-// GPU_SETTING is taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which
-// says when to validate, sample and save, may change without a warning. Settings and what is SAME have one
-// value on all ranks.
+// The rows, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is
+// taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to
+// validate, sample and save, may change without a warning. Settings and what is SAME have one value on all
+// ranks.
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
 extern const Option options_rows[];
 
-// Reads the command line. Wrong values end the program with one sentence. Call resume_find next, and then
-// options_resolve.
-void options_read(Options *options, int argc, char **argv);
-// The same for a program that has some of these options: their rows are the table's.
-void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
-// The model and the job, but what depends on the device: machine_open and plan_resolve_chunk come next.
-void options_resolve(Options *options);
+// In this order. Wrong values end the program with one sentence. options_free gives back what they allocate.
+void options_read(Options *options, int argc, char **argv); // the command line; resume_find comes next
+void options_resolve(Options *options);                     // all but what depends on the device
+void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
+void options_free(Options *options);
 
+// options_read for a program that has some of these options: their rows are the table's.
+void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
 // Whether --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
-
-// What depends on the device: dtypes left open. Then plan_resolve_chunk.
-void options_resolve_dtypes(Options *options, bool cuda);
-
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...
-
-void options_free(Options *options);

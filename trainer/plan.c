@@ -43,7 +43,7 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
     o.train_step(&trainer, NULL, 0);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  if (!o.train_step || o.val_data.count || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (!o.train_step || o.val_data || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
   if (o.save && o.train_step) // as a rank that writes no files
     weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;

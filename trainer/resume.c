@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
@@ -63,9 +65,9 @@ static void take_settings(Options *o) {
     o->given[i] = true;
   }
   o->dtypes_from_gpu = from_gpu && !dtypes_given;
-  bool any_data = o->data.count;
+  const bool any_data = o->data;
   if (!any_data) take_paths(o, "data", "data_paths");
-  if (!any_data && !o->val_data.count) take_paths(o, "val-data", "val_data_paths");
+  if (!any_data && !o->val_data) take_paths(o, "val-data", "val_data_paths");
 }
 
 // --- finding -----------------------------------------------------------------------------------------------
@@ -127,9 +129,9 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
 
 // --- the state, and its checkpoints ------------------------------------------------------------------------
 
-static cJSON *paths(const TextList *list) {
+static cJSON *paths(const char **list) {
   cJSON *array = cJSON_CreateArray();
-  for (int64_t i = 0; i < list->count; i++) cJSON_AddItemToArray(array, json_string(list->items[i]));
+  for (int64_t i = 0; i < arrlen(list); i++) cJSON_AddItemToArray(array, json_string(list[i]));
   return array;
 }
 
@@ -147,8 +149,8 @@ static cJSON *state_json(const Options *o, const RunState *state, int64_t step, 
       cJSON_AddStringToObject(settings, row->name, text);
   cJSON_AddItemToObject(json, "settings", settings);
   cJSON_AddStringToObject(json, "data", data);
-  cJSON_AddItemToObject(json, "data_paths", paths(&o->data));
-  cJSON_AddItemToObject(json, "val_data_paths", paths(&o->val_data));
+  cJSON_AddItemToObject(json, "data_paths", paths(o->data));
+  cJSON_AddItemToObject(json, "val_data_paths", paths(o->val_data));
   return json;
 }
 

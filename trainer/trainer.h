@@ -8,8 +8,7 @@
 #include "model/transformer.h"
 #include "trainer/options.h"
 
-// Steps whose results may wait on the device before trainer_collect must fetch them.
-enum { TRAINER_PENDING = 64 };
+enum { TRAINER_PENDING = 64 }; // steps whose results may wait on the device for trainer_collect
 
 // The results of a step; all but the norm are summed over the ranks in one all-reduce.
 enum {
@@ -35,18 +34,17 @@ typedef struct {
   // requested.
   union {
     struct {
-      double loss, z_loss;                 // --z-loss
-      double accuracy, entropy, max_logit; // --metrics
-      double dropped_tiles, unused,
-          dropped_mass; // --lce-sample: the share of tiles dropped, and of probability
+      double loss, z_loss;                        // --z-loss
+      double accuracy, entropy, max_logit;        // --metrics
+      double dropped_tiles, unused, dropped_mass; // --lce-sample: shares of the tiles and of the probability
     };
     double means[RESULT_STATISTICS];
   };
 } StepResult;
 
 typedef struct Trainer {
-  const Options *options; // the caller's; must outlive the trainer
-  Backend *backend;       // likewise
+  const Options *options; // the caller's, like the backend; both must outlive the trainer
+  Backend *backend;
   Model model;
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
@@ -76,11 +74,10 @@ typedef struct Trainer {
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
-// The rate of step `step`, counted from 0. Past total_steps it stays at its end. It is in train.c.
+// In train.c: the rate of a step, counted from 0; past total_steps it stays at its end.
 double schedule_rate(const Schedule *schedule, int64_t step);
-
-// One optimizer step on the loader's batches for `step`, in train.c. Asynchronous: up to TRAINER_PENDING
-// results wait on the device. A plan has no loader.
+// In train.c: an optimizer step on the loader's batches (a plan has no loader). Asynchronous: up to
+// TRAINER_PENDING results wait on the device.
 TrainStep train_step;
 
 // --- what train.c's step is made of ------------------------------------------------------------------------
@@ -88,15 +85,13 @@ TrainStep train_step;
 // Around all else of a step. `result` has what the host knows; trainer_collect adds what the device computed.
 void trainer_begin_step(Trainer *trainer);
 void trainer_end_step(Trainer *trainer, StepResult result);
-
-// Reads this rank's micro-batches of the step; returns how many targets count in those of all ranks. Without
-// a loader it does nothing.
+// Reads this rank's micro-batches of the step (none without a loader); returns how many targets count in all
+// ranks'.
 int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
 // Copies micro-batch m to the device; in a plan it has only its shape. `masked` lists the positions of the
 // targets that count, then the ignored ones: the loss is computed for the former.
 Batch trainer_micro_batch(Trainer *trainer, int64_t m);
 Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
-
 // How transformer_train passes over micro-batch m of the step: with gradients summed over the ranks.
 TransformerOptions trainer_pass(Trainer *trainer, int64_t step, int64_t m);
 // Sums the statistics of the micro-batch (its losses, ...) to the step's results, and these over the ranks.
@@ -109,44 +104,41 @@ void trainer_sum_squares(Trainer *trainer);
 // Each rank updates its part of what is sharded, and the new weights are gathered.
 void trainer_update(Trainer *trainer, Update settings);
 
+// --- between steps: call these on all ranks ----------------------------------------------------------------
+
 // Waits for the pending steps and writes their results; returns how many.
 int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
-
 // --dump: writes first-step/first_step.safetensors: tokens, targets and loss [B, T] and "grad.NAME" of every
 // weight, before clipping, of the last step, which had one micro-batch on one rank.
 void trainer_dump(const Trainer *trainer);
-
 // The first token of the last micro-batch on this rank whose loss is not a number, or -1.
 int64_t trainer_first_lost_token(Trainer *trainer);
-
-// The mean loss over `batches` validation batches (0: all), whose windows are spread evenly over all, in nats
-// per counted token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and
-// cut_short where a signal to a rank cuts it short (NaN). Call it on all ranks.
+// The mean loss over `batches` validation batches (0: all), spread evenly over all, in nats per counted
+// token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short
+// where a signal to a rank cuts it short (NaN).
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
-
 // Continues `prompt` by options->generation.max_new_tokens tokens, drawn with `seed`. The caller frees the
-// tokens (prompt included); *count receives how many. Call it on all ranks: all but rank 0 get NULL.
+// tokens (prompt included); *count receives how many. All ranks but rank 0 get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
-
-// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits. Call it on all
-// ranks.
+// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits.
 void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes);
-
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
 
-// --- the backend that a run computes on --------------------------------------------------------------------
+// --- the machine that a run computes on --------------------------------------------------------------------
+
+// Not 0 once a signal asks the run to stop; it then saves its weights.
+extern volatile sig_atomic_t stop_requested;
+void stop_on_signals(void);
 
 // Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails,
 // and --device auto prints why there is none. The caller destroys it.
 Backend *machine_open(Options *options);
-
-// Makes it this rank's part of the job; does nothing without a launcher. Call it on all ranks at once.
+// Makes it this rank's part of the job; does nothing without a launcher. Call it on all ranks at once, like
+// the next.
 void machine_join_ranks(Backend *backend);
-
-// Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack. Call it on all ranks at
-// once.
+// Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack.
 void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
