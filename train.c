@@ -28,7 +28,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_micro_batch, trainer_update, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_update, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -47,8 +47,7 @@ static void create_model(Run *run) {
   const Options *o = run->options;
   double start = now_seconds();
   trainer_create(&run->trainer, o, run->backend);
-  const Source *validated = run->data.val_source ? run->data.val_source : run->data.source;
-  run->trainer.token_bytes = prompt_token_bytes(&run->prompt, validated, o->model.vocab_size);
+  run->trainer.token_bytes = prompt_token_bytes(&run->prompt, &run->data, o->model.vocab_size);
   if (o->origin) printf("loaded   in %.1fs\n", now_seconds() - start);
   plan_set_mode(&run->trainer, o->pass.mode);
   run->backend->ops->device_peak_reset(run->backend);
@@ -63,7 +62,7 @@ static void open_run(Run *run, Options *o) {
   run->prompt = prompt_open(o, run->data.source);
   loader_require_targets(&run->data.loader, o->steps > o->first_step, o->eval_batches);
   resume_require_same(o, run->backend, run->data.text);
-  report_settings(o, run->backend, run->data.text, run->data.source, run->data.val_source);
+  report_settings(o, run->backend, &run->data);
   plan_require(o, run->backend->device, machine_usable_bytes(run->backend));
   run->checkpoints = resume_open(o, run->data.text);
   run->report = report_open(o, run->backend);

@@ -48,8 +48,7 @@ static void evaluate(const Options *o, Backend *backend, const RunData *data) {
   Trainer trainer;
   double start = now_seconds();
   trainer_create(&trainer, o, backend);
-  const Source *validated = data->val_source ? data->val_source : data->source;
-  trainer.token_bytes = prompt_token_bytes(&prompt, validated, o->model.vocab_size);
+  trainer.token_bytes = prompt_token_bytes(&prompt, data, o->model.vocab_size);
   printf("loaded   in %.1fs\n", now_seconds() - start);
   plan_set_mode(&trainer, o->pass.mode);
   stop_on_signals();
@@ -79,7 +78,7 @@ int main(int argc, char **argv) {
       fail("there is nothing to evaluate; name --val-data or raise --val-fraction");
     loader_require_targets(&data.loader, false, 0);
     resume_require_same(&o, backend, data.text);
-    report_settings(&o, backend, data.text, data.source, data.val_source);
+    report_settings(&o, backend, &data);
     plan_require(&o, backend->device, machine_usable_bytes(backend));
     evaluate(&o, backend, &data);
     run_data_close(&data);

@@ -40,16 +40,14 @@ static Tokenizer *open_tokenizer(const Options *o, const Source *source, const c
   if (path && !tokenizer && o->tokenizer) fail("%s", reason.text);
   if (path && !tokenizer) warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
   if (tokenizer && source->kind == SOURCE_TEXT)
-    warn("%s is read byte by byte, though there is a tokenizer; tools/prepare_data.py makes its text into "
-         "tokens",
+    warn("%s is read byte by byte, despite a tokenizer; tools/prepare_data.py makes tokens of it",
          source->name);
   return tokenizer;
 }
 
 static void put_token(int32_t **tokens, long long token, int64_t vocab_size) {
   if (token >= vocab_size)
-    fail("--prompt: token %lld is %lld and the vocabulary has %lld; give another prompt, or ids by the "
-         "model's own tokenizer",
+    fail("--prompt: token %lld is %lld and the vocabulary has %lld; give another prompt, or the model's ids",
          (long long)arrlen(*tokens), token, (long long)vocab_size);
   arrput(*tokens, (int32_t)token);
 }
@@ -99,10 +97,9 @@ Prompt prompt_open(const Options *o, const Source *source) {
     p.tokens = prompt_shard(o->prompt, vocab_size);
   } else if (!(p.tokens = prompt_ids(o->prompt, vocab_size))) {
     fail("--prompt: a token of this run is no byte: give a shard (*.bin), or ids such as 15496,995, which "
-         "python3 -c "
-         "'import sys, tokenizers as t; print(*t.Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids, "
-         "sep=\",\")' "
-         "%s%s 'TEXT' prints (pip install tokenizers)",
+         "python3 -c 'import sys, tokenizers as t; "
+         "print(*t.Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids, sep=\",\")' %s%s 'TEXT' prints "
+         "(pip install tokenizers)",
          path ? path : "tokenizer.json", path && path_is_folder(path) ? "/tokenizer.json" : "");
   }
   p.count = arrlen(p.tokens);
@@ -115,8 +112,8 @@ void prompt_close(Prompt *p) {
   *p = (Prompt){0};
 }
 
-int32_t *prompt_token_bytes(const Prompt *p, const Source *source, int64_t vocab_size) {
-  bool text = source->kind == SOURCE_TEXT;
+int32_t *prompt_token_bytes(const Prompt *p, const RunData *data, int64_t vocab_size) {
+  bool text = (data->val_source ? data->val_source : data->source)->kind == SOURCE_TEXT;
   if (!text && !p->tokenizer) return NULL;
   int32_t *bytes = host_alloc(vocab_size, sizeof *bytes, "the tokens' lengths");
   for (int64_t id = 0; id < vocab_size; id++)

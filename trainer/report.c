@@ -63,10 +63,7 @@ static const char *shell_word(const char *path) {
 }
 
 static void print_saving(const Options *o) {
-  if (o->save)
-    printf("saves    %s\n", shell_word(o->save));
-  else
-    printf("nothing is saved: no --save\n");
+  printf(o->save ? "saves    %s\n" : "nothing is saved: no --save\n", o->save ? shell_word(o->save) : "");
 }
 
 // --- memory ------------------------------------------------------------------------------------------------
@@ -120,8 +117,7 @@ const char *sharding_name(const ParameterDtypes *dtypes) {
 
 // --- before the first step ---------------------------------------------------------------------------------
 
-void report_settings(const Options *o, const Backend *backend, const char *data, const Source *source,
-                     const Source *val_source) {
+void report_settings(const Options *o, const Backend *backend, const RunData *data) {
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)
@@ -148,10 +144,11 @@ void report_settings(const Options *o, const Backend *backend, const char *data,
   if (o->dtypes.offload)
     printf("offload  %s%s\n", options_words(o, "offload", words),
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
-  printf("data     %s\n", data);
-  for (int i = 0; i < 1 + (val_source != NULL); i++) {
+  printf("data     %s\n", data->text);
+  const Source *const sources[] = {data->source, data->val_source};
+  for (int i = 0; i < 2 && sources[i]; i++) {
     char left[256];
-    source_describe_left(i ? val_source : source, left, sizeof left);
+    source_describe_left(sources[i], left, sizeof left);
     if (*left) printf("         %s\n", left);
   }
   if (o->resumed_from)
@@ -359,12 +356,12 @@ static MemoryColumn largest_peak(Trainer *trainer) {
 }
 
 // What a group reaches, in TFLOP/s or GB/s; "" where neither is counted.
-static const char *rate_text(double flops, double bytes, double seconds, char text[32]) {
-  const char *unit = flops > 0 ? "TFLOP/s" : "GB/s";
+static Text rate_text(double flops, double bytes, double seconds) {
+  Text t = {""};
   double rate = (flops > 0 ? 1e-12 * flops : 1e-9 * bytes) / seconds;
-  *text = 0;
-  if (rate > 0 && isfinite(rate)) snprintf(text, 32, rate < 100 ? "%.3g %s" : "%.0f %s", rate, unit);
-  return text;
+  if (rate > 0 && isfinite(rate))
+    snprintf(t.text, sizeof t.text, rate < 100 ? "%.3g %s" : "%.0f %s", rate, flops > 0 ? "TFLOP/s" : "GB/s");
+  return t;
 }
 
 // A table, and for the log an object of each group, all of a step; NULL without --profile.
@@ -373,7 +370,7 @@ static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   if (!t) return NULL;
   cJSON *groups = cJSON_CreateObject();
   double n = (double)t->steps, all_flops = 0;
-  char title[64], rate[32];
+  char title[64];
   snprintf(title, sizeof title, "a step's time%s, mean of %.0f", o->ranks > 1 ? " (rank 0)" : "", n);
   printf("\n%-30s %8s %10s %7s %16s %15s\n", title, "calls", "ms", "share", "rate", "own stream, ms");
   for (int g = 0; g < PROFILE_GROUP_COUNT; g++) {
@@ -382,7 +379,7 @@ static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
            own = t->groups[g].own_seconds / n, flops = t->groups[g].flops / n, bytes = t->groups[g].bytes / n;
     if (calls > 0 || g == PROFILE_IDLE)
       printf("  %-28s %8.6g %10.2f %6.1f%% %16s %15.2f\n", name, calls, 1e3 * seconds,
-             100 * seconds * n / t->step_seconds, rate_text(flops, bytes, fmax(seconds, own), rate),
+             100 * seconds * n / t->step_seconds, rate_text(flops, bytes, fmax(seconds, own)).text,
              1e3 * own);
     all_flops += flops;
     const LogField fields[] = {NUM("calls", calls), NUM("seconds", seconds), NUM("own_seconds", own),
@@ -391,7 +388,7 @@ static cJSON *report_profile(const Options *o, const ProfileTotals *t) {
   }
   double step = t->step_seconds / n;
   printf("  %-28s %8s %10.2f %7s %16s\n", "all together", "", 1e3 * step, "",
-         rate_text(all_flops, 0, step, rate));
+         rate_text(all_flops, 0, step).text);
   return groups;
 }
 

@@ -27,34 +27,29 @@ typedef struct {
 } Report;
 
 // Before anything runs: device, model, job, data.
-void report_settings(const Options *options, const Backend *backend, const char *data, const Source *source,
-                     const Source *val_source);
-
+void report_settings(const Options *options, const Backend *backend, const RunData *data);
 // Opens the log (of rank 0; a resumed run appends).
 Report report_open(const Options *options, const Backend *backend);
 void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
-// Whether it is time to fetch the results of the steps under way: about twice a second, on all ranks after
-// the same step.
+// Whether to fetch the results of the steps under way: about twice a second, on all ranks after the same step.
 bool report_due(const Report *report, const Trainer *trainer);
 // Fetches and reports them, which waits for the device.
 void report_collect(Report *report, Trainer *trainer, RunState *state);
-// `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a
-// loss or norm is not finite.
+// `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a loss or norm
+// is not finite.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
-void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, // NaN: not known
-                       const Loader *loader);
+// bits_per_byte: NaN where it is not known.
+void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, const Loader *loader);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
 void report_checkpoint(Report *report, int64_t step, double seconds);
 // At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
 void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
 void report_evaluation(Report *report, double val_loss);
-
 // Prints the command that resumes a stopped run, or that nothing was saved.
 void report_resuming(const Report *report, bool stopped);
-
 // Ends a progress line that rewrites itself; call it before printing anything else.
 void report_break(Report *report);
 
@@ -88,22 +83,15 @@ typedef struct {
   struct cJSON *item;
 } LogField;
 
-#define NUM(name, value)                                                                                     \
-  { name, .number = (double)(value) }
-#define OPTIONAL(name, value)                                                                                \
-  { name, .number = value, .optional = true }
-#define STR(name, value)                                                                                     \
-  { name, .text = value }
+// clang-format off
+#define NUM(name, value)      {name, .number = (double)(value)}
+#define OPTIONAL(name, value) {name, .number = value, .optional = true}
+#define STR(name, value)      {name, .text = value}
 // The fields of a line: log_line(log, LOG_EVENT("step", NUM("step", 1), ...)).
-#define LOG_EVENT(event, ...)                                                                                \
-  (const LogField[]) {                                                                                       \
-    STR("event", event), __VA_ARGS__, {                                                                      \
-      0                                                                                                      \
-    }                                                                                                        \
-  }
+#define LOG_EVENT(event, ...) (const LogField[]) {STR("event", event), __VA_ARGS__, {0}}
+// clang-format on
 
 // An object of the fields up to one without a name.
 struct cJSON *log_object(const LogField *fields);
-// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno, where that
-// fails.
+// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno, where that fails.
 bool log_line(FILE *log, const LogField *fields);

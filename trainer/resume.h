@@ -4,22 +4,18 @@
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/options.h"
 
-// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the
-// checkpoint's values, where those that were given allow it. Fails in one sentence when what is named is
-// missing or damaged.
+// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the checkpoint's
+// values, where those that were given allow it. Fails when what is named is missing or damaged.
 void resume_find(Options *options);
-
-// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at
-// once.
+// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at once.
 void resume_require_same(const Options *options, Backend *backend, const char *data);
 
 // The state of a run besides its tensors.
 typedef struct {
-  double first_loss, last_loss, val_loss; // NAN where there is none
-  int64_t val_step;                       // the step that val_loss was measured after; -1 where there is none
+  double first_loss, last_loss, val_loss; // NaN where there is none
+  int64_t val_step;                       // the step that val_loss was measured after; -1: none
 } RunState;
 
-// Where checkpoints go, and what of the run they hold besides its tensors.
 typedef struct {
   CheckpointStore store; // of rank 0, with --save
   bool saves;            // with --save, on all ranks
@@ -27,8 +23,7 @@ typedef struct {
   RunState state;        // the losses so far
 } Checkpoints;
 
-// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from
-// those of now.
+// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
 Checkpoints resume_open(const Options *options, const char *data);
 // The checkpoint after `step` steps. False, with a warning, where it cannot be written. Call it on all ranks.
 bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,

@@ -17,7 +17,7 @@ _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
 
 // --- creation ----------------------------------------------------------------------------------------------
 
-static int64_t tokens_of(const Trainer *t) {
+static int64_t batch_tokens(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
 }
 
@@ -26,41 +26,46 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
   return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
 }
 
-void trainer_create(Trainer *t, const Options *options, Backend *backend) {
-  *t = (Trainer){.options = options, .backend = backend, .transformer = options->pass};
-  int64_t tokens = tokens_of(t);
-  model_create(&t->model, &options->model, backend, options->dtypes, options->seq_len);
-  t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
-  t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
-  t->rows = reserve_table(backend, "counted rows", DTYPE_I32, tokens);
-  t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
-  if (options->pack)
-    t->documents = tensor_reshape_2d(reserve_table(backend, "documents", DTYPE_I32, 2 * tokens), 2, tokens);
-  t->statistics[RESULT_LOSS] = t->loss;
+// The outputs of the loss that a run logs, a number for each token.
+static void reserve_statistics(Trainer *t) {
+  const Options *o = t->options;
+  TokenOutputs *outputs = &t->transformer.outputs;
   const struct {
     int which;
     bool wanted;
     const char *name;
     Tensor *tensor;
-  } outputs[] = {{RESULT_Z_LOSS, options->pass.z_loss > 0, "z-losses", &t->transformer.outputs.z_loss},
-                 {RESULT_CORRECT, options->metrics, "right predictions", &t->transformer.outputs.correct},
-                 {RESULT_ENTROPY, options->metrics, "entropies", &t->transformer.outputs.entropy},
-                 {RESULT_MAX_LOGIT, options->metrics, "largest logits", &t->transformer.outputs.max_logit}};
-  for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
-    if (outputs[i].wanted)
-      t->statistics[outputs[i].which] = *outputs[i].tensor =
-          reserve_table(backend, outputs[i].name, DTYPE_F32, tokens);
+  } all[] = {{RESULT_Z_LOSS, o->pass.z_loss > 0, "z-losses", &outputs->z_loss},
+             {RESULT_CORRECT, o->metrics, "right predictions", &outputs->correct},
+             {RESULT_ENTROPY, o->metrics, "entropies", &outputs->entropy},
+             {RESULT_MAX_LOGIT, o->metrics, "largest logits", &outputs->max_logit}};
+  t->statistics[RESULT_LOSS] = t->loss;
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    if (all[i].wanted)
+      t->statistics[all[i].which] = *all[i].tensor =
+          reserve_table(t->backend, all[i].name, DTYPE_F32, batch_tokens(t));
   double *full_mass = &t->transformer.sampling.full_mass;
   *full_mass = (float)*full_mass; // what fp32 rounds to 0 samples nothing
-  if (*full_mass > 0) {
-    Tensor stats = t->transformer.sampling.stats = reserve_table(backend, "tiles dropped", DTYPE_F32, 3);
-    fill_zero(backend, stats); // only the fused mode writes it
-    for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
-  }
-  if (options->dtypes.offload & OFFLOAD_ACTIVATIONS) {
-    int64_t layers =
-        options->pass.recompute_layers ? options->pass.recompute_layers : options->model.num_hidden_layers;
-    int64_t rows = (layers - 1) * tokens, columns = options->model.hidden_size;
+  if (*full_mass == 0) return;
+  Tensor stats = t->transformer.sampling.stats = reserve_table(t->backend, "tiles dropped", DTYPE_F32, 3);
+  fill_zero(t->backend, stats); // only the fused mode writes it
+  for (int i = 0; i < 3; i++) t->statistics[RESULT_TILES_DROPPED + i] = tensor_rows(stats, i, 1);
+}
+
+void trainer_create(Trainer *t, const Options *o, Backend *backend) {
+  *t = (Trainer){.options = o, .backend = backend, .transformer = o->pass};
+  int64_t tokens = batch_tokens(t), step_tokens = o->micro_steps * tokens;
+  model_create(&t->model, &o->model, backend, o->dtypes, o->seq_len);
+  t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
+  t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
+  t->positions = reserve_table(backend, "counted positions", DTYPE_I32, tokens);
+  t->loss = reserve_table(backend, "losses", DTYPE_F32, tokens);
+  if (o->pack)
+    t->documents = tensor_reshape_2d(reserve_table(backend, "documents", DTYPE_I32, 2 * tokens), 2, tokens);
+  reserve_statistics(t);
+  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS) {
+    int64_t layers = o->pass.recompute_layers ? o->pass.recompute_layers : o->model.num_hidden_layers;
+    int64_t rows = (layers - 1) * tokens, columns = o->model.hidden_size;
     void *data = memory_reserve_host(&backend->memory, "layers' inputs", MEMORY_ACTIVATIONS,
                                      (size_t)(rows * columns) * dtype_bytes(backend->dtype));
     t->transformer.inputs = tensor_2d(data, backend->dtype, rows, columns);
@@ -70,23 +75,22 @@ void trainer_create(Trainer *t, const Options *options, Backend *backend) {
   t->results = reserve_table(backend, "step results", DTYPE_F32, RESULTS * TRAINER_PENDING);
   fill_zero(backend, t->results); // entries that are never written are summed over the ranks all the same
   if (backend->memory.planning) return;
-  t->host_tokens = host_alloc(options->micro_steps * tokens, sizeof *t->host_tokens, "a batch");
-  t->host_targets = host_alloc(options->micro_steps * tokens, sizeof *t->host_targets, "a batch");
-  if (options->pack)
-    t->host_documents = host_alloc(options->micro_steps * 2 * tokens, sizeof *t->host_documents, "a batch");
-  t->host_rows = host_alloc(tokens, sizeof *t->host_rows, "a batch");
-  t->host_max_counted = host_alloc(options->micro_steps, sizeof *t->host_max_counted, "a batch");
-  if (options->origin)
-    weights_load(&t->model, backend, options->origin, options->resumed_from != NULL);
+  t->host_tokens = host_alloc(step_tokens, sizeof *t->host_tokens, "a batch");
+  t->host_targets = host_alloc(step_tokens, sizeof *t->host_targets, "a batch");
+  if (o->pack) t->host_documents = host_alloc(2 * step_tokens, sizeof *t->host_documents, "a batch");
+  t->host_positions = host_alloc(tokens, sizeof *t->host_positions, "a batch");
+  t->host_max_counted = host_alloc(o->micro_steps, sizeof *t->host_max_counted, "a batch");
+  if (o->origin)
+    weights_load(&t->model, backend, o->origin, o->resumed_from != NULL);
   else
-    parameters_initialize(&t->model.parameters, backend, options->seed);
+    parameters_initialize(&t->model.parameters, backend, o->seed);
 }
 
 void trainer_destroy(Trainer *t) {
   model_destroy(&t->model);
   free(t->host_tokens);
   free(t->host_targets);
-  free(t->host_rows);
+  free(t->host_positions);
   free(t->host_documents);
   free(t->host_max_counted);
   free(t->token_bytes);
@@ -153,10 +157,10 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
 }
 
 void trainer_gradient_pass(Trainer *t) {
-  for (int64_t n = 0; n < tokens_of(t) && !t->backend->memory.planning; n++)
+  for (int64_t n = 0; n < batch_tokens(t) && !t->backend->memory.planning; n++)
     if (t->host_targets[n] == IGNORE_INDEX) t->host_targets[n] = 0; // the maximum of work
   Batch batch = trainer_copy_batch(t, 0, t->options->masked);
-  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)tokens_of(t), false,
+  transformer_train(t->backend, &t->model, &batch, &t->transformer, 1.f / (float)batch_tokens(t), false,
                     t->loss);
 }
 
@@ -180,23 +184,19 @@ void trainer_dump(const Trainer *t) {
   const TensorToStore per_token[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},
                                      {.name = "loss", .tensor = t->loss, .dtype = DTYPE_F32}};
-  enum { PER_TOKEN = sizeof per_token / sizeof *per_token };
-  TensorToStore *list = host_alloc(PER_TOKEN + p->count, sizeof *list, "a list of tensors");
-  for (int i = 0; i < PER_TOKEN; i++) {
-    list[i] = per_token[i];
+  TensorToStore *list = host_alloc(3 + p->count, sizeof *list, "a list of tensors");
+  memcpy(list, per_token, sizeof per_token);
+  for (int i = 0; i < 3; i++)
     list[i].tensor = tensor_reshape_2d(list[i].tensor, t->options->batch, t->options->seq_len);
-  }
-  for (int64_t i = 0; i < p->count; i++) {
-    const Parameter *parameter = &p->items[i];
-    list[PER_TOKEN + i] = parameter_to_store("grad", p, parameter, p->grad, p->grad[parameter->group].dtype);
-  }
-  tensor_set_write(&folder, "first_step", list, PER_TOKEN + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
+  for (int64_t i = 0; i < p->count; i++)
+    list[3 + i] = parameter_to_store("grad", p, &p->items[i], p->grad, p->grad[p->items[i].group].dtype);
+  tensor_set_write(&folder, "first_step", list, 3 + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
 }
 
 int64_t trainer_first_lost_token(Trainer *t) {
-  int64_t tokens = tokens_of(t), lost = -1;
+  int64_t tokens = batch_tokens(t), lost = -1;
   float *losses = host_alloc(tokens, sizeof *losses, "the losses of a batch");
   backend_to_host(t->backend, losses, t->loss);
   for (int64_t n = tokens; n-- > 0;)
@@ -220,7 +220,7 @@ static void load_validation(Trainer *t, const Loader *loader, int64_t index, int
   if (!loader) return;
   counted->tokens +=
       loader_validation_batch(loader, index, batches, t->host_tokens, t->host_targets, t->host_documents);
-  for (int64_t n = 0; t->token_bytes && n < tokens_of(t); n++)
+  for (int64_t n = 0; t->token_bytes && n < batch_tokens(t); n++)
     if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
 }
 

@@ -48,12 +48,12 @@ typedef struct Trainer {
   Model model;
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
-  Tensor tokens, targets, rows, documents, loss;
+  Tensor tokens, targets, positions, documents, loss;
   Tensor statistics[RESULT_STATISTICS]; // of the micro-batch, where they are requested: views
   Tensor squares, scale;                // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results; // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
-  int32_t *host_tokens, *host_targets, *host_rows, *host_documents;
+  int32_t *host_tokens, *host_targets, *host_positions, *host_documents;
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   StepResult pending[TRAINER_PENDING];
   int pending_count;
