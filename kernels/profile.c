@@ -248,3 +248,18 @@ const ProfileTotals *profile_collect(Backend *backend) {
   p->count = 0;
   return t;
 }
+
+double gpu_peak_flops(const char *name) {
+  // Without sparsity, from NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its
+  // whitepaper on Ada. The first row that is part of the name counts.
+  static const struct {
+    const char *part;
+    double teraflops;
+  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
+               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
+               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
+               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
+  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
+    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
+  return NAN;
+}

@@ -49,3 +49,6 @@ void profile_phase(Backend *backend, int phase);
 
 // Between steps: waits for them, and adds up those since the last call. NULL without profile_begin.
 const ProfileTotals *profile_collect(Backend *backend);
+
+// Peak flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU of this name; NaN: unknown.
+double gpu_peak_flops(const char *name);

@@ -1,5 +1,7 @@
 #include "kernels/text.h"
 
+#include <ctype.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -106,4 +108,16 @@ void text_escape(char *out, size_t size, const char *text, size_t count) {
     out += needed, size -= needed, text += taken, count -= (size_t)taken;
   }
   *out = 0;
+}
+
+const char *text_shell_word(const char *path) {
+  static char quoted[2 * PATH_MAX], word[8 * PATH_MAX];
+  size_t length = 0, plain = 0;
+  while (path[plain] && (isalnum((unsigned char)path[plain]) || strchr("/._-+=,:@%", path[plain]))) plain++;
+  if (!path[plain]) return path;
+  for (; *path && length < sizeof quoted - 4; quoted[length++] = *path++)
+    if (*path == '\'' || *path == '\\') quoted[length++] = '\\';
+  memcpy(word, "$'", 2);
+  text_escape(word + 2, sizeof word - 4, quoted, length);
+  return strcat(word, "'");
 }

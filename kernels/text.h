@@ -22,3 +22,5 @@ bool utf8_valid(const char *text);
 // One line of valid UTF-8 without control characters, whose bytes, and those of no character, become \x1B. Cut to whole
 // characters that fit `size` with the 0 at the end; 4 * count + 1 always suffice.
 void text_escape(char *out, size_t size, const char *text, size_t count);
+// A path as a shell takes it, without what a terminal would act on; valid until the next call.
+const char *text_shell_word(const char *path);

@@ -35,13 +35,10 @@ const Option options_rows[] = {
     {WHOLE("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), HELP("Query heads")},
     {WHOLE("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX),
      HELP("Key/value heads (not GPT-2); divides the query heads")},
-    {WHOLE("head-dim", "D", model.head_dim, 1, MAX),
-     HELP("Size of a head (default hidden size / query heads; Qwen3: 128)")},
-    {WHOLE("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX),
-     HELP("Longest sequence the model can take")},
+    {WHOLE("head-dim", "D", model.head_dim, 1, MAX), HELP("Size of a head (default H / Q; Qwen3: 128)")},
+    {WHOLE("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), HELP("Longest sequence")},
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
-    {FLAG("untie-word-embeddings", model.tie_word_embeddings, false),
-     HELP("The head has a matrix of its own")},
+    {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), HELP("The head has its own matrix")},
     {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
      HELP("Base of the rotary frequencies (not GPT-2; default the preset's)")},
 
@@ -52,8 +49,7 @@ const Option options_rows[] = {
     {WHOLE("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING,
      HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
     {WHOLE("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING, HELP("Optimizer steps")},
-    {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING,
-     HELP("Seed of the weights and of the order of the data")},
+    {WHOLE("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING, HELP("Of weights and data order")},
 
     {GROUP("Optimizer (AdamW, or Muon)")},
     {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING,
@@ -106,8 +102,7 @@ const Option options_rows[] = {
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
-    {FLAG("metrics", metrics, true), .flags = SETTING,
-     HELP("Log each step's accuracy, entropy and largest logit")},
+    {FLAG("metrics", metrics, true), .flags = SETTING, HELP("Log accuracy, entropy and largest logit")},
 
     {GROUP("Data")},
     {LIST("data", "PATH", data),
@@ -117,8 +112,7 @@ const Option options_rows[] = {
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
      HELP("Separate validation data (default: a held-out part of --data)")},
     {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"),
-     .flags = SETTING,
-     HELP("shuffled, or sequential: windows in the files' order, one token shared, as in llm.c")},
+     .flags = SETTING, HELP("shuffled, or sequential: windows in file order, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
      EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
      HELP("documents: fill windows with whole documents, each with attention and positions of its own, and "
@@ -162,8 +156,7 @@ const Option options_rows[] = {
      NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
      HELP("Keep the newest M checkpoints; 0 keeps all")},
     {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING,
-     NEEDS("save DIR", "says how to save, and not where"),
-     HELP("fp32 or bf16 stored weights (default as --dtype)")},
+     NEEDS("save DIR", "says how to save, and not where"), HELP("fp32 or bf16 weights (default as --dtype)")},
     {TEXT("resume", "WHERE", resume),
      HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
           "options where none are given; the number of ranks, --zero and --vocab-parallel may differ")},
@@ -186,8 +179,7 @@ const Option options_rows[] = {
     {FLAG("no-master-weights", dtypes.master, false), .flags = GPU_SETTING,
      HELP("Update bf16 weights directly, with stochastic rounding")},
     {CHOICE("recompute", "WHAT", pass.recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
-     .flags = SETTING,
-     HELP("Recompute in the backward pass instead of keeping: none, elementwise, mlp or layer")},
+     .flags = SETTING, HELP("Recompute in backward instead of keeping: none, elementwise, mlp or layer")},
     {WHOLE("recompute-layers", "N", pass.recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING,
      NEEDS("recompute", "says in how many layers to recompute, and not what"),
      HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
@@ -216,14 +208,12 @@ const Option options_rows[] = {
           "--plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
-    {FLAG("fit", fit, true),
-     HELP("Only print the largest --batch that fits, in both modes, without and with --offload")},
+    {FLAG("fit", fit, true), HELP("Only print the largest --batch in both modes, without and with --offload")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump),
      HELP("Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step")},
-    {FLAG("compare-modes", compare_modes, true),
-     HELP("Afterwards measure a few steps in both modes and print the table")},
+    {FLAG("compare-modes", compare_modes, true), HELP("Afterwards measure both modes and print the table")},
     {FLAG("profile", profile, true),
      HELP("Print and log a step's time by groups of operations; with NVTX ranges for Nsight Systems")},
     {TEXT("timeline", "FILE", timeline),
@@ -342,18 +332,17 @@ static void check_loss(const Options *o) {
 
 static void check_fp8(const Options *o) {
   const ModelConfig *m = &o->model;
-  const struct {
-    const char *name;
-    int64_t size;
-  } sizes[] = {{"hidden size", m->hidden_size},
-               {"attention heads x head size", m->num_attention_heads * m->head_dim},
-               {"key/value heads x head size", m->num_key_value_heads * m->head_dim},
-               {"intermediate size", m->intermediate_size},
-               {"--seq-len", o->seq_len},
-               {"--mlp-chunk", o->pass.mlp_chunk}};
-  for (size_t i = 0; o->dtypes.fp8 && i < sizeof sizes / sizeof *sizes; i++)
-    if (sizes[i].size % 16)
-      fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
+  static const char *const names[] = {"hidden size",
+                                      "attention heads x head size",
+                                      "key/value heads x head size",
+                                      "intermediate size",
+                                      "--seq-len",
+                                      "--mlp-chunk"};
+  const int64_t heads = m->num_attention_heads * m->head_dim, kv_heads = m->num_key_value_heads * m->head_dim;
+  const int64_t sizes[] = {m->hidden_size,       heads,      kv_heads,
+                           m->intermediate_size, o->seq_len, o->pass.mlp_chunk};
+  for (int i = 0; o->dtypes.fp8 && i < 6; i++)
+    if (sizes[i] % 16) fail("--fp8 takes multiples of 16, and %s is %lld", names[i], (long long)sizes[i]);
 }
 
 static void resolve_job(Options *o) {

@@ -1,8 +1,6 @@
 #include "trainer/report.h"
 
-#include <ctype.h>
 #include <errno.h>
-#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,21 +47,9 @@ static void log_write(const Report *r, const LogField *fields) {
 }
 #define LOG(...) log_write(r, LOG_EVENT(__VA_ARGS__))
 
-// A path as a shell takes it, without what a terminal would act on.
-static const char *shell_word(const char *path) {
-  static char quoted[2 * PATH_MAX], word[8 * PATH_MAX];
-  size_t length = 0, plain = 0;
-  while (path[plain] && (isalnum((unsigned char)path[plain]) || strchr("/._-+=,:@%", path[plain]))) plain++;
-  if (!path[plain]) return path;
-  for (; *path && length < sizeof quoted - 4; quoted[length++] = *path++)
-    if (*path == '\'' || *path == '\\') quoted[length++] = '\\';
-  memcpy(word, "$'", 2);
-  text_escape(word + 2, sizeof word - 4, quoted, length);
-  return strcat(word, "'");
-}
-
 static void print_saving(const Options *o) {
-  printf(o->save ? "saves    %s\n" : "nothing is saved: no --save\n", o->save ? shell_word(o->save) : "");
+  printf(o->save ? "saves    %s\n" : "nothing is saved: no --save\n",
+         o->save ? text_shell_word(o->save) : "");
 }
 
 // --- memory ------------------------------------------------------------------------------------------------
@@ -107,12 +93,12 @@ void report_memory(const MemoryColumn *columns, int count, DeviceKind device) {
 }
 
 const char *sharding_name(const ParameterDtypes *dtypes) {
-  static const char *const names[2][3] = {
-      {"nothing is sharded over them", "master weights and moments are sharded over them",
-       "gradients, master weights and moments are sharded over them"},
-      {"", "master weights, moments and the head's rows are sharded over them",
-       "gradients, master weights, moments and the head's rows are sharded over them"}};
-  return names[dtypes->vocab_parallel][dtypes->zero];
+  static char text[96];
+  if (!dtypes->zero) return "nothing is sharded over them";
+  snprintf(text, sizeof text, "%smaster weights%s are sharded over them",
+           dtypes->zero == 2 ? "gradients, " : "",
+           dtypes->vocab_parallel ? ", moments and the head's rows" : " and moments");
+  return text;
 }
 
 // --- before the first step ---------------------------------------------------------------------------------
@@ -157,21 +143,6 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
   else if (o->origin)
     printf("weights  %s\n", o->origin);
   if (o->train_step) print_saving(o);
-}
-
-double gpu_peak_flops(const char *name) {
-  // Without sparsity, from NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its
-  // whitepaper on Ada. The first row that is part of the name counts.
-  static const struct {
-    const char *part;
-    double teraflops;
-  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
-               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
-               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
-               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
-  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
-    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
-  return NAN;
 }
 
 Report report_open(const Options *o, const Backend *backend) {
@@ -230,13 +201,17 @@ static Reason why_lost(const Options *o, bool updated) {
   return why;
 }
 
-static void fail_diverged(Report *r, Trainer *trainer, const StepResult *s) {
+static void fail_diverged(Report *r, const Trainer *t, const StepResult *s) {
   char where[128] = "";
-  int64_t lost = trainer_first_lost_token(trainer), seq_len = r->options->seq_len;
+  int64_t seq_len = r->options->seq_len, tokens = tensor_count(t->loss);
+  float *losses = host_alloc(tokens, sizeof *losses, "the losses of a batch");
+  backend_to_host(t->backend, losses, t->loss);
   report_break(r);
-  if (lost >= 0)
-    snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
-             (long long)(lost % seq_len), (long long)(lost / seq_len));
+  for (int64_t n = tokens; n-- > 0;)
+    if (!isfinite(losses[n]))
+      snprintf(where, sizeof where, " (first at token %lld of sequence %lld of the last micro-batch)",
+               (long long)(n % seq_len), (long long)(n / seq_len));
+  free(losses);
   fail("step %lld: the loss is %g%s and the gradient norm %g; %s", (long long)(s->step + 1), s->loss, where,
        s->grad_norm, why_lost(r->options, s->step > r->options->first_step || isfinite(s->loss)).text);
 }
@@ -331,12 +306,26 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
 }
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
-  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, shell_word(r->options->save), seconds);
+  printf("step %lld  saved in %s (%.1fs)\n", (long long)step, text_shell_word(r->options->save), seconds);
   output_taken(); // a validation may follow
   LOG("checkpoint", NUM("step", step), NUM("seconds", seconds));
 }
 
 // --- at the end --------------------------------------------------------------------------------------------
+
+// Every rank's column to all ranks.
+static MemoryColumn *gather_columns(Backend *b, const MemoryColumn *mine) {
+  enum { WORDS = sizeof *mine / 4 };
+  MemoryColumn *all = host_alloc(b->ranks, sizeof *all, "the peaks of all ranks");
+  MemoryMark mark = memory_mark(&b->memory);
+  Tensor gathered = memory_push_1d(&b->memory, "peaks", MEMORY_WORKSPACE, DTYPE_I32, b->ranks * WORDS);
+  Tensor local = tensor_rows(gathered, b->rank * WORDS, WORDS);
+  backend_to_device(b, local, mine);
+  all_gather(b, (Collective){.out = gathered, .x = local});
+  backend_to_host(b, all, gathered);
+  memory_pop_to(&b->memory, mark);
+  return all;
+}
 
 // The peak of this rank, or of the rank that holds the most.
 static MemoryColumn largest_peak(Trainer *trainer) {
@@ -345,8 +334,7 @@ static MemoryColumn largest_peak(Trainer *trainer) {
                        .device_bytes = backend->ops->device_bytes_peak(backend)};
   snprintf(peak.title.text, sizeof peak.title.text, "%s", lce_mode_name(trainer->transformer.mode));
   if (backend->ranks == 1) return peak;
-  MemoryColumn *all = host_alloc(backend->ranks, sizeof *all, "the peaks of all ranks");
-  trainer_gather(trainer, &peak, all, sizeof peak);
+  MemoryColumn *all = gather_columns(backend, &peak);
   for (int i = 0; i < backend->ranks; i++) {
     if (all[i].memory.peak > peak.memory.peak) peak.memory = all[i].memory;
     if (all[i].device_bytes > peak.device_bytes) peak.device_bytes = all[i].device_bytes;
@@ -432,7 +420,7 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
 
 void report_resuming(const Report *r, bool stopped) {
   if (stopped && r->options->save)
-    printf("\nto go on: %s --resume %s\n", program_invocation_name, shell_word(r->options->save));
+    printf("\nto go on: %s --resume %s\n", program_invocation_name, text_shell_word(r->options->save));
   else if (!r->options->save)
     print_saving(r->options);
 }

@@ -53,9 +53,6 @@ void report_resuming(const Report *report, bool stopped);
 // Ends a progress line that rewrites itself; call it before printing anything else.
 void report_break(Report *report);
 
-// Peak flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU of this name; NaN: unknown.
-double gpu_peak_flops(const char *name);
-
 // --- memory ------------------------------------------------------------------------------------------------
 
 // One column of the table.

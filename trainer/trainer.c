@@ -164,19 +164,6 @@ void trainer_gradient_pass(Trainer *t) {
                     t->loss);
 }
 
-void trainer_gather(Trainer *t, const void *mine, void *all, size_t bytes) {
-  Backend *b = t->backend;
-  int64_t words = (int64_t)(bytes / 4);
-  MemoryMark mark = memory_mark(&b->memory);
-  Tensor gathered =
-      memory_push_1d(&b->memory, "words of all ranks", MEMORY_WORKSPACE, DTYPE_I32, b->ranks * words);
-  Tensor local = tensor_rows(gathered, b->rank * words, words);
-  backend_to_device(b, local, mine);
-  all_gather(b, (Collective){.out = gathered, .x = local});
-  backend_to_host(b, all, gathered);
-  memory_pop_to(&b->memory, mark);
-}
-
 void trainer_dump(const Trainer *t) {
   Reason reason;
   Folder folder = folder_begin(t->options->dump, "first-step", NULL);
@@ -193,16 +180,6 @@ void trainer_dump(const Trainer *t) {
   tensor_set_write(&folder, "first_step", list, 3 + p->count, t->backend, CHECKPOINT_SHARD_BYTES);
   free(list);
   if (!folder_finish(&folder, &reason)) fail("--dump: %s", reason.text);
-}
-
-int64_t trainer_first_lost_token(Trainer *t) {
-  int64_t tokens = batch_tokens(t), lost = -1;
-  float *losses = host_alloc(tokens, sizeof *losses, "the losses of a batch");
-  backend_to_host(t->backend, losses, t->loss);
-  for (int64_t n = tokens; n-- > 0;)
-    if (!isfinite(losses[n])) lost = n;
-  free(losses);
-  return lost;
 }
 
 // --- evaluation --------------------------------------------------------------------------------------------

@@ -111,8 +111,6 @@ int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 // --dump: writes first-step/first_step.safetensors: tokens, targets and loss [B, T] and "grad.NAME" of every
 // weight, before clipping, of the last step, which had one micro-batch on one rank.
 void trainer_dump(const Trainer *trainer);
-// The first token of the last micro-batch on this rank whose loss is not a number, or -1.
-int64_t trainer_first_lost_token(Trainer *trainer);
 // The mean loss over `batches` validation batches (0: all), spread evenly over all, in nats per counted
 // token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short
 // where a signal to a rank cuts it short (NaN).
@@ -121,8 +119,6 @@ double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches)
 // tokens (prompt included); *count receives how many. All ranks but rank 0 get NULL.
 int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count);
-// Every rank's `bytes` (a multiple of 4) to all ranks, one after the other into `all`. Waits.
-void trainer_gather(Trainer *trainer, const void *mine, void *all, size_t bytes);
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
 
