@@ -188,7 +188,7 @@ static void finish(Run *run, int64_t done) {
   bool stopped = stopping(run), validated = c->state.val_step == done;
   if (stopped)
     printf("stopped after step %lld%s\n", (long long)done, report_log_lost(report) ? "" : " on a signal");
-  if (c->saves && c->saved_step != done) save(run, done);
+  if (run->options->save && c->saved_step != done) save(run, done);
   if (!validated) validate(run, done);
   report_summary(report, &run->trainer, &c->state, source_entropy(run->data.source), stopped);
   report_resuming(report, stopped && c->saved_step >= 0);
@@ -211,7 +211,7 @@ static void train(Run *run) {
     if (!output_taken() || report_log_lost(report)) stop_requested = 1;
     if (now_validate) validate(run, done);
     if (now_sample) sample(run, done);
-    if (now_save && run->checkpoints.saves) save(run, done);
+    if (now_save && o->save) save(run, done);
     report->since = now_seconds();
   }
   finish(run, done);
@@ -219,9 +219,10 @@ static void train(Run *run) {
 
 // 1 where the log or the last weights could not be written.
 static int close_run(Run *run) {
+  const Options *o = run->options;
   const Checkpoints *c = &run->checkpoints;
   bool lost = report_log_lost(&run->report);
-  bool unsaved = c->saves && c->saved_step != run->options->first_step + run->report.steps_done;
+  bool unsaved = o->save && c->saved_step != o->first_step + run->report.steps_done;
   report_close(&run->report);
   checkpoint_store_close(&run->checkpoints.store);
   trainer_destroy(&run->trainer);

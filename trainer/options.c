@@ -437,7 +437,6 @@ void options_read(Options *o, int argc, char **argv) {
 }
 
 void options_resolve_dtypes(Options *o, bool cuda) {
-  o->on_cuda = cuda;
   if (!cuda && o->dtypes_from_gpu) { // a GPU's run continues here in fp32
     o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
     o->dtypes.master = true;

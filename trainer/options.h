@@ -74,7 +74,6 @@ typedef struct {
   DeviceChoice device;
   Dtype dtype;          // of weights and activations
   bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
-  bool on_cuda;         // once the dtypes are resolved
   ParameterDtypes dtypes;
   // output
   const char *log, *timeline, *dump;

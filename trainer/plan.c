@@ -16,8 +16,9 @@
 
 enum { TIMELINE_STEPS = 3 };
 
-// A trainer that allocates nothing; its options stay the caller's.
-static void open_planned(Trainer *t, const Options *options, DeviceKind device) {
+// A trainer that allocates nothing. Two micro-batches a step need as much memory as more.
+static void open_planned(Trainer *t, Options *options, DeviceKind device) {
+  options->micro_steps = min_i64(options->micro_steps, 2);
   Backend *backend = plan_backend_create(device, options->dtype);
   backend->ranks = options->ranks;
   backend->no_sampling = options->no_sampling;
@@ -35,7 +36,6 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
   if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.label_smoothing = 0; // likewise
   o.pass.mode = mode;
-  o.micro_steps = min_i64(o.micro_steps, 2); // the rest need the same memory
   Trainer trainer;
   open_planned(&trainer, &o, device);
   if (o.train_step) {
@@ -176,7 +176,6 @@ static void write_timeline(const char *path, const Ledger *ledger) {
 // Three planned steps in the mode of the options.
 static void plan_timeline(const Options *given, DeviceKind device) {
   Options o = *given;
-  o.micro_steps = min_i64(o.micro_steps, 2); // as plan_run
   Trainer trainer;
   open_planned(&trainer, &o, device);
   Ledger *ledger = &trainer.backend->memory.ledger;
@@ -232,17 +231,13 @@ static bool log_plan(FILE *log, const Options *o, DeviceKind device, LceMode mod
   LogField at_peak[MEMORY_CATEGORY_COUNT + 1] = {{0}};
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     at_peak[c] = (LogField){memory_category_name((MemoryCategory)c), .number = (double)plan->at_peak[c]};
-  return log_line(
-      log, LOG_EVENT("plan", STR("loss_mode", lce_mode_name(mode)), STR("device", device_name(device)),
-                     STR("model", m->name), STR("dtype", dtype_name(o->dtype)),
-                     STR("recompute", options_recompute(o).text), NUM("batch", o->batch),
-                     NUM("seq_len", o->seq_len), NUM("vocab_size", m->vocab_size),
-                     NUM("hidden_size", m->hidden_size), NUM("intermediate_size", m->intermediate_size),
-                     NUM("head_dim", m->head_dim), NUM("max_seq_len", model_max_seq_len(m)),
-                     NUM("lce_chunk", mode == LCE_FUSED ? options_used_chunk(o) : 0),
-                     NUM("peak_bytes", plan->peak), NUM("head_peak_bytes", plan->highest[MEMORY_HEAD]),
-                     NUM("host_bytes", ledger_host_bytes(plan)), NUM("usable_bytes", capacity), // 0: unknown
-                     {"at_peak", .item = log_object(at_peak)}));
+  return log_line(log, LOG_EVENT("plan", LOG_RUN(o, mode), STR("device", device_name(device)),
+                                 NUM("intermediate_size", m->intermediate_size), NUM("head_dim", m->head_dim),
+                                 NUM("max_seq_len", model_max_seq_len(m)), NUM("peak_bytes", plan->peak),
+                                 NUM("head_peak_bytes", plan->highest[MEMORY_HEAD]),
+                                 NUM("host_bytes", ledger_host_bytes(plan)),
+                                 NUM("usable_bytes", capacity), // 0: unknown
+                                 {"at_peak", .item = log_object(at_peak)}));
 }
 
 void plan_print(Options *o) {

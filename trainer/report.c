@@ -163,15 +163,10 @@ void report_close(Report *r) {
 
 void report_start(Report *r, const Backend *backend, const char *data) {
   const Options *o = r->options;
-  const ModelConfig *m = &o->model;
-  LOG("start", STR("device", backend->description), STR("model", m->name),
-      NUM("parameters", model_parameter_count(m)), NUM("vocab_size", m->vocab_size),
-      NUM("hidden_size", m->hidden_size), NUM("num_hidden_layers", m->num_hidden_layers),
-      NUM("batch", o->batch), NUM("seq_len", o->seq_len), NUM("total_batch", o->total_batch),
+  LOG("start", STR("device", backend->description), LOG_RUN(o, o->pass.mode),
+      NUM("parameters", model_parameter_count(&o->model)),
+      NUM("num_hidden_layers", o->model.num_hidden_layers), NUM("total_batch", o->total_batch),
       NUM("ranks", o->ranks), NUM("steps", o->steps), NUM("seed", o->seed),
-      STR("loss_mode", lce_mode_name(o->pass.mode)),
-      NUM("lce_chunk", o->pass.mode == LCE_FUSED ? options_used_chunk(o) : 0),
-      STR("recompute", options_recompute(o).text), STR("dtype", dtype_name(o->dtype)),
       {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8)}, STR("data", data),
       OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');

@@ -86,6 +86,12 @@ typedef struct {
 #define STR(name, value)      {name, .text = value}
 // The fields of a line: log_line(log, LOG_EVENT("step", NUM("step", 1), ...)).
 #define LOG_EVENT(event, ...) (const LogField[]) {STR("event", event), __VA_ARGS__, {0}}
+// What the lines of a run and of a plan say about it.
+#define LOG_RUN(o, mode)                                                                                     \
+  STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), STR("dtype", dtype_name((o)->dtype)), \
+  NUM("lce_chunk", (mode) == LCE_FUSED ? options_used_chunk(o) : 0), NUM("batch", (o)->batch),               \
+  STR("recompute", options_recompute(o).text), NUM("vocab_size", (o)->model.vocab_size),                     \
+  NUM("hidden_size", (o)->model.hidden_size), NUM("seq_len", (o)->seq_len)
 // clang-format on
 
 // An object of the fields up to one without a name.

@@ -10,7 +10,7 @@
 #include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
-#include "trainer/trainer.h"
+#include "trainer/report.h"
 
 // --- settings ----------------------------------------------------------------------------------------------
 
@@ -34,8 +34,7 @@ static void take_paths(Options *o, const char *name, const char *member) {
   }
 }
 
-// A setting's value as a message has it; NULL: a checkpoint from before there was the option, or a flag that
-// is not set.
+// A setting's value as a message has it. NULL: of a flag that is not set, or older than the option.
 static const char *value_words(const Option *row, const char *text) {
   if (!text) return row->initial ? row->initial : "not set";
   return *text ? text : "set";
@@ -135,23 +134,24 @@ static cJSON *paths(const char **list) {
   return array;
 }
 
-static cJSON *state_json(const Options *o, const RunState *state, int64_t step, const char *data) {
-  cJSON *json = cJSON_CreateObject(), *settings = cJSON_CreateObject();
+static cJSON *state_json(const Options *o, const RunState *state, DeviceKind device, int64_t step,
+                         const char *data) {
+  cJSON *settings = cJSON_CreateObject();
   char text[64];
-  cJSON_AddNumberToObject(json, "step", (double)step);
-  cJSON_AddStringToObject(json, "device", o->on_cuda ? "cuda" : "cpu");
-  cJSON_AddNumberToObject(json, "first_loss", state->first_loss); // NAN is printed as null
-  cJSON_AddNumberToObject(json, "last_loss", state->last_loss);
-  cJSON_AddNumberToObject(json, "val_loss", state->val_loss);
-  cJSON_AddNumberToObject(json, "val_step", (double)state->val_step);
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
     if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, text))
       cJSON_AddStringToObject(settings, row->name, text);
-  cJSON_AddItemToObject(json, "settings", settings);
-  cJSON_AddStringToObject(json, "data", data);
-  cJSON_AddItemToObject(json, "data_paths", paths(o->data));
-  cJSON_AddItemToObject(json, "val_data_paths", paths(o->val_data));
-  return json;
+  return log_object((const LogField[]){NUM("step", step),
+                                       STR("device", device_name(device)),
+                                       NUM("first_loss", state->first_loss),
+                                       NUM("last_loss", state->last_loss),
+                                       NUM("val_loss", state->val_loss),
+                                       NUM("val_step", state->val_step),
+                                       {"settings", .item = settings},
+                                       STR("data", data),
+                                       {"data_paths", .item = paths(o->data)},
+                                       {"val_data_paths", .item = paths(o->val_data)},
+                                       {0}});
 }
 
 static double loss_of(const cJSON *json, const char *name) {
@@ -180,14 +180,13 @@ static void warn_of_changes(const Options *o, const char *data) {
 
 Checkpoints resume_open(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step");
-  Checkpoints c = {.saves = o->save,
-                   .saved_step = json ? o->first_step : -1,
+  Checkpoints c = {.saved_step = json ? o->first_step : -1,
                    .state = {.first_loss = loss_of(json, "first_loss"),
                              .last_loss = loss_of(json, "last_loss"),
                              .val_loss = loss_of(json, "val_loss"),
                              .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1}};
   if (json) warn_of_changes(o, data);
-  if (c.saves && o->rank == 0) {
+  if (o->save && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
     c.store = checkpoint_store_open(o->save, o->origin, o->tokenizer, c.saved_step, newest);
@@ -200,7 +199,7 @@ Checkpoints resume_open(const Options *o, const char *data) {
 bool resume_save(Checkpoints *c, const Options *o, const Model *model, Backend *backend, int64_t step,
                  const char *data) {
   Reason reason;
-  cJSON *json = state_json(o, &c->state, step, data);
+  cJSON *json = state_json(o, &c->state, backend->device, step, data);
   int32_t saved = checkpoint_save(&c->store, model, backend, step, json, &reason);
   if (!saved) warn("no checkpoint after step %lld: %s", (long long)step, reason.text);
   machine_broadcast(backend, &saved, sizeof saved); // rank 0's counts

@@ -18,7 +18,6 @@ typedef struct {
 
 typedef struct {
   CheckpointStore store; // of rank 0, with --save
-  bool saves;            // with --save, on all ranks
   int64_t saved_step;    // of the last checkpoint; -1 before there is one
   RunState state;        // the losses so far
 } Checkpoints;

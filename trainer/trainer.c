@@ -186,23 +186,22 @@ void trainer_dump(const Trainer *t) {
 
 enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the device
 
-// What is validated: targets, and the bytes of their text.
+// What was validated so far: the losses, the counted targets, and the bytes of their text.
 typedef struct {
+  double loss;
   int64_t tokens, bytes;
-} Counted;
+} Validated;
 
 // Batch `index` of `batches` on the host; a plan has none.
-static void load_validation(Trainer *t, const Loader *loader, int64_t index, int64_t batches,
-                            Counted *counted) {
+static void load_validation(Trainer *t, const Loader *loader, int64_t index, int64_t batches, Validated *v) {
   if (!loader) return;
-  counted->tokens +=
+  v->tokens +=
       loader_validation_batch(loader, index, batches, t->host_tokens, t->host_targets, t->host_documents);
   for (int64_t n = 0; t->token_bytes && n < batch_tokens(t); n++)
-    if (t->host_targets[n] != IGNORE_INDEX) counted->bytes += t->token_bytes[t->host_targets[n]];
+    if (t->host_targets[n] != IGNORE_INDEX) v->bytes += t->token_bytes[t->host_targets[n]];
 }
 
-// Whether a signal ends the validation, which need not wait for all batches: some rank's, after the same
-// batch of each. `flag` is fp32 [1] and overwritten.
+// True once any rank has received a signal; all ranks stop after the same batch. Overwrites `flag`, fp32 [1].
 static bool cut_short(Trainer *t, Tensor flag) {
   float stop = t->stop && *t->stop;
   if (t->stop && t->backend->ranks > 1) {
@@ -213,10 +212,8 @@ static bool cut_short(Trainer *t, Tensor flag) {
   return stop > 0;
 }
 
-// Those from `first` on, dealt to the ranks in order; their losses are added in the order of the batches. NaN
-// where a signal cuts it short.
-static double validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches,
-                            Counted *counted) {
+// Batches from `first` on, dealt to the ranks in order; their losses are added in the order of the batches.
+static void validate_some(Trainer *t, const Loader *loader, int64_t first, int64_t batches, Validated *v) {
   int64_t end = min_i64(first + (int64_t)t->backend->ranks * VALIDATION_ROUNDS, batches);
   Backend *b = t->backend;
   MemoryMark mark = memory_mark(&b->memory);
@@ -227,7 +224,7 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
   for (int64_t i = 0; i < end - first && !t->cut_short; i++) {
     Tensor loss = tensor_rows(local, i / b->ranks, 1);
     if (i % b->ranks == 0) t->cut_short = cut_short(t, loss);
-    load_validation(t, loader, first + i, batches, counted); // all ranks count all batches
+    load_validation(t, loader, first + i, batches, v); // all ranks count all batches
     if (i % b->ranks != b->rank) continue;
     Batch batch = trainer_copy_batch(t, 0, true); // the last one may be padded
     transformer_evaluate(b, &t->model, &batch, &t->transformer, t->loss);
@@ -239,27 +236,25 @@ static double validate_some(Trainer *t, const Loader *loader, int64_t first, int
   double sum = t->cut_short ? NAN : 0;
   for (int64_t i = 0; i < end - first; i++)
     sum += (double)losses[i % b->ranks * VALIDATION_ROUNDS + i / b->ranks];
+  v->loss += sum;
   free(losses);
   memory_pop_to(&b->memory, mark);
-  return sum;
 }
 
 double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   if (loader && (!batches || batches > loader->validation_batches)) batches = loader->validation_batches;
   int64_t per_round = (int64_t)t->backend->ranks * VALIDATION_ROUNDS;
-  Counted counted = {0};
-  double sum = 0;
-  Model *model = &t->model;
+  Validated v = {0};
   profile_phase(t->backend, PHASE_EVAL);
-  MemoryMark mark = model_gather_head(model, t->backend);
+  MemoryMark mark = model_gather_head(&t->model, t->backend);
   t->cut_short = false;
   for (int64_t first = 0; first < batches && !t->cut_short; first += per_round)
-    sum += validate_some(t, loader, first, batches, &counted);
-  model_drop_head(model, t->backend, mark);
+    validate_some(t, loader, first, batches, &v);
+  model_drop_head(&t->model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->stopping |= t->cut_short;
-  t->bits_per_byte = counted.bytes ? sum / log(2) / (double)counted.bytes : NAN;
-  return counted.tokens ? sum / (double)counted.tokens : 0;
+  t->bits_per_byte = v.bytes ? v.loss / log(2) / (double)v.bytes : NAN;
+  return v.tokens ? v.loss / (double)v.tokens : 0;
 }
 
 int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
@@ -270,10 +265,9 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   generation.window = t->options->seq_len;
   generation.seed = seed;
   generation.cancel = t->stop;
-  Model *model = &t->model;
-  MemoryMark mark = model_gather_head(model, t->backend);
-  int32_t *tokens = t->backend->rank ? NULL : generate_tokens(t->backend, model, &generation, count);
-  model_drop_head(model, t->backend, mark);
+  MemoryMark mark = model_gather_head(&t->model, t->backend);
+  int32_t *tokens = t->backend->rank ? NULL : generate_tokens(t->backend, &t->model, &generation, count);
+  model_drop_head(&t->model, t->backend, mark);
   return tokens;
 }
 
@@ -299,8 +293,7 @@ void stop_on_signals(void) {
 
 // --- the backend -------------------------------------------------------------------------------------------
 
-// The GPU of this rank: one each, in the ranks' order on this machine. Slurm may make only one visible to
-// each.
+// This rank's GPU, in the ranks' order on this machine. Slurm may make only one visible to each rank.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
