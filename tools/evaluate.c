@@ -4,8 +4,10 @@
 //   mpirun -n 8 tools/evaluate --init runs/llama --val-data val.bin --log evaluated.jsonl
 //
 // It has the options of ./train that say what is evaluated, and where. tools/evaluate.md tells more.
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
 
 #include <stb/stb_ds.h>
 
@@ -57,7 +59,8 @@ static void evaluate(const Options *o, Backend *backend, const RunData *data) {
   double loss = trainer_validate(&trainer, &data->loader, 0);
   if (trainer.cut_short) fail("stopped on a signal: not all is evaluated");
   report_validation(&report, 0, loss, trainer.bits_per_byte, &data->loader);
-  report_evaluation(&report, loss);
+  if (!log_line(report.log, LOG_EVENT("summary", NUM("val_loss", loss), NUM("perplexity", exp(loss)))))
+    fail("cannot write the log %s: %s", o->log, strerror(errno));
   report_close(&report);
   trainer_destroy(&trainer);
   prompt_close(&prompt);

@@ -30,7 +30,6 @@ RunData run_data_open(const Options *o) {
 void run_data_close(RunData *d) {
   source_close(d->val_source);
   source_close(d->source);
-  *d = (RunData){0};
 }
 
 // A tokenizer that nobody named ends no training: it serves the samples alone.
@@ -47,7 +46,8 @@ static Tokenizer *open_tokenizer(const Options *o, const Source *source, const c
 
 static void put_token(int32_t **tokens, long long token, int64_t vocab_size) {
   if (token >= vocab_size)
-    fail("--prompt: token %lld is %lld and the vocabulary has %lld; give another prompt, or the model's ids",
+    fail("--prompt: token %lld is %lld and the vocabulary has %lld; give another prompt, or ids by the "
+         "model's own tokenizer",
          (long long)arrlen(*tokens), token, (long long)vocab_size);
   arrput(*tokens, (int32_t)token);
 }
@@ -109,7 +109,6 @@ Prompt prompt_open(const Options *o, const Source *source) {
 void prompt_close(Prompt *p) {
   tokenizer_close(p->tokenizer);
   arrfree(p->tokens);
-  *p = (Prompt){0};
 }
 
 int32_t *prompt_token_bytes(const Prompt *p, const RunData *data, int64_t vocab_size) {

@@ -20,15 +20,13 @@ typedef struct {
   int64_t count;
 } Prompt;
 
-// --prompt as tokens: text where a token is a byte (the data are text, and there is no tokenizer), else a shard (*.bin) or
-// ids. Not given: a newline, or the data's first token where no token is known to be a newline. Fails on anything else, on
-// a token outside the vocabulary, and when --tokenizer cannot be used; warns when the model's own cannot. The caller
-// closes it.
+// --prompt as tokens: text where a token is a byte (data of text, no tokenizer), else a shard (*.bin) or ids.
+// Not given: a newline, or the data's first token where none is known to be a newline. Fails on anything
+// else, on a token outside the vocabulary, and on a --tokenizer that cannot be used; a model's own one warns.
 Prompt prompt_open(const Options *options, const Source *source);
 void prompt_close(Prompt *prompt);
-// The ids of a list such as "15496,995" or "15496 995", as an array of stb_ds.h, which the caller frees. NULL: it is no
-// such list. Fails when an id is outside the vocabulary.
+// The ids of a list such as "15496,995" or "15496 995", an array of stb_ds.h that the caller frees; NULL: it
+// is no such list. Fails when an id is outside the vocabulary.
 int32_t *prompt_ids(const char *list, int64_t vocab_size);
-// The bytes of text that each id of a vocabulary stands for in what is validated: bits per byte divide by them. NULL when
-// nothing says. The caller frees it.
+// The bytes of text of each id in what is validated, for bits per byte; NULL: not known. The caller frees it.
 int32_t *prompt_token_bytes(const Prompt *prompt, const RunData *data, int64_t vocab_size);

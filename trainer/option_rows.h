@@ -1,6 +1,5 @@
-// Short forms for the rows of an option table. For the files that hold one, which say `#define OPTION_VALUES
-// Settings` for the struct of values. A row is {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"),
-// HELP("...")}.
+// Short forms for the rows of an option table, after `#define OPTION_VALUES Settings` (the struct of values):
+// {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
 #pragma once
 
 #include "trainer/option_table.h"

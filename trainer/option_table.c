@@ -183,8 +183,7 @@ typedef struct {
   bool *given;
 } Parsing;
 
-// What a word may mean that is no option, or NULL: the option whose name is its beginning or its end, or
-// whose help says it.
+// The option whose name begins or ends a word that is no option, or whose help has the word; or NULL.
 static const char *likely(const Option *rows, const char *word) {
   for (const Option *o = rows; o->type != OPTION_END; o++) {
     size_t length = strlen(word), own = o->name ? strlen(o->name) : length + 1;

@@ -29,8 +29,7 @@ typedef struct {
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given with this one, and why not
-  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not its first
-  // word).
+  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not "none").
   const char *needs, *because;
 } Option;
 

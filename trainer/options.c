@@ -87,7 +87,7 @@ const Option options_rows[] = {
      HELP("Keep the logits of all tokens, to compare with")},
     {WHOLE("lce-chunk", "TOKENS", pass.chunk, 1, MAX), .flags = SETTING,
      EXCLUDES("lce-memory", "both choose the chunk"),
-     HELP("Tokens per chunk, up to 4096 (default a ninth of B x T, at least 112; on cuda 1024 or an eighth)")},
+     HELP("Tokens per chunk, up to 4096 (default B x T / 9, at least 112; on cuda 1024 or an eighth)")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING,
@@ -144,8 +144,7 @@ const Option options_rows[] = {
 
     {GROUP("Checkpoints")},
     {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES
-          "); instead of --model")},
+     HELP("Begin with the Hugging Face model in DIR, in place of --model: " FAMILY_NAMES)},
     {TEXT("save", "DIR", save),
      HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with "
           "--resume DIR that DIR, else nothing is saved)")},
@@ -208,7 +207,7 @@ const Option options_rows[] = {
           "--plan: the plan in each mode")},
     {FLAG("plan", plan, true), EXCLUDES("fit", "each prints its answer and ends"),
      HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
-    {FLAG("fit", fit, true), HELP("Only print the largest --batch in both modes, without and with --offload")},
+    {FLAG("fit", fit, true), HELP("Only print the largest --batch, in both modes and with --offload")},
     {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
      HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
     {TEXT("dump", "DIR", dump),
@@ -222,17 +221,15 @@ const Option options_rows[] = {
 // clang-format on
 
 bool options_given(const Options *o, const char *name) {
-  int row = option_row(options_rows, name);
-  if (row < 0) fail("internal: no option is called --%s", name);
-  return o->given[row];
+  return o->given[option_row(options_rows, name)];
 }
 
 // --- the model ---------------------------------------------------------------------------------------------
 
 // Whether a row says what the model is; after parsing, o->model holds what was given.
 static bool describes_model(const Option *row) {
-  return row->offset >= offsetof(Options, model) &&
-         row->offset < offsetof(Options, model) + sizeof(ModelConfig);
+  size_t model = offsetof(Options, model);
+  return row->offset >= model && row->offset < model + sizeof(ModelConfig);
 }
 
 static const char *preset_name(const Options *o) {
@@ -294,8 +291,7 @@ static void resolve_model(Options *o) {
 static void resolve_ranks(Options *o) {
   const Launch *launch = ranks_self();
   if (o->ranks && !o->plan && !o->fit && o->ranks != launch->ranks)
-    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); the option alone is for --plan "
-         "and --fit",
+    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan and --fit alone",
          o->ranks, o->ranks);
   if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
@@ -306,8 +302,7 @@ static void resolve_ranks(Options *o) {
 static void resolve_batch(Options *o) {
   int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
-    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
-         "--total-batch",
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; raise --total-batch",
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   int64_t together = tokens * o->ranks;
   if (!o->total_batch) o->total_batch = together;
@@ -330,19 +325,18 @@ static void check_loss(const Options *o) {
          o->model.name, softcap);
 }
 
+static void check_fp8_size(const char *name, int64_t size) {
+  if (size % 16) fail("--fp8 takes multiples of 16, and %s is %lld", name, (long long)size);
+}
+
 static void check_fp8(const Options *o) {
   const ModelConfig *m = &o->model;
-  static const char *const names[] = {"hidden size",
-                                      "attention heads x head size",
-                                      "key/value heads x head size",
-                                      "intermediate size",
-                                      "--seq-len",
-                                      "--mlp-chunk"};
-  const int64_t heads = m->num_attention_heads * m->head_dim, kv_heads = m->num_key_value_heads * m->head_dim;
-  const int64_t sizes[] = {m->hidden_size,       heads,      kv_heads,
-                           m->intermediate_size, o->seq_len, o->pass.mlp_chunk};
-  for (int i = 0; o->dtypes.fp8 && i < 6; i++)
-    if (sizes[i] % 16) fail("--fp8 takes multiples of 16, and %s is %lld", names[i], (long long)sizes[i]);
+  check_fp8_size("hidden size", m->hidden_size);
+  check_fp8_size("attention heads x head size", m->num_attention_heads * m->head_dim);
+  check_fp8_size("key/value heads x head size", m->num_key_value_heads * m->head_dim);
+  check_fp8_size("intermediate size", m->intermediate_size);
+  check_fp8_size("--seq-len", o->seq_len);
+  check_fp8_size("--mlp-chunk", o->pass.mlp_chunk);
 }
 
 static void resolve_job(Options *o) {
@@ -374,10 +368,10 @@ static void resolve_job(Options *o) {
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
   check_loss(o);
-  check_fp8(o);
+  if (o->dtypes.fp8) check_fp8(o);
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
-    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
-         "--recompute layer");
+    fail("--offload activations keeps the layers' inputs, from which all else is computed: add --recompute "
+         "layer");
 }
 
 // --- parsing -----------------------------------------------------------------------------------------------
@@ -411,8 +405,7 @@ static void keep_inputs(const Options *o) {
 
 void options_resolve(Options *o) {
   memory_set_advice(
-      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
-      "less, and --plan says how much");
+      "--plan says how much less a smaller --batch, --seq-len or --lce-chunk, or --recompute layer, needs");
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
@@ -444,7 +437,7 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
   if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
   if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))
-    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype and --moment-dtype, or use --device "
+    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use --device "
          "cuda");
   if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");

@@ -148,8 +148,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
 
 // --- --timeline --------------------------------------------------------------------------------------------
 
-// A line for each event of the ledger: the bytes in use after it, by category. `at` is the seconds since the
-// first event; of a plan, which takes no time, the bytes pushed and popped since.
+// The bytes in use after each event, by category. `at`: seconds; of a plan, bytes pushed and popped so far.
 static void write_timeline(const char *path, const Ledger *ledger) {
   static const char columns[] = "event,step,at,block,total";
   FILE *out = file_create("the timeline", path, columns, REPLACE);
@@ -206,8 +205,7 @@ void plan_write_recorded(const Options *o, Backend *backend) {
 
 // --- --plan and --fit --------------------------------------------------------------------------------------
 
-// The device that a plan is for, with the options resolved for it. Only --fit without --device-memory, and
-// --device auto, look for one.
+// The device that a plan is for. Only --fit without --device-memory, and --device auto, look for one.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
   DeviceKind device = o->device == DEVICE_CUDA ? ON_CUDA : ON_CPU;
   size_t given = bytes_from_gib(o->device_memory);

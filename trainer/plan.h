@@ -3,26 +3,26 @@
 
 #include "trainer/trainer.h"
 
-// The ledger of a training step, and where the options have them a validation batch and a sampled token, of `options`
-// (resolved) in `mode` on `device`; without a train_step of the validation batch alone.
+// The ledger of a training step of `options` (resolved) in `mode` on `device`, and of a validation batch and
+// a sampled token where the options have them; without a train_step of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);
-// Chooses the chunk unless --lce-chunk gave it: the largest with which LM head + loss hold no more than --lce-memory, in
-// training and in validation, or the default.
+// Chooses the chunk unless --lce-chunk gave it: the largest with which LM head + loss hold at most
+// --lce-memory, in training and in validation, or the default.
 void plan_resolve_chunk(Options *options, DeviceKind device);
-// Fails when the run needs more than `usable` bytes of the device (0: unknown), and says what holds them and what to try;
-// or when it offloads more than the host has left.
+// Fails when the run needs more than `usable` bytes of the device (0: unknown), and says what holds them and
+// what to try; or when it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
-// --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events. --fit: the
-// largest batch in both modes, without and with --offload. Both resolve the options.
+// --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events.
+// --fit: the largest batch in both modes, with and without --offload. Both resolve the options.
 void plan_print(Options *options);
 void plan_print_fit(Options *options);
 // --compare-modes: measures a few forward and backward passes in each mode; plans a mode that does not fit.
 void plan_compare_modes(Trainer *trainer);
 
-// --timeline of a run: records the second to fourth step until the caller sets recording to false, and writes the bytes in
-// use after each event as CSV.
+// --timeline of a run: records the second to fourth step until the caller sets recording to false, and writes
+// the bytes in use after each event as CSV.
 void plan_record(Ledger *ledger, const Options *options, int64_t step);
 void plan_write_recorded(const Options *options, Backend *backend);

@@ -269,8 +269,6 @@ void report_collect(Report *r, Trainer *t, RunState *state) {
   t->step_seconds = r->smoothed_seconds;
 }
 
-// --- between steps -----------------------------------------------------------------------------------------
-
 void report_validation(Report *r, int64_t step, double loss, double bits_per_byte, const Loader *loader) {
   char bits[48] = "", part[64] = "";
   int64_t batches = r->options->eval_batches, all = loader->validation_batches;
@@ -308,29 +306,22 @@ void report_checkpoint(Report *r, int64_t step, double seconds) {
 
 // --- at the end --------------------------------------------------------------------------------------------
 
-// Every rank's column to all ranks.
-static MemoryColumn *gather_columns(Backend *b, const MemoryColumn *mine) {
-  enum { WORDS = sizeof *mine / 4 };
+// The peak of this rank, or of the rank that holds the most.
+static MemoryColumn largest_peak(Trainer *trainer) {
+  enum { WORDS = sizeof(MemoryColumn) / 4 };
+  Backend *b = trainer->backend;
+  MemoryColumn peak = {.memory = b->memory.ledger, .device_bytes = b->ops->device_bytes_peak(b)};
+  snprintf(peak.title.text, sizeof peak.title.text, "%s", lce_mode_name(trainer->transformer.mode));
+  if (b->ranks == 1) return peak;
   MemoryColumn *all = host_alloc(b->ranks, sizeof *all, "the peaks of all ranks");
   MemoryMark mark = memory_mark(&b->memory);
   Tensor gathered = memory_push_1d(&b->memory, "peaks", MEMORY_WORKSPACE, DTYPE_I32, b->ranks * WORDS);
   Tensor local = tensor_rows(gathered, b->rank * WORDS, WORDS);
-  backend_to_device(b, local, mine);
+  backend_to_device(b, local, &peak);
   all_gather(b, (Collective){.out = gathered, .x = local});
   backend_to_host(b, all, gathered);
   memory_pop_to(&b->memory, mark);
-  return all;
-}
-
-// The peak of this rank, or of the rank that holds the most.
-static MemoryColumn largest_peak(Trainer *trainer) {
-  Backend *backend = trainer->backend;
-  MemoryColumn peak = {.memory = backend->memory.ledger,
-                       .device_bytes = backend->ops->device_bytes_peak(backend)};
-  snprintf(peak.title.text, sizeof peak.title.text, "%s", lce_mode_name(trainer->transformer.mode));
-  if (backend->ranks == 1) return peak;
-  MemoryColumn *all = gather_columns(backend, &peak);
-  for (int i = 0; i < backend->ranks; i++) {
+  for (int i = 0; i < b->ranks; i++) {
     if (all[i].memory.peak > peak.memory.peak) peak.memory = all[i].memory;
     if (all[i].device_bytes > peak.device_bytes) peak.device_bytes = all[i].device_bytes;
   }
@@ -418,8 +409,4 @@ void report_resuming(const Report *r, bool stopped) {
     printf("\nto go on: %s --resume %s\n", program_invocation_name, text_shell_word(r->options->save));
   else if (!r->options->save)
     print_saving(r->options);
-}
-
-void report_evaluation(Report *r, double val_loss) {
-  LOG("summary", NUM("val_loss", val_loss), NUM("perplexity", exp(val_loss)));
 }

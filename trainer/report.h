@@ -34,12 +34,12 @@ void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
-// Whether to fetch the results of the steps under way: about twice a second, on all ranks after the same step.
+// Whether to fetch the steps' results: about twice a second, on all ranks after the same step.
 bool report_due(const Report *report, const Trainer *trainer);
 // Fetches and reports them, which waits for the device.
 void report_collect(Report *report, Trainer *trainer, RunState *state);
-// `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a loss or norm
-// is not finite.
+// `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a
+// loss or norm is not finite.
 void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
 // bits_per_byte: NaN where it is not known.
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, const Loader *loader);
@@ -47,7 +47,6 @@ void report_sample(Report *report, int64_t step, const Prompt *prompt, const int
 void report_checkpoint(Report *report, int64_t step, double seconds);
 // At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
 void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
-void report_evaluation(Report *report, double val_loss);
 // Prints the command that resumes a stopped run, or that nothing was saved.
 void report_resuming(const Report *report, bool stopped);
 // Ends a progress line that rewrites itself; call it before printing anything else.
@@ -88,13 +87,13 @@ typedef struct {
 #define LOG_EVENT(event, ...) (const LogField[]) {STR("event", event), __VA_ARGS__, {0}}
 // What the lines of a run and of a plan say about it.
 #define LOG_RUN(o, mode)                                                                                     \
-  STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), STR("dtype", dtype_name((o)->dtype)), \
+  STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), NUM("seq_len", (o)->seq_len),        \
   NUM("lce_chunk", (mode) == LCE_FUSED ? options_used_chunk(o) : 0), NUM("batch", (o)->batch),               \
   STR("recompute", options_recompute(o).text), NUM("vocab_size", (o)->model.vocab_size),                     \
-  NUM("hidden_size", (o)->model.hidden_size), NUM("seq_len", (o)->seq_len)
+  NUM("hidden_size", (o)->model.hidden_size), STR("dtype", dtype_name((o)->dtype))
 // clang-format on
 
 // An object of the fields up to one without a name.
 struct cJSON *log_object(const LogField *fields);
-// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno, where that fails.
+// Writes the object as a line and flushes it; without a log (NULL) nothing. False, with errno: it failed.
 bool log_line(FILE *log, const LogField *fields);

@@ -12,8 +12,6 @@
 #include "kernels/fail.h"
 #include "trainer/report.h"
 
-// --- settings ----------------------------------------------------------------------------------------------
-
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
   if (!strcmp(name, "lce-chunk")) return o->pass.mode == LCE_FUSED;
@@ -26,11 +24,11 @@ static bool setting_text(const Options *o, const Option *row, unsigned flags, ch
   return row->flags & flags && has_effect(o, row->name) && option_text(row, o, text);
 }
 
-static void take_paths(Options *o, const char *name, const char *member) {
+static void take_paths(const char ***list, const Options *o, const char *member) {
   cJSON *item, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
   cJSON_ArrayForEach(item, paths) {
     const char *path = json_bytes(item);
-    if (path) option_set(&options_rows[option_row(options_rows, name)], o, path);
+    if (path) arrput(*list, path);
   }
 }
 
@@ -51,25 +49,18 @@ static void take_settings(Options *o) {
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
-    bool excluded = !(row->flags & (SETTING | GPU_SETTING | OUTPUT_SETTING)) || o->given[i];
-    if (row->flags & GPU_SETTING) {
-      dtypes_given |= o->given[i];
-      excluded |= !from_gpu;
-    }
-    excluded = excluded || option_excluded_by(options_rows, o, o->given, i) >= 0 ||
-               !option_needs_met(options_rows, o, i);
-    const char *value = excluded ? NULL : json_text(settings, row->name);
-    if (!value) continue;
+    unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
+    const char *value = row->flags & taken && !o->given[i] ? json_text(settings, row->name) : NULL;
+    dtypes_given |= row->flags & GPU_SETTING && o->given[i];
+    if (!value || option_excluded_by(options_rows, o, o->given, i) >= 0) continue;
+    if (!option_needs_met(options_rows, o, i)) continue;
     option_set(row, o, value);
     o->given[i] = true;
   }
   o->dtypes_from_gpu = from_gpu && !dtypes_given;
-  const bool any_data = o->data;
-  if (!any_data) take_paths(o, "data", "data_paths");
-  if (!any_data && !o->val_data) take_paths(o, "val-data", "val_data_paths");
+  if (!o->data && !o->val_data) take_paths(&o->val_data, o, "val_data_paths");
+  if (!o->data) take_paths(&o->data, o, "data_paths");
 }
-
-// --- finding -----------------------------------------------------------------------------------------------
 
 static char *find_checkpoint(Options *o) {
   bool automatic = !strcmp(o->resume, "auto");
@@ -101,8 +92,6 @@ void resume_find(Options *o) {
   }
 }
 
-// --- the same everywhere -----------------------------------------------------------------------------------
-
 void resume_require_same(const Options *o, Backend *backend, const char *data) {
   enum { SIZE = 4096 };
   char mine[SIZE], theirs[SIZE], text[64];
@@ -121,12 +110,9 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
   for (; mine[at] && mine[at] == theirs[at]; at++)
     if (mine[at] == '\n') line = at + 1;
   if (mine[at] != theirs[at])
-    fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
-         "%.*s",
+    fail("all ranks must see the same options, checkpoints and data, but here is %.*s and on rank 0 %.*s",
          (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
 }
-
-// --- the state, and its checkpoints ------------------------------------------------------------------------
 
 static cJSON *paths(const char **list) {
   cJSON *array = cJSON_CreateArray();

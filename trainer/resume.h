@@ -4,10 +4,10 @@
 #include "model/checkpoint/checkpoint.h"
 #include "trainer/options.h"
 
-// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the checkpoint's
-// values, where those that were given allow it. Fails when what is named is missing or damaged.
+// Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the
+// checkpoint's values, where those that were given allow it. Fails when what is named is missing or damaged.
 void resume_find(Options *options);
-// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all at once.
+// Fails unless all ranks have the same options, checkpoints and `data` (loader_describe's). Call it on all.
 void resume_require_same(const Options *options, Backend *backend, const char *data);
 
 // The state of a run besides its tensors.
@@ -22,7 +22,8 @@ typedef struct {
   RunState state;        // the losses so far
 } Checkpoints;
 
-// With the state that options->resumed_from holds. Warns of every setting, and of data, that differ from those of now.
+// With the state of options->resumed_from. Warns of every setting, and of data, that differ from those of
+// now.
 Checkpoints resume_open(const Options *options, const char *data);
 // The checkpoint after `step` steps. False, with a warning, where it cannot be written. Call it on all ranks.
 bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,

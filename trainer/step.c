@@ -1,5 +1,4 @@
-// The parts of train.c's step: its batches, from the loader to the host, all of a step at once, and to the
-// device; and the ranges that the optimizer updates.
+// The parts of train.c's step: its batches, and the ranges that the optimizer updates.
 #include "kernels/integers.h"
 #include "kernels/profile.h"
 #include "kernels/random.h"
@@ -18,8 +17,7 @@ int64_t trainer_load(Trainer *t, const Loader *loader, int64_t step) {
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
     LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
     t->host_max_counted[m] = 0;
-    // Where targets are masked every rank reads the other ranks' batches, too, and counts: that costs less
-    // than communication. Its own comes last, and stays.
+    // Every rank reads and counts all ranks' masked batches, its own last: cheaper than communication.
     for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) {
       place.rank = (b->rank + i) % b->ranks;
       int64_t here = loader_train_batch(loader, place, to, targets, documents);
@@ -62,8 +60,7 @@ Batch trainer_micro_batch(Trainer *t, int64_t m) {
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
-// the rest of a group.
+// Updated in one call: this rank's slice of a bucket; without sharding a layer's matrices or a whole group.
 typedef struct {
   int place; // of the group, in the order of the updates
   ParameterGroup group;

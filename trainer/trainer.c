@@ -15,8 +15,6 @@
 _Static_assert((int)IGNORED_TARGET == (int)IGNORE_INDEX,
                "the loader and the loss agree on what is not counted");
 
-// --- creation ----------------------------------------------------------------------------------------------
-
 static int64_t batch_tokens(const Trainer *t) {
   return t->options->batch * t->options->seq_len;
 }
@@ -26,24 +24,19 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
   return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
 }
 
-// The outputs of the loss that a run logs, a number for each token.
+// An output of the loss that the run logs, a number for each token.
+static void reserve_output(Trainer *t, bool wanted, int which, const char *name, Tensor *output) {
+  if (wanted) t->statistics[which] = *output = reserve_table(t->backend, name, DTYPE_F32, batch_tokens(t));
+}
+
 static void reserve_statistics(Trainer *t) {
   const Options *o = t->options;
   TokenOutputs *outputs = &t->transformer.outputs;
-  const struct {
-    int which;
-    bool wanted;
-    const char *name;
-    Tensor *tensor;
-  } all[] = {{RESULT_Z_LOSS, o->pass.z_loss > 0, "z-losses", &outputs->z_loss},
-             {RESULT_CORRECT, o->metrics, "right predictions", &outputs->correct},
-             {RESULT_ENTROPY, o->metrics, "entropies", &outputs->entropy},
-             {RESULT_MAX_LOGIT, o->metrics, "largest logits", &outputs->max_logit}};
   t->statistics[RESULT_LOSS] = t->loss;
-  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-    if (all[i].wanted)
-      t->statistics[all[i].which] = *all[i].tensor =
-          reserve_table(t->backend, all[i].name, DTYPE_F32, batch_tokens(t));
+  reserve_output(t, o->pass.z_loss > 0, RESULT_Z_LOSS, "z-losses", &outputs->z_loss);
+  reserve_output(t, o->metrics, RESULT_CORRECT, "right predictions", &outputs->correct);
+  reserve_output(t, o->metrics, RESULT_ENTROPY, "entropies", &outputs->entropy);
+  reserve_output(t, o->metrics, RESULT_MAX_LOGIT, "largest logits", &outputs->max_logit);
   double *full_mass = &t->transformer.sampling.full_mass;
   *full_mass = (float)*full_mass; // what fp32 rounds to 0 samples nothing
   if (*full_mass == 0) return;
@@ -94,7 +87,6 @@ void trainer_destroy(Trainer *t) {
   free(t->host_documents);
   free(t->host_max_counted);
   free(t->token_bytes);
-  *t = (Trainer){0};
 }
 
 // --- a step's results --------------------------------------------------------------------------------------
@@ -271,7 +263,7 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
   return tokens;
 }
 
-// --- signals -----------------------------------------------------------------------------------------------
+// --- signals, and the backend ------------------------------------------------------------------------------
 
 volatile sig_atomic_t stop_requested;
 
@@ -291,15 +283,12 @@ void stop_on_signals(void) {
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
 }
 
-// --- the backend -------------------------------------------------------------------------------------------
-
 // This rank's GPU, in the ranks' order on this machine. Slurm may make only one visible to each rank.
 static int ordinal(void) {
   const Launch *l = ranks_self();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-  bool one_visible =
-      l->launcher && !strcmp(l->launcher, "srun") && visible && *visible && !strchr(visible, ',');
-  return one_visible ? 0 : l->local_rank;
+  bool one = l->launcher && !strcmp(l->launcher, "srun") && visible && *visible && !strchr(visible, ',');
+  return one ? 0 : l->local_rank;
 }
 
 // All ranks compute where rank 0 does. Without MPI a rank on the CPU fails as soon as it joins the others.
@@ -307,8 +296,7 @@ static void require_same_device(const Backend *cuda, const char *reason) {
   int32_t first = cuda != NULL;
   ranks_broadcast(&first, sizeof first);
   if (first && !cuda)
-    fail("rank 0 computes on a GPU and this rank does not (%s); start as many ranks on a machine as it has "
-         "GPUs",
+    fail("rank 0 computes on a GPU and this rank does not (%s); start a rank for each GPU of a machine",
          reason);
   if (!first && cuda)
     fail("rank 0 computes on the CPU and this rank has a GPU; give --device cpu or --device cuda");
