@@ -95,20 +95,19 @@ double option_number(const Option *o, const void *values) {
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {
-  enum { SIZE = 64 };
   const void *field = (const char *)values + o->offset;
   int64_t value = o->type == OPTION_NUMBER ? 0 : stored(o, field);
   size_t length = 0, at = 0;
   *text = 0;
   if (o->type == OPTION_FLAG) return value == (int64_t)o->min;
-  if (o->type == OPTION_WHOLE) snprintf(text, SIZE, "%lld", (long long)value);
-  if (o->type == OPTION_NUMBER) snprintf(text, SIZE, "%s", text_number(option_number(o, values)).text);
+  if (o->type == OPTION_WHOLE) snprintf(text, 64, "%lld", (long long)value);
+  if (o->type == OPTION_NUMBER) snprintf(text, 64, "%s", text_number(option_number(o, values)).text);
   if (o->type != OPTION_CHOICE && o->type != OPTION_SET) return true;
   int place = 0;
   for (const char *word = o->choices, *next; *word; word = next, place++) {
     length = word_length(word, &next);
     if (o->type == OPTION_SET ? value >> place & 1 : value == place)
-      at += (size_t)snprintf(text + at, SIZE - at, "%s%.*s", at ? "," : "", (int)length, word);
+      at += (size_t)snprintf(text + at, 64 - at, "%s%.*s", at ? "," : "", (int)length, word);
   }
   return true;
 }

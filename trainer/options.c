@@ -247,15 +247,13 @@ static ModelConfig requested_model(const Options *o) {
   if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
   bool gpt2 = m->family == FAMILY_GPT2;
   if (gpt2 && !o->model.num_key_value_heads) m->num_key_value_heads = m->num_attention_heads;
-  // Qwen3's does not follow from the others.
-  if (!o->model.head_dim && !model_families[m->family].config.head_dim) {
+  if (!o->model.head_dim && !model_families[m->family].config.head_dim) { // Qwen3 has its own
     if (m->hidden_size % m->num_attention_heads)
       fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
            "--num-attention-heads, or give --head-dim",
            (long long)m->hidden_size, (long long)m->num_attention_heads);
     m->head_dim = m->hidden_size / m->num_attention_heads;
   }
-  // GPT-2's MLP is four times as wide as the stream.
   if (gpt2 && !o->model.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
   return *m;
 }
@@ -302,7 +300,8 @@ static void resolve_ranks(Options *o) {
 static void resolve_batch(Options *o) {
   int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
-    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; raise --total-batch",
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
+         "--total-batch",
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   int64_t together = tokens * o->ranks;
   if (!o->total_batch) o->total_batch = together;
@@ -344,9 +343,8 @@ static void resolve_job(Options *o) {
   model_check_seq_len(&o->model, o->seq_len);
   if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
   resolve_batch(o);
-  const double fine_tuning = 2e-5; // for a model that is trained already
-  if (!options_given(o, "lr"))
-    o->schedule.peak = o->origin ? fine_tuning : model_preset_learning_rate(preset_name(o));
+  if (!options_given(o, "lr")) // of fine-tuning, or of training from scratch
+    o->schedule.peak = o->origin ? 2e-5 : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
   if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
   if (o->schedule.warmup_steps > o->steps && !o->resumed_from)
@@ -370,8 +368,8 @@ static void resolve_job(Options *o) {
   check_loss(o);
   if (o->dtypes.fp8) check_fp8(o);
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
-    fail("--offload activations keeps the layers' inputs, from which all else is computed: add --recompute "
-         "layer");
+    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
+         "--recompute layer");
 }
 
 // --- parsing -----------------------------------------------------------------------------------------------
@@ -405,7 +403,8 @@ static void keep_inputs(const Options *o) {
 
 void options_resolve(Options *o) {
   memory_set_advice(
-      "--plan says how much less a smaller --batch, --seq-len or --lce-chunk, or --recompute layer, needs");
+      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
+      "less, and --plan says how much");
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);

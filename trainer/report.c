@@ -180,7 +180,6 @@ void report_break(Report *r) {
   r->drawn = false;
 }
 
-// Model flops utilization.
 static double mfu(const Report *r, double seconds_per_step) {
   return r->flops_per_step / r->peak / seconds_per_step;
 }

@@ -110,7 +110,8 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
   for (; mine[at] && mine[at] == theirs[at]; at++)
     if (mine[at] == '\n') line = at + 1;
   if (mine[at] != theirs[at])
-    fail("all ranks must see the same options, checkpoints and data, but here is %.*s and on rank 0 %.*s",
+    fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
+         "%.*s",
          (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
 }
 
