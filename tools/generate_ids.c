@@ -33,7 +33,8 @@ static const char advice[] = "lower --tokens or use another --device";
 
 #define OPTION_VALUES Wanted
 enum { MANY = 1000000000 };
-static const char *const of_train[] = {"init", "temperature", "top-k", "top-p", "seed", "device", "dtype"};
+static const char *const train_options[] = {"init", "temperature", "top-k", "top-p",
+                                            "seed", "device",      "dtype"};
 static const Option own[] = {
     {TEXT("prompt", "IDS", train.prompt),
      HELP("Ids such as 15496,995 that the text begins with; - reads them from standard input")},
@@ -42,12 +43,12 @@ static const Option own[] = {
     {WHOLE("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
     {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
     {.type = OPTION_END}};
-enum { OF_TRAIN = sizeof of_train / sizeof *of_train };
+enum { TRAIN_OPTIONS = sizeof train_options / sizeof *train_options };
 
 static Wanted parse(int argc, char **argv) {
-  Option rows[OF_TRAIN + sizeof own / sizeof *own];
-  for (int i = 0; i < OF_TRAIN; i++) rows[i] = options_rows[option_row(options_rows, of_train[i])];
-  memcpy(rows + OF_TRAIN, own, sizeof own);
+  Option rows[TRAIN_OPTIONS + sizeof own / sizeof *own];
+  for (int i = 0; i < TRAIN_OPTIONS; i++) rows[i] = options_rows[option_row(options_rows, train_options[i])];
+  memcpy(rows + TRAIN_OPTIONS, own, sizeof own);
   const OptionTable table = {
       rows, "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
       "the model is named with --init DIR"};

@@ -141,7 +141,7 @@ static cJSON *state_json(const Options *o, const RunState *state, DeviceKind dev
                                        {0}});
 }
 
-static double loss_of(const cJSON *json, const char *name) {
+static double saved_loss(const cJSON *json, const char *name) {
   const cJSON *item = json_member(json, name);
   return cJSON_IsNumber(item) ? item->valuedouble : NAN;
 }
@@ -168,9 +168,9 @@ static void warn_of_changes(const Options *o, const char *data) {
 Checkpoints resume_open(const Options *o, const char *data) {
   const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step");
   Checkpoints c = {.saved_step = json ? o->first_step : -1,
-                   .state = {.first_loss = loss_of(json, "first_loss"),
-                             .last_loss = loss_of(json, "last_loss"),
-                             .val_loss = loss_of(json, "val_loss"),
+                   .state = {.first_loss = saved_loss(json, "first_loss"),
+                             .last_loss = saved_loss(json, "last_loss"),
+                             .val_loss = saved_loss(json, "val_loss"),
                              .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1}};
   if (json) warn_of_changes(o, data);
   if (o->save && o->rank == 0) {
