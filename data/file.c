@@ -51,7 +51,7 @@ bool path_make_folders(const char *path, Reason *reason) {
   return made;
 }
 
-// --- inputs and outputs --------------------------------------------------------------------------------------
+// --- inputs and outputs ------------------------------------------------------------------------------------
 
 static int open_regular(const char *path, size_t *size, Reason *reason) {
   *reason = (Reason){""};
@@ -129,7 +129,7 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
   return out;
 }
 
-// --- files in memory -----------------------------------------------------------------------------------------
+// --- files in memory ---------------------------------------------------------------------------------------
 
 char *file_try_read(const char *path, size_t *length, Reason *reason) {
   enum { MAX_BYTES = 256 << 20 };
@@ -158,8 +158,8 @@ char *file_read(const char *path, size_t *length) {
   return text;
 }
 
-// A page of a mapped file is gone: the line of /proc/self/maps that holds the address names it. The signal comes from a
-// read of the page itself, so no lock of the C library is held here.
+// A page of a mapped file is gone: the line of /proc/self/maps that holds the address names it. The signal
+// comes from a read of the page itself, so no lock of the C library is held here.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
   (void)context;
   static atomic_flag first = ATOMIC_FLAG_INIT;

@@ -13,7 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// --- packing ---------------------------------------------------------------------------------------------------
+// --- packing -----------------------------------------------------------------------------------------------
 
 // Windows with free space: stacks by their free tokens, and a bit for each stack that is not empty.
 typedef struct {
@@ -85,7 +85,7 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   free(space.some);
 }
 
-// --- windows ---------------------------------------------------------------------------------------------------
+// --- windows -----------------------------------------------------------------------------------------------
 
 // Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
@@ -158,8 +158,8 @@ static int64_t validation_rows(const Loader *loader, int64_t batches) {
   return all ? loader->validation_windows : batches * loader->options.batch;
 }
 
-// The window of row `number`, counted from the first one of training (validated < 0) or, of `validated` rows spread evenly
-// over all, of validation; -1: there is none.
+// The window of row `number`, counted from the first one of training (validated < 0) or, of `validated` rows
+// spread evenly over all, of validation; -1: there is none.
 static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
   const LoaderOptions *o = &loader->options;
   if (validated >= 0 && number >= validated) return -1;
@@ -172,7 +172,8 @@ static int64_t window_of(const Loader *loader, int64_t validated, int64_t number
   return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
 }
 
-// Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted targets.
+// Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted
+// targets.
 static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t number, int32_t *tokens,
                           int32_t *targets, int32_t *documents) {
   const LoaderOptions *o = &loader->options;
@@ -216,8 +217,8 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t bat
                     documents);
 }
 
-// Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
-// tokens.
+// Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up
+// to 4 M tokens.
 static uint32_t add_checksum(const Source *source, uint32_t crc) {
   enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
   int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);

@@ -28,8 +28,8 @@ enum {
   CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
 };
 
-// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator. How it came into
-// the list decides how strictly it is read.
+// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator. How it
+// came into the list decides how strictly it is read.
 typedef struct SourceFile {
   char *path;
   enum { FILE_NAMED, FILE_MATCHED, FILE_FOUND } origin; // written out, by a glob, in a directory
@@ -40,7 +40,7 @@ typedef struct SourceFile {
   int64_t stored, first;
 } SourceFile;
 
-// --- the files that paths name ------------------------------------------------------------------------------
+// --- the files that paths name -----------------------------------------------------------------------------
 
 // Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
 static bool is_left_out(const char *name, bool is_directory, bool tree) {
@@ -61,8 +61,8 @@ static int compare_paths(const void *a, const void *b) {
   return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
-// Adds the regular files under `directory`, all levels down; `tree`: those of the corpus. Symbolic links to files are
-// followed, links to directories are not.
+// Adds the regular files under `directory`, all levels down; `tree`: those of the corpus. Symbolic links to
+// files are followed, links to directories are not.
 static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
@@ -82,7 +82,8 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   fts_close(walk);
 }
 
-// Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7) matches.
+// Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7)
+// matches.
 static void add_path(Source *source, const char *path) {
   bool named = path_exists(path) || !strpbrk(path, "*?[");
   glob_t found = {.gl_pathc = 1, .gl_pathv = (char *[]){(char *)path}};
@@ -109,7 +110,7 @@ static void close_file(SourceFile *part) {
   file_unmap(&part->mask_file);
 }
 
-// --- shards in memory ----------------------------------------------------------------------------------------
+// --- shards in memory --------------------------------------------------------------------------------------
 
 enum { HEADER_BYTES = 4 * 256, FORMATS = 4 };
 
@@ -247,7 +248,8 @@ static uint32_t widen(const SourceFile *part, int64_t first, int64_t count, int3
   return largest;
 }
 
-// Names the first id from `first` on that is none of the vocabulary, and the largest. What check_ids has passed has changed.
+// Names the first id from `first` on that is none of the vocabulary, and the largest. What check_ids has
+// passed has changed.
 static void fail_outside(const Source *source, const SourceFile *part, int64_t first, bool passed) {
   int32_t id;
   while (widen(part, first, 1, &id) < source->vocab_size && first + 1 < part->stored) first++;
@@ -281,7 +283,8 @@ static void check_ids(const Source *source, const SourceFile *part) {
       if (found > largest) largest = found;
     }
     if (largest >= source->vocab_size) fail_outside(source, part, first, false);
-    // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
+    // The pages stay in the system's cache: a scan of all the data must not show as memory that training
+    // needed.
     file_done_with(&part->file, 0, part->file.size);
   }
 }
@@ -323,7 +326,8 @@ static bool has_separators(const Source *source) {
   return source->kind == SOURCE_TEXT && source->vocab_size > END_OF_TEXT;
 }
 
-// Writes the root of the checkout into `root`: looked for upward from the program, then in the current directory.
+// Writes the root of the checkout into `root`: looked for upward from the program, then in the current
+// directory.
 static void find_root(char root[PATH_MAX]) {
   static const char marker[] = "data/source.h";
   ssize_t length = readlink("/proc/self/exe", root, PATH_MAX - 1);

@@ -28,8 +28,8 @@ struct Tokenizer {
 
 // --- reading the file --------------------------------------------------------------------------------------
 
-// The file is JSON text, so each byte has a printable character: printable Latin-1 stands for itself, the other
-// 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
+// The file is JSON text, so each byte has a printable character: printable Latin-1 stands for itself, the
+// other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
 static int character_of(int byte) {
   if (byte < 0x21) return 0x100 + byte;
   if (byte >= 0x7F && byte < 0xA1) return 0x121 + byte - 0x7F;

@@ -1,5 +1,6 @@
-// A prompt enters the cache in chunks of PREFILL_CHUNK tokens, so that the memory does not depend on its length. The last
-// chunk is padded: attention looks back only, and the padding's positions are written again before they are read.
+// A prompt enters the cache in chunks of PREFILL_CHUNK tokens, so that the memory does not depend on its
+// length. The last chunk is padded: attention looks back only, and the padding's positions are written again
+// before they are read.
 #include "model/generate.h"
 
 #include <math.h>
@@ -29,7 +30,8 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how many.
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how
+// many.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
@@ -112,7 +114,8 @@ static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t 
                      predicts ? d->logits : (Tensor){0});
 }
 
-// Makes d->logits those of the token after tokens[0..have). After them lie `chunk` more that no token attends to.
+// Makes d->logits those of the token after tokens[0..have). After them lie `chunk` more that no token attends
+// to.
 static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   if (have - d->start > d->cache.capacity) {
     d->start = have - d->cache.capacity;

@@ -48,13 +48,14 @@ void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
 int64_t model_parameter_count(const ModelConfig *config);
 
-// Floating-point operations of one training step per token, as MFU counts them (PaLM, Chowdhery et al. 2022, appendix B):
-// 6 for each weight of a GEMM (2 forward, 4 backward), the head's among them and the embedding's not, and for attention
-// 6 L T Q D, half of PaLM's 12: of a causal row's T keys (T + 1) / 2 are used on average. Norms, optimizer and what is
-// recomputed are not counted.
+// Floating-point operations of one training step per token, as MFU counts them (PaLM, Chowdhery et al. 2022,
+// appendix B): 6 for each weight of a GEMM (2 forward, 4 backward), the head's among them and the embedding's
+// not, and for attention 6 L T Q D, half of PaLM's 12: of a causal row's T keys (T + 1) / 2 are used on
+// average. Norms, optimizer and what is recomputed are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where scaling is linear, or scaled as Llama 3.1 does
-// (Grattafiori et al. 2024; transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn
-// `factor` times slower, those under original/high_freq_factor as before, with a linear blend between the two.
+// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where scaling is linear, or scaled as Llama
+// 3.1 does (Grattafiori et al. 2024; transformers' _compute_llama3_parameters): wavelengths beyond
+// original/low_freq_factor turn `factor` times slower, those under original/high_freq_factor as before, with
+// a linear blend between the two.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

@@ -21,7 +21,8 @@ void parameters_shard(ParameterSet *parameters, ParameterDtypes d, bool tied, in
                                     .split_head_weights = split && !tied};
 }
 
-// Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
+// Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays
+// zero.
 static int64_t alignment(const ParameterSet *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->sharding.parts;
 }
@@ -94,8 +95,8 @@ static void reserve_role(const ParameterSet *p, Memory *memory, const char *name
   }
 }
 
-// At zero 2, and where layers are updated apart, buckets end where layers do: a layer is cut into as many equal ones as make
-// about the usual size.
+// At zero 2, and where layers are updated apart, buckets end where layers do: a layer is cut into as many
+// equal ones as make about the usual size.
 static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
   int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;

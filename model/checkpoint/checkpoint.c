@@ -22,9 +22,10 @@
 
 // --- our names ---------------------------------------------------------------------------------------------
 
-#define STEP              "step-"
-#define SAVING            ".saving-" // before a folder's name while it is made, or while its replacement is put there
-#define REMOVING          ".removing-" // while it is removed
+#define STEP "step-"
+// Before a folder's name: while it is made or replaced, and while it is removed.
+#define SAVING            ".saving-"
+#define REMOVING          ".removing-"
 #define CONFIG            "config.json"
 #define GENERATION_CONFIG "generation_config.json"
 #define TOKENIZER         "tokenizer.json"
@@ -108,8 +109,8 @@ static int in_order(const struct dirent **a, const struct dirent **b) {
   return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
-// What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing where it is
-// unreadable.
+// What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing
+// where it is unreadable.
 static Listing list(int at, const char *path) {
   Listing l = {0};
   int count = scandirat(at, path, &l.entries, is_entry, in_order);
@@ -134,8 +135,8 @@ static bool sync_folder(const char *path) {
   return synced;
 }
 
-// Whether a folder holds the trainer_state.json of the step in its name. One that was left behind may have its list
-// instead, or nothing but the beginning of that file.
+// Whether a folder holds the trainer_state.json of the step in its name. One that was left behind may have
+// its list instead, or nothing but the beginning of that file.
 static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
   Reason reason;
@@ -153,7 +154,8 @@ typedef enum {
   REMOVE_MADE // which this process made
 } Removal;
 
-// Removes a folder of ours, its mark last. False with a reason, and nothing is removed: it is not. True where there is none.
+// Removes a folder of ours, its mark last. False with a reason, and nothing is removed: it is not. True where
+// there is none.
 static bool remove_folder(const char *path, Removal removal, Reason *reason) {
   int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (folder < 0 && errno == ENOENT) return true;
@@ -190,8 +192,8 @@ static Path hidden_path(const char *parent, const char *prefix, const char *name
   return path_in(parent, hidden);
 }
 
-// Takes parent/name, if it is a checkpoint of ours, away at once for every reader and removes it; the folder `fresh` (NULL:
-// none) takes its place.
+// Takes parent/name, if it is a checkpoint of ours, away at once for every reader and removes it; the folder
+// `fresh` (NULL: none) takes its place.
 static bool retire(const char *parent, const char *name, const char *fresh, Reason *reason) {
   Path path = path_in(parent, name), away = hidden_path(parent, REMOVING, name);
   if (!remove_folder(path.text, LOOK, reason) || !remove_folder(away.text, REMOVE, reason)) return false;
@@ -366,7 +368,8 @@ static void make_link(const char *directory, const char *name, const char *targe
     warn("cannot make the link %s: %s", path.text, strerror(errno));
 }
 
-// `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
+// `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems
+// without links.
 static void point_to(const char *directory, const char *name) {
   make_link(directory, LATEST, name);
   Listing files = list(AT_FDCWD, path_in(directory, name).text), links = list(AT_FDCWD, directory);

@@ -1,9 +1,9 @@
 // config.json, Hugging Face's description of a model, to and from ours.
 //
-// Read are GPT2LMHeadModel, and with rotary positions plain or scaled as "linear" or "llama3", in the spelling of
-// transformers 4 or 5, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. What such a file
-// requires and this program does not compute is refused by name. Dropout is left out: it only concerns training, and
-// there is none here.
+// Read are GPT2LMHeadModel, and with rotary positions plain or scaled as "linear" or "llama3", in the
+// spelling of transformers 4 or 5, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and
+// Qwen3ForCausalLM. What such a file requires and this program does not compute is refused by name. Dropout
+// is left out: it only concerns training, and there is none here.
 #pragma once
 
 #include <stddef.h>
@@ -14,8 +14,8 @@
 // False with a reason when the text describes no model that can be computed here.
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason);
 
-// The model in `directory`, called so unless the file has a name. False with a reason, "" where there is no such file;
-// hf_config_read fails with it.
+// The model in `directory`, called so unless the file has a name. False with a reason, "" where there is no
+// such file; hf_config_read fails with it.
 bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason);
 ModelConfig hf_config_read(const char *directory);
 

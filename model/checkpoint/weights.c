@@ -136,8 +136,9 @@ StoredTensor tensor_set_find(const TensorSet *set, const char *name) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value, ...) and in
-// another unless that is NULL: straight from the file's pages where they are of the role's dtype. A rank keeps what it owns.
+// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role
+// (parameters->value, ...) and in another unless that is NULL: straight from the file's pages where they are
+// of the role's dtype. A rank keeps what it owns.
 static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *parameters,
                         const Parameter *parameter, const Tensor *role, const Tensor *also_role) {
   const Tensor *const roles[] = {role, also_role};
@@ -175,7 +176,8 @@ static SafetensorsEntry entry_of(const TensorToStore *t) {
                             .bytes = (size_t)tensor_count(t->tensor) * dtype_bytes(t->dtype)};
 }
 
-// By way of two host_buffers. Where other ranks take part, everything is fetched even after a write has failed.
+// By way of two host_buffers. Where other ranks take part, everything is fetched even after a write has
+// failed.
 static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
                            void *converted) {
   Tensor x = t->tensor;

@@ -13,8 +13,8 @@
 
 // --- files that are written --------------------------------------------------------------------------------
 
-// A folder in the making (checkpoint.h begins and finishes it): its files are written one after the other, each synced.
-// After the first error, which folder_finish returns, calls do nothing.
+// A folder in the making (checkpoint.h begins and finishes it): its files are written one after the other,
+// each synced. After the first error, which folder_finish returns, calls do nothing.
 typedef struct {
   bool ok;
   Reason reason;
@@ -44,8 +44,8 @@ typedef struct {
   int64_t count;
 } TensorSet;
 
-// Opens the set (count 0: neither file nor index is there). Fails naming a file that is cut short, not valid or disagrees,
-// or returns false with that as the reason.
+// Opens the set (count 0: neither file nor index is there). Fails naming a file that is cut short, not valid
+// or disagrees, or returns false with that as the reason.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
@@ -83,12 +83,12 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 #define STATE_STEM "training_state"
 
 // Reads model.safetensors or its shards into the weights and, where they are kept, the master weights. Every
-// tensor of the model must be there with its shape, and nothing else but what is known to mean nothing (buffers
-// of old files, a copy of a tied head): what is missing, left over or misshapen is named in one sentence with
-// its file. Names may lack the base model's prefix (transformer. or model.), as in files of the bare model.
-// With `state` also the optimizer's states, as weights_store has written them.
+// tensor of the model must be there with its shape, and nothing else but what is known to mean nothing
+// (buffers of old files, a copy of a tied head): what is missing, left over or misshapen is named in one
+// sentence with its file. Names may lack the base model's prefix (transformer. or model.), as in files of the
+// bare model. With `state` also the optimizer's states, as weights_store has written them.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
-// Writes them, as fp32 from the master weights where there are any, or as bf16; and, in training_state.safetensors or its
-// shards, the optimizer's states ("m.NAME", ...) in their dtype and, where the stored weights are bf16, the fp32 master
-// weights ("master.NAME").
+// Writes them, as fp32 from the master weights where there are any, or as bf16; and, in
+// training_state.safetensors or its shards, the optimizer's states ("m.NAME", ...) in their dtype and, where
+// the stored weights are bf16, the fp32 master weights ("master.NAME").
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
