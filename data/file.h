@@ -4,6 +4,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/mman.h>
 
 #include "kernels/fail.h"
 
@@ -42,6 +43,5 @@ typedef struct {
 // `reason`.
 Mapping file_map_or_copy(const char *path, size_t limit, Reason *reason);
 void file_unmap(Mapping *mapping);
-// Hints for a part of a mapped file: it is read soon, or not again.
-void file_will_need(const Mapping *mapping, size_t first, size_t count);
-void file_done_with(const Mapping *mapping, size_t first, size_t count);
+// madvise for a part of a mapped file: MADV_WILLNEED reads ahead, MADV_DONTNEED gives pages back.
+void file_advise(const Mapping *mapping, size_t first, size_t count, int advice);

@@ -28,15 +28,14 @@ struct Tokenizer {
 
 // --- reading the file --------------------------------------------------------------------------------------
 
-// The file is JSON text, so each byte has a printable character: printable Latin-1 stands for itself, the
-// other 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
+// GPT-2's bytes_to_unicode: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up.
 static int character_of(int byte) {
   if (byte < 0x21) return 0x100 + byte;
   if (byte >= 0x7F && byte < 0xA1) return 0x121 + byte - 0x7F;
   return byte == 0xAD ? 0x143 : byte;
 }
 
-// The token stands for the bytes of its characters; one with a character that is no byte, for its text.
+// The token stands for the bytes of its characters, or for its text where one of them is no byte.
 static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool special, Reason *reason) {
   size_t length = strlen(text);
   if (!json_is_whole(id) || id->valuedouble >= MAX_ID)
@@ -103,13 +102,9 @@ static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
   return read_vocabulary(t, vocab, reason) && read_added_tokens(t, json_member(root, "added_tokens"), reason);
 }
 
-static Tokenizer *new_tokenizer(void) {
-  return host_alloc(1, sizeof(Tokenizer), "a tokenizer");
-}
-
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
   cJSON *root = json_parse(text, length, reason);
-  Tokenizer *t = root ? new_tokenizer() : NULL;
+  Tokenizer *t = root ? host_alloc(1, sizeof *t, "a tokenizer") : NULL;
   bool good = root && read_root(t, root, reason);
   cJSON_Delete(root);
   if (good) return t;
@@ -130,7 +125,7 @@ Tokenizer *tokenizer_open(const char *path, Reason *reason) {
 }
 
 Tokenizer *tokenizer_of_bytes(void) {
-  Tokenizer *t = new_tokenizer();
+  Tokenizer *t = host_alloc(1, sizeof *t, "a tokenizer");
   for (int byte = 0; byte < BYTES; byte++) {
     Token token = {text_format("%c", byte), .length = 1};
     arrput(t->tokens, token);
@@ -154,13 +149,13 @@ int64_t tokenizer_size(const Tokenizer *t) {
 }
 
 // U+FFFD where no token has this id.
-static Token token_of(const Tokenizer *t, int64_t id) {
+static Token find_token(const Tokenizer *t, int64_t id) {
   bool known = id >= 0 && id < arrlen(t->tokens) && t->tokens[id].bytes;
   return known ? t->tokens[id] : (Token){.bytes = "\xEF\xBF\xBD", .length = 3, .special = true};
 }
 
 int64_t tokenizer_bytes(const Tokenizer *t, int64_t id) {
-  Token token = token_of(t, id);
+  Token token = find_token(t, id);
   return token.special ? 0 : token.length;
 }
 
@@ -174,10 +169,10 @@ int32_t tokenizer_find(const Tokenizer *t, const char *text) {
 
 char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, int64_t *length) {
   *length = 0;
-  for (int64_t i = 0; i < count; i++) *length += token_of(t, ids[i]).length;
+  for (int64_t i = 0; i < count; i++) *length += find_token(t, ids[i]).length;
   char *text = host_alloc(*length + 1, 1, "a text"), *out = text;
   for (int64_t i = 0; i < count; i++) {
-    Token token = token_of(t, ids[i]);
+    Token token = find_token(t, ids[i]);
     memcpy(out, token.bytes, (size_t)token.length);
     out += token.length;
   }

@@ -1,6 +1,5 @@
-// A prompt enters the cache in chunks of PREFILL_CHUNK tokens, so that the memory does not depend on its
-// length. The last chunk is padded: attention looks back only, and the padding's positions are written again
-// before they are read.
+// A prompt enters the cache in chunks, so that the memory does not depend on its length. The last chunk is
+// padded: attention only looks back, and the padding's positions are written again before they are read.
 #include "model/generate.h"
 
 #include <math.h>
@@ -30,7 +29,7 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`; returns how
 // many.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
@@ -103,7 +102,8 @@ typedef struct {
   int64_t cached; // how many tokens from there on are in the cache
 } Decoder;
 
-// `length` tokens from the text's token start + past on, of which the row-th is to be predicted from, if any.
+// A pass over `length` tokens from the text's token start + past on; predicts from the row-th, if it is one
+// of them.
 static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
   Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(d->tokens, 0, length)};
   if (tokens) backend_to_device(d->backend, batch.tokens, tokens + d->start + past);
@@ -114,8 +114,7 @@ static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t 
                      predicts ? d->logits : (Tensor){0});
 }
 
-// Makes d->logits those of the token after tokens[0..have). After them lie `chunk` more that no token attends
-// to.
+// Makes d->logits those of the token after tokens[0..have), which `chunk` tokens of padding follow.
 static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   if (have - d->start > d->cache.capacity) {
     d->start = have - d->cache.capacity;

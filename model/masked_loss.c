@@ -1,17 +1,16 @@
-// Where targets are ignored (instruction tuning; the last token of each packed document), the loss is that of
-// the other tokens. So they are gathered before it, and what it gives is scattered after it:
+// Where targets are ignored (instruction tuning; the last token of each packed document), the other tokens
+// are gathered before the loss, and its results are scattered:
 //
 //     x'[i] = x[rows[i]],  y'[i] = y[rows[i]]                    the counted tokens, one after the other
 //     loss', dx', dW = linear_cross_entropy(x', W, y')
 //     loss[rows[i]] = loss'[i],  dx[rows[i]] = dx'[i]            0 elsewhere
 //
-// In training x' lies where dx will be, and dx' where x was: nothing of [N, H] is needed beside x and dx.
+// In training x' lies where dx will be, and dx' where x was.
 #include "model/masked_loss.h"
 
 #include "kernels/fail.h"
 
-// What the ledger says must not depend on the data. So it first sees the call for all tokens, on a backend
-// that runs nothing.
+// The ledger must not depend on the data: it sees the call for all tokens, on a backend that runs nothing.
 static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   static const BackendOps nothing;
   Backend plan = *backend;
@@ -20,7 +19,7 @@ static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   backend->memory = plan.memory;
 }
 
-// Memory for all tokens' values, of which the first `counted` are used; absent where t is.
+// Memory as for all tokens; absent where t is.
 static Tensor push_counted(Backend *backend, Tensor t, int64_t counted) {
   if (!tensor_exists(t)) return t;
   return tensor_rows(memory_push_1d(&backend->memory, "of counted tokens", MEMORY_HEAD, t.dtype, t.shape[0]),

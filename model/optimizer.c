@@ -1,10 +1,8 @@
-// The optimizers.
-//
-// Muon is for the layers' matrices: q, k and v each, out, gate and up each, down. Of whole matrices, with u
-// from m and g by Nesterov's momentum and NS by Newton-Schulz (kernels.h),
+// AdamW, and Muon for the layers' matrices (q, k and v each, out, gate and up each, down): with u from m and
+// g by Nesterov's momentum and NS by Newton-Schulz (kernels.h),
 //   w = w - lr (0.2 sqrt(max(rows, columns)) NS(u) + weight_decay w)
 // whose factor makes updates as large as AdamW's, so that its rate and decay serve (Liu et al. 2025, "Muon is
-// scalable"; "match_rms_adamw" of torch.optim.Muon). Everything else has AdamW.
+// scalable"; "match_rms_adamw" of torch.optim.Muon).
 #include <math.h>
 
 #include "model/parameters.h"
@@ -37,12 +35,10 @@ static void update_adamw(Backend *backend, const ParameterSet *p, ParameterGroup
 
 // --- Muon --------------------------------------------------------------------------------------------------
 
-// Layers are updated together as far as their updates take no more than this: a matrix of all of them is one
-// batch of GEMMs, and small ones alone would leave a GPU idle.
+// Bound of the updates of layers that are updated together: small GEMMs alone would leave a GPU idle.
 enum { LAYERS_BYTES = 256 << 20 };
 
-// Of layers [from, from + count) of those in `updates`, every matrix; those of one shape at once, which fills
-// a GPU.
+// Every matrix of layers [from, from + count) in `updates`; those of one shape together, which fills a GPU.
 static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor updates, int64_t from,
                                  int64_t count) {
   enum { MOST = 7 }; // q, k, v, out, gate, up, down
@@ -78,9 +74,9 @@ static Tensor part_of(const ParameterSet *p, Tensor whole) {
   return tensor_rows(whole, p->sharding.part * count, count);
 }
 
-// Where the optimizer is sharded each rank makes its slices of u, and they are gathered; then whole layers
-// belong to the ranks, and a rank leaves zeros in place of those of others: the sums of all ranks' are the
-// updates, again in slices.
+// Where the optimizer is sharded, each rank makes its slices of u, which are gathered; then each
+// orthogonalizes some layers and leaves zeros for the others, so that the ranks' sums are the updates, again
+// in slices.
 static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
                         Update settings) {
   const ParameterGroup group = GROUP_MATRICES;

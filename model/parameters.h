@@ -76,20 +76,18 @@ typedef struct {
 
 typedef struct ParameterSet {
   Sharding sharding;
-  Parameter *items; // in the order of the forward pass
+  Parameter *items; // in the order of the forward pass; an array of stb_ds.h
   int64_t count;
-  int64_t capacity;
   int64_t group_elements[GROUP_COUNT]; // with padding
   int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
   // Whole groups, flat, or this rank's shards of them.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
   const Optimizer *optimizer;
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
-  Tensor grad_shard[GROUP_COUNT]; // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
-  Tensor squares;                 // fp32 [1]: the gradients' sum of squares
-  Tensor layer_values,
-      layer_grads;   // double buffers of two layers; absent where value or grad is not offloaded
-  bool fp8_by_layer; // whether the layers' FP8 codes share the memory of one layer's
+  Tensor grad_shard[GROUP_COUNT];   // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
+  Tensor squares;                   // fp32 [1]: the gradients' sum of squares
+  Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
+  bool fp8_by_layer;                // whether the layers' FP8 codes share the memory of one layer's
 } ParameterSet;
 
 // Comes before parameters_add, which pads groups so that every tensor begins at a multiple of 128 x parts.
@@ -135,9 +133,7 @@ void parameters_free(ParameterSet *parameters);
 // rows, whose gradients a rank computes from the tokens of all ranks. Its weights are sharded unless they are
 // the embedding's.
 
-enum {
-  BUCKET_BYTES = 32 << 20
-}; // enough for the links' full speed; the last bucket's sum, which nothing hides, is short
+enum { BUCKET_BYTES = 32 << 20 }; // enough for the links' full speed; nothing hides the last one
 
 typedef struct {
   int64_t first, count; // elements of the group; a multiple of 128 x ranks

@@ -1,7 +1,6 @@
-// A pass, and its memory. On the stack, from the bottom up: dx, then for each layer what the forward pass
-// keeps for the backward pass. A layer pushes its output first, then what RECOMPUTE_LAYER drops, then what
-// RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to drop is to pop, and to recompute is to push and compute
-// the same again.
+// A pass, and its memory. On the stack, from the bottom up: dx, then for each layer what the backward pass
+// reads. A layer pushes its output first, then what RECOMPUTE_LAYER, RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE
+// drop: to drop is to pop, and to recompute is to push and compute the same again.
 #include "model/pass.h"
 
 #include <stdlib.h>

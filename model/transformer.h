@@ -37,8 +37,7 @@ typedef struct {
   // Of training: [(R - 1) N, H] on the host, for the inputs of the R layers under RECOMPUTE_LAYER but the
   // last; absent: all stay on the device.
   Tensor inputs;
-  bool
-      last; // of a step's micro-batches: its backward pass completes the gradients, and sums them over the ranks
+  bool last; // of a step's micro-batches: its gradients are final, and summed over the ranks
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss; the parameters'

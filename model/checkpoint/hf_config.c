@@ -137,8 +137,7 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
       !read_member(rope, "partial_rotary_factor", NUMBER, &rotated, reason))
     return false;
   if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
-  // Without a type, what else is there says that something is meant: a factor, or an object for each type of
-  // attention.
+  // Another member without a type: a factor, or an object for each type of attention.
   cJSON_ArrayForEach(item, rope) {
     if (!type && json_member(rope, item->string) && strcmp(item->string, "rope_theta"))
       return refuse(reason, "%s has %.40s and no rope_type", place, item->string);
@@ -163,8 +162,7 @@ static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
-// transformers' defaults that follow from other sizes. There is no window where it is null, nor where Qwen's
-// models do not use it.
+// transformers' defaults that follow from other members.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
   bool windowed = false;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
