@@ -13,7 +13,6 @@
 #include <unistd.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 Path path_in(const char *folder, const char *name) {
   Path path;
@@ -49,8 +48,6 @@ bool path_make_folders(const char *path, Reason *reason) {
   free(partial);
   return made;
 }
-
-// --- inputs and outputs ------------------------------------------------------------------------------------
 
 static int open_regular(const char *path, size_t *size, Reason *reason) {
   *reason = (Reason){""};
@@ -128,8 +125,6 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
   return out;
 }
 
-// --- files in memory ---------------------------------------------------------------------------------------
-
 char *file_try_read(const char *path, size_t *length, Reason *reason) {
   enum { MAX_BYTES = 256 << 20 };
   size_t size = 0, have = 0;
@@ -157,8 +152,8 @@ char *file_read(const char *path, size_t *length) {
   return text;
 }
 
-// A page of a mapped file is gone; /proc/self/maps names the file. A read of the page raises the signal, so
-// no lock of the C library is held here.
+// Names the file of which a mapped page is gone. A read raises the signal, so no lock of the C library is
+// held.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
   (void)context;
   static atomic_flag first = ATOMIC_FLAG_INIT;

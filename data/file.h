@@ -1,7 +1,6 @@
 // Files as memory: read whole or mapped; and which files may be written.
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -18,29 +17,25 @@ bool path_is_folder(const char *path);
 bool path_is_same(const char *a, const char *b);          // both lead to one file or folder
 bool path_make_folders(const char *path, Reason *reason); // the folder and those above it
 
-// Opens an output `what` ("the log"). Fails where something writes to it already, or where it is neither
-// absent, empty, a pipe, a character device nor a file that begins with `mark`, as earlier outputs of this
-// kind do. KEEP renames an earlier one to PATH.1, or the next free number. Standard output may go to the same
-// file.
+// Opens an output `what` ("the log"). Fails where another output is written there, or where it is neither
+// absent, empty, a pipe, a character device nor an earlier output, which begins with `mark`. KEEP renames an
+// earlier one to PATH.1, or the next free number. Standard output may go to the same file.
 typedef enum { REPLACE, APPEND, KEEP } EarlierOutput;
 FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 
-// The whole file with a 0 behind it, which *length does not count; NULL: absent. The caller frees it. Fails
-// where it is no regular file, a broken link, unreadable or larger than 256 MiB; file_try_read gives the
-// reason instead.
+// The whole file and a 0, which *length does not count; NULL: absent. The caller frees it. Fails where it is
+// no regular file, unreadable or larger than 256 MiB; file_try_read gives the reason instead.
 char *file_read(const char *path, size_t *length);
 char *file_try_read(const char *path, size_t *length, Reason *reason);
 
-// A file in memory, mapped or copied. The program fails, naming it, when a mapped file is shortened while in
-// use.
+// A file in memory, mapped or copied. The program fails, naming it, when a mapped file is shortened.
 typedef struct {
   const char *bytes; // NULL: absent
   size_t size;
   bool copied;
 } Mapping;
 
-// Copies a file of up to `limit` bytes, which may then change. Errors are file_try_read's, or fail without
-// `reason`.
+// Copies a file of up to `limit` bytes. Errors as file_try_read's, or fatal where `reason` is NULL.
 Mapping file_map_or_copy(const char *path, size_t limit, Reason *reason);
 void file_unmap(Mapping *mapping);
 // madvise for a part of a mapped file: MADV_WILLNEED reads ahead, MADV_DONTNEED gives pages back.

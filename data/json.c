@@ -6,7 +6,6 @@
 
 #include "data/file.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
 
 // cJSON needs a terminator where it looks past the end, so it gets a copy that has one.

@@ -18,8 +18,7 @@ bool json_is(const cJSON *object, const char *name, const char *text); // the me
 bool json_true(const cJSON *object, const char *name, bool when_absent);
 bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double holds exactly
 
-// A text, or its bytes as an array where it is not UTF-8. json_bytes reads either into the item's memory, or
-// NULL.
+// A text, or its bytes as an array where it is not UTF-8. json_bytes reads either, into the item's memory.
 cJSON *json_string(const char *text);
 const char *json_bytes(cJSON *item);
 

@@ -1,17 +1,16 @@
 #include "data/loader.h"
 
-#include <stb/stb_ds.h>
-
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/integers.h"
-#include "kernels/random.h"
-#include "kernels/text.h"
-
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+#include <stb/stb_ds.h>
+
+#include "kernels/alloc.h"
+#include "kernels/integers.h"
+#include "kernels/random.h"
+#include "kernels/text.h"
 
 // --- packing -----------------------------------------------------------------------------------------------
 
@@ -142,8 +141,7 @@ Loader loader_create(LoaderOptions o) {
   return loader;
 }
 
-// The window at this place of an order that depends on neither seed nor step. Training has the last places,
-// which in sequential order are the file's first windows.
+// The window at this place of the split's order, in which training has the last places.
 static int64_t split_window(const Loader *loader, int64_t place) {
   const LoaderOptions *o = &loader->options;
   int64_t windows = source_windows(o), window = (place + loader->train_windows) % windows;
@@ -158,8 +156,7 @@ static int64_t validation_rows(const Loader *loader, int64_t batches) {
   return all ? loader->validation_windows : batches * loader->options.batch;
 }
 
-// The window of row `number` of training (validated < 0) or of `validated` rows of validation, spread evenly
-// over all; -1: none.
+// The window of row `number` of training (validated < 0), or of `validated` rows of validation; -1: none.
 static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
   const LoaderOptions *o = &loader->options;
   if (validated >= 0 && number >= validated) return -1;

@@ -19,9 +19,6 @@
 
 #include "data/source.h"
 
-#include <stddef.h>
-#include <stdint.h>
-
 typedef enum { ORDER_SHUFFLED, ORDER_SEQUENTIAL } DataOrder;
 
 typedef struct {
@@ -62,21 +59,17 @@ typedef struct {
 
 // Fills tokens and targets ([B T], the caller's) with the training batch at `place`; returns how many targets
 // count. Masked ones and padding are IGNORED_TARGET. documents ([2, B T], or NULL): how many tokens of its
-// document, or piece of one, lie before each token in its row, then how many after it. A token of padding is
-// a document of its own.
+// document lie before each token in its row, then how many after it; 0 for padding.
 int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets,
                            int32_t *documents);
 
-// The same for validation batch `index` of `batches` (0: all), whose windows are spread evenly over all. Rows
-// past the last window are padding.
+// The same for validation batch `index` of `batches` (0: all), spread evenly. Further rows are padding.
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,
                                 int32_t *targets, int32_t *documents);
 
-// Fails where no target of training, or of so many validation batches (0: all), counts. Reads up to the first
-// that does.
+// Fails where no target of training, or of so many validation batches (0: all), counts.
 void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches);
 
 // "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024; checksum
-// 0a1b2c3d", cut to `size` bytes. The checksum, of a sample of all sources and masks, shows that data have
-// changed.
+// 0a1b2c3d", cut to `size` bytes. The checksum is of a sample of all sources and masks.
 void loader_describe(const Loader *loader, char *out, size_t size);

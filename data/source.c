@@ -7,7 +7,6 @@
 #include <glob.h>
 #include <limits.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -17,7 +16,6 @@
 
 #include "data/file.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
 
@@ -60,8 +58,7 @@ static int compare_paths(const void *a, const void *b) {
   return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
-// Adds the regular files under `directory`; `tree`: those of the corpus. Links to files are followed, to
-// directories not.
+// Adds the regular files under `directory`, links to files included; `tree`: those of the corpus.
 static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
@@ -246,8 +243,7 @@ static uint32_t widen(const SourceFile *part, int64_t first, int64_t count, int3
   return largest;
 }
 
-// Names the first id from `first` on that is outside the vocabulary, and the largest. `passed`: check_ids has
-// seen it.
+// Names the first id from `first` on that is outside the vocabulary. `passed`: check_ids has seen another.
 static void fail_outside(const Source *source, const SourceFile *part, int64_t first, bool passed) {
   int32_t id;
   while (widen(part, first, 1, &id) < source->vocab_size && first + 1 < part->stored) first++;

@@ -20,7 +20,6 @@
 // program.
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -84,8 +83,7 @@ bool source_paths_masked(const char *const *paths, int64_t count);
 
 enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 
-// The unigram entropy of the first SOURCE_ENTROPY_SAMPLE tokens, -sum p ln p, in nats per token: the loss of
-// the best predictor without context.
+// -sum p ln p over the first SOURCE_ENTROPY_SAMPLE tokens: the loss of the best predictor without context.
 double source_entropy(const Source *source);
 
 typedef enum { SHARD_TOKENS, SHARD_MASK, SHARD_ENDS } ShardPart;

@@ -26,8 +26,6 @@ struct Tokenizer {
   Token *tokens; // by id; an array of stb_ds.h
 };
 
-// --- reading the file --------------------------------------------------------------------------------------
-
 // GPT-2's bytes_to_unicode: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up.
 static int character_of(int byte) {
   if (byte < 0x21) return 0x100 + byte;
@@ -141,8 +139,6 @@ void tokenizer_close(Tokenizer *t) {
   arrfree(t->tokens);
   free(t);
 }
-
-// --- tokens as text ----------------------------------------------------------------------------------------
 
 int64_t tokenizer_size(const Tokenizer *t) {
   return arrlen(t->tokens);

@@ -3,7 +3,6 @@
 // tools/generate.
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -11,8 +10,7 @@
 
 typedef struct Tokenizer Tokenizer;
 
-// Opens a tokenizer.json, or the one in a directory; NULL with a reason that names the file. The caller
-// closes it.
+// A tokenizer.json, or the one in a directory; NULL with a reason that names the file. The caller closes it.
 Tokenizer *tokenizer_open(const char *path, Reason *reason);
 // The same from the file's text.
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
@@ -29,6 +27,5 @@ int32_t tokenizer_find(const Tokenizer *tokenizer, const char *text);
 // The tokens' bytes, U+FFFD for an unknown id, and a 0 that *length does not count. The caller frees them.
 char *tokenizer_decode(const Tokenizer *tokenizer, const int32_t *ids, int64_t count, int64_t *length);
 
-// The same for a terminal: control characters but newline and tab, and what is not UTF-8, as \xNN. The caller
-// frees it.
+// The same for a terminal: control characters but newline and tab, and what is not UTF-8, show as \xNN.
 char *tokenizer_show(const Tokenizer *tokenizer, const int32_t *ids, int64_t count);

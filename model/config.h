@@ -1,9 +1,6 @@
 // The choices and sizes by which model families differ, with Hugging Face's names.
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 
@@ -71,9 +68,8 @@ typedef struct {
 extern const Family model_families[FAMILY_COUNT];
 #define FAMILY_NAMES "gpt2, llama, mistral, qwen2 and qwen3" // the model_types, for help and messages
 
-// The published shapes (Mistral's is v0.3's, without a sliding window); fails with the list of names on an
-// unknown one. Learning rates are the papers' (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori
-// et al. 2024); those of the tiny presets, Mistral and Qwen were chosen here.
+// The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
+// are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given

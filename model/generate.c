@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/random.h"
 
 enum { PREFILL_CHUNK = 64, SAMPLE_STREAM = 7 };
@@ -29,8 +28,7 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`; returns how
-// many.
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
@@ -102,8 +100,7 @@ typedef struct {
   int64_t cached; // how many tokens from there on are in the cache
 } Decoder;
 
-// A pass over `length` tokens from the text's token start + past on; predicts from the row-th, if it is one
-// of them.
+// A pass over `length` tokens from the text's token start + past on; predicts from the row-th, if any.
 static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
   Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(d->tokens, 0, length)};
   if (tokens) backend_to_device(d->backend, batch.tokens, tokens + d->start + past);

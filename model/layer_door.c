@@ -21,8 +21,6 @@ static int64_t layers_of(const Pass *p) {
   return p->model->config.num_hidden_layers;
 }
 
-// --- weights -----------------------------------------------------------------------------------------------
-
 // What begins copies returns how many: none for what stays on the device, or for a layer that does not exist.
 static int64_t fetch_weights(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
@@ -43,8 +41,6 @@ static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
   for (int i = 0; i < 4; i++)
     quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
 }
-
-// --- gradients ---------------------------------------------------------------------------------------------
 
 static int64_t fetch_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
@@ -68,8 +64,6 @@ static void send_grads(const Pass *p, int64_t l) {
   copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l), .x = grads});
   if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
 }
-
-// --- inputs and outputs ------------------------------------------------------------------------------------
 
 // Layer l's input on the host, between the passes; absent: it stays on the device.
 static Tensor input_on_host(const Pass *p, int64_t l) {
@@ -100,8 +94,6 @@ static void push_output(const Pass *p, int64_t l) {
   s->below = memory_mark(&p->backend->memory);
   if (!in_turn) s->output = push_activation(p, "residual", s->input.shape[1]);
 }
-
-// --- the door ----------------------------------------------------------------------------------------------
 
 void layer_enter(Pass *p, int64_t l, Direction direction) {
   int64_t coming = 0; // copies for the next layer, which this one does not wait for

@@ -1,12 +1,10 @@
 #include "model/model.h"
 
 #include <math.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 // --- the parameters of all families ------------------------------------------------------------------------
 

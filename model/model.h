@@ -42,8 +42,7 @@ void model_create(Model *model, const ModelConfig *config, Backend *backend, Par
 Tensor model_head_shard(const Model *model);
 void model_destroy(Model *model);
 
-// For evaluation and text: a split head is whole, on the stack, until model_drop_head. Call both on all
-// ranks.
+// For evaluation and text: a split head is whole until model_drop_head. Call both on all ranks.
 MemoryMark model_gather_head(Model *model, Backend *backend);
 void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 

@@ -74,9 +74,8 @@ static Tensor part_of(const ParameterSet *p, Tensor whole) {
   return tensor_rows(whole, p->sharding.part * count, count);
 }
 
-// Where the optimizer is sharded, each rank makes its slices of u, which are gathered; then each
-// orthogonalizes some layers and leaves zeros for the others, so that the ranks' sums are the updates, again
-// in slices.
+// A rank makes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others, so
+// that the ranks' sums are the updates, again in slices.
 static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
                         Update settings) {
   const ParameterGroup group = GROUP_MATRICES;

@@ -38,9 +38,8 @@ typedef struct {
   Tensor value, grad; // the local rows of a split head
 } Parameter;
 
-// What lies in the host's memory. Weights and gradients of GROUP_MATRICES are copied layer by layer to and
-// from a double buffer of two layers on the device; embeddings, and what the optimizer reads, are accessed in
-// place.
+// What lies in the host's memory. Weights and gradients of GROUP_MATRICES are copied to and from a double
+// buffer of two layers on the device; embeddings, and what the optimizer reads, are accessed in place.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
@@ -93,9 +92,8 @@ typedef struct ParameterSet {
 // Comes before parameters_add, which pads groups so that every tensor begins at a multiple of 128 x parts.
 void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
-// Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1], one after the
-// other. Fails where a split head leaves some rank without rows. parameters_allocate makes `view` span them
-// all.
+// Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1], which
+// parameters_allocate makes `view` span. Fails where a split head leaves some rank without rows.
 void parameters_add(ParameterSet *parameters, Weight *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Weight.
@@ -129,9 +127,8 @@ void parameters_free(ParameterSet *parameters);
 //   zero 2   summed gradients are, too. Local ones are whole but for the layers', in a double buffer of two
 //            layers: one layer's are reduce-scattered while the next layer's are computed
 //
-// A split head (--vocab-parallel; kernels/lce/linear_cross_entropy.h) is one bucket with slices of whole
-// rows, whose gradients a rank computes from the tokens of all ranks. Its weights are sharded unless they are
-// the embedding's.
+// A split head (--vocab-parallel) is one bucket with slices of whole rows, whose gradients a rank computes
+// from the tokens of all ranks. Its weights are sharded unless they are the embedding's.
 
 enum { BUCKET_BYTES = 32 << 20 }; // enough for the links' full speed; nothing hides the last one
 
@@ -158,8 +155,7 @@ Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group
 void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                   const Parameter *parameter, int64_t first, int64_t count, const void *values);
 
-// Reads them, in the role's dtype, to `host` on rank 0 alone; shards are gathered on the backend's stack.
-// Call it on all ranks.
+// Reads them to `host` on rank 0; shards are gathered on the backend's stack. Call it on all ranks.
 void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
 

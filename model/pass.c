@@ -6,7 +6,6 @@
 #include <stdlib.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options) {
   const ModelConfig *c = &model->config;
@@ -57,8 +56,6 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns) {
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads) {
   return memory_push_1d(&p->backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_F32, p->rows * heads);
 }
-
-// --- what a layer keeps ------------------------------------------------------------------------------------
 
 void push_norm_statistics(const Pass *p, Norm *norm) {
   if (p->model->config.norm == NORM_LAYER) norm->mean = push_statistic(p, "norm mean", 1);

@@ -88,8 +88,7 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 // The matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is quantized before
 // its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension alone, so the
 // backward pass needs those of the transpose; where nothing is recomputed, these are kept instead of the
-// operand, in half its memory. SwiGLU is then an operation of its own, which finds the maximum of what it
-// writes.
+// operand, in half its memory. SwiGLU is then an operation of its own.
 
 // Whether operands are saved as codes alone.
 bool operands_saved(const Pass *p);
@@ -108,8 +107,8 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight, of bias unless absent, and of the input: dx, which may be x itself. x is not read
-// where its codes are kept.
+// The gradients of weight, bias (or absent) and input: dx, which may be x. x is not read where codes are
+// kept.
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
 // which replaces x (GELU) or the pre-activation (SwiGLU). Either way x is overwritten.
@@ -120,8 +119,8 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
 
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// Before layer l computes: waits for what it reads, and begins to fetch what the next layer reads. FORWARD
-// also pushes its output.
+// Before layer l computes: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its
+// output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: begins to send what it made, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);

@@ -1,12 +1,10 @@
 // Forward and backward pass of a transformer, for all families alike.
 #pragma once
 
-#include "kernels/lce/linear_cross_entropy.h"
 #include "model/model.h"
 
 // What the backward pass computes again (activation checkpointing; Chen et al. 2016); each level includes
-// those before. Per token and layer of a bf16 Llama, none keeps 2 (6 H + 2 K D + 3 F) bytes (with FP8 2 H + F
-// less), layer 2 H.
+// those before. Bytes per token and layer, bf16 Llama: none 2 (6 H + 2 K D + 3 F), layer 2 H.
 typedef enum {
   RECOMPUTE_NONE,
   RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
@@ -41,8 +39,7 @@ typedef struct {
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss; the parameters'
-// gradients, scale times those of the losses' sum, are written or, with accumulate, added. Fails where a
-// shape does not fit the model.
+// gradients, scale times those of the losses' sum, are written or, with accumulate, added.
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss);
 
@@ -64,7 +61,6 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, 
                                    int64_t capacity);
 
 // The logits (fp32 [R, V], the caller's) at positions `rows` (int32 [R]) of the batch. With a cache the
-// batch's tokens follow `past` others in it and are added; rows and logits may then both be absent. Without
-// one (NULL) past is 0.
+// batch's tokens follow `past` others in it and are added; rows and logits may then both be absent.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor rows, Tensor logits);

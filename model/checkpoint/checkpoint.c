@@ -6,7 +6,6 @@
 #include <fnmatch.h>
 #include <libgen.h>
 #include <limits.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -16,7 +15,6 @@
 #include <stb/stb_ds.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
 #include "model/checkpoint/hf_config.h"
 
@@ -134,8 +132,7 @@ static bool sync_folder(const char *path) {
   return synced;
 }
 
-// Whether a folder holds the trainer_state.json of the step in its name. A killed run may leave the list
-// instead, or the beginning of that file alone.
+// Whether a folder holds the trainer_state.json of its step or, hidden, what a killed run leaves of it.
 static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
   Reason reason;
@@ -190,8 +187,7 @@ static Path hidden_path(const char *parent, const char *prefix, const char *name
   return path_in(parent, hidden);
 }
 
-// Replaces the checkpoint parent/name by the folder `fresh` (or NULL), at once for every reader, and removes
-// it.
+// Removes the checkpoint parent/name; the folder `fresh` (or NULL) takes its place at once for every reader.
 static bool retire(const char *parent, const char *name, const char *fresh, Reason *reason) {
   Path path = path_in(parent, name), away = hidden_path(parent, REMOVING, name);
   if (!remove_folder(path.text, LOOK, reason) || !remove_folder(away.text, REMOVE, reason)) return false;

@@ -23,8 +23,6 @@ bool folder_finish(Folder *folder, Reason *reason);
 // Makes `parent`; fails where parent/name exists.
 void folder_require_new(const char *option, const char *parent, const char *name);
 
-// --- writing -----------------------------------------------------------------------------------------------
-
 // A file that is copied along unread.
 typedef struct {
   const char *name;
@@ -59,11 +57,9 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
 // 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason);
-// Where the run resumed from the store's own checkpoint and saved none, it first finishes that one: `latest`,
-// `keep`.
+// First applies `latest` and `keep` to the store's own checkpoint where the run resumed from it and saved
+// none.
 void checkpoint_store_close(CheckpointStore *store);
-
-// --- reading -----------------------------------------------------------------------------------------------
 
 // The newest whole checkpoint, which the caller frees, or NULL; warns of damaged ones. *any: there is one.
 char *checkpoint_newest(const char *directory, bool *any);

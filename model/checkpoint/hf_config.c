@@ -7,7 +7,6 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
 
 // --- Hugging Face's members --------------------------------------------------------------------------------
@@ -79,8 +78,6 @@ static const Member rope_members[] = {{ROPE(factor), .kind = NUMBER},
                                       {ROPE(high_freq_factor), .kind = NUMBER},
                                       {ROPE(original_max_position_embeddings), .kind = SIZE},
                                       {.name = NULL}};
-
-// --- reading -----------------------------------------------------------------------------------------------
 
 // An absent or null member leaves *value as it is.
 static bool read_member(const cJSON *json, const char *name, MemberKind kind, void *value, Reason *reason) {
@@ -236,8 +233,6 @@ ModelConfig hf_config_read(const char *directory) {
   fail("%s/config.json does not exist; name a directory that holds a model in Hugging Face's layout",
        directory);
 }
-
-// --- writing -----------------------------------------------------------------------------------------------
 
 static void set(cJSON *json, const char *name, cJSON *value) {
   cJSON_DeleteItemFromObjectCaseSensitive(json, name);

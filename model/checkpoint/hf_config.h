@@ -5,16 +5,12 @@
 // requires and this program does not compute is refused by name. Dropout is ignored.
 #pragma once
 
-#include <stddef.h>
-
-#include "kernels/fail.h"
 #include "model/config.h"
 
 // False with a reason when the text describes no model that can be computed here.
 bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reason *reason);
 
-// The model in `directory`, named after it unless the file has a name. False with a reason, "" where the file
-// is absent; hf_config_read fails with it.
+// The model in `directory`, named after it unless the file has a name. The reason is "" without a file.
 bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason);
 ModelConfig hf_config_read(const char *directory);
 

@@ -7,9 +7,6 @@
 // anything else is refused. Every length and offset is checked before it is used.
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
-
 #include "data/json.h"
 #include "kernels/tensor.h"
 
@@ -30,18 +27,15 @@ typedef struct {
   int64_t count;
 } SafetensorsHeader;
 
-// Reads a file's header, which safetensors_free frees. False with a reason, and an empty header, where it is
-// not valid.
+// Reads a file's header, which safetensors_free frees. False with a reason, and nothing to free.
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *header, Reason *reason);
 void safetensors_free(SafetensorsHeader *header);
 
 TensorText safetensors_shape(const SafetensorsEntry *entry); // "[32, 64]", for messages
 const char *safetensors_dtype(Dtype dtype);                  // "F32", "BF16" or "I32"
 
-// The header of a file with these tensors in this order (offsets are not read), padded to a multiple of 8
-// bytes. The caller frees it.
+// The header of a file with these tensors, padded to a multiple of 8 bytes. The caller frees it.
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count);
 
-// `count` elements at `from` (any alignment) as fp32 or rounded to bf16; false where `stored` is not F32, F16
-// or BF16.
+// `count` elements at `from`, unaligned, as fp32 or bf16; false where `stored` is not F32, F16 or BF16.
 bool safetensors_convert(const char *stored, const char *from, int64_t count, Dtype dtype, void *to);

@@ -1,16 +1,13 @@
 #include "model/checkpoint/weights.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include <stb/stb_ds.h>
 
-#include "data/json.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/text.h"
 

@@ -8,8 +8,6 @@
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
 
-// --- files that are written --------------------------------------------------------------------------------
-
 // A folder in the making (checkpoint.h): its files are written one after the other, each synced. After the
 // first error, which folder_finish returns, calls do nothing.
 typedef struct {
@@ -27,8 +25,6 @@ void folder_add(Folder *folder, const char *name, const void *bytes, size_t coun
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 
-// --- a set of tensors --------------------------------------------------------------------------------------
-
 typedef struct {
   char *path;
   Mapping mapping;
@@ -42,7 +38,7 @@ typedef struct {
 } TensorSet;
 
 // Opens the set (count 0: neither file nor index exists). Fails naming a file that is damaged or disagrees
-// with the index, or returns false with that as the reason.
+// with the index.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
@@ -77,11 +73,9 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 #define STATE_STEM "training_state"
 
 // Reads model.safetensors or its shards into the weights and, where kept, the master weights; with `state`
-// also the optimizer's states, as weights_store writes them. Fails naming a tensor that is missing, misshapen
-// or not the model's, but for buffers of old files and a copy of a tied head. Names may lack the prefix
-// transformer. or model.
+// also the optimizer's states. Fails naming a tensor that is missing, misshapen or not the model's, but for
+// buffers of old files and a copy of a tied head. Names may lack the prefix transformer. or model.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
 // Writes them, as fp32 from the master weights where given, or as bf16; and to training_state.safetensors or
-// its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, the fp32 master weights
-// ("master.NAME").
+// its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
