@@ -56,11 +56,6 @@ bool json_is(const cJSON *object, const char *name, const char *text) {
   return value && strcmp(value, text) == 0;
 }
 
-bool json_true(const cJSON *object, const char *name, bool when_absent) {
-  const cJSON *item = json_member(object, name);
-  return item ? cJSON_IsTrue(item) : when_absent;
-}
-
 bool json_is_whole(const cJSON *item) {
   double value = cJSON_IsNumber(item) ? item->valuedouble : -1;
   return value >= 0 && value <= 0x1p53 && value == floor(value);

@@ -15,7 +15,6 @@ cJSON *json_try_read(const char *path, Reason *reason);
 const cJSON *json_member(const cJSON *object, const char *name);       // NULL when absent or null
 const char *json_text(const cJSON *object, const char *name);          // NULL when it is no text
 bool json_is(const cJSON *object, const char *name, const char *text); // the member is this text
-bool json_true(const cJSON *object, const char *name, bool when_absent);
 bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double holds exactly
 
 // A text, or its bytes as an array where it is not UTF-8. json_bytes reads either, into the item's memory.

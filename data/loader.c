@@ -22,24 +22,18 @@ typedef struct {
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
 
-// The least space of a window that is `length` or more; seq_len + 1: none.
-static int64_t best_space(const FreeSpace *s, int64_t length) {
-  int64_t word = length / 64;
-  uint64_t bits = s->some[word] >> length % 64 << length % 64;
-  while (!bits && ++word <= s->seq_len / 64) bits = s->some[word];
-  return bits ? word * 64 + __builtin_ctzll(bits) : s->seq_len + 1;
-}
-
 // The window that a piece goes into: the one with the least space that suffices, else a new one.
 static int64_t best_fit(FreeSpace *s, int64_t length) {
-  int64_t space = best_space(s, length), window = arrlen(s->next);
-  if (space <= s->seq_len) {
+  int64_t space = s->seq_len, window = arrlen(s->next), word = length / 64;
+  uint64_t bits = s->some[word] >> length % 64 << length % 64;
+  while (!bits && ++word <= s->seq_len / 64) bits = s->some[word];
+  if (bits) {
+    space = word * 64 + __builtin_ctzll(bits);
     window = s->top[space];
     s->top[space] = s->next[window];
     if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
   } else {
     arrput(s->next, -1);
-    space = s->seq_len;
   }
   space -= length;
   s->next[window] = s->top[space];

@@ -71,7 +71,8 @@ static bool read_added_tokens(Tokenizer *t, const cJSON *added, Reason *reason) 
   cJSON_ArrayForEach(item, added) {
     const char *text = json_text(item, "content");
     if (!text) return refuse(reason, "an added token has no content");
-    if (!put_token(t, json_member(item, "id"), text, json_true(item, "special", false), reason)) return false;
+    if (!put_token(t, json_member(item, "id"), text, cJSON_IsTrue(json_member(item, "special")), reason))
+      return false;
   }
   return true;
 }
@@ -94,7 +95,7 @@ static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
     return refuse(reason, "its model is %s and not BPE", type ? type : "unknown");
   if (!cJSON_IsObject(vocab) || !cJSON_IsArray(json_member(model, "merges")))
     return refuse(reason, "its model has no vocab or no merges");
-  if (json_true(model, "byte_fallback", false) || (prefix && *prefix) || (suffix && *suffix) ||
+  if (cJSON_IsTrue(json_member(model, "byte_fallback")) || (prefix && *prefix) || (suffix && *suffix) ||
       (decoder && !is_byte_level(decoder)))
     return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
   return read_vocabulary(t, vocab, reason) && read_added_tokens(t, json_member(root, "added_tokens"), reason);

@@ -43,8 +43,7 @@ typedef struct {
   ModelFamily family;
   int64_t vocab, hidden, intermediate, layers, heads, key_value_heads, head_dim, positions;
   bool tied;
-  double rope_theta, rope_factor, norm_epsilon;
-  double learning_rate;
+  double rope_theta, rope_factor, norm_epsilon, learning_rate;
 } Preset;
 
 static const Preset presets[] = {

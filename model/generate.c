@@ -126,18 +126,8 @@ static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   }
 }
 
-static bool is_stop(const Generation *g, int32_t token) {
-  for (int64_t i = 0; i < g->stop_count; i++)
-    if (g->stop[i] == token) return true;
-  return false;
-}
-
-static void cap_softly(float *logits, int64_t vocab_size, double cap) {
-  for (int64_t v = 0; cap > 0 && v < vocab_size; v++)
-    logits[v] = (float)(cap * tanh((double)logits[v] / cap));
-}
-
 static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
+  double cap = d->model->config.final_logit_softcapping;
   int64_t vocab_size = d->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
   int32_t *tokens = host_alloc(end + d->chunk, sizeof *tokens, "a text");
   float *logits = host_alloc(vocab_size, sizeof *logits, "a text");
@@ -146,11 +136,13 @@ static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
   for (bool stopped = false; have < end && !stopped; have++) {
     predict(d, tokens, have);
     backend_to_host(d->backend, logits, d->logits);
-    cap_softly(logits, vocab_size, d->model->config.final_logit_softcapping);
+    for (int64_t v = 0; cap > 0 && v < vocab_size; v++)
+      logits[v] = (float)(cap * tanh((double)logits[v] / cap));
     double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
     tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
     if (g->on_token) g->on_token(g->context, tokens[have]);
-    stopped = is_stop(g, tokens[have]) || (g->cancel && *g->cancel);
+    stopped = g->cancel && *g->cancel;
+    for (int64_t i = 0; i < g->stop_count; i++) stopped |= g->stop[i] == tokens[have];
   }
   free(logits);
   *count = have;

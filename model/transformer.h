@@ -18,8 +18,8 @@ typedef struct {
   int64_t batch, seq_len;
   Tensor tokens;    // int32 [N]
   Tensor targets;   // int32 [N], IGNORE_INDEX where nothing is predicted
-  Tensor rows;      // int32 [N], or absent when no target is ignored: see masked_loss.h
-  int64_t counted;  // how many targets count; read where rows is given
+  Tensor indices;   // int32 [N], or absent where no target is ignored: see masked_loss.h
+  int64_t counted;  // how many targets count; read where indices is given
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
@@ -60,7 +60,7 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The logits (fp32 [R, V], the caller's) at positions `rows` (int32 [R]) of the batch. With a cache the
-// batch's tokens follow `past` others in it and are added; rows and logits may then both be absent.
+// The logits (fp32 [R, V], the caller's) of the batch's tokens `indices` (int32 [R]). With a cache the
+// batch's tokens follow `past` others in it and are added; indices and logits may then both be absent.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                        int64_t past, Tensor rows, Tensor logits);
+                        int64_t past, Tensor indices, Tensor logits);

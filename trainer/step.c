@@ -37,7 +37,7 @@ Batch trainer_copy_batch(Trainer *t, int64_t m, bool masked) {
              .targets = t->targets,
              .documents = t->documents,
              .counted = n};
-  if (masked) b.rows = t->rows;
+  if (masked) b.indices = t->rows;
   if (t->backend->memory.planning) return b;
   const int32_t *targets = t->host_targets + m * n;
   backend_to_device(t->backend, b.tokens, t->host_tokens + m * n);
@@ -46,7 +46,7 @@ Batch trainer_copy_batch(Trainer *t, int64_t m, bool masked) {
   if (!masked) return b;
   for (int64_t i = 0; i < n; i++) // counted positions from the front, ignored ones from the end
     t->host_rows[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
-  backend_to_device(t->backend, b.rows, t->host_rows);
+  backend_to_device(t->backend, b.indices, t->host_rows);
   b.counted = counted;
   return b;
 }
