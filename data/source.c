@@ -162,8 +162,6 @@ bool shard_parse(const void *bytes, size_t size, ShardPart part, Shard *shard, R
   return true;
 }
 
-// --- one file ----------------------------------------------------------------------------------------------
-
 static Mapping load_file(const char *path) {
   Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES, NULL);
   if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));

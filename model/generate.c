@@ -11,8 +11,6 @@
 
 enum { PREFILL_CHUNK = 64, SAMPLE_STREAM = 7 };
 
-// --- drawing a token ---------------------------------------------------------------------------------------
-
 static bool outranks(const float *logits, int32_t a, int32_t b) {
   return a < b ? logits[a] >= logits[b] : logits[a] > logits[b];
 }
@@ -85,8 +83,6 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
   free(ids);
   return drawn;
 }
-
-// --- the text ----------------------------------------------------------------------------------------------
 
 typedef struct {
   Backend *backend;

@@ -116,8 +116,6 @@ Parameter *parameters_find(ParameterSet *parameters, const char *name);
 
 void parameters_free(ParameterSet *parameters);
 
-// --- shards -----------------------------------------------------------------------------------------------
-
 // Shards over the ranks (ZeRO; Rajbhandari et al. 2020). A group is cut into buckets from its end, where the
 // backward pass begins, and each bucket into a slice for each rank, which has the summed gradients, master
 // weights and states there and updates its weights. A rank's slices lie one after the other in its shards.
@@ -158,8 +156,6 @@ void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor
 // Reads them to `host` on rank 0; shards are gathered on the backend's stack. Call it on all ranks.
 void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
-
-// --- the optimizers (optimizer.c) --------------------------------------------------------------------------
 
 // What an optimizer keeps for every weight, and how it updates them.
 struct Optimizer {

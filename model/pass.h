@@ -76,19 +76,16 @@ void push_mlp(const Pass *p, LayerState *s);
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
 void push_norm_statistics(const Pass *p, Norm *norm);
 
-// --- transformer.c -----------------------------------------------------------------------------------------
-
-// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads.
+// transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
+// pass reads.
 Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
-// --- matmul.c ----------------------------------------------------------------------------------------------
-
-// The matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is quantized before
-// its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension alone, so the
-// backward pass needs those of the transpose; where nothing is recomputed, these are kept instead of the
-// operand, in half its memory. SwiGLU is then an operation of its own.
+// matmul.c: the matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is
+// quantized before its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension
+// alone, so the backward pass needs those of the transpose; where nothing is recomputed, these are kept
+// instead of the operand, in half its memory. SwiGLU is then an operation of its own.
 
 // Whether operands are saved as codes alone.
 bool operands_saved(const Pass *p);
@@ -107,27 +104,22 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight, bias (or absent) and input: dx, which may be x. x is not read where codes are
-// kept.
+// The gradients of weight, bias (or absent) and input (dx, may be x). x is not read where codes are kept.
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
 // which replaces x (GELU) or the pre-activation (SwiGLU). Either way x is overwritten.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
-// --- layer_door.c ------------------------------------------------------------------------------------------
-
+// layer_door.c
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// Before layer l computes: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its
-// output.
+// Before layer l: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: begins to send what it made, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
 
-// --- gradient_reduction.c ----------------------------------------------------------------------------------
-
-// Before a training pass: decides whether it accumulates.
+// gradient_reduction.c. Before a training pass: decides whether it accumulates.
 void reduction_begin(Pass *p);
 // The gradients of `group` from element `first` on are final: begins their sums over the ranks.
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first);

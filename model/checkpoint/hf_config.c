@@ -9,8 +9,6 @@
 #include "data/json.h"
 #include "kernels/text.h"
 
-// --- Hugging Face's members --------------------------------------------------------------------------------
-
 typedef enum {
   SIZE,   // int64_t
   NUMBER, // double

@@ -63,8 +63,6 @@ void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
   folder_write(f, bytes, count);
 }
 
-// --- opening -----------------------------------------------------------------------------------------------
-
 // False with a reason, "" where the file is absent. One that is open already is not opened again.
 static bool add_file(TensorSet *set, const char *path, Reason *reason) {
   for (int64_t i = 0; i < set->count; i++)
@@ -353,8 +351,6 @@ void weights_load(Model *model, Backend *backend, const char *folder, bool state
   tensor_set_close(&set);
   if (state) optimizer_load(model, backend, folder);
 }
-
-// --- storing -----------------------------------------------------------------------------------------------
 
 TensorToStore parameter_to_store(const char *prefix, const ParameterSet *all, const Parameter *p,
                                  const Tensor *role, Dtype dtype) {
