@@ -30,7 +30,7 @@
 #include "trainer/resume.h"
 // defines: stop_requested, stop_on_signals
 #include "trainer/stop.h"
-// defines: machine_open, trainer_create, trainer_load, trainer_micro_batch, trainer_update, ...
+// defines: machine_open, trainer_create, trainer_load, trainer_micro_batch, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -112,7 +112,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   trainer_share_results(t);
 
   // The gradients' norm, and the factor that clips it.
-  trainer_sum_squares(t);
+  parameters_sum_squares(t->backend, &t->model.parameters);
   clip_scale(t->backend, (ClipScale){.norm = trainer_result(t, RESULT_NORM),
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
@@ -124,7 +124,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   update.lr = (float)rate;
   update.step = step + 1;
   update.seed = o->seed;
-  trainer_update(t, update);
+  parameters_update(t->backend, &t->model.parameters, update);
   trainer_end_step(t, (StepResult){.step = step, .learning_rate = rate, .counted = counted});
 }
 

@@ -57,7 +57,7 @@ static void send_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_grads)) return;
   Tensor grads = parameters_layer_buffer(w, w->layer_grads, l);
-  if (p->options.last && p->backend->ranks == 1)
+  if (p->options.last && squares_summed_by_layer(w, p->backend))
     sum_elements(
         p->backend,
         (SumElements){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});

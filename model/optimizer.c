@@ -5,6 +5,7 @@
 // scalable"; "match_rms_adamw" of torch.optim.Muon).
 #include <math.h>
 
+#include "kernels/profile.h"
 #include "model/parameters.h"
 
 // The settings with the tensors of this rank's slice of a bucket.
@@ -125,3 +126,52 @@ const Optimizer optimizers[] = {
     {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, NULL},
     {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, update_layers_muon},
 };
+
+// --- a step ------------------------------------------------------------------------------------------------
+
+// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
+// the rest of a group.
+typedef struct {
+  int place; // of the group, in the order of the updates
+  ParameterGroup group;
+  Bucket bucket;
+} UpdateRange;
+
+// Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
+static bool next_range(const ParameterSet *p, UpdateRange *range) {
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
+                                                    GROUP_VECTORS};
+  int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
+  while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
+  if (range->place == GROUP_COUNT) return false;
+  range->group = order[range->place];
+  int64_t count = range->group == GROUP_MATRICES ? p->sharding.layer : end;
+  range->bucket = p->sharding.parts == 1 ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
+  return true;
+}
+
+bool squares_summed_by_layer(const ParameterSet *p, const Backend *backend) {
+  return tensor_exists(p->layer_grads) && backend->ranks == 1;
+}
+
+void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
+  profile_phase(backend, PHASE_UPDATE);
+  bool started = false;
+  for (UpdateRange range = {0}; next_range(p, &range); started = true) {
+    if (range.group == GROUP_MATRICES && squares_summed_by_layer(p, backend)) continue;
+    sum_elements(backend, (SumElements){.sum = p->squares,
+                                        .x = shards_reduced_grads(p, range.group, range.bucket),
+                                        .squares = true,
+                                        .accumulate = started});
+  }
+  if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
+}
+
+void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
+  bool layers_apart = p->optimizer->update_layers != NULL;
+  if (layers_apart) p->optimizer->update_layers(backend, p, settings);
+  for (UpdateRange range = {0}; next_range(p, &range);)
+    if (!layers_apart || range.group != GROUP_MATRICES)
+      p->optimizer->update(backend, p, range.group, range.bucket, settings);
+  collectives_join(backend, 0);
+}

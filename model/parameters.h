@@ -172,3 +172,10 @@ struct Optimizer {
 };
 
 extern const Optimizer optimizers[]; // AdamW, Muon
+
+// The sum of the squares of all gradients, over the ranks, to parameters->squares.
+void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);
+// Whether layer_leave sums those of the layers, before the offloaded gradients leave the device.
+bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *backend);
+// Updates all weights; of what is sharded each rank updates its part, and the new weights are gathered.
+void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
