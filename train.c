@@ -28,7 +28,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_update, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_micro_batch, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -109,7 +109,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   trainer_share_results(t);
 
   // The gradients' norm, and the factor that clips it.
-  trainer_sum_squares(t);
+  parameters_sum_squares(t->backend, &t->model.parameters);
   clip_scale(t->backend, (ClipScale){.norm = trainer_result(t, RESULT_NORM),
                                      .scale = t->scale,
                                      .sum_of_squares = t->squares,
@@ -121,7 +121,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   update.lr = (float)rate;
   update.step = step + 1;
   update.seed = o->seed;
-  trainer_update(t, update);
+  parameters_update(t->backend, &t->model.parameters, update);
   trainer_end_step(t, (StepResult){.step = step, .learning_rate = rate, .counted = counted});
 }
 

@@ -9,12 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 Path path_in(const char *folder, const char *name) {
   Path path;
@@ -33,8 +31,8 @@ bool path_is_folder(const char *path) {
 }
 
 bool path_is_same(const char *a, const char *b) {
-  struct stat of_a, of_b;
-  return !stat(a, &of_a) && !stat(b, &of_b) && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
+  struct stat x, y;
+  return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
 bool path_make_folders(const char *path, Reason *reason) {
@@ -50,8 +48,6 @@ bool path_make_folders(const char *path, Reason *reason) {
   free(partial);
   return made;
 }
-
-// --- inputs and outputs --------------------------------------------------------------------------------------
 
 static int open_regular(const char *path, size_t *size, Reason *reason) {
   *reason = (Reason){""};
@@ -129,8 +125,6 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
   return out;
 }
 
-// --- files in memory -----------------------------------------------------------------------------------------
-
 char *file_try_read(const char *path, size_t *length, Reason *reason) {
   enum { MAX_BYTES = 256 << 20 };
   size_t size = 0, have = 0;
@@ -158,8 +152,8 @@ char *file_read(const char *path, size_t *length) {
   return text;
 }
 
-// A page of a mapped file is gone: the line of /proc/self/maps that holds the address names it. The signal comes from a
-// read of the page itself, so no lock of the C library is held here.
+// Names the file of which a mapped page is gone. A read raises the signal, so no lock of the C library is
+// held.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
   (void)context;
   static atomic_flag first = ATOMIC_FLAG_INIT;
@@ -206,17 +200,9 @@ void file_unmap(Mapping *mapping) {
   *mapping = (Mapping){0};
 }
 
-static void advise(const Mapping *mapping, size_t first, size_t count, int advice) {
+void file_advise(const Mapping *mapping, size_t first, size_t count, int advice) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE), begin = first / page * page;
   if (mapping->copied || first >= mapping->size) return;
   if (count > mapping->size - first) count = mapping->size - first;
   madvise((char *)mapping->bytes + begin, first - begin + count, advice); // only ever a hint
-}
-
-void file_will_need(const Mapping *mapping, size_t first, size_t count) {
-  advise(mapping, first, count, MADV_WILLNEED);
-}
-
-void file_done_with(const Mapping *mapping, size_t first, size_t count) {
-  advise(mapping, first, count, MADV_DONTNEED);
 }

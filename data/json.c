@@ -6,7 +6,6 @@
 
 #include "data/file.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
 
 // cJSON needs a terminator where it looks past the end, so it gets a copy that has one.
@@ -55,11 +54,6 @@ const char *json_text(const cJSON *object, const char *name) {
 bool json_is(const cJSON *object, const char *name, const char *text) {
   const char *value = json_text(object, name);
   return value && strcmp(value, text) == 0;
-}
-
-bool json_true(const cJSON *object, const char *name, bool when_absent) {
-  const cJSON *item = json_member(object, name);
-  return item ? cJSON_IsTrue(item) : when_absent;
 }
 
 bool json_is_whole(const cJSON *item) {

@@ -8,18 +8,16 @@
 
 // An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);
-// The same from a file; fails naming it. NULL when the file does not exist: json_try_read then has the reason "".
+// The same from a file; NULL where it is absent. json_try_read's reason is then "".
 cJSON *json_read(const char *path);
 cJSON *json_try_read(const char *path, Reason *reason);
 
 const cJSON *json_member(const cJSON *object, const char *name);       // NULL when absent or null
 const char *json_text(const cJSON *object, const char *name);          // NULL when it is no text
 bool json_is(const cJSON *object, const char *name, const char *text); // the member is this text
-bool json_true(const cJSON *object, const char *name, bool when_absent);
 bool json_is_whole(const cJSON *item); // a number from 0 to 2^53: what a double holds exactly
 
-// A text; one that is not UTF-8, which JSON cannot hold, as an array of its bytes. json_bytes reads either back, into
-// memory of the item's; NULL when it is neither.
+// A text, or its bytes as an array where it is not UTF-8. json_bytes reads either, into the item's memory.
 cJSON *json_string(const char *text);
 const char *json_bytes(cJSON *item);
 

@@ -1,19 +1,18 @@
 #include "data/loader.h"
 
-#include <stb/stb_ds.h>
-
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/integers.h"
-#include "kernels/random.h"
-#include "kernels/text.h"
-
 #include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-// --- packing ---------------------------------------------------------------------------------------------------
+#include <stb/stb_ds.h>
+
+#include "kernels/alloc.h"
+#include "kernels/integers.h"
+#include "kernels/random.h"
+#include "kernels/text.h"
+
+// --- packing -----------------------------------------------------------------------------------------------
 
 // Windows with free space: stacks by their free tokens, and a bit for each stack that is not empty.
 typedef struct {
@@ -23,24 +22,18 @@ typedef struct {
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
 
-// The least space of any window that is `length` or more; more than seq_len: there is none.
-static int64_t best_space(const FreeSpace *s, int64_t length) {
-  int64_t word = length / 64;
-  uint64_t bits = s->some[word] >> length % 64 << length % 64;
-  while (!bits && ++word <= s->seq_len / 64) bits = s->some[word];
-  return bits ? word * 64 + __builtin_ctzll(bits) : s->seq_len + 1;
-}
-
 // The window that a piece goes into: the one with the least space that suffices, else a new one.
 static int64_t best_fit(FreeSpace *s, int64_t length) {
-  int64_t space = best_space(s, length), window = arrlen(s->next);
-  if (space <= s->seq_len) {
+  int64_t space = s->seq_len, window = arrlen(s->next), word = length / 64;
+  uint64_t bits = s->some[word] >> length % 64 << length % 64;
+  while (!bits && ++word <= s->seq_len / 64) bits = s->some[word];
+  if (bits) {
+    space = word * 64 + __builtin_ctzll(bits);
     window = s->top[space];
     s->top[space] = s->next[window];
     if (s->top[space] < 0) s->some[space / 64] &= ~((uint64_t)1 << space % 64);
   } else {
     arrput(s->next, -1);
-    space = s->seq_len;
   }
   space -= length;
   s->next[window] = s->top[space];
@@ -85,7 +78,7 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text) {
   free(space.some);
 }
 
-// --- windows ---------------------------------------------------------------------------------------------------
+// --- windows -----------------------------------------------------------------------------------------------
 
 // Streams of random_permute, far above the small ones that other modules use.
 static const uint64_t split_seed = 0, split_stream = (uint64_t)1 << 40, order_stream = (uint64_t)1 << 41;
@@ -142,8 +135,7 @@ Loader loader_create(LoaderOptions o) {
   return loader;
 }
 
-// The window that has this place in an order of all that depends on neither seed nor step. Training has the
-// last places, which in sequential order are the file's first windows.
+// The window at this place of the split's order, in which training has the last places.
 static int64_t split_window(const Loader *loader, int64_t place) {
   const LoaderOptions *o = &loader->options;
   int64_t windows = source_windows(o), window = (place + loader->train_windows) % windows;
@@ -158,8 +150,7 @@ static int64_t validation_rows(const Loader *loader, int64_t batches) {
   return all ? loader->validation_windows : batches * loader->options.batch;
 }
 
-// The window of row `number`, counted from the first one of training (validated < 0) or, of `validated` rows spread evenly
-// over all, of validation; -1: there is none.
+// The window of row `number` of training (validated < 0), or of `validated` rows of validation; -1: none.
 static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
   const LoaderOptions *o = &loader->options;
   if (validated >= 0 && number >= validated) return -1;
@@ -172,7 +163,7 @@ static int64_t window_of(const Loader *loader, int64_t validated, int64_t number
   return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
 }
 
-// Rows from `number` on. What is left of a row, past the source's end too, is padded. Returns the counted targets.
+// Rows from `number` on, padded. Returns how many targets count.
 static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t number, int32_t *tokens,
                           int32_t *targets, int32_t *documents) {
   const LoaderOptions *o = &loader->options;
@@ -216,8 +207,7 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t bat
                     documents);
 }
 
-// Continues a CRC-32 with evenly spaced blocks of a source, its first and its last one included: all of it up to 4 M
-// tokens.
+// Continues a CRC-32 with evenly spaced blocks of a source: all of it up to 4 M tokens.
 static uint32_t add_checksum(const Source *source, uint32_t crc) {
   enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
   int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);

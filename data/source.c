@@ -7,7 +7,6 @@
 #include <glob.h>
 #include <limits.h>
 #include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -17,7 +16,6 @@
 
 #include "data/file.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
 
@@ -28,8 +26,7 @@ enum {
   CHECK_STRETCH = 8 << 20 // tokens after which the pages read are given back
 };
 
-// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator. How it came into
-// the list decides how strictly it is read.
+// One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
 typedef struct SourceFile {
   char *path;
   enum { FILE_NAMED, FILE_MATCHED, FILE_FOUND } origin; // written out, by a glob, in a directory
@@ -40,7 +37,7 @@ typedef struct SourceFile {
   int64_t stored, first;
 } SourceFile;
 
-// --- the files that paths name ------------------------------------------------------------------------------
+// --- the files that paths name -----------------------------------------------------------------------------
 
 // Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
 static bool is_left_out(const char *name, bool is_directory, bool tree) {
@@ -61,8 +58,7 @@ static int compare_paths(const void *a, const void *b) {
   return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
-// Adds the regular files under `directory`, all levels down; `tree`: those of the corpus. Symbolic links to files are
-// followed, links to directories are not.
+// Adds the regular files under `directory`, links to files included; `tree`: those of the corpus.
 static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
@@ -82,7 +78,7 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   fts_close(walk);
 }
 
-// Adds what `path` names: a file, a directory's files or, when nothing has that very name, what glob(7) matches.
+// Adds what `path` names: a file, a directory's files or, when nothing has that name, what glob(7) matches.
 static void add_path(Source *source, const char *path) {
   bool named = path_exists(path) || !strpbrk(path, "*?[");
   glob_t found = {.gl_pathc = 1, .gl_pathv = (char *[]){(char *)path}};
@@ -109,7 +105,7 @@ static void close_file(SourceFile *part) {
   file_unmap(&part->mask_file);
 }
 
-// --- shards in memory ----------------------------------------------------------------------------------------
+// --- shards in memory --------------------------------------------------------------------------------------
 
 enum { HEADER_BYTES = 4 * 256, FORMATS = 4 };
 
@@ -166,15 +162,13 @@ bool shard_parse(const void *bytes, size_t size, ShardPart part, Shard *shard, R
   return true;
 }
 
-// --- one file ----------------------------------------------------------------------------------------------
-
 static Mapping load_file(const char *path) {
   Mapping file = file_map_or_copy(path, COPY_LIMIT_BYTES, NULL);
   if (!file.bytes) fail("cannot open %s: %s", path, strerror(ENOENT));
   return file;
 }
 
-// "shards/a.mask" for "shards/a.bin"; the caller frees it. NULL where there is no such file.
+// "shards/a.mask" for "shards/a.bin", or NULL; the caller frees it.
 static char *find_beside(const char *shard, ShardPart part) {
   const char *ending = part == SHARD_MASK ? ".mask" : ".ends";
   char *path = text_format("%.*s%s", (int)(strlen(shard) - strlen(".bin")), shard, ending);
@@ -183,7 +177,7 @@ static char *find_beside(const char *shard, ShardPart part) {
   return NULL;
 }
 
-// Loads the bits of a shard, if there are any, and checks that they fit.
+// Loads the bits of a shard, if given, and checks that they fit.
 static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping *file) {
   char *path = find_beside(part->path, which);
   if (!path) return NULL;
@@ -247,7 +241,7 @@ static uint32_t widen(const SourceFile *part, int64_t first, int64_t count, int3
   return largest;
 }
 
-// Names the first id from `first` on that is none of the vocabulary, and the largest. What check_ids has passed has changed.
+// Names the first id from `first` on that is outside the vocabulary. `passed`: check_ids has seen another.
 static void fail_outside(const Source *source, const SourceFile *part, int64_t first, bool passed) {
   int32_t id;
   while (widen(part, first, 1, &id) < source->vocab_size && first + 1 < part->stored) first++;
@@ -281,14 +275,14 @@ static void check_ids(const Source *source, const SourceFile *part) {
       if (found > largest) largest = found;
     }
     if (largest >= source->vocab_size) fail_outside(source, part, first, false);
-    // The pages stay in the system's cache: a scan of all the data must not show as memory that training needed.
-    file_done_with(&part->file, 0, part->file.size);
+    // A scan of all the data must not show as memory that training needed.
+    file_advise(&part->file, 0, part->file.size, MADV_DONTNEED);
   }
 }
 
 // --- the source --------------------------------------------------------------------------------------------
 
-// Reads the parts from `before` on, which `name` names, and drops those that are left out.
+// Opens the parts from `before` on, which `name` names, and drops those that are left out.
 static void open_parts(Source *source, int64_t before, const char *name) {
   int64_t end = source->files;
   SourceFile *parts = source->parts;
@@ -302,8 +296,8 @@ static void open_parts(Source *source, int64_t before, const char *name) {
   for (int64_t i = before; i < end; i++) {
     SourceFile part = parts[i];
     if (!part.kind || (shards_found && part.origin == FILE_FOUND && part.kind == SOURCE_TEXT)) {
-      bool of_a_shard = text_ends_in(part.path, ".mask") || text_ends_in(part.path, ".ends");
-      if (!of_a_shard && !source->left++) source->first_left = text_format("%s", part.path);
+      bool beside_shard = text_ends_in(part.path, ".mask") || text_ends_in(part.path, ".ends");
+      if (!beside_shard && !source->left++) source->first_left = text_format("%s", part.path);
       close_file(&part);
       continue;
     }
@@ -323,7 +317,7 @@ static bool has_separators(const Source *source) {
   return source->kind == SOURCE_TEXT && source->vocab_size > END_OF_TEXT;
 }
 
-// Writes the root of the checkout into `root`: looked for upward from the program, then in the current directory.
+// The root of the checkout: looked for upward from the program, then in the current directory.
 static void find_root(char root[PATH_MAX]) {
   static const char marker[] = "data/source.h";
   ssize_t length = readlink("/proc/self/exe", root, PATH_MAX - 1);
@@ -448,7 +442,7 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
       int64_t end = past ? next : part->first + k + 1;
       if (is_end && !(arrlen(ends) && arrlast(ends) == end)) arrput(ends, end);
     }
-    file_done_with(&part->file, 0, part->file.size); // as in check_ids
+    file_advise(&part->file, 0, part->file.size, MADV_DONTNEED); // as in check_ids
     file_unmap(&file);
   }
   return ends;

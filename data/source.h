@@ -1,33 +1,31 @@
-// A source: one long stream of token ids, read from files that are memory-mapped and never copied whole.
+// A source: one long stream of token ids from files, which are of one kind:
+//   - text: every byte is a token (0..255). With a larger vocabulary one END_OF_TEXT (256) separates two
+//     files.
+//   - llm.c token shards (*.bin): a header of 256 little-endian int32 (magic, version, number of tokens),
+//     then the tokens: uint16 with magic 20240520, version 1, or uint32 with 20240801, 7. Shards contain
+//     their separators.
 //
-// Two kinds of files, which one source does not mix:
-//   - text: every byte is a token, its id the byte (0..255). With a vocabulary of more than 256 ids one END_OF_TEXT (256)
-//     separates two files.
-//   - llm.c token shards (*.bin): a header of 256 little-endian int32 (magic, version, number of tokens), then the tokens:
-//     uint16 with magic 20240520, version 1, or uint32 with 20240801, 7. Shards join without a separator: they contain theirs.
-//
-// Next to x.bin there may be x.mask, which says what tokens count as targets (tools/prepare_data.py makes it for fine-tuning
-// data, where the prompt's tokens are read but not learned), and x.ends, which marks the last token of each document. They
-// have the same header (magic 20261120 or 20261121, version 1) and a bit for each token, the lowest bit of a byte first.
+// Next to x.bin there may be x.mask, which says what tokens count as targets, and x.ends, which marks the
+// last token of each document (tools/prepare_data.py makes both): the same header (magic 20261120 or
+// 20261121, version 1) and a bit for each token, the lowest bit of a byte first.
 //
 // A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
-// directories named "build"; or, when nothing has that very name, a glob(7). The files of one path are in byte order.
-// A path written out must be text or a shard and not empty. Files matched by a glob or found in a directory are skipped when
-// they are empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone. A
-// *.bin file that is named or matched must be a shard; one found in a directory is one when it begins with the magic.
+// directories named "build"; or else a glob(7). The files of one path are in byte order. A file that is named
+// must be text or a shard and not empty. Those found by a glob or in a directory are skipped where they are
+// empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone.
+// A *.bin file must be a shard, but one found in a directory only where it begins with the magic.
 //
-// Text files up to 128 KiB are copied into memory: a source tree may be edited while a run reads it, and a
-// million small files would exceed the system's limit on mappings. Larger files and shards are mapped; they
-// must not change while the source is open. One that shrinks, or gets an id outside the vocabulary, ends the program.
+// Text files up to 128 KiB are copied, as a source tree may be edited during a run and mappings are limited.
+// Others are mapped and must not change: one that shrinks, or gets an id outside the vocabulary, ends the
+// program.
 #pragma once
 
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "kernels/fail.h"
 
-// IGNORED_TARGET stands in targets where there is no counted one: the value of kernels.h's IGNORE_INDEX.
+// IGNORED_TARGET: a target that does not count; kernels.h's IGNORE_INDEX.
 enum { END_OF_TEXT = 256, IGNORED_TARGET = -100 };
 
 // The bytes of a token.
@@ -56,35 +54,28 @@ typedef struct {
   Packing packing;          // source_pack's
 } Source;
 
-// Opens what `paths[0..count)` name, in this order. Where there are none, the corpus that every checkout has, as text: the
-// program's own sources and prose (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden
-// names), so that a log or a data set in the tree is never trained on. The tree is looked for upward from the executable,
-// then in the current directory.
-//
-// Checks every token id against the vocabulary, which reads all data unless the type cannot exceed it. Fails, naming file
-// and offset, on a path that is missing, unreadable or empty, a mix of kinds, a damaged shard, and an id at or above
-// `vocab_size`. The caller closes it.
+// Opens what `paths[0..count)` name, in this order; with count 0 the program's own sources and prose as text
+// (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden names) in the tree above
+// the executable, or else in the current directory. Fails, naming file and offset, on a path that is missing,
+// unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for which it may
+// read all data. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
 
 void source_close(Source *source); // NULL is fine
-
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
-
 // "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" where all were taken.
 void source_describe_left(const Source *source, char *out, size_t size);
 
-// out[i] = token at position first + i for i in [0, count), all within the source and, checked, the vocabulary. Any
-// number of threads may read.
+// out[i] = token first + i, for i in [0, count), all within the source. Any number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
-
 // The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.
 int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out);
 
-// Where each document ends, in order: the position after its last token. The documents are the whole stream, and the last
-// one ends with it. Ends are: after each token `end_of_text` where that is 0 or more, else what the shards' .ends files
-// say; and after a text file with its separator. Reads all data. Fails where a shard has no .ends file and no
-// end_of_text is given. An array of stb_ds.h, which the caller frees.
+// The position after the last token of each document, in order, the stream's end included: after each
+// `end_of_text` where that is 0 or more, else as the shards' .ends files say; and after a text file with its
+// separator. Reads all data. Fails where a shard has no .ends file and no end_of_text is given. An array of
+// stb_ds.h, which the caller frees.
 int64_t *source_document_ends(const Source *source, int64_t end_of_text);
 
 // Whether a source opened from these paths would be masked, without reading the files.
@@ -92,11 +83,8 @@ bool source_paths_masked(const char *const *paths, int64_t count);
 
 enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 
-// The unigram entropy in nats per token, -sum p ln p over the frequencies of the first SOURCE_ENTROPY_SAMPLE tokens:
-// the loss of the best predictor that looks at no context, so a trained model must fall below it.
+// -sum p ln p over the first SOURCE_ENTROPY_SAMPLE tokens: the loss of the best predictor without context.
 double source_entropy(const Source *source);
-
-// --- shards in memory, as the fuzzer has them -----------------------------------------------------------------
 
 typedef enum { SHARD_TOKENS, SHARD_MASK, SHARD_ENDS } ShardPart;
 
@@ -106,5 +94,5 @@ typedef struct {
   int64_t count;    // of tokens
 } Shard;
 
-// Checks a file against its header; false with a reason, which reads on from the file's name.
+// Checks a file against its header; false with a reason, a sentence whose subject is the file.
 bool shard_parse(const void *bytes, size_t size, ShardPart part, Shard *shard, Reason *reason);

@@ -26,17 +26,14 @@ struct Tokenizer {
   Token *tokens; // by id; an array of stb_ds.h
 };
 
-// --- reading the file --------------------------------------------------------------------------------------
-
-// The file is JSON text, so each byte has a printable character: printable Latin-1 stands for itself, the other
-// 68 bytes take U+0100 and up in their order. (The map is GPT-2's bytes_to_unicode.)
+// GPT-2's bytes_to_unicode: printable Latin-1 stands for itself, the other 68 bytes for U+0100 and up.
 static int character_of(int byte) {
   if (byte < 0x21) return 0x100 + byte;
   if (byte >= 0x7F && byte < 0xA1) return 0x121 + byte - 0x7F;
   return byte == 0xAD ? 0x143 : byte;
 }
 
-// The token stands for the bytes of its characters; one with a character that is no byte, for its text.
+// The token stands for the bytes of its characters, or for its text where one of them is no byte.
 static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool special, Reason *reason) {
   size_t length = strlen(text);
   if (!json_is_whole(id) || id->valuedouble >= MAX_ID)
@@ -74,7 +71,8 @@ static bool read_added_tokens(Tokenizer *t, const cJSON *added, Reason *reason) 
   cJSON_ArrayForEach(item, added) {
     const char *text = json_text(item, "content");
     if (!text) return refuse(reason, "an added token has no content");
-    if (!put_token(t, json_member(item, "id"), text, json_true(item, "special", false), reason)) return false;
+    if (!put_token(t, json_member(item, "id"), text, cJSON_IsTrue(json_member(item, "special")), reason))
+      return false;
   }
   return true;
 }
@@ -97,19 +95,15 @@ static bool read_root(Tokenizer *t, const cJSON *root, Reason *reason) {
     return refuse(reason, "its model is %s and not BPE", type ? type : "unknown");
   if (!cJSON_IsObject(vocab) || !cJSON_IsArray(json_member(model, "merges")))
     return refuse(reason, "its model has no vocab or no merges");
-  if (json_true(model, "byte_fallback", false) || (prefix && *prefix) || (suffix && *suffix) ||
+  if (cJSON_IsTrue(json_member(model, "byte_fallback")) || (prefix && *prefix) || (suffix && *suffix) ||
       (decoder && !is_byte_level(decoder)))
     return refuse(reason, "it is no byte-level BPE as GPT-2 and Llama 3 have it");
   return read_vocabulary(t, vocab, reason) && read_added_tokens(t, json_member(root, "added_tokens"), reason);
 }
 
-static Tokenizer *new_tokenizer(void) {
-  return host_alloc(1, sizeof(Tokenizer), "a tokenizer");
-}
-
 Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason) {
   cJSON *root = json_parse(text, length, reason);
-  Tokenizer *t = root ? new_tokenizer() : NULL;
+  Tokenizer *t = root ? host_alloc(1, sizeof *t, "a tokenizer") : NULL;
   bool good = root && read_root(t, root, reason);
   cJSON_Delete(root);
   if (good) return t;
@@ -130,7 +124,7 @@ Tokenizer *tokenizer_open(const char *path, Reason *reason) {
 }
 
 Tokenizer *tokenizer_of_bytes(void) {
-  Tokenizer *t = new_tokenizer();
+  Tokenizer *t = host_alloc(1, sizeof *t, "a tokenizer");
   for (int byte = 0; byte < BYTES; byte++) {
     Token token = {text_format("%c", byte), .length = 1};
     arrput(t->tokens, token);
@@ -147,20 +141,18 @@ void tokenizer_close(Tokenizer *t) {
   free(t);
 }
 
-// --- tokens as text ----------------------------------------------------------------------------------------
-
 int64_t tokenizer_size(const Tokenizer *t) {
   return arrlen(t->tokens);
 }
 
 // U+FFFD where no token has this id.
-static Token token_of(const Tokenizer *t, int64_t id) {
+static Token find_token(const Tokenizer *t, int64_t id) {
   bool known = id >= 0 && id < arrlen(t->tokens) && t->tokens[id].bytes;
   return known ? t->tokens[id] : (Token){.bytes = "\xEF\xBF\xBD", .length = 3, .special = true};
 }
 
 int64_t tokenizer_bytes(const Tokenizer *t, int64_t id) {
-  Token token = token_of(t, id);
+  Token token = find_token(t, id);
   return token.special ? 0 : token.length;
 }
 
@@ -174,10 +166,10 @@ int32_t tokenizer_find(const Tokenizer *t, const char *text) {
 
 char *tokenizer_decode(const Tokenizer *t, const int32_t *ids, int64_t count, int64_t *length) {
   *length = 0;
-  for (int64_t i = 0; i < count; i++) *length += token_of(t, ids[i]).length;
+  for (int64_t i = 0; i < count; i++) *length += find_token(t, ids[i]).length;
   char *text = host_alloc(*length + 1, 1, "a text"), *out = text;
   for (int64_t i = 0; i < count; i++) {
-    Token token = token_of(t, ids[i]);
+    Token token = find_token(t, ids[i]);
     memcpy(out, token.bytes, (size_t)token.length);
     out += token.length;
   }

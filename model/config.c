@@ -3,12 +3,14 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/fail.h"
-
-// Llama's names and choices, from which the later families start.
-#define LLAMA_NAMES .prefix = "model.", .layers = "model.layers.", .buffers = {".rotary_emb.inv_freq"}
-#define LLAMA                                                                                                \
-  .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000, .initializer_range = 0.02
+// A family that starts from Llama's names and choices.
+#define LIKE_LLAMA(type, architecture, id, ...)                                                              \
+  {                                                                                                          \
+    type, architecture, "model.", "model.layers.", {".rotary_emb.inv_freq"}, {                               \
+      .family = id, .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000,          \
+      .initializer_range = 0.02, __VA_ARGS__                                                                 \
+    }                                                                                                        \
+  }
 
 const Family model_families[FAMILY_COUNT] = {
     [FAMILY_GPT2] = {"gpt2",
@@ -26,29 +28,14 @@ const Family model_families[FAMILY_COUNT] = {
                       .norm_epsilon = 1e-5,
                       .rope_theta = 10000,
                       .initializer_range = 0.02}},
-    [FAMILY_LLAMA] = {"llama", "LlamaForCausalLM", LLAMA_NAMES,
-                      .config = {.family = FAMILY_LLAMA, LLAMA, .max_position_embeddings = 2048}},
-    [FAMILY_MISTRAL] = {"mistral", "MistralForCausalLM", LLAMA_NAMES,
-                        .config = {.family = FAMILY_MISTRAL,
-                                   LLAMA,
-                                   .num_key_value_heads = 8,
-                                   .max_position_embeddings = 131072,
-                                   .sliding_window = 4096}},
-    [FAMILY_QWEN2] = {"qwen2", "Qwen2ForCausalLM", LLAMA_NAMES,
-                      .config = {.family = FAMILY_QWEN2,
-                                 LLAMA,
-                                 .num_key_value_heads = 32,
-                                 .max_position_embeddings = 32768,
-                                 .sliding_window = 4096,
-                                 .qkv_bias = true}},
-    [FAMILY_QWEN3] = {"qwen3", "Qwen3ForCausalLM", LLAMA_NAMES,
-                      .config = {.family = FAMILY_QWEN3,
-                                 LLAMA,
-                                 .num_key_value_heads = 32,
-                                 .head_dim = 128,
-                                 .max_position_embeddings = 32768,
-                                 .sliding_window = 4096,
-                                 .qk_norm = true}},
+    [FAMILY_LLAMA] = LIKE_LLAMA("llama", "LlamaForCausalLM", FAMILY_LLAMA, .max_position_embeddings = 2048),
+    [FAMILY_MISTRAL] = LIKE_LLAMA("mistral", "MistralForCausalLM", FAMILY_MISTRAL, .num_key_value_heads = 8,
+                                  .max_position_embeddings = 131072, .sliding_window = 4096),
+    [FAMILY_QWEN2] = LIKE_LLAMA("qwen2", "Qwen2ForCausalLM", FAMILY_QWEN2, .num_key_value_heads = 32,
+                                .max_position_embeddings = 32768, .sliding_window = 4096, .qkv_bias = true),
+    [FAMILY_QWEN3] =
+        LIKE_LLAMA("qwen3", "Qwen3ForCausalLM", FAMILY_QWEN3, .num_key_value_heads = 32, .head_dim = 128,
+                   .max_position_embeddings = 32768, .sliding_window = 4096, .qk_norm = true),
 };
 
 typedef struct {
@@ -56,8 +43,7 @@ typedef struct {
   ModelFamily family;
   int64_t vocab, hidden, intermediate, layers, heads, key_value_heads, head_dim, positions;
   bool tied;
-  double rope_theta, rope_factor, norm_epsilon;
-  double learning_rate;
+  double rope_theta, rope_factor, norm_epsilon, learning_rate;
 } Preset;
 
 static const Preset presets[] = {

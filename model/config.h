@@ -1,9 +1,6 @@
 // The choices and sizes by which model families differ, with Hugging Face's names.
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 
@@ -23,8 +20,8 @@ typedef enum {
   FAMILY_COUNT
 } ModelFamily;
 
-// How rotary frequencies are scaled; factor 0 means not at all. As Llama 3 does (transformers: rope_type "llama3"), or
-// all alike ("linear"; Chen et al. 2023) where original_max_position_embeddings is 0.
+// How rotary frequencies are scaled: as Llama 3 does (rope_type "llama3" of transformers), all alike
+// ("linear"; Chen et al. 2023) where original_max_position_embeddings is 0, or not at all where factor is 0.
 typedef struct {
   double factor;                            // long wavelengths turn this much slower
   double low_freq_factor, high_freq_factor; // wavelengths between original/high and original/low are blended
@@ -71,21 +68,18 @@ typedef struct {
 extern const Family model_families[FAMILY_COUNT];
 #define FAMILY_NAMES "gpt2, llama, mistral, qwen2 and qwen3" // the model_types, for help and messages
 
-// The published shapes; fails with the list of names when there is none called `name`. A preset's learning rate is its
-// paper's (GPT-2 sizes: Brown et al. 2020, table 2.1; Llama: Grattafiori et al. 2024). The tiny ones', and those of
-// Mistral and Qwen, whose reports have none, were chosen here. Mistral's shape is v0.3's, which has no sliding window.
+// The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
+// are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
 const char *model_preset_names(const char *begin); // of those that begin so: "gpt2-tiny, gpt2-124m, ..."
 
-// The longest sequence that can be computed: of all positions, or no longer than the sliding window, within which
-// attention is full.
+// The longest sequence: all positions, or the sliding window, within which attention is full.
 int64_t model_max_seq_len(const ModelConfig *config);
-// Fails where it is shorter.
+// Fails where seq_len is longer.
 void model_check_seq_len(const ModelConfig *config, int64_t seq_len);
 
-// False with the reason when the sizes do not make a model (heads that do not divide, an odd rotary head, ...).
+// False with the reason where the sizes make no model; model_config_check fails with it.
 bool model_config_possible(const ModelConfig *config, Reason *reason);
-// Fails with it.
 void model_config_check(const ModelConfig *config);

@@ -17,7 +17,7 @@ void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
 }
 
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                        int64_t past, Tensor rows, Tensor logits) {
+                        int64_t past, Tensor indices, Tensor logits) {
   Pass p = pass_begin(backend, model, batch, &(TransformerOptions){0});
   p.cache = cache; // attention_decode refuses what does not fit
   p.past = past;
@@ -25,8 +25,8 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
   if (tensor_exists(logits)) {
     Norm norm = final_norm(&p, stream, none);
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
-                                   backend->dtype, rows.shape[0], model->config.hidden_size);
-    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .rows = rows});
+                                   backend->dtype, indices.shape[0], model->config.hidden_size);
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .rows = indices});
     linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
   }
   pass_end(&p);

@@ -1,5 +1,5 @@
-// A prompt enters the cache in chunks of PREFILL_CHUNK tokens, so that the memory does not depend on its length. The last
-// chunk is padded: attention looks back only, and the padding's positions are written again before they are read.
+// A prompt enters the cache in chunks, so that the memory does not depend on its length. The last chunk is
+// padded: attention only looks back, and the padding's positions are written again before they are read.
 #include "model/generate.h"
 
 #include <math.h>
@@ -7,12 +7,9 @@
 #include <string.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/random.h"
 
 enum { PREFILL_CHUNK = 64, SAMPLE_STREAM = 7 };
-
-// --- drawing a token ---------------------------------------------------------------------------------------
 
 static bool outranks(const float *logits, int32_t a, int32_t b) {
   return a < b ? logits[a] >= logits[b] : logits[a] > logits[b];
@@ -29,7 +26,7 @@ static void sift_down(const float *logits, int32_t *heap, int64_t count, int64_t
   }
 }
 
-// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`. Returns how many.
+// Pops the likeliest to the array's end, the first one last, until `max` or they weigh `enough`.
 static int64_t pop_likeliest(const float *logits, int32_t *heap, int64_t count, int64_t max, double enough,
                              const double *weights) {
   for (int64_t i = count / 2; i-- > 0;) sift_down(logits, heap, count, i);
@@ -87,8 +84,6 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
   return drawn;
 }
 
-// --- the text ----------------------------------------------------------------------------------------------
-
 typedef struct {
   Backend *backend;
   Model *model;
@@ -101,7 +96,7 @@ typedef struct {
   int64_t cached; // how many tokens from there on are in the cache
 } Decoder;
 
-// `length` tokens from the text's token start + past on, of which the row-th is to be predicted from, if any.
+// A pass over `length` tokens from the text's token start + past on; predicts from the row-th, if any.
 static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t length, int64_t row) {
   Batch batch = {.batch = 1, .seq_len = length, .tokens = tensor_rows(d->tokens, 0, length)};
   if (tokens) backend_to_device(d->backend, batch.tokens, tokens + d->start + past);
@@ -112,7 +107,7 @@ static void pass(const Decoder *d, const int32_t *tokens, int64_t past, int64_t 
                      predicts ? d->logits : (Tensor){0});
 }
 
-// Makes d->logits those of the token after tokens[0..have). After them lie `chunk` more that no token attends to.
+// Makes d->logits those of the token after tokens[0..have), which `chunk` tokens of padding follow.
 static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   if (have - d->start > d->cache.capacity) {
     d->start = have - d->cache.capacity;
@@ -127,18 +122,8 @@ static void predict(Decoder *d, const int32_t *tokens, int64_t have) {
   }
 }
 
-static bool is_stop(const Generation *g, int32_t token) {
-  for (int64_t i = 0; i < g->stop_count; i++)
-    if (g->stop[i] == token) return true;
-  return false;
-}
-
-static void cap_softly(float *logits, int64_t vocab_size, double cap) {
-  for (int64_t v = 0; cap > 0 && v < vocab_size; v++)
-    logits[v] = (float)(cap * tanh((double)logits[v] / cap));
-}
-
 static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
+  double cap = d->model->config.final_logit_softcapping;
   int64_t vocab_size = d->model->config.vocab_size, end = g->prompt_count + g->max_new_tokens;
   int32_t *tokens = host_alloc(end + d->chunk, sizeof *tokens, "a text");
   float *logits = host_alloc(vocab_size, sizeof *logits, "a text");
@@ -147,11 +132,13 @@ static int32_t *write_text(Decoder *d, const Generation *g, int64_t *count) {
   for (bool stopped = false; have < end && !stopped; have++) {
     predict(d, tokens, have);
     backend_to_host(d->backend, logits, d->logits);
-    cap_softly(logits, vocab_size, d->model->config.final_logit_softcapping);
+    for (int64_t v = 0; cap > 0 && v < vocab_size; v++)
+      logits[v] = (float)(cap * tanh((double)logits[v] / cap));
     double uniform = random_uniform(g->seed, SAMPLE_STREAM, (uint64_t)have);
     tokens[have] = sampling_draw(&g->sampling, logits, vocab_size, uniform);
     if (g->on_token) g->on_token(g->context, tokens[have]);
-    stopped = is_stop(g, tokens[have]) || (g->cancel && *g->cancel);
+    stopped = g->cancel && *g->cancel;
+    for (int64_t i = 0; i < g->stop_count; i++) stopped |= g->stop[i] == tokens[have];
   }
   free(logits);
   *count = have;

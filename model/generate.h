@@ -5,9 +5,8 @@
 
 #include "model/transformer.h"
 
-// How the next token is drawn from its logits: first they are divided by the temperature, then all but the
-// top_k largest are dropped, then, of what is left, all beyond the fewest that together have a probability of
-// top_p. Equal logits rank by id.
+// How a token is drawn from its logits: divide by the temperature, keep the top_k largest, and of these the
+// fewest that together have a probability of top_p. Equal logits rank by id.
 typedef struct {
   double temperature; // 0 takes the largest logit
   int64_t top_k;      // 0 keeps all
@@ -31,9 +30,7 @@ typedef struct {
   void *context;
 } Generation;
 
-// The prompt and its continuation, a stop id included; the caller frees them. *count receives how many. What
-// it needs on the backend's stack does not depend on the prompt. A plan returns NULL and *count 0.
-//
-// While the text is within the window each new token is one pass of one token. Beyond it every token has a
-// new set of positions, so each costs a pass over the window.
+// The prompt and its continuation, a stop id included; the caller frees them. *count receives how many. A
+// plan returns NULL and *count 0. Within the window a new token is a pass of one token; beyond it, where all
+// positions change, a pass over the window.
 int32_t *generate_tokens(Backend *backend, Model *model, const Generation *generation, int64_t *count);

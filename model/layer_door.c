@@ -1,13 +1,9 @@
-// The door of a layer: what must be there before it computes, and what goes after it has computed.
+// What comes before a layer computes, and goes after it. By default layer_enter pushes the layer's output and
+// layer_leave pops its state, and that is all.
 //
-// transformer.c computes as if all weights, inputs and gradients were on the device. Before each layer it
-// calls layer_enter, after it layer_leave, in both directions. By default they push the layer's output and
-// pop its state, and that is all.
-//
-// With --offload, copies between the host's memory and the device begin a layer ahead. They run on two
-// streams of their own, one for each way, while the layers' operations run on the compute stream, which waits
-// at copies_join. The device has the weights and gradients of two layers, in the halves of a double buffer,
-// which layers use in turn.
+// With --offload, copies between host and device begin a layer ahead, on two streams of their own, one for
+// each way; the compute stream waits at copies_join. The device has the weights and gradients of two layers,
+// in the halves of a double buffer.
 //
 //   forward   entering l        begin: the weights of l + 1 come; the input of l leaves
 //                               wait: the weights of l have come; the input of l - 1, where l writes, has
@@ -17,22 +13,86 @@
 //                               wait: those of l have come; the gradients of l + 2, where l writes, have left
 //             leaving l         begin: its gradients leave, after the sum of their squares
 //
-// With --fp8, layer_enter quantizes the layer's matrices, once its weights are there. With several ranks,
-// layer_leave begins the sum of the layer's gradients over the ranks, on a third stream
-// (gradient_reduction.c).
+// With --fp8, layer_enter quantizes the layer's matrices. With several ranks, layer_leave begins the sum of
+// the layer's gradients over the ranks, on a third stream (gradient_reduction.c).
 #include "model/pass.h"
-
-// What begins copies returns how many: none for what stays on the device, or for a layer that does not exist.
-static int64_t fetch_weights(const Pass *p, int64_t l);
-static int64_t fetch_grads(const Pass *p, int64_t l);
-static int64_t fetch_input(const Pass *p, int64_t l);
-static int64_t send_input(const Pass *p, int64_t l);
-static void send_grads(const Pass *p, int64_t l);
-static void push_output(const Pass *p, int64_t l);
-static void quantize_weights(const Pass *p, int64_t l, Direction direction);
 
 static int64_t layers_of(const Pass *p) {
   return p->model->config.num_hidden_layers;
+}
+
+// What begins copies returns how many: none for what stays on the device, or for a layer that does not exist.
+static int64_t fetch_weights(const Pass *p, int64_t l) {
+  const ParameterSet *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_values) || l < 0 || l >= layers_of(p)) return 0;
+  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
+                             .x = parameters_layer(w, w->value, l)});
+  return 1;
+}
+
+// A step's first forward pass makes the codes. Where layers share memory for them, every entry does but the
+// backward pass's first, whose layer was the last to enter.
+static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
+  bool shared = p->model->parameters.fp8_by_layer, turning = direction == BACKWARD && l == layers_of(p) - 1;
+  bool needed = shared ? !turning : p->first && direction == FORWARD;
+  if (!p->fp8 || !needed) return;
+  const Layer *w = &p->model->layers[l];
+  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  for (int i = 0; i < 4; i++)
+    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
+}
+
+static int64_t fetch_grads(const Pass *p, int64_t l) {
+  const ParameterSet *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;
+  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_grads, l),
+                             .x = parameters_layer(w, w->grad, l),
+                             .after_out = true}); // of the layer that had the buffer before
+  return 1;
+}
+
+// Sums the squares of final gradients while these are on the device. Several ranks sum gradients first: they
+// wait for this copy, and for none that comes in.
+static void send_grads(const Pass *p, int64_t l) {
+  const ParameterSet *w = &p->model->parameters;
+  if (!tensor_exists(w->layer_grads)) return;
+  Tensor grads = parameters_layer_buffer(w, w->layer_grads, l);
+  if (p->options.last && squares_summed_by_layer(w, p->backend))
+    sum_elements(
+        p->backend,
+        (SumElements){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});
+  copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l), .x = grads});
+  if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
+}
+
+// Layer l's input on the host, between the passes; absent: it stays on the device.
+static Tensor input_on_host(const Pass *p, int64_t l) {
+  Tensor inputs = p->options.inputs;
+  if (!p->training || !tensor_exists(inputs) || l < 0 || l * p->rows >= inputs.shape[0]) return none;
+  return tensor_flat(tensor_rows(inputs, l * p->rows, p->rows));
+}
+
+static int64_t send_input(const Pass *p, int64_t l) {
+  Tensor there = input_on_host(p, l);
+  if (!tensor_exists(there)) return 0;
+  copy_out(p->backend, (Copy){.out = there, .x = tensor_flat(p->states[l].input)});
+  return 1;
+}
+
+static int64_t fetch_input(const Pass *p, int64_t l) {
+  Tensor there = input_on_host(p, l);
+  if (!tensor_exists(there)) return 0;
+  copy_in(p->backend, (Copy){.out = tensor_flat(p->states[l].input), .x = there});
+  return 1;
+}
+
+// Where inputs do not stay on the device, two tensors are input and output in turn.
+static void push_output(const Pass *p, int64_t l) {
+  LayerState *s = &p->states[l];
+  bool in_turn = (!p->training || tensor_exists(p->options.inputs)) && p->recompute == RECOMPUTE_LAYER;
+  if (in_turn) s->output = l ? p->states[l - 1].input : push_activation(p, "residual", s->input.shape[1]);
+  s->below = memory_mark(&p->backend->memory);
+  if (!in_turn) s->output = push_activation(p, "residual", s->input.shape[1]);
 }
 
 void layer_enter(Pass *p, int64_t l, Direction direction) {
@@ -60,84 +120,4 @@ void layer_leave(Pass *p, int64_t l, Direction direction) {
   send_grads(p, l);
   reduce_ready(p, GROUP_MATRICES, l * p->model->parameters.sharding.layer);
   if (l == 0) copies_join(p->backend, 0, 0);
-}
-
-// --- weights -----------------------------------------------------------------------------------------------
-
-static int64_t fetch_weights(const Pass *p, int64_t l) {
-  const ParameterSet *w = &p->model->parameters;
-  if (!tensor_exists(w->layer_values) || l < 0 || l >= layers_of(p)) return 0;
-  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
-                             .x = parameters_layer(w, w->value, l)});
-  return 1;
-}
-
-// Where each layer has memory for its codes, a step's first forward pass makes them. Where all share one
-// layer's, they are made on every entry but the backward pass's first, whose layer was the last to enter.
-static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
-  bool shared = p->model->parameters.fp8_by_layer, turning = direction == BACKWARD && l == layers_of(p) - 1;
-  bool needed = shared ? !turning : p->first && direction == FORWARD;
-  if (!p->fp8 || !needed) return;
-  const Layer *w = &p->model->layers[l];
-  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
-  for (int i = 0; i < 4; i++)
-    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
-}
-
-// --- gradients ---------------------------------------------------------------------------------------------
-
-static int64_t fetch_grads(const Pass *p, int64_t l) {
-  const ParameterSet *w = &p->model->parameters;
-  if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;
-  copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_grads, l),
-                             .x = parameters_layer(w, w->grad, l),
-                             .after_out = true}); // of the layer that had the buffer before
-  return 1;
-}
-
-// Squares of the final gradients are summed while these are on the device. Several ranks sum gradients first:
-// no copy in is waited for then, but this copy out is.
-static void send_grads(const Pass *p, int64_t l) {
-  const ParameterSet *w = &p->model->parameters;
-  if (!tensor_exists(w->layer_grads)) return;
-  Tensor grads = parameters_layer_buffer(w, w->layer_grads, l);
-  if (p->options.last && p->backend->ranks == 1)
-    sum_elements(
-        p->backend,
-        (SumElements){.sum = w->squares, .x = grads, .squares = true, .accumulate = l < layers_of(p) - 1});
-  copy_out(p->backend, (Copy){.out = parameters_layer(w, w->grad, l), .x = grads});
-  if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
-}
-
-// --- inputs and outputs ------------------------------------------------------------------------------------
-
-// Layer l's input in the host's memory, between the passes; absent: it stays on the device.
-static Tensor input_on_host(const Pass *p, int64_t l) {
-  Tensor inputs = p->options.inputs;
-  if (!p->training || !tensor_exists(inputs) || l < 0 || l * p->rows >= inputs.shape[0]) return none;
-  return tensor_flat(tensor_rows(inputs, l * p->rows, p->rows));
-}
-
-static int64_t send_input(const Pass *p, int64_t l) {
-  Tensor there = input_on_host(p, l);
-  if (!tensor_exists(there)) return 0;
-  copy_out(p->backend, (Copy){.out = there, .x = tensor_flat(p->states[l].input)});
-  return 1;
-}
-
-static int64_t fetch_input(const Pass *p, int64_t l) {
-  Tensor there = input_on_host(p, l);
-  if (!tensor_exists(there)) return 0;
-  copy_in(p->backend, (Copy){.out = tensor_flat(p->states[l].input), .x = there});
-  return 1;
-}
-
-// Where inputs do not stay, as they leave or no backward pass follows, two tensors are input and output in
-// turn.
-static void push_output(const Pass *p, int64_t l) {
-  LayerState *s = &p->states[l];
-  bool in_turn = (!p->training || tensor_exists(p->options.inputs)) && p->recompute == RECOMPUTE_LAYER;
-  if (in_turn) s->output = l ? p->states[l - 1].input : push_activation(p, "residual", s->input.shape[1]);
-  s->below = memory_mark(&p->backend->memory);
-  if (!in_turn) s->output = push_activation(p, "residual", s->input.shape[1]);
 }

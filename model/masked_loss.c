@@ -1,17 +1,16 @@
-// Where targets are ignored (instruction tuning; the last token of each packed document), the loss is that of
-// the other tokens. So they are gathered before it, and what it gives is scattered after it:
+// Where targets are ignored (instruction tuning; the last token of each packed document), the other tokens
+// are gathered before the loss, and its results are scattered:
 //
-//     x'[i] = x[rows[i]],  y'[i] = y[rows[i]]                    the counted tokens, one after the other
+//     x'[i] = x[indices[i]],  y'[i] = y[indices[i]]                 the counted tokens, one after the other
 //     loss', dx', dW = linear_cross_entropy(x', W, y')
-//     loss[rows[i]] = loss'[i],  dx[rows[i]] = dx'[i]            0 elsewhere
+//     loss[indices[i]] = loss'[i],  dx[indices[i]] = dx'[i]         0 elsewhere
 //
-// In training x' lies where dx will be, and dx' where x was: nothing of [N, H] is needed beside x and dx.
+// In training x' lies where dx will be, and dx' where x was.
 #include "model/masked_loss.h"
 
 #include "kernels/fail.h"
 
-// What the ledger says must not depend on the data. So it first sees the call for all tokens, on a backend
-// that runs nothing.
+// The ledger must not depend on the data: it sees the call for all tokens, on a backend that runs nothing.
 static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   static const BackendOps nothing;
   Backend plan = *backend;
@@ -20,21 +19,21 @@ static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   backend->memory = plan.memory;
 }
 
-// Memory for all tokens' values, of which the first `counted` are used; absent where t is.
+// Memory as for all tokens; absent where t is.
 static Tensor push_counted(Backend *backend, Tensor t, int64_t counted) {
   if (!tensor_exists(t)) return t;
   return tensor_rows(memory_push_1d(&backend->memory, "of counted tokens", MEMORY_HEAD, t.dtype, t.shape[0]),
                      0, counted);
 }
 
-static void scatter(Backend *backend, Tensor out, Tensor x, Tensor rows) {
+static void scatter(Backend *backend, Tensor out, Tensor x, Tensor indices) {
   if (!tensor_exists(out)) return;
   fill_zero(backend, out);
-  scatter_rows(backend, (MoveRows){.out = out, .x = x, .rows = rows});
+  scatter_rows(backend, (MoveRows){.out = out, .x = x, .rows = indices});
 }
 
-void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor rows, int64_t counted) {
-  if (!tensor_exists(rows) || a.mode == LCE_MATERIALIZED) return linear_cross_entropy(backend, a);
+void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor indices, int64_t counted) {
+  if (!tensor_exists(indices) || a.mode == LCE_MATERIALIZED) return linear_cross_entropy(backend, a);
   if (tensor_exists(a.dx) && a.dx.dtype != a.x.dtype)
     fail("masked_linear_cross_entropy: dx is %s and x is %s; give them one type", tensor_text(a.dx).text,
          tensor_text(a.x).text);
@@ -42,7 +41,7 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   Memory *memory = &backend->memory;
   MemoryMark mark = memory_mark(memory);
   counted = max_i64(counted, 1); // where none does, of an ignored token, which makes zeros
-  rows = tensor_rows(rows, 0, counted);
+  indices = tensor_rows(indices, 0, counted);
   LinearCrossEntropy few = a;
   few.chunk = lce_used_chunk(a.x.shape[0], a.chunk); // no larger than a chunk of all tokens
   few.x = tensor_exists(a.dx) ? a.dx
@@ -54,11 +53,11 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   few.loss = push_counted(backend, a.loss, counted);
   for (int i = 0; i < OUTPUTS; i++) few.outputs.all[i] = push_counted(backend, a.outputs.all[i], counted);
   plan_all_tokens(backend, a);
-  gather_rows(backend, (MoveRows){.out = few.x, .x = a.x, .rows = rows});
-  gather_rows(backend, (MoveRows){.out = few.targets, .x = a.targets, .rows = rows});
+  gather_rows(backend, (MoveRows){.out = few.x, .x = a.x, .rows = indices});
+  gather_rows(backend, (MoveRows){.out = few.targets, .x = a.targets, .rows = indices});
   linear_cross_entropy(backend, few);
-  scatter(backend, a.dx, few.dx, rows);
-  scatter(backend, a.loss, few.loss, rows);
-  for (int i = 0; i < OUTPUTS; i++) scatter(backend, a.outputs.all[i], few.outputs.all[i], rows);
+  scatter(backend, a.dx, few.dx, indices);
+  scatter(backend, a.loss, few.loss, indices);
+  for (int i = 0; i < OUTPUTS; i++) scatter(backend, a.outputs.all[i], few.outputs.all[i], indices);
   memory_pop_to(memory, mark);
 }

@@ -3,13 +3,8 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// linear_cross_entropy(a) of the counted tokens alone: the first `counted` of `rows` (int32 [N]) are their
-// positions. The targets of the others are IGNORE_INDEX; their losses, outputs and rows of dx become 0. Where
-// rows is absent, and in the materialized mode, all tokens are computed.
-//
-// With a shard, `counted` is the largest of all ranks, and rows names ignored tokens after the counted ones.
-// Its first one names a token where none counts, too.
-//
-// With dx, which then has x's dtype, x is scratch: it holds nothing afterwards. token_weights and
-// entropy_weights are absent.
-void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor rows, int64_t counted);
+// linear_cross_entropy(a) of the counted tokens alone: the first `counted` of `indices` (int32 [N]) name
+// these, then come ignored tokens, whose losses, outputs and rows of dx become 0. Where indices
+// is absent, and in the materialized mode, all tokens are computed. With a shard, `counted` is the largest of
+// all ranks. With dx, which then has x's dtype, x is scratch. token_weights is absent.
+void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor indices, int64_t counted);

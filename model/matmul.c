@@ -17,8 +17,6 @@ static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool tr
   return fp8;
 }
 
-// --- what is saved -----------------------------------------------------------------------------------------
-
 bool operands_saved(const Pass *p) {
   return p->fp8 && p->recompute == RECOMPUTE_NONE;
 }
@@ -34,8 +32,6 @@ void push_activation_operand(const Pass *p, Operand *operand) {
   if (p->fp8 && !operands_saved(p))
     operand->fp8 = push_fp8(p, (Fp8){.amax_known = true}, c->intermediate_size, false, false);
 }
-
-// --- forward -----------------------------------------------------------------------------------------------
 
 static void project_fp8(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
   MemoryMark mark = memory_mark(&p->backend->memory);
@@ -98,8 +94,6 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
   linear.pre_activation = pre_activation;
   linear_forward(p->backend, linear);
 }
-
-// --- backward ----------------------------------------------------------------------------------------------
 
 static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight,
                                  Tensor dbias) {

@@ -1,20 +1,18 @@
 #include "model/model.h"
 
 #include <math.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 // --- the parameters of all families ------------------------------------------------------------------------
 
 // RESIDUAL: added to the residual stream.
 enum { TABLE = 0, NORM = 1, QKV = 2, OUT = 4, MLP = 8, RESIDUAL = 16, QK_NORM = 32 };
 
-// One tensor of Hugging Face's, without the layer's prefix and the suffix .weight or .bias. Sizes are letters: V H F P
-// as in config.h, Q for Q D, K for K D, S for (Q + 2K) D.
+// One tensor of Hugging Face's, without the layer's prefix and the suffix .weight or .bias. Sizes are
+// letters: V H F P as in config.h, Q for Q D, K for K D, S for (Q + 2K) D.
 typedef struct {
   char outputs;
   const char *name;

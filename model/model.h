@@ -33,28 +33,27 @@ typedef struct {
   Tensor rope_angles; // fp32 [seq_len, D], not GPT-2: cosines, then sines
 } Model;
 
-// Lays out the parameters, reserves their slabs and the rotary table for sequences up to seq_len. The model
-// owns its tables on the host; the backend's memory owns the tensors. Fails when the sizes make no model. The
-// model must not move afterwards.
+// Lays out the parameters and reserves their slabs and the rotary table for sequences up to seq_len. The
+// model owns its tables on the host, the backend's memory the tensors. Fails where the sizes make no model.
+// The model must not move.
 void model_create(Model *model, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
                   int64_t seq_len);
 // The rows of the head [., H] that this rank computes the training loss with.
 Tensor model_head_shard(const Model *model);
 void model_destroy(Model *model);
 
-// For evaluation and text: gathers a split head on the stack, until model_drop_head. Call both on all ranks.
+// For evaluation and text: a split head is whole until model_drop_head. Call both on all ranks.
 MemoryMark model_gather_head(Model *model, Backend *backend);
 void model_drop_head(Model *model, Backend *backend, MemoryMark mark);
 
 int64_t model_parameter_count(const ModelConfig *config);
 
-// Floating-point operations of one training step per token, as MFU counts them (PaLM, Chowdhery et al. 2022, appendix B):
-// 6 for each weight of a GEMM (2 forward, 4 backward), the head's among them and the embedding's not, and for attention
-// 6 L T Q D, half of PaLM's 12: of a causal row's T keys (T + 1) / 2 are used on average. Norms, optimizer and what is
-// recomputed are not counted.
+// Floating-point operations of a training step per token, as MFU counts them (PaLM, Chowdhery et al. 2022,
+// appendix B): 6 for each weight of a GEMM (2 forward, 4 backward), the head's included, and for attention 6
+// L T Q D, half of PaLM's 12, as it is causal. Norms, optimizer and recomputation are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2; divided by the factor where scaling is linear, or scaled as Llama 3.1 does
-// (Grattafiori et al. 2024; transformers' _compute_llama3_parameters): wavelengths beyond original/low_freq_factor turn
-// `factor` times slower, those under original/high_freq_factor as before, with a linear blend between the two.
+// inv_freq[i] = theta^(-2i/D) for i < D/2; with linear scaling divided by the factor; as Llama 3.1 scales it
+// (_compute_llama3_parameters of transformers) divided by the factor where the wavelength is beyond
+// original/low_freq_factor, not where it is under original/high_freq_factor, and blended linearly between.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

@@ -1,12 +1,11 @@
-// The optimizers.
-//
-// Muon is for the layers' matrices: q, k and v each, out, gate and up each, down. Of whole matrices, with u from m and g by
-// Nesterov's momentum and NS by Newton-Schulz (kernels.h),
+// AdamW, and Muon for the layers' matrices (q, k and v each, out, gate and up each, down): with u from m and
+// g by Nesterov's momentum and NS by Newton-Schulz (kernels.h),
 //   w = w - lr (0.2 sqrt(max(rows, columns)) NS(u) + weight_decay w)
-// whose factor makes updates as large as AdamW's, so that its rate and decay serve (Liu et al. 2025, "Muon is scalable";
-// "match_rms_adamw" of torch.optim.Muon). Everything else has AdamW.
+// whose factor makes updates as large as AdamW's, so that its rate and decay serve (Liu et al. 2025, "Muon is
+// scalable"; "match_rms_adamw" of torch.optim.Muon).
 #include <math.h>
 
+#include "kernels/profile.h"
 #include "model/parameters.h"
 
 // The settings with the tensors of this rank's slice of a bucket.
@@ -37,11 +36,10 @@ static void update_adamw(Backend *backend, const ParameterSet *p, ParameterGroup
 
 // --- Muon --------------------------------------------------------------------------------------------------
 
-// Layers are updated together as far as their updates take no more than this: a matrix of all of them is one batch of GEMMs,
-// and small ones alone would leave a GPU idle.
+// Bound of the updates of layers that are updated together: small GEMMs alone would leave a GPU idle.
 enum { LAYERS_BYTES = 256 << 20 };
 
-// Of layers [from, from + count) of those in `updates`, every matrix; those of one shape at once, which fills a GPU.
+// Every matrix of layers [from, from + count) in `updates`; those of one shape together, which fills a GPU.
 static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor updates, int64_t from,
                                  int64_t count) {
   enum { MOST = 7 }; // q, k, v, out, gate, up, down
@@ -77,8 +75,8 @@ static Tensor part_of(const ParameterSet *p, Tensor whole) {
   return tensor_rows(whole, p->sharding.part * count, count);
 }
 
-// Where the optimizer is sharded each rank makes its slices of u, and they are gathered; then whole layers belong to the ranks,
-// and a rank leaves zeros in place of those of others: the sums of all ranks' are the updates, again in slices.
+// A rank makes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others, so
+// that the ranks' sums are the updates, again in slices.
 static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
                         Update settings) {
   const ParameterGroup group = GROUP_MATRICES;
@@ -128,3 +126,52 @@ const Optimizer optimizers[] = {
     {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, NULL},
     {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, update_layers_muon},
 };
+
+// --- a step ------------------------------------------------------------------------------------------------
+
+// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
+// the rest of a group.
+typedef struct {
+  int place; // of the group, in the order of the updates
+  ParameterGroup group;
+  Bucket bucket;
+} UpdateRange;
+
+// Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
+static bool next_range(const ParameterSet *p, UpdateRange *range) {
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
+                                                    GROUP_VECTORS};
+  int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
+  while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
+  if (range->place == GROUP_COUNT) return false;
+  range->group = order[range->place];
+  int64_t count = range->group == GROUP_MATRICES ? p->sharding.layer : end;
+  range->bucket = p->sharding.parts == 1 ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
+  return true;
+}
+
+bool squares_summed_by_layer(const ParameterSet *p, const Backend *backend) {
+  return tensor_exists(p->layer_grads) && backend->ranks == 1;
+}
+
+void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
+  profile_phase(backend, PHASE_UPDATE);
+  bool started = false;
+  for (UpdateRange range = {0}; next_range(p, &range); started = true) {
+    if (range.group == GROUP_MATRICES && squares_summed_by_layer(p, backend)) continue;
+    sum_elements(backend, (SumElements){.sum = p->squares,
+                                        .x = shards_reduced_grads(p, range.group, range.bucket),
+                                        .squares = true,
+                                        .accumulate = started});
+  }
+  if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
+}
+
+void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
+  bool layers_apart = p->optimizer->update_layers != NULL;
+  if (layers_apart) p->optimizer->update_layers(backend, p, settings);
+  for (UpdateRange range = {0}; next_range(p, &range);)
+    if (!layers_apart || range.group != GROUP_MATRICES)
+      p->optimizer->update(backend, p, range.group, range.bucket, settings);
+  collectives_join(backend, 0);
+}

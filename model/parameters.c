@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <stb/stb_ds.h>
+
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/random.h"
@@ -21,12 +23,12 @@ void parameters_shard(ParameterSet *parameters, ParameterDtypes d, bool tied, in
                                     .split_head_weights = split && !tied};
 }
 
-// Views start aligned in every dtype, and so do their slices; no gradient reaches the padding, which stays zero.
+// Views and their slices start aligned in every dtype; the padding stays zero.
 static int64_t alignment(const ParameterSet *parameters) {
   return MEMORY_ALIGNMENT / 2 * parameters->sharding.parts;
 }
 
-// Whole rows for every part, of which each begins aligned.
+// Whole rows for every part, which begins aligned.
 static void split_head(ParameterSet *p, int64_t vocab_size, int64_t hidden_size) {
   Sharding *s = &p->sharding;
   int64_t step = 1, unit = MEMORY_ALIGNMENT / 2;
@@ -42,13 +44,12 @@ static void split_head(ParameterSet *p, int64_t vocab_size, int64_t hidden_size)
 
 void parameters_add(ParameterSet *p, Weight *view, const Parameter *tensors, int count) {
   int64_t *end = &p->group_elements[tensors->group];
-  for (int i = 0; i < count; i++) {
-    p->items = host_grow(p->items, p->count, &p->capacity, sizeof *p->items, "the table of parameters");
-    Parameter *added = &p->items[p->count++];
-    *added = tensors[i];
-    added->view = view;
-    added->offset = *end;
-    *end += parameter_elements(added);
+  for (int i = 0; i < count; i++, p->count++) {
+    Parameter added = tensors[i];
+    added.view = view;
+    added.offset = *end;
+    arrput(p->items, added);
+    *end += parameter_elements(&added);
   }
   *end = round_up(*end, alignment(p));
   if (tensors->group == GROUP_HEAD && p->sharding.split_head)
@@ -94,8 +95,7 @@ static void reserve_role(const ParameterSet *p, Memory *memory, const char *name
   }
 }
 
-// At zero 2, and where layers are updated apart, buckets end where layers do: a layer is cut into as many equal ones as make
-// about the usual size.
+// Cuts a layer into equal buckets of about the usual size.
 static int64_t bucket_of_layer(const ParameterSet *p, int64_t usual) {
   int64_t units = p->sharding.layer / alignment(p), pieces = ceil_div(p->sharding.layer, usual);
   while (pieces < units && units % pieces) pieces++;
@@ -263,7 +263,7 @@ Parameter *parameters_find(ParameterSet *parameters, const char *name) {
 }
 
 void parameters_free(ParameterSet *parameters) {
-  free(parameters->items);
+  arrfree(parameters->items);
   *parameters = (ParameterSet){0};
 }
 

@@ -1,13 +1,11 @@
-// A pass, and its memory. On the stack, from the bottom up: dx, then for each layer what the forward pass
-// keeps for the backward pass. A layer pushes its output first, then what RECOMPUTE_LAYER drops, then what
-// RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to drop is to pop, and to recompute is to push and compute
-// the same again.
+// A pass, and its memory. On the stack, from the bottom up: dx, then for each layer what the backward pass
+// reads. A layer pushes its output first, then what RECOMPUTE_LAYER, RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE
+// drop: to drop is to pop, and to recompute is to push and compute the same again.
 #include "model/pass.h"
 
 #include <stdlib.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options) {
   const ModelConfig *c = &model->config;
@@ -58,8 +56,6 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns) {
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads) {
   return memory_push_1d(&p->backend->memory, name, MEMORY_ACTIVATIONS, DTYPE_F32, p->rows * heads);
 }
-
-// --- what a layer keeps ------------------------------------------------------------------------------------
 
 void push_norm_statistics(const Pass *p, Norm *norm) {
   if (p->model->config.norm == NORM_LAYER) norm->mean = push_statistic(p, "norm mean", 1);

@@ -1,11 +1,11 @@
 // What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes
-// before and after a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), and
-// decoding with a cache (decode.c).
+// around a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), decoding with a
+// cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
 
-// A matrix that a matmul reads: x [N, K] and, in FP8, its codes, which may be kept in its place (matmul.c).
+// A matrix that a matmul reads: x [N, K] and, in FP8, its codes, which may be kept instead.
 typedef struct {
   Tensor x;
   Fp8 fp8;
@@ -54,7 +54,7 @@ typedef struct {
 
 static const Tensor none; // an operand that is absent
 
-// A forward pass alone. Fails where the batch's sequences are longer than those that the model was made for.
+// A forward pass alone. Fails where the sequences are longer than the model was made for.
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options);
 // With a backward pass, which adds to the gradients where `accumulate`.
 Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
@@ -67,34 +67,27 @@ Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 
-// All that layer_forward writes, but for the output. What p->recompute keeps lies below the mark that it
-// returns.
+// All that layer_forward writes but the output. What p->recompute keeps lies below the returned mark.
 MemoryMark push_layer(const Pass *p, LayerState *s);
-// Parts of it, for what is computed again: the pre-activation; norm2's output and the activation.
+// Parts of it, to be computed again: the pre-activation; norm2's output and the activation.
 void push_pre_activation(const Pass *p, LayerState *s);
 void push_mlp(const Pass *p, LayerState *s);
-// The MLP's part of a state for p->rows rows from row `first` on of another, with these pushed.
+// p->rows rows of a state's MLP from row `first` on, with these pushed.
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
 void push_norm_statistics(const Pass *p, Norm *norm);
 
-// --- transformer.c -----------------------------------------------------------------------------------------
-
-// From the tokens to the residual stream after all layers. Training keeps what its backward pass reads, and
-// else nothing is.
+// transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
+// pass reads.
 Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
-// --- matmul.c ----------------------------------------------------------------------------------------------
+// matmul.c: the matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is
+// quantized before its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension
+// alone, so the backward pass needs those of the transpose; where nothing is recomputed, these are kept
+// instead of the operand, in half its memory. SwiGLU is then an operation of its own.
 
-// The matmuls of a layer: in the backend's dtype by linear_forward and its gradients, or in FP8 (pass.fp8).
-//
-// In FP8 an operand is quantized before its GEMM, with one scale for the tensor (kernels.h), and a GEMM reads
-// codes along its inner dimension alone: the backward pass needs those of the transpose. Where nothing is
-// recomputed, the forward pass writes these too and they are kept in place of the operand, in half its
-// memory. SwiGLU is then an operation of its own, which finds the maximum of what it writes.
-
-// Whether operands are saved as codes, and not themselves.
+// Whether operands are saved as codes alone.
 bool operands_saved(const Pass *p);
 // Pushes those codes, if so. `activation`: of an activation function's output, which brings its maximum.
 void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool activation);
@@ -111,37 +104,29 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight and, where nobody else sums it, bias (absent else), then dx, which may be x itself.
-// x is not read where its codes are kept.
+// The gradients of weight, bias (or absent) and input (dx, may be x). x is not read where codes are kept.
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
-// The same through the activation function before the matmul: x is its output, and returns the gradient of
-// the pre-activation, which replaces x (GELU) or the pre-activation (SwiGLU); of x nothing is left.
+// The same through the activation function, whose output is x: returns the gradient of the pre-activation,
+// which replaces x (GELU) or the pre-activation (SwiGLU). Either way x is overwritten.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
-// --- layer_door.c ------------------------------------------------------------------------------------------
-
+// layer_door.c
 typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
-// Before layer l computes: what it reads is there, and what the next layer reads is on its way. FORWARD: its
-// state has its input, and receives memory for its output.
+// Before layer l: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
-// After it: what it made may go, while the next layer computes.
+// After it: begins to send what it made, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
 
-// --- gradient_reduction.c ----------------------------------------------------------------------------------
-
-// Before a training pass: decides whether it accumulates.
+// gradient_reduction.c. Before a training pass: decides whether it accumulates.
 void reduction_begin(Pass *p);
-// The gradients of `group` from element `first` on are final: their sums over the ranks begin, while others
-// are computed.
+// The gradients of `group` from element `first` on are final: begins their sums over the ranks.
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
 // The same for the head's gradient, unless the embedding's is added to it before it is summed.
 void head_leave(Pass *p);
 // embedding_backward, and the same for all gradients that are left.
 void embedding_leave(Pass *p, EmbeddingBackward a);
 
-// --- decode.c ----------------------------------------------------------------------------------------------
-
-// attention_forward over p->cache, to which layer l's keys and values of the batch are added.
+// decode.c: attention_forward over p->cache, to which layer l's keys and values of the batch are added.
 void attend_to_cache(const Pass *p, int64_t l, const LayerState *s);

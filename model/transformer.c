@@ -212,7 +212,7 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
                            .targets = p->batch->targets,
                            .scale = scale,
                            .accumulate = !p->first},
-      p->batch->rows, p->batch->counted);
+      p->batch->indices, p->batch->counted);
   profile_phase(p->backend, PHASE_BACKWARD);
   head_leave(p);
   run_norm_backward(p, &norm, dx, dnorm, stream, &model->final_norm, false, none);
@@ -345,7 +345,7 @@ void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                            .x = norm.out.x,
                            .weight = model->head.value,
                            .targets = batch->targets},
-      batch->rows, batch->counted);
+      batch->indices, batch->counted);
   pass_end(&p);
 }
 

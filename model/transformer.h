@@ -1,12 +1,10 @@
 // Forward and backward pass of a transformer, for all families alike.
 #pragma once
 
-#include "kernels/lce/linear_cross_entropy.h"
 #include "model/model.h"
 
-// What the forward pass does not keep and the backward pass computes again (activation checkpointing; Chen et
-// al. 2016). Each level includes those before it. Per token and layer, bf16 Llama: none keeps 2 (6 H + 2 K D
-// + 3 F) + bytes (with FP8 2 H + F less), layer keeps 2 H; the cost is what is computed twice.
+// What the backward pass computes again (activation checkpointing; Chen et al. 2016); each level includes
+// those before. Bytes per token and layer, bf16 Llama: none 2 (6 H + 2 K D + 3 F), layer 2 H.
 typedef enum {
   RECOMPUTE_NONE,
   RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
@@ -20,8 +18,8 @@ typedef struct {
   int64_t batch, seq_len;
   Tensor tokens;    // int32 [N]
   Tensor targets;   // int32 [N], IGNORE_INDEX where nothing is predicted
-  Tensor rows;      // int32 [N], or absent when no target is ignored: see masked_loss.h
-  int64_t counted;  // how many targets count; read only when rows is there
+  Tensor indices;   // int32 [N], or absent where no target is ignored: see masked_loss.h
+  int64_t counted;  // how many targets count; read where indices is given
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
@@ -34,16 +32,14 @@ typedef struct {
   double label_smoothing, z_loss; // of training; see LossTerms
   TileSampling sampling;          // of training in the fused mode
   TokenOutputs outputs;           // of training: any of them, fp32 [N] each
-  // Of training: [(R - 1) N, H] in the host's memory, for the inputs of the R layers under RECOMPUTE_LAYER,
-  // whose last one stays on the device; absent: all stay.
+  // Of training: [(R - 1) N, H] on the host, for the inputs of the R layers under RECOMPUTE_LAYER but the
+  // last; absent: all stay on the device.
   Tensor inputs;
-  // Of a step's micro-batches: its backward pass completes the gradients, and sums them over the ranks.
-  bool last;
+  bool last; // of a step's micro-batches: its gradients are final, and summed over the ranks
 } TransformerOptions;
 
-// One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss, the parameters'
-// gradients are written (accumulate false) or added to: scale times those of the losses' sum. Everything else
-// lives on the backend's stack and is gone on return. Fails when a shape does not fit the model.
+// One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss; the parameters'
+// gradients, scale times those of the losses' sum, are written or, with accumulate, added.
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss);
 
@@ -51,13 +47,10 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
 void transformer_evaluate(Backend *backend, Model *model, const Batch *batch,
                           const TransformerOptions *options, Tensor loss);
 
-// The final norm's output (fp32/bf16 [N, H], the caller's), which the head is applied to. Targets are not
-// read.
+// The final norm's output (fp32/bf16 [N, H], the caller's), which the head reads. Targets are not read.
 void transformer_last_hidden_state(Backend *backend, Model *model, const Batch *batch, Tensor out);
 
-// --- decoding (decode.c) -----------------------------------------------------------------------------------
-
-// The keys and values of a text's tokens so far, of every layer: what the next token's attention reads.
+// decode.c: the keys and values of a text's tokens so far, of every layer.
 typedef struct {
   int64_t capacity; // P tokens of each of B sequences
   Tensor data;      // fp32/bf16 [2 L B K, P D]: layer by layer the keys, then the values
@@ -67,8 +60,7 @@ typedef struct {
 KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *config, int64_t batch,
                                    int64_t capacity);
 
-// The logits (fp32 [R, V], the caller's) of the rows `rows` (int32 [R]) of the batch, for sampling. With a
-// cache the batch's tokens follow `past` others in it and are added to it; rows and logits may then be absent
-// together, to fill the cache alone. Without one (NULL) past is 0.
+// The logits (fp32 [R, V], the caller's) of the batch's tokens `indices` (int32 [R]). With a cache the
+// batch's tokens follow `past` others in it and are added; indices and logits may then both be absent.
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
-                        int64_t past, Tensor rows, Tensor logits);
+                        int64_t past, Tensor indices, Tensor logits);

@@ -1,6 +1,5 @@
-// The parts of train.c's step: its batches, and the ranges that the optimizer updates.
+// The batches of train.c's step: from the loader to the host, all of a step at once, then to the device.
 #include "kernels/integers.h"
-#include "kernels/profile.h"
 #include "kernels/random.h"
 #include "trainer/trainer.h"
 
@@ -36,7 +35,7 @@ Batch trainer_copy_batch(Trainer *t, int64_t m, bool masked) {
              .targets = t->targets,
              .documents = t->documents,
              .counted = n};
-  if (masked) b.rows = t->positions;
+  if (masked) b.indices = t->positions;
   if (t->backend->memory.planning) return b;
   const int32_t *targets = t->host_targets + m * n;
   backend_to_device(t->backend, b.tokens, t->host_tokens + m * n);
@@ -45,7 +44,7 @@ Batch trainer_copy_batch(Trainer *t, int64_t m, bool masked) {
   if (!masked) return b;
   for (int64_t i = 0; i < n; i++) // counted positions from the front, ignored ones from the end
     t->host_positions[targets[i] != IGNORE_INDEX ? counted++ : --ignored] = (int32_t)i;
-  backend_to_device(t->backend, b.rows, t->host_positions);
+  backend_to_device(t->backend, b.indices, t->host_positions);
   b.counted = counted;
   return b;
 }
@@ -56,53 +55,6 @@ Batch trainer_micro_batch(Trainer *t, int64_t m) {
   if (masked && t->model.shard.vocab_size && !t->backend->memory.planning)
     batch.counted = t->host_max_counted[m]; // with a split head all ranks compute as many tokens
   return batch;
-}
-
-// --- the update --------------------------------------------------------------------------------------------
-
-// Updated in one call: this rank's slice of a bucket; without sharding a layer's matrices or a whole group.
-typedef struct {
-  int place; // of the group, in the order of the updates
-  ParameterGroup group;
-  Bucket bucket;
-} UpdateRange;
-
-// Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
-static bool next_range(const ParameterSet *p, UpdateRange *range) {
-  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
-                                                    GROUP_VECTORS};
-  int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
-  while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
-  if (range->place == GROUP_COUNT) return false;
-  range->group = order[range->place];
-  int64_t count = range->group == GROUP_MATRICES ? p->sharding.layer : end;
-  range->bucket = p->sharding.parts == 1 ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
-  return true;
-}
-
-void trainer_sum_squares(Trainer *t) {
-  const ParameterSet *p = &t->model.parameters;
-  profile_phase(t->backend, PHASE_UPDATE);
-  bool summed = tensor_exists(p->layer_grads) && t->backend->ranks == 1; // the layers', by layer_leave
-  bool started = false;
-  for (UpdateRange range = {0}; next_range(p, &range); started = true) {
-    if (range.group == GROUP_MATRICES && summed) continue;
-    sum_elements(t->backend, (SumElements){.sum = t->squares,
-                                           .x = shards_reduced_grads(p, range.group, range.bucket),
-                                           .squares = true,
-                                           .accumulate = started});
-  }
-  if (p->sharding.parts > 1) all_reduce(t->backend, (Collective){.out = t->squares, .x = t->squares});
-}
-
-void trainer_update(Trainer *t, Update settings) {
-  const ParameterSet *p = &t->model.parameters;
-  bool layers_apart = p->optimizer->update_layers != NULL;
-  if (layers_apart) p->optimizer->update_layers(t->backend, p, settings);
-  for (UpdateRange range = {0}; next_range(p, &range);)
-    if (!layers_apart || range.group != GROUP_MATRICES)
-      p->optimizer->update(t->backend, p, range.group, range.bucket, settings);
-  collectives_join(t->backend, 0);
 }
 
 TransformerOptions trainer_pass(Trainer *t, int64_t step, int64_t m) {

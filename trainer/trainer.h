@@ -99,10 +99,6 @@ void trainer_add_statistics(Trainer *trainer, bool accumulate);
 void trainer_share_results(Trainer *trainer);
 // The place on the device of a result of the step under way, by RESULT_...: fp32 [1].
 Tensor trainer_result(const Trainer *trainer, int which);
-// Of all gradients, over the ranks, to `squares`.
-void trainer_sum_squares(Trainer *trainer);
-// Each rank updates its part of what is sharded, and the new weights are gathered.
-void trainer_update(Trainer *trainer, Update settings);
 
 // --- between steps: call these on all ranks ----------------------------------------------------------------
 

@@ -6,7 +6,6 @@
 #include <fnmatch.h>
 #include <libgen.h>
 #include <limits.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
@@ -16,15 +15,15 @@
 #include <stb/stb_ds.h>
 
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
 #include "model/checkpoint/hf_config.h"
 
 // --- our names ---------------------------------------------------------------------------------------------
 
-#define STEP              "step-"
-#define SAVING            ".saving-" // before a folder's name while it is made, or while its replacement is put there
-#define REMOVING          ".removing-" // while it is removed
+#define STEP "step-"
+// Before a folder's name: while it is made or replaced, and while it is removed.
+#define SAVING            ".saving-"
+#define REMOVING          ".removing-"
 #define CONFIG            "config.json"
 #define GENERATION_CONFIG "generation_config.json"
 #define TOKENIZER         "tokenizer.json"
@@ -73,7 +72,7 @@ static Text step_name(int64_t step) {
   return name;
 }
 
-// That a folder's name says, hidden or not; -1 where it is not one of ours.
+// The step in a folder's name, hidden or not; -1: it is not one of ours.
 static int64_t step_of(const char *name) {
   static const char *const prefixes[] = {STEP, SAVING STEP, REMOVING STEP};
   for (int i = 0; i < 3; i++) {
@@ -108,8 +107,7 @@ static int in_order(const struct dirent **a, const struct dirent **b) {
   return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
-// What is in a folder, `path` or at it: the newest step first, what is none last and in byte order. Nothing where it is
-// unreadable.
+// A folder's entries: the newest step first, others last and in byte order; none where it is unreadable.
 static Listing list(int at, const char *path) {
   Listing l = {0};
   int count = scandirat(at, path, &l.entries, is_entry, in_order);
@@ -122,11 +120,11 @@ static void list_free(Listing l) {
   free(l.entries);
 }
 
-// What was made and renamed in it is on the disk; errno says why not.
+// False with errno.
 static bool sync_folder(const char *path) {
   int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return false;
-  // Some network file systems cannot sync a folder and say EINVAL; there is nothing more to be done there.
+  // EINVAL: a network file system that cannot sync a folder.
   bool synced = fsync(descriptor) == 0 || errno == EINVAL;
   int error = errno;
   close(descriptor);
@@ -134,8 +132,7 @@ static bool sync_folder(const char *path) {
   return synced;
 }
 
-// Whether a folder holds the trainer_state.json of the step in its name. One that was left behind may have its list
-// instead, or nothing but the beginning of that file.
+// Whether a folder holds the trainer_state.json of its step or, hidden, what a killed run leaves of it.
 static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
   Reason reason;
@@ -153,7 +150,7 @@ typedef enum {
   REMOVE_MADE // which this process made
 } Removal;
 
-// Removes a folder of ours, its mark last. False with a reason, and nothing is removed: it is not. True where there is none.
+// Removes a folder of ours, if it exists, its mark last. False with a reason: it is another's, and stays.
 static bool remove_folder(const char *path, Removal removal, Reason *reason) {
   int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (folder < 0 && errno == ENOENT) return true;
@@ -190,8 +187,7 @@ static Path hidden_path(const char *parent, const char *prefix, const char *name
   return path_in(parent, hidden);
 }
 
-// Takes parent/name, if it is a checkpoint of ours, away at once for every reader and removes it; the folder `fresh` (NULL:
-// none) takes its place.
+// Removes the checkpoint parent/name; the folder `fresh` (or NULL) takes its place at once for every reader.
 static bool retire(const char *parent, const char *name, const char *fresh, Reason *reason) {
   Path path = path_in(parent, name), away = hidden_path(parent, REMOVING, name);
   if (!remove_folder(path.text, LOOK, reason) || !remove_folder(away.text, REMOVE, reason)) return false;
@@ -251,7 +247,7 @@ void folder_require_new(const char *option, const char *parent, const char *name
 
 // --- the store ---------------------------------------------------------------------------------------------
 
-// Makes the directory and takes its lock, unless that is held: the directory may have been removed since.
+// Makes the directory and takes its lock, unless it is held and the directory has not been removed since.
 static bool enter(CheckpointStore *store, Reason *reason) {
   struct stat now, held;
   if (store->lock >= 0 && !stat(store->directory, &now) && !fstat(store->lock, &held) &&
@@ -262,20 +258,20 @@ static bool enter(CheckpointStore *store, Reason *reason) {
   if (!path_make_folders(store->directory, reason)) return false;
   store->lock = open(store->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (store->lock < 0) return refuse(reason, "cannot open it: %s", strerror(errno));
-  // Some network file systems have no locks; there the run goes without.
+  // Some network file systems have no locks.
   return !flock(store->lock, LOCK_EX | LOCK_NB) || errno != EWOULDBLOCK ||
          refuse(reason,
                 "another run is writing its checkpoints there; wait for it or name another directory");
 }
 
-// Whether directory/name is a link as point_to makes it, to a checkpoint or by way of the latest.
+// Whether directory/name is a link as point_to makes it.
 static bool is_own_link(const char *directory, const char *name) {
   char target[PATH_MAX] = "";
   return readlink(path_in(directory, name).text, target, sizeof target - 1) >= 0 &&
          (is_latest(name) ? is_step(target) : !strcmp(target, path_in(LATEST, name).text));
 }
 
-// Anything else by such a name is another program's, and would be mixed with ours or lost.
+// Fails on another program's files by our names, which would be mixed with ours or lost.
 static void refuse_foreign(const char *directory, int64_t first_step, bool may_replace) {
   Listing l = list(AT_FDCWD, directory);
   for (int i = 0; i < l.count; i++) {
@@ -292,7 +288,7 @@ static void refuse_foreign(const char *directory, int64_t first_step, bool may_r
   list_free(l);
 }
 
-// Removes what a killed run left, and shows that a folder can be made, long before the first is saved.
+// Removes what a killed run left, and tries to make a folder, long before the first is saved.
 static void clean(const char *directory) {
   Reason reason;
   Listing l = list(AT_FDCWD, directory);
@@ -306,7 +302,6 @@ static void clean(const char *directory) {
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
-// Takes `path` over; a file that does not exist is left out.
 static void take(CheckpointStore *store, const char *name, const char *path) {
   Companion c = {.name = name};
   c.text = file_read(path, &c.length);
@@ -366,7 +361,7 @@ static void make_link(const char *directory, const char *name, const char *targe
     warn("cannot make the link %s: %s", path.text, strerror(errno));
 }
 
-// `latest` always leads to whole files of one checkpoint. --resume does without it, as on file systems without links.
+// `latest` always leads to whole files of one checkpoint.
 static void point_to(const char *directory, const char *name) {
   make_link(directory, LATEST, name);
   Listing files = list(AT_FDCWD, path_in(directory, name).text), links = list(AT_FDCWD, directory);

@@ -7,10 +7,7 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/fail.h"
 #include "kernels/text.h"
-
-// --- Hugging Face's members --------------------------------------------------------------------------------
 
 typedef enum {
   SIZE,   // int64_t
@@ -80,8 +77,6 @@ static const Member rope_members[] = {{ROPE(factor), .kind = NUMBER},
                                       {ROPE(original_max_position_embeddings), .kind = SIZE},
                                       {.name = NULL}};
 
-// --- reading -----------------------------------------------------------------------------------------------
-
 // An absent or null member leaves *value as it is.
 static bool read_member(const cJSON *json, const char *name, MemberKind kind, void *value, Reason *reason) {
   static const char *const wanted[] = {"a whole number from 1 to 2147483647", "a number above 0",
@@ -137,7 +132,7 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
       !read_member(rope, "partial_rotary_factor", NUMBER, &rotated, reason))
     return false;
   if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
-  // Without a type, what else is there says that something is meant: a factor, or an object for each type of attention.
+  // Another member without a type: a factor, or an object for each type of attention.
   cJSON_ArrayForEach(item, rope) {
     if (!type && json_member(rope, item->string) && strcmp(item->string, "rope_theta"))
       return refuse(reason, "%s has %.40s and no rope_type", place, item->string);
@@ -162,8 +157,7 @@ static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
-// transformers' defaults that follow from other sizes. There is no window where it is null, nor where Qwen's models do not
-// use it.
+// transformers' defaults that follow from other members.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
   bool windowed = false;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
@@ -237,8 +231,6 @@ ModelConfig hf_config_read(const char *directory) {
   fail("%s/config.json does not exist; name a directory that holds a model in Hugging Face's layout",
        directory);
 }
-
-// --- writing -----------------------------------------------------------------------------------------------
 
 static void set(cJSON *json, const char *name, cJSON *value) {
   cJSON_DeleteItemFromObjectCaseSensitive(json, name);

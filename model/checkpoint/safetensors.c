@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/json.h"
 #include "kernels/alloc.h"
 
 // The values after the length are little-endian, as are the machines this program runs on.
@@ -32,8 +31,6 @@ TensorText safetensors_shape(const SafetensorsEntry *e) {
   strncat(out.text, "]", sizeof out.text - strlen(out.text) - 1);
   return out;
 }
-
-// --- reading -----------------------------------------------------------------------------------------------
 
 // `data` is where the values begin, `size` the file's.
 static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsEntry *e, Reason *reason) {
@@ -120,8 +117,6 @@ void safetensors_free(SafetensorsHeader *h) {
   *h = (SafetensorsHeader){0};
 }
 
-// --- writing -----------------------------------------------------------------------------------------------
-
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count) {
   cJSON *json = cJSON_CreateObject();
   cJSON_AddStringToObject(cJSON_AddObjectToObject(json, "__metadata__"), "format", "pt");
@@ -140,8 +135,6 @@ char *safetensors_compose(const SafetensorsEntry *entries, int64_t count) {
   free(text);
   return padded;
 }
-
-// --- values ------------------------------------------------------------------------------------------------
 
 static inline float from_bits(uint32_t bits) {
   float value;

@@ -3,12 +3,9 @@
 //     {"__metadata__": {"format": "pt"}, "model.norm.weight": {"dtype": "BF16", "shape": [4096],
 //     "data_offsets": [0, 8192]}, ...}
 //
-// Offsets count from the header's end. The tensors fill the rest of the file without gaps or overlaps; anything else is
-// refused with a reason, and every length and offset is checked against the file before it is used.
+// Offsets count from the header's end. The tensors fill the rest of the file without gaps or overlaps;
+// anything else is refused. Every length and offset is checked before it is used.
 #pragma once
-
-#include <stddef.h>
-#include <stdint.h>
 
 #include "data/json.h"
 #include "kernels/tensor.h"
@@ -30,17 +27,15 @@ typedef struct {
   int64_t count;
 } SafetensorsHeader;
 
-// Reads a file's header, to be freed by safetensors_free. False with a reason, and an empty one, where it is not valid.
+// Reads a file's header, which safetensors_free frees. False with a reason, and nothing to free.
 bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *header, Reason *reason);
 void safetensors_free(SafetensorsHeader *header);
 
 TensorText safetensors_shape(const SafetensorsEntry *entry); // "[32, 64]", for messages
 const char *safetensors_dtype(Dtype dtype);                  // "F32", "BF16" or "I32"
 
-// The header of a file whose tensors follow in this order (only name, dtype, rank, shape and bytes are read), padded to a
-// multiple of 8 bytes. The caller frees it.
+// The header of a file with these tensors, padded to a multiple of 8 bytes. The caller frees it.
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count);
 
-// `count` elements at `from` (any alignment) as fp32, exactly, or rounded to bf16; false where `stored` is none of F32, F16
-// and BF16.
+// `count` elements at `from`, unaligned, as fp32 or bf16; false where `stored` is not F32, F16 or BF16.
 bool safetensors_convert(const char *stored, const char *from, int64_t count, Dtype dtype, void *to);

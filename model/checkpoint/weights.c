@@ -1,24 +1,23 @@
 #include "model/checkpoint/weights.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include <stb/stb_ds.h>
 
-#include "data/json.h"
 #include "kernels/alloc.h"
-#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/text.h"
 
 static const char head_name[] = "lm_head.weight";
 
-enum { AT_ONCE = 1 << 22 };     // elements on the way between disk and backend
-enum { READ_AHEAD = 64 << 20 }; // bytes that the disk reads while the backend takes those before
-enum { REQUESTS = 4 };          // at once, which keep its queue full
+enum {
+  AT_ONCE = 1 << 22,     // elements on the way between disk and backend
+  READ_AHEAD = 64 << 20, // bytes that the disk reads while the backend takes those before
+  REQUESTS = 4           // that keep the disk's queue full
+};
 
 // One of several, or the index (number 0).
 static Path file_name(const char *stem, int number, int of) {
@@ -64,9 +63,7 @@ void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
   folder_write(f, bytes, count);
 }
 
-// --- opening -----------------------------------------------------------------------------------------------
-
-// False with a reason, "" where there is no such file. One that is open already is not opened again.
+// False with a reason, "" where the file is absent. One that is open already is not opened again.
 static bool add_file(TensorSet *set, const char *path, Reason *reason) {
   for (int64_t i = 0; i < set->count; i++)
     if (!strcmp(set->files[i].path, path)) return true;
@@ -136,8 +133,8 @@ StoredTensor tensor_set_find(const TensorSet *set, const char *name) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Copies a stored tensor (F32, BF16 or F16) to a parameter of as many elements, in one role (parameters->value, ...) and in
-// another unless that is NULL: straight from the file's pages where they are of the role's dtype. A rank keeps what it owns.
+// Copies a stored tensor to a parameter in one role (parameters->value, ...) and, unless NULL, another:
+// straight from the file's pages where the dtype is the role's. A rank keeps what it owns.
 static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *parameters,
                         const Parameter *parameter, const Tensor *role, const Tensor *also_role) {
   const Tensor *const roles[] = {role, also_role};
@@ -151,7 +148,7 @@ static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *pa
     const char *stored = mapping->bytes + offset;
 #pragma omp parallel for schedule(static)
     for (int i = 0; i < REQUESTS; i++)
-      file_will_need(mapping, offset + READ_AHEAD + (size_t)i * piece, piece);
+      file_advise(mapping, offset + READ_AHEAD + (size_t)i * piece, piece, MADV_WILLNEED);
     for (int r = 0; r < 2 && roles[r]; r++) {
       Tensor group = roles[r][parameter->group];
       bool as_stored = !strcmp(t.entry->dtype, safetensors_dtype(group.dtype));
@@ -159,7 +156,7 @@ static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *pa
       if (!as_stored) safetensors_convert(t.entry->dtype, stored, count, group.dtype, converted);
       shards_write(parameters, backend, roles[r], parameter, first, count, as_stored ? stored : converted);
     }
-    file_done_with(mapping, offset, (size_t)count * width);
+    file_advise(mapping, offset, (size_t)count * width, MADV_DONTNEED);
     ranks_alive();
   }
   free(converted);
@@ -175,7 +172,7 @@ static SafetensorsEntry entry_of(const TensorToStore *t) {
                             .bytes = (size_t)tensor_count(t->tensor) * dtype_bytes(t->dtype)};
 }
 
-// By way of two host_buffers. Where other ranks take part, everything is fetched even after a write has failed.
+// By way of two host_buffers. Several ranks fetch everything even after a write has failed.
 static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
                            void *converted) {
   Tensor x = t->tensor;
@@ -247,7 +244,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
-// Of a model's tensor; names may lack the base model's prefix.
+// Names may lack the base model's prefix.
 static Parameter *owner_of(Model *model, const char *name) {
   char prefixed[SAFETENSORS_NAME + 16];
   snprintf(prefixed, sizeof prefixed, "%s%s", model_families[model->config.family].prefix, name);
@@ -255,7 +252,7 @@ static Parameter *owner_of(Model *model, const char *name) {
   return p ? p : parameters_find(&model->parameters, prefixed);
 }
 
-// What a file may hold besides: buffers of old files, and a copy of a tied head.
+// Buffers of old files, and a copy of a tied head.
 static bool means_nothing(const Model *model, const char *name) {
   const char *const *ends = model_families[model->config.family].buffers;
   return text_ends_in(name, ends[0]) || (ends[1] && text_ends_in(name, ends[1])) ||
@@ -345,7 +342,6 @@ void weights_load(Model *model, Backend *backend, const char *folder, bool state
          "(save_pretrained of transformers does)",
          set.path.text);
   check_set(model, &set);
-  // In the files' order: a disk reads sequentially.
   for (const TensorFile *file = set.files; file < set.files + set.count; file++)
     for (const SafetensorsEntry *e = file->header.entries; e < file->header.entries + file->header.count;
          e++) {
@@ -355,8 +351,6 @@ void weights_load(Model *model, Backend *backend, const char *folder, bool state
   tensor_set_close(&set);
   if (state) optimizer_load(model, backend, folder);
 }
-
-// --- storing -----------------------------------------------------------------------------------------------
 
 TensorToStore parameter_to_store(const char *prefix, const ParameterSet *all, const Parameter *p,
                                  const Tensor *role, Dtype dtype) {

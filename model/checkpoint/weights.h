@@ -1,20 +1,15 @@
 // Named tensors on disk: the model's weights as Hugging Face stores them, and the optimizer's state.
 //
-// A set of tensors is stem.safetensors, or several such files with an index,
-//
-//     stem-00001-of-00004.safetensors ...    stem.safetensors.index.json
-//
-// Files are mapped and copied a few million elements at a time, whatever their size.
+// A set of tensors is stem.safetensors, or stem-00001-of-00004.safetensors ... and
+// stem.safetensors.index.json. Files are mapped, and copied a few million elements at a time.
 #pragma once
 
 #include "data/file.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
 
-// --- files that are written --------------------------------------------------------------------------------
-
-// A folder in the making (checkpoint.h begins and finishes it): its files are written one after the other, each synced.
-// After the first error, which folder_finish returns, calls do nothing.
+// A folder in the making (checkpoint.h): its files are written one after the other, each synced. After the
+// first error, which folder_finish returns, calls do nothing.
 typedef struct {
   bool ok;
   Reason reason;
@@ -24,13 +19,11 @@ typedef struct {
   Path file;
 } Folder;
 
-bool is_plain_name(const char *name); // of a file in a folder: no path, not "." or ".."
+bool is_plain_name(const char *name); // no path, not "." or ".."
 // The next file, or its beginning; ends the one before.
 void folder_add(Folder *folder, const char *name, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
-
-// --- a set of tensors --------------------------------------------------------------------------------------
 
 typedef struct {
   char *path;
@@ -44,24 +37,24 @@ typedef struct {
   int64_t count;
 } TensorSet;
 
-// Opens the set (count 0: neither file nor index is there). Fails naming a file that is cut short, not valid or disagrees,
-// or returns false with that as the reason.
+// Opens the set (count 0: neither file nor index exists). Fails naming a file that is damaged or disagrees
+// with the index.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
 
 typedef struct {
   const TensorFile *file;
-  const SafetensorsEntry *entry; // NULL: there is none
+  const SafetensorsEntry *entry; // NULL: absent
 } StoredTensor;
 
 StoredTensor tensor_set_find(const TensorSet *set, const char *name);
 
 typedef struct {
   char name[112];
-  Tensor tensor; // on the backend; of what is sharded over the ranks only shape and dtype count
-  Dtype dtype;   // as which it is stored: unchanged, or widened to fp32, or rounded to bf16
-  // Where it is a parameter's, in a role that may be sharded; NULL otherwise.
+  Tensor tensor; // on the backend; of a parameter only shape and dtype count
+  Dtype dtype;   // as stored: unchanged, widened to fp32 or rounded to bf16
+  // Of a parameter in a role that may be sharded; NULL otherwise.
   const ParameterSet *parameters;
   const Parameter *parameter;
   const Tensor *role;
@@ -71,24 +64,18 @@ typedef struct {
 TensorToStore parameter_to_store(const char *prefix, const ParameterSet *parameters,
                                  const Parameter *parameter, const Tensor *role, Dtype dtype);
 
-// Writes the set into a folder in the making, in files of at most `shard_bytes` (one tensor may exceed it).
-// Errors stick to the folder. All ranks call it with the same list, all but rank 0 with a folder that
-// takes nothing ({0}): what is sharded comes to rank 0 a part at a time.
+// Writes the set into a folder in the making, in files of at most `shard_bytes`, or of one larger tensor.
+// Call it on all ranks with the same list, and on all but rank 0 with the folder {0}.
 void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *tensors, int64_t count,
                       Backend *backend, size_t shard_bytes);
-
-// --- a model's tensors -------------------------------------------------------------------------------------
 
 #define MODEL_STEM "model"
 #define STATE_STEM "training_state"
 
-// Reads model.safetensors or its shards into the weights and, where they are kept, the master weights. Every
-// tensor of the model must be there with its shape, and nothing else but what is known to mean nothing (buffers
-// of old files, a copy of a tied head): what is missing, left over or misshapen is named in one sentence with
-// its file. Names may lack the base model's prefix (transformer. or model.), as in files of the bare model.
-// With `state` also the optimizer's states, as weights_store has written them.
+// Reads model.safetensors or its shards into the weights and, where kept, the master weights; with `state`
+// also the optimizer's states. Fails naming a tensor that is missing, misshapen or not the model's, but for
+// buffers of old files and a copy of a tied head. Names may lack the prefix transformer. or model.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
-// Writes them, as fp32 from the master weights where there are any, or as bf16; and, in training_state.safetensors or its
-// shards, the optimizer's states ("m.NAME", ...) in their dtype and, where the stored weights are bf16, the fp32 master
-// weights ("master.NAME").
+// Writes them, as fp32 from the master weights where given, or as bf16; and to training_state.safetensors or
+// its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);

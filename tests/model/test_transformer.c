@@ -74,7 +74,7 @@ static void upload_batch(Case *c) {
                          .tokens = ids_from(h, c->tokens, c->rows),
                          .targets = ids_from(h, c->targets, c->rows),
                          .counted = c->counted};
-  if (c->counted < c->rows) c->on_device.rows = ids_from(h, rows, c->rows);
+  if (c->counted < c->rows) c->on_device.indices = ids_from(h, rows, c->rows);
   c->loss = poisoned_vector(h, DTYPE_F32, c->rows);
 }
 
