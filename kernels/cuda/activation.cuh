@@ -1,4 +1,5 @@
-// GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute them.
+// GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute
+// them.
 #pragma once
 
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
@@ -9,8 +10,8 @@ static __device__ __forceinline__ float logistic(float x) {
   return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
-// What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their gradients,
-// given that of the value.
+// What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their
+// gradients, given that of the value.
 struct Gelu {
   static constexpr bool GATED = false;
   // 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.

@@ -5,14 +5,15 @@
 // dk and dv sum over queries, dq sums over keys. One pass for all three must add dq up across blocks: with
 // atomics, whose order changes the last bits from run to run, or with blocks that wait for one another. Here
 // two passes do it, each the sole owner of what it writes: seven GEMMs instead of five, and every bit the
-// same in every run. A block of either owns rows of two tensors, which are resident, and streams those of two others:
+// same in every run. A block of either owns rows of two tensors, which are resident, and streams those of two
+// others:
 //
 //               resident    streamed                               S and dP     sums
 //   key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
 //   query pass  q, dout     k, v                                   S, dP        dq += dS k
 //
-// Accumulators are A operands as they stand, so P and dS never touch shared memory. dP starts at -delta rather than 0,
-// which saves the subtraction.
+// Accumulators are A operands as they stand, so P and dS never touch shared memory. dP starts at -delta
+// rather than 0, which saves the subtraction.
 //
 // Arithmetic: 14 B Q T^2 D / 2, a kernel with atomics 10; on an H200 190 to 230 TFLOP/s of those 10.
 // Hopper has a faster form of the same plan in attention_backward_hopper.cu.
@@ -21,7 +22,8 @@
 
 namespace attention {
 
-// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed at a time and worked on STEP at a time.
+// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed at a time and worked on STEP at a
+// time.
 template <bool IS_KEY_PASS, int HEAD_DIM, int M_, int WARPS_, int TILE_, bool IS_PACKED> struct Pass {
   static constexpr bool KEY_PASS = IS_KEY_PASS, PACKED = IS_PACKED;
   static constexpr int D = HEAD_DIM, M = M_, WARPS = WARPS_, TILE = TILE_, STEP = 32;
@@ -54,7 +56,8 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
 
   const int warp_row = threadIdx.x / 32 * M * 16, first_row = at.first_row + warp_row; // the warp's first
   const Documents documents = documents_of(a.documents);
-  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first row and its last.
+  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first row and
+  // its last.
   auto bound_of = [&](int t) {
     t = min(t, T - 1);
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);

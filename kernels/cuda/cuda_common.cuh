@@ -1,5 +1,5 @@
-// What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that widen to
-// fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
+// What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that
+// widen to fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ typedef __nv_bfloat16 bf16;
 struct Gemms;  // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Hopper; // hopper_gemm.cu: what it found on this device
 
-// Where asynchronous operations run, in an order of their own, concurrently with those of the backend's stream.
+// Where asynchronous operations run, in an order of their own, concurrently with those of the backend's
+// stream.
 struct SideStream {
   cudaStream_t stream;            // NULL until the first
   cudaEvent_t before;             // what the backend's stream held before the latest operation here
@@ -67,8 +68,8 @@ template <typename T> static __host__ __device__ __forceinline__ T *data_of(cons
   return static_cast<T *>(t.data);
 }
 
-// backend.cu. What is queued on the stream that side_begin returns waits for the operations before it; and until side_end
-// it is one operation there.
+// backend.cu. What is queued on the stream that side_begin returns waits for the operations before it; and
+// until side_end it is one operation there.
 cudaStream_t side_begin(Backend *backend, StreamKind kind);
 void side_end(Backend *backend, StreamKind kind);
 // `later` waits for all operations of a side stream but the last `behind`.
@@ -76,9 +77,10 @@ void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t be
 
 // --- launches ----------------------------------------------------------------------------------------------
 
-// Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel before it
-// in the stream finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that others
-// write or read, and griddepcontrol_launch_dependents() early, where the kernel after it may start likewise.
+// Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel
+// before it in the stream finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches
+// memory that others write or read, and griddepcontrol_launch_dependents() early, where the kernel after it
+// may start likewise.
 static inline cudaLaunchAttribute pdl_attribute() {
   cudaLaunchAttribute pdl = {};
   pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -219,8 +221,9 @@ static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t wid
   return true;
 }
 
-// Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes where the
-// rows of all these tensors (absent ones aside) are a whole number of such groups, else one element.
+// Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes
+// where the rows of all these tensors (absent ones aside) are a whole number of such groups, else one
+// element.
 template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
@@ -364,7 +367,8 @@ static __device__ __forceinline__ unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, all threads' largest magnitude, rounded to T): the same in any order. Every thread of the block calls it.
+// *amax = max(*amax, all threads' largest magnitude, rounded to T): the same in any order. Every thread of
+// the block calls it.
 template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
   __shared__ unsigned of_block;
   if (threadIdx.x == 0) of_block = 0;
@@ -377,8 +381,8 @@ template <typename T> static __device__ __forceinline__ void reduce_amax(unsigne
 
 // --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or at
-// data[j * stride + i] when transposed.
+// linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or
+// at data[j * stride + i] when transposed.
 struct Operand {
   const void *data;
   int64_t stride;
@@ -386,11 +390,12 @@ struct Operand {
   int64_t apart = 0; // elements from one matrix of a batch to the next
 };
 
-// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre. GELU_DERIVATIVE: out
-// times gelu'(pre), without addend or bias.
+// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre.
+// GELU_DERIVATIVE: out times gelu'(pre), without addend or bias.
 enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
-// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n], in fp32 until out is rounded; then the epilogue.
+// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n], in fp32 until out is rounded; then the
+// epilogue.
 struct Gemm {
   int64_t m, n, k;
   Operand left, right;
@@ -434,8 +439,8 @@ void hopper_destroy(Hopper *hopper); // NULL is fine
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// Its second half, for kernels that make the partial sums themselves: each of `slices` rows, `stride` apart, has those
-// of the outs that are not absent, up to three of one length and dtype, one after the other.
+// Its second half, for kernels that make the partial sums themselves: each of `slices` rows, `stride` apart,
+// has those of the outs that are not absent, up to three of one length and dtype, one after the other.
 void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate);
 

@@ -16,13 +16,15 @@ static inline int64_t cuda_column_slices(int64_t rows) {
   return max_i64(1, min_i64(256, ceil_div(rows, 64)));
 }
 
-// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and dbias). Enough to
-// fill a large GPU with 16 warps an SM, of which each takes up to 1024 of a row's elements; about 8 MiB for either vector.
+// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and
+// dbias). Enough to fill a large GPU with 16 warps an SM, of which each takes up to 1024 of a row's elements;
+// about 8 MiB for either vector.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
   return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }
 
-// segments.cu adds rows that share an index. Its scratch: ids and positions before and after the sort, and the sort's own.
+// segments.cu adds rows that share an index. Its scratch: ids and positions before and after the sort, and
+// the sort's own.
 static inline size_t cuda_segment_id_bytes(int64_t rows) {
   return memory_padded((size_t)rows * sizeof(int32_t));
 }
@@ -52,9 +54,9 @@ static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
 }
 
-// On Hopper, sampled tiles of E leave it: those that are kept go to a buffer, scaled and one after the other, as panels of
-// LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and a k-step of dW half of three. Several chunks
-// share the buffer, so that dW is read and written less often (tile_sampling.cu).
+// On Hopper, sampled tiles of E leave it: those that are kept go to a buffer, scaled and one after the other,
+// as panels of LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and a k-step of dW half of
+// three. Several chunks share the buffer, so that dW is read and written less often (tile_sampling.cu).
 enum {
   CUDA_PANEL_COLUMNS = 64,
   CUDA_TILE_PANELS = LCE_TILE_COLUMNS / CUDA_PANEL_COLUMNS,
@@ -106,7 +108,8 @@ static inline size_t cuda_attention_statistics_bytes(AttentionShape s) {
   return memory_padded((size_t)(s.batch * s.num_heads * ceil_div(s.seq_len, 64) * 64 * 2) * sizeof(float));
 }
 
-// The rows of partial sums that it leaves for dbias, one for each 64 tokens of a sequence: at least cuda_column_slices.
+// The rows of partial sums that it leaves for dbias, one for each 64 tokens of a sequence: at least
+// cuda_column_slices.
 static inline int64_t cuda_attention_slices(AttentionShape s) {
   return s.batch * ceil_div(s.seq_len, 64);
 }

@@ -1,5 +1,5 @@
-// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps,
-// and where cuBLASLt is faster. hopper_launch.cuh has the rasterisation.
+// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: split-K, sampling's lists of
+// k-steps, and where cuBLASLt is faster. hopper_launch.cuh has the rasterisation.
 #include <math.h>
 
 #include "kernels/cuda/hopper_exp.cuh"
@@ -12,8 +12,8 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the partials, added in their order: a tile of a cluster to a row of CTAs, four entries a thread. The partials of its
-// CTAs follow one another.
+// out = the partials, added in their order: a tile of a cluster to a row of CTAs, four entries a thread. The
+// partials of its CTAs follow one another.
 template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
@@ -36,9 +36,10 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots` places them. Each split
-// of a tile of the result initialises its accumulators in its first step, so a list has at least one for each: a shorter one
-// goes on with steps beyond A and B, which TMA fills with zeros. One warp a list.
+// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
+// places them. Each split of a tile of the result initialises its accumulators in its first step, so a list
+// has at least one for each: a shorter one goes on with steps beyond A and B, which TMA fills with zeros. One
+// warp a list.
 struct DxLists {
   KList *lists;
   KStep *steps; // [lists, k_steps]
@@ -173,9 +174,9 @@ static double utilisation(double tiles, double clusters) {
   return tiles / (ceil(tiles / clusters) * clusters);
 }
 
-// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits. Where
-// both fill the device alike, the bytes decide: at C = 4096, cuBLASLt reads as few at H = 2048 and takes 1% less
-// time, and three quarters more at H = 4096, where it takes up to 3% longer.
+// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits.
+// Where both fill the device alike, the bytes decide: at C = 4096, cuBLASLt reads as few at H = 2048 and
+// takes 1% less time, and three quarters more at H = 4096, where it takes up to 3% longer.
 static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
   double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
@@ -263,8 +264,8 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle; cuBLASLt has
-// smaller tiles.
+// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle;
+// cuBLASLt has smaller tiles.
 template <typename K>
 static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})

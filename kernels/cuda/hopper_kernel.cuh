@@ -1,26 +1,32 @@
-// GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms and gives the reasons, what was measured and what was tried.
+// GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU
+// in the epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms and gives the reasons, what was
+// measured and what was tried.
 //
-// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
-//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
-//               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers. (hopper_exp.cuh)
-//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K. (hopper_store.cuh)
-//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory. (hopper_sampled.cuh)
-//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
-//               the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
-//   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the accumulators; gate
+// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from
+// Epilogue (hopper_tiles.cuh):
+//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the
+//               target; rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
+//               (hopper_exp.cuh)
+//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
+//               (hopper_store.cuh)
+//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
+//               (hopper_sampled.cuh)
+//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are
+//               stored, and the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
+//   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the
+//                   accumulators; gate
 //               and up are loaded, and their gradients are stored. (hopper_swiglu_gradient.cuh)
 //
-// A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty mbarriers; two
-// consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster have tiles one below the other
-// and multicast the halves of their common B. (Sampled dX: side by side, with a common A, so that each 128 rows have a list
-// of k-steps of their own.) All but exact dX are ping-pong, each consumer with whole tiles of 128
-// x 192:
+// A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty
+// mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster
+// have tiles one below the other and multicast the halves of their common B. (Sampled dX: side by side, with
+// a common A, so that each 128 rows have a list of k-steps of their own.) All but exact dX are ping-pong,
+// each consumer with whole tiles of 128 x 192:
 //   producer     A, B tiles -> stage s, once stage s is empty
 //   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
-// Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
-// Cluster i makes work tiles i, i + clusters, ...
+// Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be
+// narrower, by steps of 64. Cluster i makes work tiles i, i + clusters, ...
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"
@@ -41,10 +47,11 @@ template <typename K> struct PipelineState {
 
 // --- the producer ------------------------------------------------------------------------------------------
 
-// Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter in
-// global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
-// clusters; it reads the counter an interval before it needs it. A producer that has read it MAX_POLLS times in one wait, for a
-// fraction of a millisecond, never waits again: if other work occupies the GPU, some clusters may not have started.
+// Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter
+// in global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
+// clusters; it reads the counter an interval before it needs it. A producer that has read it MAX_POLLS times
+// in one wait, for a fraction of a millisecond, never waits again: if other work occupies the GPU, some
+// clusters may not have started.
 //
 // The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one
 // resets it.
@@ -80,7 +87,8 @@ struct ClusterThrottle {
   }
 };
 
-// This CTA's tile of a stage's A, or its half for the whole cluster; k: the first value of K, or the first row of a panel.
+// This CTA's tile of a stage's A, or its half for the whole cluster; k: the first value of K, or the first
+// row of a panel.
 template <typename K>
 static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
                                               int k, int rank) {
@@ -117,8 +125,8 @@ template <typename K> static __device__ __forceinline__ KStep k_step(const Epilo
   return {step * TILE_K, step * TILE_K};
 }
 
-// Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage to
-// its loads, which bounds the pipeline, is a few instructions.
+// Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage
+// to its loads, which bounds the pipeline, is a few instructions.
 template <typename K>
 static __device__ __forceinline__ void produce(const TileScheduler &s, const EpilogueParams &params,
                                                const Pipeline &pipeline, const CUtensorMap *a,
@@ -189,8 +197,8 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
   release_stage(pipeline, previous);
 }
 
-// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
-// might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
+// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer
+// 1 might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
 static __device__ __forceinline__ void order_wait(int consumer) {
   named_barrier_sync<2 * WARPGROUP>(1 + consumer);
 }

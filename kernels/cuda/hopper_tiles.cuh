@@ -1,5 +1,5 @@
-// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles of a
-// result are ordered and shared out, and where in a tile a thread's accumulators lie.
+// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles
+// of a result are ordered and shared out, and where in a tile a thread's accumulators lie.
 #pragma once
 
 #include "kernels/cuda/hopper_gemm.h"
@@ -11,8 +11,8 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
 
-// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
-// within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
+// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after
+// column within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
 struct TileScheduler {
   int m, n;
   int rows, columns, m_tiles, n_tiles, k_steps, group;
@@ -122,8 +122,8 @@ struct Pipeline {
 // A thread's accumulators: of rows [64 h, 64 h + 64) of the tile in acc[h], as wgmma leaves them.
 typedef float Accumulators[TILE_M / 64][TILE_N / 2];
 
-// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in acc[h][4 j]
-// and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in
+// acc[h][4 j] and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
 struct ThreadCoord {
   int warp, lane, column;
   __device__ ThreadCoord()
@@ -156,7 +156,8 @@ struct Epilogue {
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.
   static constexpr bool GATE_UP = false;
-  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for all besides.
+  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for
+  // all besides.
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
   // Whether a warp of its own runs load_addend().
   static constexpr bool LOADS = false;

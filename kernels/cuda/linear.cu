@@ -1,17 +1,18 @@
-// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8 operands too,
-// whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the epilogues of our own GEMMs
-// on Hopper (hopper_gemm.cu), else a kernel of its own after the GEMM.
+// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8
+// operands too, whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the
+// epilogues of our own GEMMs on Hopper (hopper_gemm.cu), else a kernel of its own after the GEMM.
 //
-// cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
-// right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
+// cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
+// out^T = right^T left^T and the operands change places. The bias then runs along the library's rows, as its
+// epilogue expects.
 //
 // A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version
 // alone. One kind is measured: the loss's dW, below. Split-K partials are reduced in fp32 in a fixed order,
 // never by atomics.
 //
-// Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
-// one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
-// others, and GELU in fp32 is off by 1e-6: those few run on a plain kernel of our own.
+// Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more
+// than from one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and
+// rounds to bf16 before others, and GELU in fp32 is off by 1e-6: those few run on a plain kernel of our own.
 #include <algorithm>
 #include <cublasLt.h>
 #include <map>
@@ -161,7 +162,8 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
              "describing a preference");
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)CUDA_GEMM_WORKSPACE_BYTES);
-  // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by atomics.
+  // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by
+  // atomics.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p->right.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p->left.data));
@@ -209,8 +211,8 @@ static bool worth_measuring(Backend *backend, const Gemm *p) {
   return capture == cudaStreamCaptureStatusNone;
 }
 
-// Pairs of bf16 values, of either sign and from 2^-15 to 2: of like magnitudes, sums of a few thousand products
-// would be exact in fp32, and the same in any order.
+// Pairs of bf16 values, of either sign and from 2^-15 to 2: of like magnitudes, sums of a few thousand
+// products would be exact in fp32, and the same in any order.
 static __global__ void random_kernel(uint32_t *pairs, int64_t count, uint64_t key) {
   int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
   if (i < count) pairs[i] = ((uint32_t)random_bits_of(key, (uint64_t)i) & 0x87FF87FF) | 0x38003800;
@@ -411,9 +413,10 @@ static void plain_gemm(Backend *backend, const Gemm *p) {
 
 // --- ragged ends -------------------------------------------------------------------------------------------
 
-// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no multiple
-// of 8 elements long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls back to kernels
-// several times slower. So the last few terms, rows or columns of such a GEMM are a GEMM of their own.
+// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no
+// multiple of 8 elements long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls
+// back to kernels several times slower. So the last few terms, rows or columns of such a GEMM are a GEMM of
+// their own.
 enum { WHOLE = 8 };
 
 static bool ragged(int64_t extent) {
@@ -468,7 +471,8 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
-// GELU is in cuBLASLt's epilogues and SwiGLU in those of our own GEMMs on Hopper; else an activation is a kernel of its own.
+// GELU is in cuBLASLt's epilogues and SwiGLU in those of our own GEMMs on Hopper; else an activation is a
+// kernel of its own.
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
   bool bias = tensor_exists(a->bias), fused = a->activation == ACTIVATION_GELU;
   bool apart = a->activation && !fused;

@@ -1,14 +1,16 @@
-// The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
-// arithmetic is anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
+// The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu.
+// Why the arithmetic is anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data
+// flow.
 //
-// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
-// reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E in bf16. So a logit crosses
-// L2 twice in fp32, E crosses device memory once, and no logit is rounded. One block adds to a row's sum per tile, in
-// double, in the tiles' order. Then one GEMM over the whole vocabulary, E W.
+// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A
+// second kernel reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E
+// in bf16. So a logit crosses L2 twice in fp32, E crosses device memory once, and no logit is rounded. One
+// block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM over the whole
+// vocabulary, E W.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host: the kernel that
-// finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL (programmatic dependent
-// launch), which hides launches in small chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host:
+// the kernel that finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched
+// with PDL (programmatic dependent launch), which hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
 #include <cooperative_groups.h>
@@ -178,8 +180,8 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
   if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
 }
 
-// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every block returns;
-// else each block makes the entries of its share of the vocabulary. A cooperative launch.
+// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every
+// block returns; else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {

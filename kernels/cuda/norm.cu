@@ -1,15 +1,16 @@
 // LayerNorm and RMSNorm.
 //
-// A row lies in the registers of a team of as few threads as hold it, GROUPS accesses of 16 bytes each (LayerNorm, which
-// needs more registers, two). Up to 768 or 1024 bf16 elements that is one warp: no barrier, and a block takes four rows.
-// In the backward pass each team walks over many rows, so that the sums over rows for dweight and dbias stay in registers
-// too, since a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu. As many
-// teams run as fit the device at once: some more would take as long again. Where registers allow, a team loads its next row
-// while it computes.
+// A row lies in the registers of a team of as few threads as hold it, GROUPS accesses of 16 bytes each
+// (LayerNorm, which needs more registers, two). Up to 768 or 1024 bf16 elements that is one warp: no barrier,
+// and a block takes four rows. In the backward pass each team walks over many rows, so that the sums over
+// rows for dweight and dbias stay in registers too, since a thread sees the same columns of every row; the
+// teams' sums are added in a fixed order by columns.cu. As many teams run as fit the device at once: some
+// more would take as long again. Where registers allow, a team loads its next row while it computes.
 //
 // Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
-// Measured on an H200, whose copy moves 4.3 TB/s, launches included: LayerNorm 3.7 TB/s forward and 3.6 backward at H 768
-// (65,536 rows), 3.1 and 2.9 at 1600 (16,384 rows); RMSNorm both ways 3.7 at 2048 and 3.9 at 4096.
+// Measured on an H200, whose copy moves 4.3 TB/s, launches included: LayerNorm 3.7 TB/s forward and 3.6
+// backward at H 768 (65,536 rows), 3.1 and 2.9 at 1600 (16,384 rows); RMSNorm both ways 3.7 at 2048 and 3.9
+// at 4096.
 #include "kernels/cuda/cuda_common.cuh"
 
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
@@ -43,7 +44,8 @@ template <typename T, int W, int N> struct Row {
     if constexpr (sizeof(T) == 4) return __uint_as_float(word[g][k]);
     return __uint_as_float(k % 2 ? word[g][k / 2] & 0xFFFF0000u : word[g][k / 2] << 16);
   }
-  // Makes the compiler widen the row again from here on, where it would otherwise keep both forms in registers.
+  // Makes the compiler widen the row again from here on, where it would otherwise keep both forms in
+  // registers.
   __device__ __forceinline__ void forget_widened() {
     EACH (i, N * WORDS) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
   }

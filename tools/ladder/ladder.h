@@ -1,5 +1,5 @@
-// The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the one
-// before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
+// The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the
+// one before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
 // rungs.c holds what a rung does: matmuls are the backend's linear_*, and what happens to single rows is in
 // rows_cpu.c. Rungs 1 to 5 run on the CPU. Rung 6 runs on Hopper GPUs (hopper.cu), and rung 7, the library
