@@ -1,5 +1,4 @@
-// GELU in its tanh form, SwiGLU, and their derivatives, as activation.cu and the GEMMs' epilogues compute
-// them.
+// GELU in its tanh form, SwiGLU, and their derivatives, for activation.cu and the GEMMs' epilogues.
 #pragma once
 
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
@@ -10,8 +9,7 @@ static __device__ __forceinline__ float logistic(float x) {
   return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
-// What activation.cu applies to an element, or to a gate and what it multiplies. gradient: these become their
-// gradients, given that of the value.
+// Of an element, or of a gate and what it multiplies. gradient: these become their gradients.
 struct Gelu {
   static constexpr bool GATED = false;
   // 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.

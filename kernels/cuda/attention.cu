@@ -1,12 +1,10 @@
-// Attention: chooses among the kernels of attention_kernels.h; and the table that the tensor-core backward
-// passes read.
+// Attention: chooses among the kernels of attention_kernels.h, and prepares their backward passes.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
 // delta[b, h, t] = sum_d dout * out, next to the lse of the forward pass (attention_mma.cuh says where). A
 // warp takes 32 tokens of one head, D/8 lanes a row; then each lane has one token's sum, so that the warp
-// reads lse and writes its two results as whole lines. Memory traffic: dout and out once, 12 bytes per query
-// and head.
+// moves whole lines. Memory traffic: dout and out once, 12 bytes per query and head.
 namespace attention {
 
 template <int D>

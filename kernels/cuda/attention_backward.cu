@@ -1,29 +1,26 @@
 // Attention, backward, on the tensor cores, for sm_80 and later, without atomics.
 //
 // P = exp(S - lse) is recomputed from q, k and the saved lse; with delta = rowsum(dout * out), made first,
-//   dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
-// dk and dv sum over queries, dq sums over keys. One pass for all three must add dq up across blocks: with
-// atomics, whose order changes the last bits from run to run, or with blocks that wait for one another. Here
-// two passes do it, each the sole owner of what it writes: seven GEMMs instead of five, and every bit the
-// same in every run. A block of either owns rows of two tensors, which are resident, and streams those of two
-// others:
+//  dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
+// dk and dv sum over queries, dq over keys. One pass for all three must add dq up across blocks, by atomics
+// (whose order changes the last bits) or by waiting. Two passes, each the sole owner of what it writes, take
+// seven GEMMs instead of five and give the same bits in every run. A block owns rows of two resident tensors
+// and streams those of two others:
 //
-//               resident    streamed                               S and dP     sums
-//   key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
-//   query pass  q, dout     k, v                                   S, dP        dq += dS k
+//              resident    streamed                               S and dP     sums
+//  key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
+//  query pass  q, dout     k, v                                   S, dP        dq += dS k
 //
-// Accumulators are A operands as they stand, so P and dS never touch shared memory. dP starts at -delta
-// rather than 0, which saves the subtraction.
+// Accumulators are A operands as they stand, so P and dS never touch shared memory; dP starts at -delta.
 //
 // Arithmetic: 14 B Q T^2 D / 2, a kernel with atomics 10; on an H200 190 to 230 TFLOP/s of those 10.
-// Hopper has a faster form of the same plan in attention_backward_hopper.cu.
+// attention_backward_hopper.cu does the same faster.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
 namespace attention {
 
-// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed at a time and worked on STEP at a
-// time.
+// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed and worked on STEP at a time.
 template <bool IS_KEY_PASS, int HEAD_DIM, int M_, int WARPS_, int TILE_, bool IS_PACKED> struct Pass {
   static constexpr bool KEY_PASS = IS_KEY_PASS, PACKED = IS_PACKED;
   static constexpr int D = HEAD_DIM, M = M_, WARPS = WARPS_, TILE = TILE_, STEP = 32;
@@ -56,8 +53,8 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
 
   const int warp_row = threadIdx.x / 32 * M * 16, first_row = at.first_row + warp_row; // the warp's first
   const Documents documents = documents_of(a.documents);
-  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first row and
-  // its last.
+  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first and last
+  // row.
   auto bound_of = [&](int t) {
     t = min(t, T - 1);
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);

@@ -1,13 +1,12 @@
-// Which documents the tokens of packed sequences belong to (AttentionForward.documents), for the attention
-// kernels.
+// The documents of packed sequences (AttentionForward.documents), for the attention kernels.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
 namespace attention {
 
-// Within the sequence whose rows begin at row `first`, of T tokens: neither start nor end falls as t grows,
-// so those of a tile's first and last token bound what the tile sees and is seen by.
+// Of a sequence of T tokens from row `first` on: neither start nor end falls as t grows, so those of a tile's
+// first and last token bound what the tile sees and is seen by.
 struct Documents {
   const int32_t *before, *after; // [N]; NULL: a sequence is one document
 

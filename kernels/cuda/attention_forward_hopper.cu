@@ -5,20 +5,17 @@
 // KEYS from the diagonal back to the start (attention_hopper.cuh has the producer and the order of work). S =
 // Q K^T by wgmma from shared memory; softmax in registers with a running maximum m and sum l of each row; P =
 // exp(S - m), rounded to bf16 in registers, is the A operand of O += P V. Two overlaps keep the tensor cores
-// busy under the exponentials:
-//   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under that
-//                        P V;
-//   between consumers    ping-pong: they issue GEMMs in turn, so that one's softmax runs under the others'
-//                        GEMMs.
-// K and V tiles lie in rings of their own, so that S starts when K is there.
+// busy:
+//  within a consumer    S of the next tile is issued before P V of this one, whose softmax then runs under P V;
+//  between consumers    ping-pong: they issue GEMMs in turn, and one's softmax runs under the others' GEMMs.
+// K and V tiles lie in rings of their own, so that S starts when K has arrived.
 //
-// Why there is no deadlock: number the steps of a CTA by its key tiles, in the order of loading. Each
-// consumer takes part in every step, if only to skip it, and so takes as many turns as the others; turns
-// follow the order of (step, consumer). In step j a consumer waits for its turn and for K_j and V_{j-1},
-// where it skips for K_j and V_j, and at a step's end it holds only V_j. The producer loads K_0, K_1, V_0,
-// K_2, V_1, ...: for V_j, K_{j+1} and V_{j-1} must have found a stage, that is K_{j+1-KEY_STAGES} and
-// V_{j-VALUE_STAGES} must have been released, which happens in steps up to j + 1 - KEY_STAGES and j + 1 -
-// VALUE_STAGES: with two stages or more, before step j.
+// Why there is no deadlock: number a CTA's steps by its key tiles, in the order of loading. Each consumer
+// takes part in every step, if only to skip it, and turns follow the order of (step, consumer). In step j a
+// consumer waits for its turn, K_j and V_{j-1} (where it skips, K_j and V_j), and at its end it holds only
+// V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES}
+// must have been released, which happens in steps up to j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two
+// stages or more, before step j.
 //
 // Memory traffic: q and out once, k and v once per ROWS queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
 #include "kernels/cuda/attention_hopper.cuh"
@@ -38,9 +35,9 @@ template <class F> struct ForwardStorage;
 template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
-  // A row's maximum is raised, and its sums are rescaled, once a score exceeds it by this much as a power of
-  // two (as in FlashAttention-4): until then its P is at most 2^8, which bf16 rounds no worse than 1. Most
-  // tiles need neither the shuffles nor the products.
+  // A row's maximum is raised, and its sums rescaled, once a score exceeds it by this much as a power of two
+  // (as in FlashAttention-4): until then P is at most 2^8, which bf16 rounds no worse than 1. Most tiles need
+  // neither.
   static constexpr float MAX_RISE = 8;
   using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;
@@ -164,8 +161,7 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
       wgmma_commit();
     };
     // s becomes P, and sum follows; where a row of the warp `rises`, max follows too, and `rescale` brings
-    // what was summed before to the new maxima. The first tile has a key for every row, so that no maximum
-    // stays -infinity.
+    // earlier sums to the new maxima. The first tile has a key for every row, so no maximum stays -infinity.
     auto softmax = [&](int tile) {
       if (F::PACKED && tile * KEYS < edge) {
         EACH (half, 2) {

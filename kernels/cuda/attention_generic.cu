@@ -1,12 +1,11 @@
-// Attention for every head size up to 256, in fp32 or bf16, the formulas as they stand; and of new tokens
-// over a cache.
+// Attention for heads of up to 256, in fp32 or bf16, the formulas as they stand; and of new tokens over a
+// cache.
 //
 // In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with
-// a running maximum, sum and weighted values of its own, and at the end the warps' results are joined with
-// their common maximum, in a fixed order. Decoding is bound by reading the cache: 2 P D elements for each
-// query head. In the backward pass one warp has one query, for dq, or one key, for dk and dv, and walks over
-// the queries of every head of its group. Made for correctness (--dtype fp32, unusual heads), not for speed:
-// each key is read again for every query.
+// a running maximum, sum and weighted values, which are joined at the end in a fixed order. Decoding is bound
+// by reading the cache: 2 P D elements for each query head. In the backward pass one warp has one query, for
+// dq, or one key, for dk and dv, and walks over the queries of every head of its group. Made for correctness
+// (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
 #include "kernels/cuda/attention_documents.cuh"
 #include "kernels/cuda/attention_kernels.h"
 

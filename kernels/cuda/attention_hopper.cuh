@@ -7,8 +7,8 @@
 // what a tile computes does not.
 //
 // A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED
-// (sequences of several documents), Arguments and SharedStorage, with functions produce(shared, a), which one
-// thread runs, and consume(shared, a).
+// (sequences of several documents), Arguments, SharedStorage, produce(shared, a), which one thread runs, and
+// consume(shared, a).
 #pragma once
 
 #include "kernels/cuda/attention_kernels.h"
@@ -79,8 +79,8 @@ template <int STAGES> struct PipelineState {
   }
   // Until a consumer's next tile is there.
   __device__ __forceinline__ void wait() { mbarrier_wait(&barriers.full[stage], phase); }
-  // A consumer's next stage, once the tile is there, which may be released at once: a lane that lags behind a
-  // release would miss its phase, so the warp meets first, as it otherwise does at the MMAs.
+  // A consumer's next stage, once its tile has arrived; it may be released at once. The warp meets first: a
+  // lane that lags behind a release would miss its phase.
   __device__ __forceinline__ int take() {
     wait();
     __syncwarp();
@@ -91,7 +91,7 @@ template <int STAGES> struct PipelineState {
   }
 };
 
-// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows one below the other, for each 64
+// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other for each 64
 // columns.
 template <int D, int ROWS>
 __device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head,
@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map
 }
 
 // The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose
-// resident operands go to `slot`; the index of a work tile that does not exist ends the consumers.
+// resident operands go to `slot`. The index of a work tile past the last ends the consumers.
 template <class F, class Load>
 __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, const HopperArguments &a,
                                              uint32_t resident_bytes, Load load) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, 
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
 
-// d (+)= x y^T over D columns, x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS
+// d (+)= x y^T over D columns: x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS
 // rows.
 template <int D, int ROWS, int COLUMNS>
 __device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
@@ -141,14 +141,12 @@ template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4]
   wgmma_fence_operand(r);
 }
 
-// Once a warpgroup has read its rows of a resident operand: waits for its four warps; the rows then take
-// results.
+// Waits until a warpgroup's four warps have read its rows of a resident operand, which then take results.
 __device__ __forceinline__ void warpgroup_sync(int group) {
   named_barrier_sync<128>(group + 1);
 }
 
-// A warp's 16 rows of results, from `row` on, to rows of a matrix; x: the warpgroup's rows of a resident
-// operand.
+// A warp's 16 rows of results, from `row` on, to a matrix; x: the warpgroup's rows of a resident operand.
 template <int D, int ROWS, class Sum>
 __device__ __forceinline__ void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row,
                                               int limit) {
@@ -174,8 +172,7 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
   }
   __syncthreads();
   if (threadIdx.x / 128 == F::WARPGROUPS) {
-    // Of a thread's registers; together no more than the kernel starts with, or the consumers would wait for
-    // ever.
+    // Of a thread's registers; together no more than at the start, or the consumers would wait for ever.
     setmaxnreg_dec<F::WARPGROUPS == 2 ? 24 : 32>();
     if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, a);
   } else {
@@ -202,8 +199,7 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The current device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any
-// pass of the file.
+// The device's SMs; 0 where it is no Hopper or the program has no code for it. F: any pass of the file.
 template <class F> static int hopper_sms() {
   static thread_local int of = -1, sms = 0; // of the device that was asked about last
   int device = 0;

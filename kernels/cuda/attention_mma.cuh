@@ -1,10 +1,9 @@
-// Building blocks of the tensor-core attention kernels, portable to sm_80 and later: tiles of bf16 rows in
-// swizzled shared memory, asynchronous copies into them, and warp-wide fragments out of them.
+// Building blocks of the tensor-core attention kernels, for sm_80 and later: tiles of bf16 rows in swizzled
+// shared memory, asynchronous copies into them, and warp-wide fragments out of them.
 //
 // A tile holds rows of D elements, D/8 chunks of 16 bytes each. Chunk c of row r lies at chunk c ^ (r & 7),
-// so the eight rows that one ldmatrix phase reads fall into eight different bank groups without padding.
-// Every fragment below starts at a row that is a multiple of 8, so r & 7 is lane & 7 and the swizzle costs
-// one xor.
+// so the eight rows of an ldmatrix phase fall into different bank groups without padding. Every fragment
+// starts at a row that is a multiple of 8, so r & 7 is lane & 7 and the swizzle costs one xor.
 //
 // Fragments follow the PTX manual's mma.m16n8k16: with g = lane / 4 and q = lane % 4, an accumulator's four
 // elements are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
@@ -35,9 +34,8 @@ static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
   return t / STATISTICS_TILE * (2 * STATISTICS_TILE) + t % STATISTICS_TILE;
 }
 
-// A step of a sum over a warp's lanes that leaves each lane other elements of it: of x's first 2 `half`
-// elements a lane keeps half, the upper ones where its number has the bit `mask`, and adds those of its
-// partner, which keeps the others.
+// A step of a sum over a warp's lanes, each left with other elements: of x's first 2 `half` elements a lane
+// keeps the upper half where its number has the bit `mask`, else the lower, and adds its partner's.
 template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int half, int mask) {
   const bool upper = threadIdx.x & mask;
   EACH (i, N / 2) {
@@ -132,8 +130,8 @@ template <int D> struct Lane {
 
 // --- GEMMs of a warp ---------------------------------------------------------------------------------------
 
-// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows [16 m, 16 m + 16) and columns [d, d
-// + 16); y: rows of a tile from `row` on.
+// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows 16 m and columns d, 16 of each; y:
+// rows of a tile from `row` on.
 template <int D, int M, int N, class X>
 __device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
 #pragma unroll
@@ -180,9 +178,9 @@ __device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
     }
 }
 
-// Writes a warp's [16 * M, D] accumulators as bf16 rows of a matrix, `scale` times, through the warp's own
-// part of shared memory, so that whole rows leave in 16-byte pieces. sum(m, n, i): accumulator i of rows [16
-// m, 16 m + 16) and columns [8 n, 8 n + 8); place(r, c): the address of chunk c of row r.
+// Writes a warp's [16 * M, D] accumulators, `scale` times, as bf16 rows of a matrix, through the warp's own
+// part of shared memory, so that rows leave in 16-byte pieces. sum(m, n, i): accumulator i of the block at
+// row 16 m and column 8 n; place(r, c): the address of chunk c of row r.
 template <int M, int D, class Sum, class Place>
 __device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t stride,
                                            int row, int limit) {
@@ -223,8 +221,7 @@ struct Place {
   int64_t batch, first_token; // of the sequence
 };
 
-// Blocks of a head follow one another, those with the most work first: the last rows of queries, the first of
-// keys.
+// Blocks of a head follow one another, those with most work first: queries' last rows, keys' first.
 template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, int heads, bool queries) {
   const unsigned blocks = (seq_len + ROWS - 1) / ROWS, block = blockIdx.x % blocks;
   const int64_t batch = blockIdx.x / blocks / heads;

@@ -1,9 +1,9 @@
 // Collectives over GPUs, through NCCL, concurrent with the GEMMs.
 //
-// They run on a stream of their own with the highest priority. An event makes a collective wait for what was
-// queued before it; another, recorded after it, makes what follows wait for it: at once, or, for asynchronous
-// ones, at collectives_join. The host never waits, so a bucket of gradients travels while the layers below
-// compute theirs. NCCL may take 16 thread blocks: GEMMs lose an eighth of the SMs while it runs.
+// They run on a stream of their own with the highest priority. A collective waits, by an event, for what was
+// queued before it; what follows waits for it at once or, for asynchronous ones, at collectives_join. So a
+// bucket of gradients travels while the layers below compute theirs. NCCL may take 16 thread blocks: GEMMs
+// lose an eighth of the SMs while it runs.
 //
 // NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
 // repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
@@ -105,9 +105,8 @@ static void warm_up(Backend *backend) {
   cuda_check(cudaFree(data), "freeing device memory");
 }
 
-// NCCL's id of the job. With MPI rank 0 makes it, for all. Without, every rank makes the same one from
-// NCCL_COMM_ID=ADDRESS:PORT, where rank 0's ncclCommInitRank listens; the ranks' machines must then be in one
-// subnet.
+// NCCL's id of the job. With MPI rank 0 makes it. Without, every rank makes the same one from
+// NCCL_COMM_ID=ADDRESS:PORT, where rank 0's ncclCommInitRank listens; all machines must be in one subnet.
 static ncclUniqueId job_id(const Launch *l) {
   ncclUniqueId id = {};
   if (!ranks_have_mpi() && !getenv("NCCL_COMM_ID")) {

@@ -1,5 +1,5 @@
-// What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that
-// widen to fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
+// What every .cu file needs: errors as sentences, launches, 16-byte loads and stores that widen to fp32, sums
+// over warps and blocks in a fixed order, and the functions that several files call.
 #pragma once
 
 #include <atomic>
@@ -22,8 +22,7 @@ typedef __nv_bfloat16 bf16;
 struct Gemms;  // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Hopper; // hopper_gemm.cu: what it found on this device
 
-// Where asynchronous operations run, in an order of their own, concurrently with those of the backend's
-// stream.
+// A stream beside the backend's, with an order of its own.
 struct SideStream {
   cudaStream_t stream;            // NULL until the first
   cudaEvent_t before;             // what the backend's stream held before the latest operation here
@@ -68,8 +67,8 @@ template <typename T> static __host__ __device__ __forceinline__ T *data_of(cons
   return static_cast<T *>(t.data);
 }
 
-// backend.cu. What is queued on the stream that side_begin returns waits for the operations before it; and
-// until side_end it is one operation there.
+// backend.cu. What is queued between side_begin and side_end is one operation of the side stream, which waits
+// for the backend's operations before it.
 cudaStream_t side_begin(Backend *backend, StreamKind kind);
 void side_end(Backend *backend, StreamKind kind);
 // `later` waits for all operations of a side stream but the last `behind`.
@@ -78,9 +77,8 @@ void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t be
 // --- launches ----------------------------------------------------------------------------------------------
 
 // Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel
-// before it in the stream finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches
-// memory that others write or read, and griddepcontrol_launch_dependents() early, where the kernel after it
-// may start likewise.
+// before it finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that
+// others write or read, and griddepcontrol_launch_dependents() early.
 static inline cudaLaunchAttribute pdl_attribute() {
   cudaLaunchAttribute pdl = {};
   pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -201,8 +199,7 @@ template <typename F> static inline void with_bool(bool condition, F f) {
 // Elements of a 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
 
-// Whether every row starts where groups of `width` elements may be read, 16 bytes or the whole group at a
-// time.
+// Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
   uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
   return (uintptr_t)t.data % bytes == 0 &&
@@ -222,8 +219,7 @@ static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t wid
 }
 
 // Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes
-// where the rows of all these tensors (absent ones aside) are a whole number of such groups, else one
-// element.
+// where the rows of all these tensors are a whole number of such groups (absent ones aside), else one.
 template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
@@ -367,8 +363,7 @@ static __device__ __forceinline__ unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, all threads' largest magnitude, rounded to T): the same in any order. Every thread of
-// the block calls it.
+// *amax = max(*amax, all threads' largest magnitude, rounded to T), in any order. Run by the whole block.
 template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
   __shared__ unsigned of_block;
   if (threadIdx.x == 0) of_block = 0;
@@ -381,8 +376,7 @@ template <typename T> static __device__ __forceinline__ void reduce_amax(unsigne
 
 // --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or
-// at data[j * stride + i] when transposed.
+// linear.cu. Element (i, j) of an operand is data[i * stride + j], or data[j * stride + i] when transposed.
 struct Operand {
   const void *data;
   int64_t stride;
@@ -394,8 +388,7 @@ struct Operand {
 // GELU_DERIVATIVE: out times gelu'(pre), without addend or bias.
 enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
-// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n], in fp32 until out is rounded; then the
-// epilogue.
+// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n] in fp32; then the epilogue and rounding.
 struct Gemm {
   int64_t m, n, k;
   Operand left, right;
@@ -439,14 +432,13 @@ void hopper_destroy(Hopper *hopper); // NULL is fine
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// Its second half, for kernels that make the partial sums themselves: each of `slices` rows, `stride` apart,
-// has those of the outs that are not absent, up to three of one length and dtype, one after the other.
+// Its second half, for kernels that make partial sums themselves: each of `slices` rows, `stride` apart,
+// holds those of the given outs, up to three of one length and dtype, one after the other.
 void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is
-// [N, H]; workspace holds cuda_segment_bytes(N). Rows of out that no id names are left alone: without
-// accumulate the caller has zeroed them.
+// order; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is [N, H]; workspace
+// holds cuda_segment_bytes(N). Rows that no id names stay: without accumulate the caller has zeroed them.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);

@@ -1,9 +1,8 @@
 // Tokens to vectors, and their gradients back to the rows of the tables.
 //
-// Forward: one block a token copies (and adds the position's) row. Backward: a token's row may be named many
-// times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, and
-// summed in a fixed order. A position's row is named once per sequence, at known places, or like a
-// token's where sequences pack documents.
+// Forward: one block a token copies (and adds the position's) row. Backward: a token may occur many times
+// (the commonest is a tenth of a text), so segments.cu sorts and sums in a fixed order. A position occurs
+// once per sequence, at known places, or like a token where sequences pack documents.
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename T, int W>

@@ -1,15 +1,13 @@
 // Quantisation to FP8 (e4m3): one factor for a whole matrix, from its largest element.
 //
-// The factor is known when every element has been seen, so there are two passes: amax_kernel finds max |x|,
-// unless the kernel that made x has, and cast_kernel rounds x to codes and writes them as they lie and
-// transposed, either if requested. A bf16 element costs 2 bytes in the first pass and 2 + 1 + 1 in the
-// second.
+// Two passes: amax_kernel finds max |x|, unless the kernel that made x has, and cast_kernel rounds x to codes
+// and writes them as they lie and transposed, either if requested. A bf16 element costs 2 bytes in the first
+// pass and 2 + 1 + 1 in the second.
 //
-// A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, 16 bytes of each row
-// in bf16, writes their codes, and puts the codes into shared memory as words of 4 rows of one column. From
-// there the transposed rows are read and written 16 bytes at a time. Shared memory holds 32 words of a column
-// in 8 pieces of 16 bytes, of which piece p lies at p ^ (column / 8 mod 8): so neither the words' writes nor
-// the pieces' reads meet in a bank.
+// A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes,
+// and puts the codes into shared memory as words of 4 rows of one column, from which the transposed rows are
+// written 16 bytes at a time. Shared memory holds 32 words of a column in 8 pieces of 16 bytes, of which
+// piece p lies at p ^ (column / 8 mod 8): so neither the words' writes nor the pieces' reads meet in a bank.
 #include <cfloat>
 #include <cuda_fp8.h>
 

@@ -1,5 +1,5 @@
-// The epilogue of the GEMM on Hopper (hopper_kernel.cuh) that turns logits into the loss's exponentials and
-// sums their rows; and what it shares with that of their gradient (hopper_logits_gradient.cu).
+// The epilogue of the GEMM on Hopper that turns logits into the loss's exponentials and sums their rows; and
+// what it shares with that of their gradient (hopper_logits_gradient.cu).
 #pragma once
 
 #include <math.h>
@@ -44,10 +44,9 @@ static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N 
   EACH (i, 2) parts.best[i] = ranked(max[i], best[i]);
 }
 
-// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances in fp32,
-// the distances being E t ln 2. The product anchor * scale is rounded once per row, which shifts all of the
-// row's E by one factor; the sum is corrected by the rounding error. Only warps whose rows have a target in
-// the tile, or columns beyond V, mask entries.
+// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances (E t ln 2)
+// in fp32. The product a scale is rounded once per row, which shifts all of the row's E by one factor; the
+// sum is corrected by it. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
 template <bool TERMS>
 static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts,
                                                     const TileScheduler &s, const EpilogueParams &params,

@@ -12,8 +12,7 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the partials, added in their order: a tile of a cluster to a row of CTAs, four entries a thread. The
-// partials of its CTAs follow one another.
+// out = the partials, added in their order: a cluster's tile to a row of CTAs, four entries a thread.
 template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
@@ -37,9 +36,8 @@ static __global__ void __launch_bounds__(256)
 }
 
 // Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
-// places them. Each split of a tile of the result initialises its accumulators in its first step, so a list
-// has at least one for each: a shorter one goes on with steps beyond A and B, which TMA fills with zeros. One
-// warp a list.
+// places them. Each split initialises its accumulators in its first step, so a list has at least one step for
+// each: a shorter one goes on with steps beyond A and B, which TMA fills with zeros. One warp a list.
 struct DxLists {
   KList *lists;
   KStep *steps; // [lists, k_steps]
@@ -175,8 +173,8 @@ static double utilisation(double tiles, double clusters) {
 }
 
 // Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits.
-// Where both fill the device alike, the bytes decide: at C = 4096, cuBLASLt reads as few at H = 2048 and
-// takes 1% less time, and three quarters more at H = 4096, where it takes up to 3% longer.
+// Where both fill the device alike, the bytes decide: at C = 4096, cuBLASLt takes 1% less time at H = 2048
+// and up to 3% more at H = 4096.
 static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
   double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
@@ -264,8 +262,7 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle;
-// cuBLASLt has smaller tiles.
+// D = a weight; false where cuBLASLt's smaller tiles fit better: where tiles are fewer than clusters.
 template <typename K>
 static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})

@@ -1,30 +1,25 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU
-// in the epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms and gives the reasons, what was
-// measured and what was tried.
+// in the epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms, the reasons and what was measured.
 //
-// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from
-// Epilogue (hopper_tiles.cuh):
-//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the
-//               target; rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
-//               (hopper_exp.cuh)
-//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K.
-//               (hopper_store.cuh)
-//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
-//               (hopper_sampled.cuh)
-//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are
-//               stored, and the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
-//   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the
-//                   accumulators; gate
-//               and up are loaded, and their gradients are stored. (hopper_swiglu_gradient.cuh)
+// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. An epilogue derives from Epilogue
+// (hopper_tiles.cuh) and has a file of its own:
+//  hopper_exp.cuh: LogitsExp. A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0
+//      at the target; rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
+//  hopper_store.cuh: Store. A = E [C, V], B = W [V, H]: dX in bf16 or fp32, or as fp32 partials of split-K.
+//  hopper_sampled.cuh: AddF32. A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
+//  hopper_swiglu.cuh: Swiglu. A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups:
+//      both are stored, and the activation is made of them before they leave the SM.
+//  hopper_swiglu_gradient.cuh: SwigluGradient. A = dY, B = W of the MLP's down projection: the activation's
+//      gradient stays in the accumulators; gate and up are loaded, and their gradients are stored.
 //
 // A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty
 // mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster
 // have tiles one below the other and multicast the halves of their common B. (Sampled dX: side by side, with
-// a common A, so that each 128 rows have a list of k-steps of their own.) All but exact dX are ping-pong,
-// each consumer with whole tiles of 128 x 192:
-//   producer     A, B tiles -> stage s, once stage s is empty
-//   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
-//   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
+// a common A, so that each 128 rows have a list of k-steps.) All but exact dX are ping-pong, with tiles of
+// 128 x 192:
+//  producer     A, B tiles -> stage s, once stage s is empty
+//  consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
+//  consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
 // Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be
 // narrower, by steps of 64. Cluster i makes work tiles i, i + clusters, ...
 #pragma once
@@ -48,13 +43,12 @@ template <typename K> struct PipelineState {
 // --- the producer ------------------------------------------------------------------------------------------
 
 // Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter
-// in global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
-// clusters; it reads the counter an interval before it needs it. A producer that has read it MAX_POLLS times
-// in one wait, for a fraction of a millisecond, never waits again: if other work occupies the GPU, some
-// clusters may not have started.
+// in global memory, and waits while it is more than MAX_LEAD intervals ahead of the running clusters'
+// average; it reads the counter an interval before it needs it. After MAX_POLLS reads in one wait it never
+// waits again: if other work occupies the GPU, some clusters may not have started.
 //
-// The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one
-// resets it.
+// The counter holds the running clusters' intervals, plus 2^32 for each that has finished; the last resets
+// it.
 struct ClusterThrottle {
   enum { INTERVAL = 4, MAX_LEAD = 1, MAX_POLLS = 64 };
   unsigned long long *counter, seen = 0; // NULL: no throttle, or left to the cluster's other producer
@@ -87,8 +81,7 @@ struct ClusterThrottle {
   }
 };
 
-// This CTA's tile of a stage's A, or its half for the whole cluster; k: the first value of K, or the first
-// row of a panel.
+// This CTA's tile of a stage's A, or its half for the cluster; k: the first value of K, or of a panel's rows.
 template <typename K>
 static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
                                               int k, int rank) {
@@ -167,8 +160,7 @@ static __device__ __forceinline__ void release_stage(const Pipeline &pipeline, i
     mbarrier_arrive_remote(&pipeline.empty[stage], threadIdx.x % WARPGROUP);
 }
 
-// All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on. Calls `last_stage_is_full`
-// once nothing remains to be waited for.
+// All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on.
 template <typename K, int COLUMNS, typename F>
 static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipeline &pipeline,
                                                 PipelineState<K> &at, int steps, uint32_t a_first,

@@ -5,8 +5,7 @@
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 
-// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p +
-// per_distance ln 2 t) du/dz.
+// In place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
 template <bool TERMS>
 static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
                                                          const EpilogueParams &params, int row,

@@ -1,9 +1,9 @@
 // PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the GEMMs
 // (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
 //
-// A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
-// TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64
-// bytes (SWIZZLE_64B): chunk c of row r lies at c ^ (r / 2 & 3).
+// A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16) in TMA's
+// SWIZZLE_128B: 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
+// in SWIZZLE_64B: chunk c of row r lies at c ^ (r / 2 & 3).
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -212,8 +212,8 @@ template <int N> static __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Before the CTA ends, whose shared memory TMA may still read. No test guards this one or fence_proxy_async:
-// the emulator stores at once, and on a GPU their absence seldom shows. PTX's memory model demands both.
+// Before the CTA ends, whose shared memory TMA may still read. No test shows when this or fence_proxy_async
+// is missing: the emulator stores at once, and a GPU seldom fails. PTX's memory model demands both.
 static __device__ __forceinline__ void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -243,7 +243,7 @@ template <int N> static __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // The same for all groups, after x (not negative) is computed: ptxas moves a wait above arithmetic that
-// should run under the MMAs, but not above a store; this one is never executed.
+// should run under the MMAs, but not above a store; this store is never executed.
 static __device__ __forceinline__ void wgmma_wait_after(float x) {
   asm volatile("{\n\t.reg .pred negative;\n\t"
                "setp.lt.f32 negative, %0, 0f00000000;\n\t"
@@ -256,8 +256,8 @@ static __device__ __forceinline__ void wgmma_wait_after(float x) {
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
 // `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16
 // rows from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The
-// lower half holds the address and that distance, in units of 16 bytes; the upper half is the same for all:
-// groups of 8 rows lie 1024 bytes apart, swizzled over 128 bytes.
+// lower half holds both, in units of 16 bytes; the upper half says: groups of 8 rows 1024 bytes apart,
+// SWIZZLE_128B.
 #define DESCRIPTOR_HIGH "0x40000040"
 
 static __device__ __forceinline__ uint32_t descriptor_k_major(uint32_t address) {
@@ -267,9 +267,9 @@ static __device__ __forceinline__ uint32_t descriptor_mn_major(uint32_t address,
   return address >> 4 | next_tile >> 4 << 16;
 }
 
-// A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on; the
-// address stays within its bits, so nothing carries into the upper half. The GEMMs' main loop takes 10% fewer
-// instructions with whole descriptors, attention's kernels with lower halves.
+// A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on: nothing
+// carries into the upper half. The GEMMs' main loop takes 10% fewer instructions with whole descriptors,
+// attention's kernels with lower halves.
 static __device__ __forceinline__ uint64_t descriptor(uint32_t address, bool k_major) {
   uint64_t leading = k_major ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
   return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
@@ -303,9 +303,8 @@ static __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descripto
 #define WIDEN(WHAT, LOW) ".reg .b64 " WHAT ";\n\tmov.b64 " WHAT ", {" LOW ", " DESCRIPTOR_HIGH "};\n\t"
 
 // d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a and b
-// K-major or MN-major, in shared memory. Thread t of the warpgroup, in warp w = t / 32 with lane l = t % 32,
-// holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8 below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and
-// the next.
+// K-major or MN-major, in shared memory. Lane l of warp w holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8
+// below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
 template <int COLUMNS, bool A_MN_MAJOR, bool B_MN_MAJOR>
 static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
@@ -352,8 +351,7 @@ static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const uint
 #undef WIDEN
 #undef DESCRIPTOR_HIGH
 
-// The compiler does not know that wgmma writes its accumulators later: this keeps it from touching them
-// early.
+// wgmma writes its accumulators later: this keeps the compiler from touching them early.
 template <int N> static __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N]) {
   EACH (i, N) asm volatile("" : "+f"(d[i])::"memory");
 }

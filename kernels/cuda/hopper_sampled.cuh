@@ -16,10 +16,10 @@ static __device__ __forceinline__ int sum_column(int h, int pair) {
 struct AddF32 : Epilogue {
   static constexpr bool A_K_MAJOR = false, SAMPLED = true, COLUMN_LISTS = true, LOADS = true;
   enum { WARP_BYTES = 0, CTA_BYTES = SUM_BUFFERS * SUM_BYTES, CTA_BARRIERS = SUM_FULL + SUM_BUFFERS };
-  // Brings what is added to into the buffers, half a tile at a time, and the next tile into L2; run by a warp
-  // of its own. Without `accumulate` it only says when a buffer may be written. The consumers have full
-  // barriers of their own: one may reach its next tile before the other one's half has arrived, and a parity
-  // does not distinguish two rounds.
+  // Brings the addend into the buffers, half a tile at a time, and the next tile into L2; run by a warp of
+  // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers
+  // of its own: one may reach its next tile before the other's half has arrived, and a parity does not
+  // distinguish two rounds.
   template <typename K>
   static __device__ __forceinline__ void load_addend(const TileScheduler &s, const EpilogueParams &params,
                                                      const Pipeline &pipeline, const CUtensorMap *out,
@@ -45,8 +45,7 @@ struct AddF32 : Epilogue {
   }
 
   // out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at
-  // a time in its buffer, where load_addend has put what they are added to. Swizzled, so that a warp's
-  // accesses meet no bank twice.
+  // a time to load_addend's buffer. Swizzled, so that a warp's accesses meet no bank twice.
   template <typename K>
   __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     constexpr int GROUP = 8; // accesses on their way together

@@ -1,5 +1,5 @@
-// Epilogues of the GEMMs on Hopper (hopper_kernel.cuh) that store a tile as it is: dX, in bf16, in fp32, or
-// as fp32 partials of split-K.
+// Epilogues of the GEMMs on Hopper that store a tile as it is: dX in bf16, in fp32, or as partials of
+// split-K.
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"

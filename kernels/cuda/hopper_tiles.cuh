@@ -1,5 +1,5 @@
-// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles
-// of a result are ordered and shared out, and where in a tile a thread's accumulators lie.
+// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how a result's
+// tiles are ordered and shared out, and where in a tile a thread's accumulators lie.
 #pragma once
 
 #include "kernels/cuda/hopper_gemm.h"
@@ -142,8 +142,7 @@ struct Consumer {
   int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
 };
 
-// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from
-// this, each in a file of its own (hopper_kernel.cuh lists them).
+// What the kernel needs to know of an epilogue, by default; each derives from this.
 struct Epilogue {
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
   static constexpr bool COOPERATIVE = false;
@@ -156,8 +155,8 @@ struct Epilogue {
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.
   static constexpr bool GATE_UP = false;
-  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for
-  // all besides.
+  // Bytes of buffers for each warp, and for all besides; barriers for each consumer warp, and for all
+  // besides.
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
   // Whether a warp of its own runs load_addend().
   static constexpr bool LOADS = false;

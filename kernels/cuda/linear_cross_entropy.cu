@@ -1,6 +1,5 @@
-// The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu.
-// Why the arithmetic is anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data
-// flow.
+// The operations of the LM head and loss, on sm_90 with the GEMMs of hopper_gemm.cu. Why the arithmetic is
+// anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
 //
 // Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A
 // second kernel reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E
@@ -8,9 +7,9 @@
 // block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM over the whole
 // vocabulary, E W.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host:
-// the kernel that finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched
-// with PDL (programmatic dependent launch), which hides launches in small chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. The host does not know whether there are any:
+// the kernel that finalizes the sums looks at them and, as a rule, returns. On sm_90 programmatic dependent
+// launch hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
 #include <cooperative_groups.h>
@@ -94,8 +93,7 @@ static __device__ float anchor_of(float target_z, int target) {
   return target != IGNORE_INDEX ? target_z : INFINITY;
 }
 
-// One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is
-// kept.
+// One block a row of the tile, whose first column is vocabulary entry `first`. exps: NULL to keep nothing.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *target_z,

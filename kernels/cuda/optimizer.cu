@@ -1,10 +1,10 @@
 // AdamW over a slab, Muon's operations, the sum under the global norm, and the factor that clips it.
 //
 // AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
-// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost
-// (on an H200: 4.2 TB/s; with bf16 moments and no master 4.3; the sum of squares 4.4). A bf16 element that is
-// the only copy is rounded stochastically: rounded to nearest, steps smaller than half its last bit would
-// never accumulate. The random bits come from a counter, so a resumed run draws the same ones.
+// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200: 4.2
+// TB/s; with bf16 moments and no master 4.3; the sum of squares 4.4). A bf16 element that is the only copy is
+// rounded stochastically: to nearest, steps below half its last bit would never accumulate. The random bits
+// come from a counter, so a resumed run draws the same ones.
 #include <math.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -14,8 +14,7 @@ static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t i
   return (uint32_t)(random_bits_of(key, index / 2) >> (index % 2 * 32));
 }
 
-// Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
-// and NaN stay what they are. An fp32 element is stored as it is.
+// Up with the probability that makes the mean right: 16 random bits below the bits that are kept.
 static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
   *to = x;
 }
@@ -207,7 +206,7 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
 // --- batches of matrices -----------------------------------------------------------------------------------
 
 // Block (b, i) passes over some of matrix i: first it leaves a part of its sum of squares in `partial`, and
-// then, with WRITE, it makes out = x / |x|.
+// with WRITE it makes out = x / |x|.
 template <typename T, int W, bool WRITE>
 static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Matrices x, double *partial) {
   __shared__ float factor;

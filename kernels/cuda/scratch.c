@@ -1,5 +1,5 @@
-// The scratch that the CUDA backend's operations need, from shapes alone: a plan counts it on machines that
-// have no GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
+// The scratch of the CUDA backend's operations, from shapes alone: a plan counts it on machines without a
+// GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
 #include <math.h>
 
 #include "kernels/cuda/cuda_ops.h"
@@ -43,8 +43,8 @@ size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
   return 0;
 }
 
-// At least a tile of so many rows, and never less for more rows: a chunk of fewer rows (how many tokens count
-// depends on the data) never needs more than a full one.
+// At least a tile of so many rows, and never less for more rows: a chunk of fewer never needs more than a
+// full one.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
@@ -72,9 +72,9 @@ size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-// A chunk keeps no more tiles than this: a row's probabilities add up to at most 1, so those of LCE_TILE_ROWS
-// rows to LCE_TILE_ROWS; q is at most sqrt(2) m / full_mass; and a row of tiles keeps as many as its sum of
-// q, within one. (NaNs may keep more, which are then left out.)
+// A row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to LCE_TILE_ROWS; q is at most
+// sqrt(2) m / full_mass; a row of tiles keeps as many as its sum of q, within one. NaNs beyond it are left
+// out.
 static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
   int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS);
   double kept = ceil(sqrt(2) * LCE_TILE_ROWS / (double)full_mass) + 1;

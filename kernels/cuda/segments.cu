@@ -1,11 +1,10 @@
 // A scatter-add without atomics: out[ids[n]] += alpha * c[n] * x[n], where many n may name the same row, and
 // IGNORE_INDEX and ELSEWHERE name none.
 //
-// The positions n are sorted by id (a stable radix sort), so that the rows of one id follow one another: a
-// segment. The blocks of its first row sum all of it, each over the columns of 32 accesses; the blocks of the
-// other rows have nothing to do. Warp w adds rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps'
-// sums are added in their order. So the time that one id with many rows takes is bounded by latency: 25 ns a
-// row (H100, H 2048).
+// A stable radix sort of the positions n by id makes the rows of one id follow one another: a segment. The
+// blocks of its first row sum all of it, each over the columns of 32 accesses; the other rows' blocks have
+// nothing to do. Warp w adds rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps' sums are added
+// in order. One id with many rows is bound by latency: 25 ns a row (H100, H 2048).
 //
 // Traffic: x once, the named rows of out once or twice.
 #include <cub/device/device_radix_sort.cuh>
@@ -76,8 +75,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   int32_t *sorted_ids = reinterpret_cast<int32_t *>(at + id_bytes);
   int32_t *positions = reinterpret_cast<int32_t *>(at + 2 * id_bytes);
   launch_kernel(per_element(backend, "a sum over equal ids", count), count_up, unsorted, count);
-  // IGNORE_INDEX is the lowest id of all; as many low bits as this distinguish it and the ids above it from
-  // any row.
+  // IGNORE_INDEX is the lowest id; as many low bits as this distinguish it and the ids above it from any row.
   int bits = bits_of(out.shape[0] - IGNORE_INDEX);
   cuda_check(cub::DeviceRadixSort::SortPairs(at + 3 * id_bytes, sort_bytes, ids, sorted_ids, unsorted,
                                              positions, count, 0, bits, cuda_stream(backend)),

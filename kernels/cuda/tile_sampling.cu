@@ -1,17 +1,14 @@
 // Sampling the tiles of the softmax gradient on the GPU: the draws, and the two GEMMs over the kept tiles.
 //
-// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays
-// where it is.
-//
-// The kept tiles then leave E for a buffer, scaled and one after the other, and both GEMMs read them there
-// (hopper_gemm.cu):
-//   E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
-//                                    \--dX-->  dx_raw, in each chunk
+// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads. The kept tiles
+// leave E for a buffer, scaled and one after the other, where both GEMMs read them (hopper_gemm.cu):
+//  E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW when full-->  dweight
+//                                   \--dX, in each chunk-->  dx_raw
 // A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Which tiles are
 // kept is known on the device alone: the host launches the dW of a full buffer in every chunk, and a kernel
-// of one block says whether there is anything to do. Slots go to columns of tiles in their order, which makes
-// the order of all sums fixed. kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are
-// copied. Other GPUs do not come here: their gradients are exact (sampling.c).
+// of one block says whether there is anything to do. Slots go to columns of tiles in their order, which fixes
+// the order of all sums. kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are copied. On
+// other GPUs gradients are exact (sampling.c).
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -45,8 +42,7 @@ static __global__ void __launch_bounds__(THREADS)
   data_of<float>(a.tiles)[b * across + t] = mass;
 }
 
-// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a
-// NaN.
+// min(1, mass / full_mass), rounded to a power of two, by at most sqrt(2), from 2^-32 on; 1 for a NaN.
 static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
@@ -85,8 +81,7 @@ struct Columns {
   }
 };
 
-// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, of which only the fraction
-// matters.
+// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, modulo 1.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     draw_tiles_kernel(float *tiles, int across, float full_mass, uint64_t key) {
   griddepcontrol_launch_dependents();
@@ -120,9 +115,8 @@ static __device__ void add_stats(float *stats, const float *tiles, int64_t count
 
 // --- the kept tiles apart ----------------------------------------------------------------------------------
 
-// dW's lists for what is in the buffer, which counts as empty afterwards. Columns without a tile have none,
-// unless dweight is written for the first time: then a step beyond A and B, which TMA fills with zeros. Run
-// by a block.
+// dW's lists for what is in the buffer, which then counts as empty. Columns without a tile have none, unless
+// dweight is written for the first time: then a step beyond A and B, zeros from TMA. Run by a block.
 static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, int across) {
   int end_x = (int)k.x.shape[0], end_panels = (int)k.panels.shape[0];
   bool begun = state.begun;
@@ -165,8 +159,8 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   make_dweight_lists(k, state, across);
 }
 
-// Gives each kept tile of a chunk a slot, column after column, and before that makes dW's lists if they do
-// not fit beside those of the chunks before. One block.
+// Gives each kept tile of a chunk a slot, column after column; first makes dW's lists if the buffer is too
+// full for them. One block.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
                  int across, bool first, bool accumulate) {
@@ -181,8 +175,8 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
   int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
-  // An empty buffer is not flushed: NaNs may keep more of one chunk than it holds, and dweight is not made
-  // before the second.
+  // An empty buffer is not flushed: NaNs may keep more of one chunk than fits, and dweight waits for the
+  // second.
   if (state.chunks && (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};
@@ -216,8 +210,8 @@ static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, in
   store(to, v);
 }
 
-// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. Blocks (i, b): an X_BLOCKS-th of the rows of scaled_x
-// that belong to them, and zeros for what a last tile lacks.
+// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. Blocks (i, b): an X_BLOCKS-th of the tiles' rows of
+// scaled_x, and zeros for what a last tile lacks.
 enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 
 static __global__ void __launch_bounds__(THREADS)

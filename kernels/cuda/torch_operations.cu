@@ -1,5 +1,4 @@
-// The operations that tools/torch alone calls, on any GPU from sm_80 on; on sm_90 with the GEMM of
-// hopper_logits_gradient.cu.
+// The operations that tools/torch alone calls; on Hopper with the GEMM of hopper_logits_gradient.cu.
 #include "kernels/torch_operations.h"
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -33,8 +32,8 @@ void cuda_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
                 *a, inverse_temperature(a->terms.temperature));
 }
 
-// fp32 logits of a tile of columns from `first` on, or without a tile the exponentials, into their gradient;
-// a block takes a row. W > 1: to the end of a strided row's last group.
+// fp32 logits of a tile of columns from `first` on (without a tile: the exponentials) into their gradient; a
+// block takes a row. W > 1: to the end of a strided row's last group.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,

@@ -22,8 +22,7 @@ namespace emulator {
 
 // --- what there is -----------------------------------------------------------------------------------------
 
-// Of a warp: the MMAs that it has begun and not finished, oldest first, and their accumulators' values until
-// the last of these has finished.
+// The MMAs that a warp has begun and not finished, oldest first, and their accumulators' values until then.
 struct Mma {
   float *d[32];
   int columns, group;
@@ -41,8 +40,8 @@ struct Warp {
   int index, live = 0;
   Thread *lanes[32] = {}; // as many as there are
   double pace = 1;        // the probability that it runs when it is drawn
-  // Of what its lanes do together: how many have come, and what each brings. `values` stays until all have
-  // come to the next.
+  // Of what its lanes do together: how many have come, and what each brings. `values` stays until all come
+  // again.
   int arrived = 0;
   const char *what = "";
   uint64_t generation = 0, brought[32] = {}, values[32];
@@ -592,8 +591,7 @@ void wgmma_wait(int groups) {
 
 // --- the scheduler -----------------------------------------------------------------------------------------
 
-// Lets a warp's threads run until each waits, a few times over. With EMULATOR_LAG=1 one lane may lag behind
-// the others.
+// Lets a warp's threads run until each waits, a few times over. With EMULATOR_LAG=1 one lane may lag behind.
 static void run_warp(Warp &warp) {
   static const bool lags = getenv("EMULATOR_LAG") != nullptr;
   const int lagging = lags && chance() < 0.25 ? (int)(random() % 32) : -1;

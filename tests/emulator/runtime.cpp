@@ -1,5 +1,4 @@
-// The emulator's CUDA runtime and cuBLASLt (emulator.h): memory is the host's, and every call is done when it
-// returns.
+// The emulator's CUDA runtime and cuBLASLt (emulator.h): memory is the host's, and every call is synchronous.
 #include "tests/emulator/emulator.h"
 
 #include <cublasLt.h>

@@ -154,8 +154,7 @@ static void anchored_gradients(Backend *backend, const LinearCrossEntropy *c, co
   ladder_add_targets(a);
 }
 
-// Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass. No maximum, no second
-// pass.
+// Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass, without a maximum.
 static void anchored(Backend *backend, const LinearCrossEntropy *l) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
