@@ -1,9 +1,8 @@
 // Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk
 // alternates with the three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW =
 // L^T X over all tokens at once), each term of the loss (--terms) with the loss without it. Prints medians,
-// medians of the ratios, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 =
-// 1. --ladder times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a GPU 6
-// (Hopper) and 7.
+// ratios, and the bytes pushed beyond inputs and gradients. The last term is sampling at M0 = 1. --ladder
+// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7.
 //
 // How many tiles sampling drops depends on the logits. --checkpoint takes a trained state: W is the model's
 // head, x the final norm's output for the first N tokens that ./train --init DIR --data PATH --val-fraction 0
@@ -15,17 +14,16 @@
 //
 // --json prints an object a line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
 // inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
-// and the tensors), and, measured: seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the
-// term.
+// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term.
 //
 //  bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
-//  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2 \
+//  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
 //    --data 'shards/*.bin'
 //  bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
 //  OMP_NUM_THREADS=1 bench_lce --ladder --vocab 32768 --chunk 128
-//  bench_lce --device cuda --ladder --materialized --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024
-//  launch 4 bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
+//  bench_lce --device cuda --ladder --materialized --tokens 8192 --hidden-size 4096 --chunk 1024
+//  tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
 #include <math.h>
 #include <omp.h>
 #include <stdarg.h>
@@ -381,8 +379,7 @@ static void lay_out(Bench *b, Backend *backend) {
 // Runs it once and returns the bytes that it pushed at its peak, its operations' scratch included.
 static size_t held_by(const Bench *b, const Work *w) {
   Ledger *ledger = &b->backend->memory.ledger;
-  // Rungs before the last call their own kernels, on a plan too; none holds more than fp32 logits and
-  // gradients.
+  // Rungs before the last run kernels even on a plan; none holds more than fp32 logits and their gradients.
   size_t tokens = (size_t)b->settings->tokens, padded_vocab = (size_t)b->settings->vocab_size + 1024;
   if (b->backend->memory.planning && w->rung && w->rung < RUNGS)
     return 2 * tokens * padded_vocab * sizeof(float) + ((size_t)64 << 20);

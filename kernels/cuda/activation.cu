@@ -1,11 +1,9 @@
-// The activations: one block a row, 16 bytes at a time, each operand once (on an H200: SwiGLU 4.2 TB/s, GELU
-// 3.5). As a rule they run in a GEMM's epilogue (linear.cu); here they recompute what was not kept, or find
-// the maximum that FP8 needs.
+// The activations: one block a row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in a
+// GEMM's epilogue (linear.cu); these recompute what was not kept or find FP8's maximum.
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 
-// Calls f with the activation's functions, the element type, the width of an access, and whether amax is
-// wanted.
+// Calls f with the activation's functions, the element type, an access's width, and whether amax is given.
 template <typename F>
 static void with_activation(Backend *backend, Activation activation, Tensor amax,
                             std::initializer_list<Tensor> rows, F f) {

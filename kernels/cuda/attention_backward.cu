@@ -3,9 +3,9 @@
 // P = exp(S - lse) is recomputed from q, k and the saved lse; with delta = rowsum(dout * out), made first,
 //  dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
 // dk and dv sum over queries, dq over keys. One pass for all three must add dq up across blocks, by atomics
-// (whose order changes the last bits) or by waiting. Two passes, each the sole owner of what it writes, take
-// seven GEMMs instead of five and give the same bits in every run. A block owns rows of two resident tensors
-// and streams those of two others:
+// (whose order changes bits) or by waiting. Two passes, each the sole owner of what it writes, take seven
+// GEMMs instead of five and give the same bits in every run. A block owns rows of two tensors and streams
+// two:
 //
 //              resident    streamed                               S and dP     sums
 //  key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
 
   const int warp_row = threadIdx.x / 32 * M * 16, first_row = at.first_row + warp_row; // the warp's first
   const Documents documents = documents_of(a.documents);
-  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first and last
-  // row.
+  // Where row t sees streamed rows from (queries) or to (keys): the block, the warp's first and last row.
   auto bound_of = [&](int t) {
     t = min(t, T - 1);
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);

@@ -4,10 +4,9 @@
 // A CTA owns ROWS queries of one head, 64 for each consumer warpgroup, and walks over the keys in tiles of
 // KEYS from the diagonal back to the start (attention_hopper.cuh has the producer and the order of work). S =
 // Q K^T by wgmma from shared memory; softmax in registers with a running maximum m and sum l of each row; P =
-// exp(S - m), rounded to bf16 in registers, is the A operand of O += P V. Two overlaps keep the tensor cores
-// busy:
-//  within a consumer    S of the next tile is issued before P V of this one, whose softmax then runs under P V;
-//  between consumers    ping-pong: they issue GEMMs in turn, and one's softmax runs under the others' GEMMs.
+// exp(S - m), rounded to bf16, is the A operand of O += P V. Two overlaps:
+//   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under it;
+//   between consumers    ping-pong: they issue GEMMs in turn, and one's softmax runs under the others'.
 // K and V tiles lie in rings of their own, so that S starts when K has arrived.
 //
 // Why there is no deadlock: number a CTA's steps by its key tiles, in the order of loading. Each consumer
@@ -35,9 +34,8 @@ template <class F> struct ForwardStorage;
 template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
-  // A row's maximum is raised, and its sums rescaled, once a score exceeds it by this much as a power of two
-  // (as in FlashAttention-4): until then P is at most 2^8, which bf16 rounds no worse than 1. Most tiles need
-  // neither.
+  // A row's maximum is raised, and its sums rescaled, once a score exceeds it by 2 to this power (as in
+  // FlashAttention-4): until then P is at most 2^8, which bf16 rounds no worse than 1. Most tiles skip both.
   static constexpr float MAX_RISE = 8;
   using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;

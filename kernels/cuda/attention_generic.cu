@@ -1,5 +1,4 @@
-// Attention for heads of up to 256, in fp32 or bf16, the formulas as they stand; and of new tokens over a
-// cache.
+// Attention for heads of up to 256, in fp32 or bf16, as the formulas stand; and of new tokens over a cache.
 //
 // In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with
 // a running maximum, sum and weighted values, which are joined at the end in a fixed order. Decoding is bound

@@ -3,12 +3,10 @@
 //
 // A work tile is ROWS rows of one head: 64 for each consumer, whose operands stay in shared memory (they are
 // resident) while tiles of other rows are streamed past all consumers. One thread of the producer takes work
-// tiles from a counter and keeps TMA loads in flight. Which CTA does which work tile varies from run to run;
-// what a tile computes does not.
+// tiles from a counter and keeps TMA loads in flight. Which CTA does which tile varies, and no result.
 //
 // A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED
-// (sequences of several documents), Arguments, SharedStorage, produce(shared, a), which one thread runs, and
-// consume(shared, a).
+// (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
 #pragma once
 
 #include "kernels/cuda/attention_kernels.h"
@@ -91,8 +89,7 @@ template <int STAGES> struct PipelineState {
   }
 };
 
-// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other for each 64
-// columns.
+// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other, by 64 columns.
 template <int D, int ROWS>
 __device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head,
                                           int token, int batch) {
@@ -120,8 +117,7 @@ __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, 
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
 
-// d (+)= x y^T over D columns: x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS
-// rows.
+// d (+)= x y^T over D columns: x the warpgroup's 64 of ROWS resident rows, y a tile of COLUMNS rows.
 template <int D, int ROWS, int COLUMNS>
 __device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
   EACH (i, D / 16)

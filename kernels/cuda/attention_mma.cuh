@@ -130,8 +130,7 @@ template <int D> struct Lane {
 
 // --- GEMMs of a warp ---------------------------------------------------------------------------------------
 
-// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows 16 m and columns d, 16 of each; y:
-// rows of a tile from `row` on.
+// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): A of row 16 m, column d; y: tile rows from `row`.
 template <int D, int M, int N, class X>
 __device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
 #pragma unroll

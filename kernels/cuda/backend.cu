@@ -2,8 +2,7 @@
 //
 // Operations run in the order of one stream, so memory popped off the step's stack can be pushed again at
 // once. The host waits only for what it reads: uploads go through slots of pinned memory, from which the copy
-// engine reads when the stream gets there, so the caller's buffer is free at once. Only full slots make the
-// host wait.
+// engine reads when the stream gets there, so the caller's buffer is free. Full slots make it wait.
 #include <stdio.h>
 #include <string.h>
 

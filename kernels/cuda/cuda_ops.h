@@ -17,8 +17,7 @@ static inline int64_t cuda_column_slices(int64_t rows) {
 }
 
 // norm.cu's backward pass: each team of threads leaves a row of partial sums for dweight (and dbias). Enough
-// to fill a large GPU with 16 warps an SM, each with up to 1024 of a row's elements; about 8 MiB for either
-// vector.
+// to fill a large GPU with 16 warps an SM, each with up to 1024 of a row's elements; about 8 MiB a vector.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
   return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }

@@ -1,8 +1,7 @@
 // Quantisation to FP8 (e4m3): one factor for a whole matrix, from its largest element.
 //
 // Two passes: amax_kernel finds max |x|, unless the kernel that made x has, and cast_kernel rounds x to codes
-// and writes them as they lie and transposed, either if requested. A bf16 element costs 2 bytes in the first
-// pass and 2 + 1 + 1 in the second.
+// and writes them as they lie and transposed, if requested. A bf16 element costs 2, then 4 bytes.
 //
 // A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes,
 // and puts the codes into shared memory as words of 4 rows of one column, from which the transposed rows are

@@ -1,6 +1,5 @@
 // The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work:
-// false (or 0), with nothing touched, means that the device or the rows do not suit or, where said, that
-// cuBLASLt is faster.
+// false (or 0), with nothing touched, means that the device or rows do not suit or that cuBLASLt is faster.
 #pragma once
 
 #include "kernels/cuda/cuda_ops.h"
@@ -14,8 +13,7 @@ bool hopper_runs(Backend *backend);
 int64_t hopper_sum_parts(int64_t vocab_size);
 
 // For each row and each tile of columns: the sum of E from before it is rounded and, where LceLogitsExp has
-// e_distance and max, the part of e_distance and the largest logit (Ranked). [rows, hopper_sum_parts(V)]
-// each.
+// e_distance and max, e_distance's part and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each.
 typedef struct {
   float *sums, *distances;
   unsigned long long *best;

@@ -7,16 +7,15 @@
 //      at the target; rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
 //  hopper_store.cuh: Store. A = E [C, V], B = W [V, H]: dX in bf16 or fp32, or as fp32 partials of split-K.
 //  hopper_sampled.cuh: AddF32. A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
-//  hopper_swiglu.cuh: Swiglu. A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups:
-//      both are stored, and the activation is made of them before they leave the SM.
+//  hopper_swiglu.cuh: Swiglu. A = X, B = W^T, a tile of 96 columns of gates and the same 96 of ups: both
+//      are stored, and the activation is made of them before they leave the SM.
 //  hopper_swiglu_gradient.cuh: SwigluGradient. A = dY, B = W of the MLP's down projection: the activation's
 //      gradient stays in the accumulators; gate and up are loaded, and their gradients are stored.
 //
 // A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty
 // mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster
 // have tiles one below the other and multicast the halves of their common B. (Sampled dX: side by side, with
-// a common A, so that each 128 rows have a list of k-steps.) All but exact dX are ping-pong, with tiles of
-// 128 x 192:
+// a common A, so that each 128 rows have a list of k-steps.) All but exact dX are ping-pong (128 x 192):
 //  producer     A, B tiles -> stage s, once stage s is empty
 //  consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //  consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
@@ -47,8 +46,7 @@ template <typename K> struct PipelineState {
 // average; it reads the counter an interval before it needs it. After MAX_POLLS reads in one wait it never
 // waits again: if other work occupies the GPU, some clusters may not have started.
 //
-// The counter holds the running clusters' intervals, plus 2^32 for each that has finished; the last resets
-// it.
+// The counter holds the running clusters' intervals, plus 2^32 for each finished one; the last resets it.
 struct ClusterThrottle {
   enum { INTERVAL = 4, MAX_LEAD = 1, MAX_POLLS = 64 };
   unsigned long long *counter, seen = 0; // NULL: no throttle, or left to the cluster's other producer

@@ -256,8 +256,7 @@ static __device__ __forceinline__ void wgmma_wait_after(float x) {
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
 // `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16
 // rows from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The
-// lower half holds both, in units of 16 bytes; the upper half says: groups of 8 rows 1024 bytes apart,
-// SWIZZLE_128B.
+// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes.
 #define DESCRIPTOR_HIGH "0x40000040"
 
 static __device__ __forceinline__ uint32_t descriptor_k_major(uint32_t address) {

@@ -18,8 +18,7 @@ struct AddF32 : Epilogue {
   enum { WARP_BYTES = 0, CTA_BYTES = SUM_BUFFERS * SUM_BYTES, CTA_BARRIERS = SUM_FULL + SUM_BUFFERS };
   // Brings the addend into the buffers, half a tile at a time, and the next tile into L2; run by a warp of
   // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers
-  // of its own: one may reach its next tile before the other's half has arrived, and a parity does not
-  // distinguish two rounds.
+  // of its own: one may be a round ahead, and a parity does not distinguish two rounds.
   template <typename K>
   static __device__ __forceinline__ void load_addend(const TileScheduler &s, const EpilogueParams &params,
                                                      const Pipeline &pipeline, const CUtensorMap *out,

@@ -1,5 +1,4 @@
-// Epilogues of the GEMMs on Hopper that store a tile as it is: dX in bf16, in fp32, or as partials of
-// split-K.
+// Epilogues of the GEMMs on Hopper that store a tile as it is: dX in bf16, fp32, or as split-K's partials.
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"

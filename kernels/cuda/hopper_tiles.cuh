@@ -155,8 +155,7 @@ struct Epilogue {
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.
   static constexpr bool GATE_UP = false;
-  // Bytes of buffers for each warp, and for all besides; barriers for each consumer warp, and for all
-  // besides.
+  // Bytes of buffers for each warp and for all besides; barriers for each consumer warp and for all.
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
   // Whether a warp of its own runs load_addend().
   static constexpr bool LOADS = false;

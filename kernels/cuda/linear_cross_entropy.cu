@@ -4,8 +4,7 @@
 // Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A
 // second kernel reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E
 // in bf16. So a logit crosses L2 twice in fp32, E crosses device memory once, and no logit is rounded. One
-// block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM over the whole
-// vocabulary, E W.
+// block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM, E W.
 //
 // Rows whose sum exceeds LCE_LARGEST_SUM are computed again. The host does not know whether there are any:
 // the kernel that finalizes the sums looks at them and, as a rule, returns. On sm_90 programmatic dependent

@@ -6,10 +6,9 @@
 // rows for dweight and dbias in registers too; columns.cu adds the teams' sums in a fixed order. As many
 // teams run as fit the device at once. Where registers allow, a team loads its next row while it computes.
 //
-// Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
-// Measured on an H200, whose copy moves 4.3 TB/s, launches included: LayerNorm 3.7 TB/s forward and 3.6
-// backward at H 768 (65,536 rows), 3.1 and 2.9 at 1600 (16,384 rows); RMSNorm both ways 3.7 at 2048 and 3.9
-// at 4096.
+// Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx. On
+// an H200, whose copy moves 4.3 TB/s: LayerNorm 3.7 TB/s forward and 3.6 backward at H 768 (65,536 rows), 3.1
+// and 2.9 at 1600 (16,384 rows); RMSNorm both ways 3.7 at 2048 and 3.9 at 4096.
 #include "kernels/cuda/cuda_common.cuh"
 
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
@@ -19,8 +18,7 @@ template <bool ALIGNED> static constexpr int GROUPS = ALIGNED ? 4 : 16;
 // take up to 1024 threads, with 64 registers each.
 static constexpr int FEW = 256, MANY = 1024;
 
-// A row as it lies in memory, two bf16 elements to a register; each thread holds every blockDim.x-th group of
-// W. Beyond its end it is 0.
+// A row as it lies in memory, two bf16 elements to a register; a thread holds every blockDim.x-th group of W.
 template <typename T, int W, int N> struct Row {
   static constexpr int WORDS = sizeof(T) * W < 4 ? 1 : sizeof(T) * W / 4;
   uint32_t word[N][WORDS];

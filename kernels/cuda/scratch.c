@@ -43,8 +43,7 @@ size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
   return 0;
 }
 
-// At least a tile of so many rows, and never less for more rows: a chunk of fewer never needs more than a
-// full one.
+// At least a tile of so many rows, and never less for more rows: fewer never need more.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
@@ -73,8 +72,7 @@ size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
 }
 
 // A row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to LCE_TILE_ROWS; q is at most
-// sqrt(2) m / full_mass; a row of tiles keeps as many as its sum of q, within one. NaNs beyond it are left
-// out.
+// sqrt(2) m / full_mass; a row of tiles keeps its sum of q, within one. NaNs may exceed it.
 static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
   int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS);
   double kept = ceil(sqrt(2) * LCE_TILE_ROWS / (double)full_mass) + 1;

@@ -159,8 +159,8 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   make_dweight_lists(k, state, across);
 }
 
-// Gives each kept tile of a chunk a slot, column after column; first makes dW's lists if the buffer is too
-// full for them. One block.
+// Gives a chunk's kept tiles slots, column after column; first makes dW's lists if they do not fit. One
+// block.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
                  int across, bool first, bool accumulate) {
@@ -175,8 +175,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
   int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
-  // An empty buffer is not flushed: NaNs may keep more of one chunk than fits, and dweight waits for the
-  // second.
+  // An empty buffer is not flushed: NaNs may keep more than fits, and dweight waits for a second chunk.
   if (state.chunks && (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};

@@ -40,8 +40,7 @@ struct Warp {
   int index, live = 0;
   Thread *lanes[32] = {}; // as many as there are
   double pace = 1;        // the probability that it runs when it is drawn
-  // Of what its lanes do together: how many have come, and what each brings. `values` stays until all come
-  // again.
+  // Of what its lanes do together: how many have come, and what each brings, until all come again.
   int arrived = 0;
   const char *what = "";
   uint64_t generation = 0, brought[32] = {}, values[32];

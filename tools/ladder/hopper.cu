@@ -143,8 +143,7 @@ static __global__ void __launch_bounds__(CONSUMER + 32, 1)
 #endif
 }
 
-// A row's sum from its parts. Where it is out of range the row is computed once more, with its maximum as
-// anchor. One block a row.
+// A row's sum from its parts. Out of range, the row is made again, anchored at its maximum. One block a row.
 static __global__ void __launch_bounds__(THREADS)
     row_sums_kernel(const __grid_constant__ Chunk a, const __grid_constant__ Tensor parts) {
   int64_t n = blockIdx.x, vocab = a.weight.shape[0];
