@@ -6,9 +6,9 @@
 // Calls f with the activation's functions, the element type, an access's width, and whether amax is given.
 template <typename F>
 static void with_activation(Backend *backend, Activation activation, Tensor amax,
-                            std::initializer_list<Tensor> rows, F f) {
+                            std::initializer_list<Tensor> tensors, F f) {
   if (tensor_exists(amax)) cuda_fill_zero(backend, &amax);
-  with_access(rows.begin()->dtype, rows, [&](auto type, auto width) {
+  with_access(tensors.begin()->dtype, tensors, [&](auto type, auto width) {
     with_bool(tensor_exists(amax), [&](auto wanted) {
       if (activation == ACTIVATION_GELU)
         f(Gelu(), type, width, wanted);

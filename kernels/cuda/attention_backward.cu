@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);
   };
   const int everything = KEY_PASS ? T : 0;
-  const int of_block = PACKED ? bound_of(at.first_row + (KEY_PASS ? ROWS - 1 : 0)) : everything;
-  const int of_first = PACKED ? bound_of(first_row) : everything;
-  const int of_last = PACKED ? bound_of(first_row + M * 16 - 1) : everything;
-  const int first_tile = (KEY_PASS ? at.first_row : of_block) / TILE;
-  const int tiles = ((KEY_PASS ? of_block : min(at.first_row + ROWS, T)) + TILE - 1) / TILE - first_tile;
+  const int block_bound = PACKED ? bound_of(at.first_row + (KEY_PASS ? ROWS - 1 : 0)) : everything;
+  const int first_bound = PACKED ? bound_of(first_row) : everything;
+  const int last_bound = PACKED ? bound_of(first_row + M * 16 - 1) : everything;
+  const int first_tile = (KEY_PASS ? at.first_row : block_bound) / TILE;
+  const int tiles = ((KEY_PASS ? block_bound : min(at.first_row + ROWS, T)) + TILE - 1) / TILE - first_tile;
   const int steps = KEY_PASS ? tiles * group : tiles;
   auto tile_row = [&](int step) { return (first_tile + (KEY_PASS ? step % tiles : step)) * TILE; };
 
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
     for (int part = 0; part < TILE; part += STEP) {
       const int row = tile_row(step) + part; // the first of these streamed rows
       // None of the warp's rows sees them, or is seen by them.
-      if (KEY_PASS ? row + STEP <= first_row || (PACKED && row >= of_last)
-                   : row >= first_row + M * 16 || (PACKED && row + STEP <= of_first))
+      if (KEY_PASS ? row + STEP <= first_row || (PACKED && row >= last_bound)
+                   : row >= first_row + M * 16 || (PACKED && row + STEP <= first_bound))
         continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4];
       EACH (n, STEP / 8) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
       }
       scores<D>(s, lane, operand0, y0, part);
       scores<D>(dp, lane, operand1, y1, part);
-      if (PACKED && (KEY_PASS ? row + STEP > of_first : row < of_last))
+      if (PACKED && (KEY_PASS ? row + STEP > first_bound : row < last_bound))
         mask_columns<!KEY_PASS>(s, [=](int r) { return bound_of(first_row + r) - row; });
       if (KEY_PASS ? first_row + M * 16 > row + 1 : row + STEP > first_row + 1) // keys after the query
         mask_columns<KEY_PASS>(s, [=](int r) { return first_row + r - row + !KEY_PASS; });

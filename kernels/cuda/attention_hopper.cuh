@@ -197,11 +197,11 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
 
 // The device's SMs; 0 where it is no Hopper or the program has no code for it. F: any pass of the file.
 template <class F> static int hopper_sms() {
-  static thread_local int of = -1, sms = 0; // of the device that was asked about last
+  static thread_local int known = -1, sms = 0; // the latest device, and its SMs
   int device = 0;
   cuda_check(cudaGetDevice(&device), "querying the device");
-  if (device == of) return sms;
-  of = device, sms = 0;
+  if (device == known) return sms;
+  known = device, sms = 0;
   if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms;
   cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return sms;

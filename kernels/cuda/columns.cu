@@ -11,7 +11,7 @@ template <typename T, int W>
 static __global__ void __launch_bounds__(32 * ROW_WARPS)
     column_partials(float *partials, const T *x, int64_t rows, int64_t columns, int64_t stride,
                     int64_t slice_rows, const float *coefficients) {
-  __shared__ float of_warp[ROW_WARPS][W][33];
+  __shared__ float warp_sums[ROW_WARPS][W][33];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t column = ((int64_t)blockIdx.x * 32 + lane) * W;
   int64_t begin = blockIdx.y * slice_rows, end = min(rows, begin + slice_rows);
@@ -25,11 +25,11 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
       EACH (i, W) sum[i] += factor * values[i];
     }
   }
-  EACH (i, W) of_warp[warp][i][lane] = sum[i];
+  EACH (i, W) warp_sums[warp][i][lane] = sum[i];
   __syncthreads();
   for (int i = threadIdx.x; i < 32 * W; i += blockDim.x) {
     float total = 0;
-    EACH (w, ROW_WARPS) total += of_warp[w][i % W][i / W];
+    EACH (w, ROW_WARPS) total += warp_sums[w][i % W][i / W];
     int64_t to = (int64_t)blockIdx.x * 32 * W + i;
     if (to < columns) partials[blockIdx.y * columns + to] = total;
   }
@@ -42,7 +42,7 @@ template <typename T>
 static __global__ void __launch_bounds__(1024)
     column_totals(Outputs<T> outputs, const float *partials, int64_t slices, int64_t columns, int64_t stride,
                   float alpha, bool accumulate) {
-  __shared__ float of_warp[32][33];
+  __shared__ float warp_sums[32][33];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t column = (int64_t)blockIdx.x * 32 + lane;
   float sum = 0;
@@ -52,11 +52,11 @@ static __global__ void __launch_bounds__(1024)
 #pragma unroll 8
     for (int64_t slice = warp; slice < slices; slice += 32) sum += partials[slice * stride + column];
   }
-  of_warp[warp][lane] = sum;
+  warp_sums[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || column >= columns) return;
   float total = 0;
-  for (int w = 0; w < 32; w++) total += of_warp[w][lane];
+  for (int w = 0; w < 32; w++) total += warp_sums[w][lane];
   total *= alpha;
   if (accumulate) total += to_float(out[column]);
   out[column] = from_float<T>(total);

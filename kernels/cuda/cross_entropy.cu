@@ -62,12 +62,12 @@ template <bool PLAIN> static __device__ __forceinline__ Sums warp_join(Sums s) {
 }
 
 template <bool PLAIN> static __device__ __forceinline__ Sums block_join(Sums s) {
-  __shared__ Sums of_warp[32];
+  __shared__ Sums warp_sums[32];
   s = warp_join<PLAIN>(s);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = s;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = s;
   __syncthreads();
   s = Sums();
-  if (threadIdx.x % 32 < blockDim.x / 32) s = of_warp[threadIdx.x % 32];
+  if (threadIdx.x % 32 < blockDim.x / 32) s = warp_sums[threadIdx.x % 32];
   return warp_join<PLAIN>(s);
 }
 
@@ -127,7 +127,7 @@ static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_
   bool ahead = target_v > s.max || (target_v == s.max && target < s.best);
   float anchor = fmaxf(target_v, s.max), shift = s.max - anchor, shrink = __expf(shift);
   if (isnan(target_v)) anchor = target_v;
-  float alpha = a.alpha * read(a.factor, 0, 1), of_entropy = alpha * read(a.entropy_weights, row, 0);
+  float alpha = a.alpha * read(a.factor, 0, 1), entropy_scale = alpha * read(a.entropy_weights, row, 0);
   float vocab_size = (float)(int)a.logits.shape[1];
   RowSums sums = {.row_sum = s.e * shrink,
                   .target_e = expf(target_v - anchor),
@@ -155,11 +155,11 @@ static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_
   }
   return {.anchor = anchor,
           .per_e = l.per_e,
-          .entropy_per_e = of_entropy / l.total,
+          .entropy_per_e = entropy_scale / l.total,
           .from_anchor = anchor - l.lse + entropy,
           .uniform = l.uniform,
           .target = l.target - l.uniform * sums.class_weight -
-                    of_entropy * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
+                    entropy_scale * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
 }
 
 template <typename T, int W, bool PLAIN>

@@ -220,10 +220,11 @@ static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t wid
 
 // Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes
 // where the rows of all these tensors are a whole number of such groups (absent ones aside), else one.
-template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
+template <typename F>
+static inline void with_access(Dtype dtype, std::initializer_list<Tensor> tensors, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
-    if (rows_align(rows, W))
+    if (rows_align(tensors, W))
       f(type, std::integral_constant<int, W>());
     else
       f(type, std::integral_constant<int, 1>());
@@ -290,24 +291,24 @@ template <typename T> static __device__ __forceinline__ T warp_sum(T x) {
 
 // Over a block of whole warps, at most 32; every thread gets the result.
 static __device__ __forceinline__ float2 block_sum(float2 x) {
-  __shared__ float2 of_warp[32];
+  __shared__ float2 partial[32];
   x.x = warp_sum(x.x), x.y = warp_sum(x.y);
   if (blockDim.x == 32) return x;
   __syncthreads(); // the previous call's results have been read
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : make_float2(0, 0);
+  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : make_float2(0, 0);
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
 static __device__ __forceinline__ float block_sum(float x) {
-  __shared__ float of_warp[32];
+  __shared__ float partial[32];
   x = warp_sum(x);
   if (blockDim.x == 32) return x;
   __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
+  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
 }
 
 // An entry and its column in one number: the largest of a row's is the largest entry's, the first of several.
@@ -331,12 +332,12 @@ template <typename T> static __device__ __forceinline__ T warp_max(T x) {
 }
 
 static __device__ __forceinline__ Ranked block_max(Ranked x) {
-  __shared__ Ranked of_warp[32];
+  __shared__ Ranked partial[32];
   x = warp_max(x);
   __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0);
+  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0);
 }
 
 // tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
@@ -365,13 +366,13 @@ static __device__ __forceinline__ unsigned magnitude(float x) {
 
 // *amax = max(*amax, all threads' largest magnitude, rounded to T), in any order. Run by the whole block.
 template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
-  __shared__ unsigned of_block;
-  if (threadIdx.x == 0) of_block = 0;
+  __shared__ unsigned block_largest;
+  if (threadIdx.x == 0) block_largest = 0;
   __syncthreads();
   largest = __reduce_max_sync(~0u, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&of_block, largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&block_largest, largest);
   __syncthreads();
-  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(of_block)))));
+  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(block_largest)))));
 }
 
 // --- called from several files -----------------------------------------------------------------------------

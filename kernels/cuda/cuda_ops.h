@@ -81,7 +81,7 @@ typedef struct {
   Tensor panels;      // bf16 [capacity * CUDA_TILE_PANELS * LCE_TILE_ROWS, CUDA_PANEL_COLUMNS]
   Tensor x;           // bf16 [CUDA_KEPT_CHUNKS * chunk_rows, H]: the chunks' scaled x
   int32_t *slots;     // [A, B]: where a tile of the chunk lies in the buffer, or -1
-  int32_t *x_rows;    // [capacity]: x's row that a tile begins with
+  int32_t *x_begin;   // [capacity]: x's row that a tile begins with
   int32_t *starts;    // [CUDA_KEPT_CHUNKS, B + 1]: the first slot of each column of tiles
   int32_t *columns;   // [1 + B]: how many columns of tiles dW is made for now, and which
   KList *lists;       // [B], of these columns
@@ -109,8 +109,8 @@ static inline int64_t cuda_attention_slices(AttentionShape s) {
   return s.batch * ceil_div(s.seq_len, 64);
 }
 
-// optimizer.cu's reduce: one double a block; its frobenius_normalize: of each matrix so many.
-enum { CUDA_REDUCE_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
+// optimizer.cu: partial sums, in double, of sum_elements, and of frobenius_normalize for each matrix.
+enum { CUDA_SUM_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

@@ -49,7 +49,7 @@ template <typename T>
 static __global__ void __launch_bounds__(256)
     cast_kernel(uint8_t *codes, uint8_t *transposed, const float *amax, const T *x, int64_t rows,
                 int64_t columns) {
-  __shared__ uint4 of_column[TILE][TILE / 16];
+  __shared__ uint4 column_codes[TILE][TILE / 16];
   int64_t first_row = blockIdx.y * (int64_t)TILE, first_column = blockIdx.x * (int64_t)TILE;
   float factor = fminf(E4M3_MAX / *amax, FLT_MAX);
   int lane = threadIdx.x % 32;
@@ -70,8 +70,8 @@ static __global__ void __launch_bounds__(256)
       unsigned words[4];
       transpose_bytes(words, half[h]);
       EACH (c, 4)
-        reinterpret_cast<unsigned *>(&of_column[GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] =
-            words[c];
+        reinterpret_cast<unsigned *>(
+            &column_codes[GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] = words[c];
     }
   }
   if (!transposed) return;
@@ -81,7 +81,7 @@ static __global__ void __launch_bounds__(256)
     int64_t row = first_row + 16 * piece;
     if (row < rows && first_column + column < columns)
       *reinterpret_cast<uint4 *>(transposed + (first_column + column) * rows + row) =
-          of_column[column][piece ^ (column / GROUP % 8)];
+          column_codes[column][piece ^ (column / GROUP % 8)];
   }
 }
 

@@ -62,9 +62,9 @@ static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], Thre
   bool edge = first_column + TILE_N > s.n;
   EACH (i, 2) {
     bool inside = row + 8 * i < s.m;
-    int32_t of_row = inside ? params.targets[row + 8 * i] : ELSEWHERE;
-    float a = of_row == IGNORE_INDEX ? -NOTHING : inside ? params.anchor[row + 8 * i] : 0.0f;
-    target[i] = of_row - first_column;
+    int32_t row_target = inside ? params.targets[row + 8 * i] : ELSEWHERE;
+    float a = row_target == IGNORE_INDEX ? -NOTHING : inside ? params.anchor[row + 8 * i] : 0.0f;
+    target[i] = row_target - first_column;
     edge |= (unsigned)target[i] < TILE_N;
     shift[i] = -a * params.scale;
     // -a scale = shift + error; 2^error = 1 + error ln 2.
@@ -118,12 +118,12 @@ template <bool TERMS> struct LogitsExp : OfLogits {
       epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
-      auto join = [&](const auto(&of_thread)[2], auto *of_rows, auto combine) { // four lanes share a row
+      auto join = [&](const auto(&values)[2], auto *rows_out, auto combine) { // four lanes share a row
         EACH (i, 2) {
-          auto x = combine(of_thread[i], __shfl_xor_sync(~0u, of_thread[i], 1));
+          auto x = combine(values[i], __shfl_xor_sync(~0u, values[i], 1));
           x = combine(x, __shfl_xor_sync(~0u, x, 2));
           if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
-            of_rows[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
+            rows_out[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
         }
       };
       auto sum = [](float x, float y) { return x + y; };

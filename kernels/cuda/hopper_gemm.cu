@@ -116,8 +116,8 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
   using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  int64_t of_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
-  int64_t fit = (int64_t)(bytes / sizeof(float)) / of_row;
+  int64_t floats_per_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
+  int64_t fit = (int64_t)(bytes / sizeof(float)) / floats_per_row;
   if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
   CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),

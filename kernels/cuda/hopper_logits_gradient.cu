@@ -17,9 +17,9 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
   float inv_softcap = TERMS && params.softcap > 0 ? 1 / params.softcap : 0;
   EACH (i, 2) {
     int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
-    int32_t of_row = params.targets[n];
-    target[i] = of_row - first_column;
-    counts[i] = of_row != IGNORE_INDEX;
+    int32_t row_target = params.targets[n];
+    target[i] = row_target - first_column;
+    counts[i] = row_target != IGNORE_INDEX;
     shift[i] = -params.factors.lse[n] * LOG2_E;
     per_p[i] = params.factors.per_p[n];
     per_t[i] = params.factors.per_distance[n] * LN_2;

@@ -58,7 +58,7 @@ struct TileCoord {
 };
 
 static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, int tile) {
-  int of_group = s.group * s.n_tiles, group = tile / of_group, within = tile % of_group;
+  int group_tiles = s.group * s.n_tiles, group = tile / group_tiles, within = tile % group_tiles;
   int height = min(s.group, s.m_tiles - group * s.group);
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
@@ -79,11 +79,11 @@ static __device__ __forceinline__ int work_stride() {
 template <typename K>
 static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params,
                                                      int w, int rank) {
-  int tile = w, part = 0, parts = 1, of_splits = w - s.whole;
-  if (of_splits >= 0) {
+  int tile = w, part = 0, parts = 1, split_index = w - s.whole;
+  if (split_index >= 0) {
     int rest = s.m_tiles * s.n_tiles - s.whole;
-    tile = s.whole + of_splits % rest;
-    part = of_splits / rest;
+    tile = s.whole + split_index % rest;
+    part = split_index / rest;
     parts = s.splits;
   }
   TileCoord at;
@@ -100,7 +100,7 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
   work.column = at.column + (K::SHARE_A ? rank * TILE_N : 0);
   work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
   work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
-  work.split = of_splits >= 0 ? of_splits : -1;
+  work.split = split_index >= 0 ? split_index : -1;
   work.reverse = s.throttle && w / work_stride() % 2;
   return work;
 }

@@ -331,7 +331,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
         logits_exp_tiles<T>(backend, a, s);
         done = rows;
       }
-      RowParts of_tiles = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
+      RowParts tile_parts = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
       FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
                                   .exps_stride = rest.exps.stride,
                                   .x_stride = rest.x.stride,
@@ -347,7 +347,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .first = a->first,
                                   .sum = on_hopper ? nullptr : s.sum,
                                   .distance = on_hopper ? nullptr : s.distance,
-                                  .parts = of_tiles,
+                                  .parts = tile_parts,
                                   .across = on_hopper ? (int)across : 0,
                                   .shares = s.tile,
                                   .distance_shares = s.tile + rows * blocks,

@@ -202,10 +202,11 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
 
 // As many as the device holds.
 template <typename Kernel> static int64_t blocks_at_once(Backend *backend, Kernel *kernel, dim3 block) {
-  int of_an_sm = 0;
-  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_an_sm, kernel, (int)(block.x * block.y), 0),
-             "counting blocks");
-  return (int64_t)of_an_sm * cuda_state(backend)->multiprocessors;
+  int blocks_per_sm = 0;
+  cuda_check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, (int)(block.x * block.y), 0),
+      "counting blocks");
+  return (int64_t)blocks_per_sm * cuda_state(backend)->multiprocessors;
 }
 
 void cuda_norm_forward(Backend *backend, const NormForward *a) {

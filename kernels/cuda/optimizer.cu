@@ -147,17 +147,17 @@ void cuda_sgd(Backend *backend, const Update *a) {
 
 // A block's sum in a fixed order: each thread its own, then a tree over the threads. Thread 0 gets it.
 static __device__ double block_total(double sum) {
-  __shared__ double of_thread[256];
-  of_thread[threadIdx.x] = sum;
+  __shared__ double partial_sums[256];
+  partial_sums[threadIdx.x] = sum;
   for (int half = 128; half; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
+    if (threadIdx.x < half) partial_sums[threadIdx.x] += partial_sums[threadIdx.x + half];
   }
-  return threadIdx.x == 0 ? of_thread[0] : 0;
+  return threadIdx.x == 0 ? partial_sums[0] : 0;
 }
 
 template <typename T, int W, bool SQUARES>
-static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, const T *x, int64_t count) {
+static __global__ void __launch_bounds__(256) sum_blocks(double *partial, const T *x, int64_t count) {
   double total = 0;
   int64_t body = count / W * W, thread = (int64_t)blockIdx.x * 256 + threadIdx.x;
 #pragma unroll 4
@@ -176,7 +176,7 @@ static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, con
 }
 
 static __global__ void __launch_bounds__(256)
-    reduce_partials(float *sum, const double *partial, int count, bool accumulate) {
+    sum_partials(float *sum, const double *partial, int count, bool accumulate) {
   double total = 0;
   for (int i = threadIdx.x; i < count; i += 256) total += partial[i];
   total = block_total(total);
@@ -193,13 +193,13 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
     with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
       with_bool(a->squares, [&](auto squares) {
         constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        blocks = (int)max_i64(1, min_i64(CUDA_REDUCE_BLOCKS, ceil_div(count, 256 * W)));
+        blocks = (int)max_i64(1, min_i64(CUDA_SUM_BLOCKS, ceil_div(count, 256 * W)));
         launch_kernel({"sum_elements", cuda_stream(backend), dim3((unsigned)blocks), 256},
-                      reduce_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
+                      sum_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
       });
     });
   });
-  launch_kernel({"sum_elements", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
+  launch_kernel({"sum_elements", cuda_stream(backend), dim3(1), 256}, sum_partials, data_of<float>(a->sum),
                 partial, blocks, a->accumulate);
 }
 

@@ -97,7 +97,7 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   k.panels = tensor_2d(panels, DTYPE_BF16, panel_rows, CUDA_PANEL_COLUMNS);
   k.x = tensor_2d(x, DTYPE_BF16, x_rows, hidden_size);
   k.slots = part(base, &k.bytes, tiles, sizeof *k.slots);
-  k.x_rows = part(base, &k.bytes, k.capacity, sizeof *k.x_rows);
+  k.x_begin = part(base, &k.bytes, k.capacity, sizeof *k.x_begin);
   k.starts = part(base, &k.bytes, CUDA_KEPT_CHUNKS * (across + 1), sizeof *k.starts);
   k.columns = part(base, &k.bytes, 1 + across, sizeof *k.columns);
   k.lists = part(base, &k.bytes, across, sizeof *k.lists);
@@ -127,7 +127,7 @@ size_t cuda_frobenius_normalize_scratch(const FrobeniusNormalize *a) {
 }
 
 size_t cuda_sum_elements_scratch(const SumElements *a) {
-  return CUDA_REDUCE_BLOCKS * sizeof(double);
+  return CUDA_SUM_BLOCKS * sizeof(double);
 }
 
 // Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs need.

@@ -23,7 +23,7 @@ static __global__ void __launch_bounds__(32 * WARPS, 8)
     sum_segment(TO *out, const int32_t *ids, const int32_t *positions, int64_t count, const T *x,
                 int64_t x_stride, const float *coefficients, float alpha, int hidden_size, bool accumulate) {
   constexpr int AT_ONCE = 8;
-  __shared__ float of_warp[WARPS][W][32];
+  __shared__ float warp_sums[WARPS][W][32];
   int64_t begin = blockIdx.x;
   int32_t id = ids[begin];
   if (id < 0 || (begin > 0 && ids[begin - 1] == id)) return;
@@ -36,26 +36,26 @@ static __global__ void __launch_bounds__(32 * WARPS, 8)
   int found = 32;
   for (int64_t first = begin + warp; found == 32; first += 32 * WARPS) {
     int64_t i = first + lane * WARPS; // each lane finds one of the warp's next rows
-    bool of_segment = i < count && ids[i] == id;
-    int32_t from = of_segment ? positions[i] : 0;
-    float factor = of_segment && coefficients ? alpha * coefficients[from] : alpha;
-    found = __popc(__ballot_sync(~0u, of_segment));
+    bool inside_segment = i < count && ids[i] == id;
+    int32_t from = inside_segment ? positions[i] : 0;
+    float factor = inside_segment && coefficients ? alpha * coefficients[from] : alpha;
+    found = __popc(__ballot_sync(~0u, inside_segment));
     for (int next = 0; next < found; next += AT_ONCE) {
       float values[AT_ONCE][W];
       // In place of missing rows the last one is loaded again, so that no load waits for a condition.
       EACH (j, AT_ONCE) load(values[j], x + __shfl_sync(~0u, from, min(next + j, found - 1)) * x_stride);
       EACH (j, AT_ONCE) {
-        float of_row = __shfl_sync(~0u, factor, next + j);
+        float row_factor = __shfl_sync(~0u, factor, next + j);
         EACH (k, W)
-          if (next + j < found) sum[k] += of_row * values[j][k];
+          if (next + j < found) sum[k] += row_factor * values[j][k];
       }
     }
   }
-  EACH (k, W) of_warp[warp][k][lane] = sum[k];
+  EACH (k, W) warp_sums[warp][k][lane] = sum[k];
   __syncthreads();
   if (warp > 0 || !inside) return;
   EACH (w, WARPS)
-    EACH (k, W) total[k] += of_warp[w][k][lane];
+    EACH (k, W) total[k] += warp_sums[w][k][lane];
   store(out, total);
 }
 

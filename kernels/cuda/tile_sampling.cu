@@ -21,19 +21,19 @@ static __global__ void __launch_bounds__(THREADS)
     tile_masses_kernel(const __grid_constant__ LceSampledGradients a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  __shared__ float part[WARPS][32], of_row[LCE_TILE_ROWS]; // what a row's sums are multiplied with
+  __shared__ float part[WARPS][32], row_scale[LCE_TILE_ROWS]; // what a row's sums are multiplied with
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
   int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
   const float *row_sum = data_of<float>(a.softmax.row_sum), *target_e = data_of<float>(a.softmax.target_e);
   const float *tile_sums = data_of<float>(a.tile_sums);
   for (int64_t n = first + threadIdx.x; n < end; n += THREADS)
-    of_row[n - first] = read(a.softmax.rescale, n, 1) / (row_sum[n] + target_e[n]);
+    row_scale[n - first] = read(a.softmax.rescale, n, 1) / (row_sum[n] + target_e[n]);
   __syncthreads();
   float mass = 0;
 #pragma unroll 16
   for (int64_t n = first + warp; n < end; n += WARPS)
-    if (t < across) mass += tile_sums[n * across + t] * of_row[n - first];
+    if (t < across) mass += tile_sums[n * across + t] * row_scale[n - first];
   part[warp][lane] = mass;
   __syncthreads();
   if (warp || t >= across) return;
@@ -53,21 +53,21 @@ static __device__ __forceinline__ float keep_probability(float mass, float full_
 
 // The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
 static __device__ uint2 sum_before(uint2 mine, uint2 *all) {
-  __shared__ uint2 of_warp[ONE_BLOCK / 32];
+  __shared__ uint2 warp_sums[ONE_BLOCK / 32];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint2 sum = mine;
   for (int i = 1; i < 32; i *= 2) {
     unsigned x = __shfl_up_sync(~0u, sum.x, i), y = __shfl_up_sync(~0u, sum.y, i);
     if (lane >= i) sum.x += x, sum.y += y;
   }
-  __syncthreads(); // a call before has read of_warp
-  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads(); // a call before has read warp_sums
+  if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
   uint2 before = make_uint2(sum.x - mine.x, sum.y - mine.y);
   *all = make_uint2(0, 0);
   for (int i = 0; i < ONE_BLOCK / 32; i++) {
     if (i == warp) before.x += all->x, before.y += all->y;
-    all->x += of_warp[i].x, all->y += of_warp[i].y;
+    all->x += warp_sums[i].x, all->y += warp_sums[i].y;
   }
   return before;
 }
@@ -89,9 +89,9 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   float *row = tiles + (int64_t)blockIdx.x * across;
   Columns mine(across);
   auto step = [&](int t) { return (uint64_t)(keep_probability(row[t], full_mass) * 0x1p32f); };
-  uint2 of_mine = make_uint2(0, 0), all;
-  for (int t = mine.begin; t < mine.end; t++) of_mine.x += (uint32_t)step(t);
-  uint32_t sum = (uint32_t)(random_bits_of(key, blockIdx.x) >> 32) + sum_before(of_mine, &all).x;
+  uint2 own_sum = make_uint2(0, 0), all;
+  for (int t = mine.begin; t < mine.end; t++) own_sum.x += (uint32_t)step(t);
+  uint32_t sum = (uint32_t)(random_bits_of(key, blockIdx.x) >> 32) + sum_before(own_sum, &all).x;
   for (int t = mine.begin; t < mine.end; t++) {
     uint64_t q = step(t);
     row[t] = sum + q >= (uint64_t)1 << 32 ? 0x1p32f / (float)q : -row[t];
@@ -143,7 +143,7 @@ static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, i
     for (int c = 0; c < state.chunks; c++)
       for (int slot = k.starts[c * (across + 1) + t]; slot < k.starts[c * (across + 1) + t + 1]; slot++)
         for (int half = 0; half < LCE_TILE_ROWS; half += 64)
-          k.steps[at.y++] = {k.x_rows[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
+          k.steps[at.y++] = {k.x_begin[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
   }
   if (threadIdx.x) return;
   k.columns[0] = (int)all.x;
@@ -174,9 +174,9 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   for (int t = mine.begin; t < mine.end; t++)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
-  int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
+  int slot = (int)sum_before(count, &all).x, chunk_tiles = (int)all.x;
   // An empty buffer is not flushed: NaNs may keep more than fits, and dweight waits for a second chunk.
-  if (state.chunks && (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
+  if (state.chunks && (state.kept + chunk_tiles > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};
     __syncthreads();
@@ -190,11 +190,11 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
     for (int b = 0; b < blocks; b++) {
       bool kept = tiles[(int64_t)b * across + t] > 0 && slot < capacity;
       k.slots[(int64_t)b * across + t] = kept ? slot : -1;
-      if (kept) k.x_rows[slot++] = (int)(state.chunks * k.chunk_rows) + b * LCE_TILE_ROWS;
+      if (kept) k.x_begin[slot++] = (int)(state.chunks * k.chunk_rows) + b * LCE_TILE_ROWS;
     }
   }
   if (threadIdx.x) return;
-  starts[across] = min(capacity, state.kept + of_chunk);
+  starts[across] = min(capacity, state.kept + chunk_tiles);
   k.state->kept = starts[across], k.state->chunks = state.chunks + 1, k.state->begun = state.begun;
 }
 

@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
                            int columns, Capped<T> capped, float inv_temperature) {
   int64_t row = blockIdx.x;
-  int of_row = data_of<int32_t>(a.targets)[row], target = (int)(of_row - first);
+  int row_target = data_of<int32_t>(a.targets)[row], target = (int)(row_target - first);
   float lse = data_of<float>(a.factors.lse)[row], per_p = data_of<float>(a.factors.per_p)[row];
   float per_distance = data_of<float>(a.factors.per_distance)[row], scale = __expf(-lse);
   float at_target = data_of<float>(a.factors.at_target)[row];
@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(256)
       }
       d[k] = p * (per_p + per_distance * distance) * slope;
       if (i + k == target) d[k] = at_target;
-      if (of_row == IGNORE_INDEX || i + k >= columns) d[k] = 0;
+      if (row_target == IGNORE_INDEX || i + k >= columns) d[k] = 0;
     }
     store(out + i, d);
   }

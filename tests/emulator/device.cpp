@@ -315,9 +315,9 @@ void mma(std::initializer_list<float *> c, std::initializer_list<uint32_t> a_b) 
   }
   for (int i = 0; i < 4; i++)
     for (int k = 0; k < 16; k++) {
-      int of_k = k % 8 / 2;
-      *c.begin()[i] += widened(r[k / 8 * 2 + i / 2][g * 4 + of_k], k % 2) *
-                       widened(r[4 + k / 8][(2 * q + i % 2) * 4 + of_k], k % 2);
+      int pair = k % 8 / 2;
+      *c.begin()[i] += widened(r[k / 8 * 2 + i / 2][g * 4 + pair], k % 2) *
+                       widened(r[4 + k / 8][(2 * q + i % 2) * 4 + pair], k % 2);
     }
 }
 
@@ -721,13 +721,13 @@ struct Cluster {
   }
 };
 
-void Launch::run(const std::function<void()> &of_thread) const {
+void Launch::run(const std::function<void()> &thread_body) const {
   const unsigned count = grid.x * grid.y * grid.z, size = block.x * block.y * block.z;
   if (count == 0 || size == 0) return;
   if (shared_bytes > SHARED_MAX) EMULATOR_FAILS("a launch with %zu bytes of shared memory", shared_bytes);
   const char *seed = getenv("EMULATOR_SEED");
   random.seed(seed ? (unsigned)atoi(seed) : 1);
-  kernel = &of_thread;
+  kernel = &thread_body;
   emulator::grid = {grid.x, grid.y, grid.z};
   threads_of_block = {block.x, block.y, block.z};
   for (unsigned first = 0; first < count; first += (unsigned)cluster) {

@@ -52,7 +52,7 @@ struct Launch {
   size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
   int cluster = 1; // blocks that run at the same time
-  void run(const std::function<void()> &of_thread) const;
+  void run(const std::function<void()> &thread_body) const;
 };
 
 template <typename... Params, typename... Args>

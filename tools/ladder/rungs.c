@@ -20,8 +20,8 @@ static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first
   int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
   LinearCrossEntropy c = *call;
   // Exercise 3: c's x, dx, loss and targets are the chunk's; its dweight is the sum over all chunks.
-  Tensor *const of_tokens[] = {&c.x, &c.dx, &c.loss, &c.targets};
-  for (int i = 0; i < 4; i++) *of_tokens[i] = tensor_rows(*of_tokens[i], first, count);
+  Tensor *const per_token[] = {&c.x, &c.dx, &c.loss, &c.targets};
+  for (int i = 0; i < 4; i++) *per_token[i] = tensor_rows(*per_token[i], first, count);
   c.accumulate = first > 0;
   // end of exercise 3
   c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
