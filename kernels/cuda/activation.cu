@@ -1,7 +1,6 @@
 // The activations: one block a row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in a
 // GEMM's epilogue (linear.cu); these recompute what was not kept or find FP8's maximum.
 #include "kernels/cuda/activation.cuh"
-#include "kernels/cuda/cuda_common.cuh"
 
 // Calls f with the activation's functions, the element type, an access's width, and whether amax is given.
 template <typename F>

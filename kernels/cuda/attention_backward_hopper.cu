@@ -43,7 +43,7 @@ struct Tiles {
   int first, end, heads;
 };
 
-template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
+template <class F> DEVICE Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS, all = (a.seq_len + TILE - 1) / TILE;
   if (F::KEY_PASS) {
     int end = F::PACKED ? (bound_of<F>(a, w, first_row + F::ROWS - 1) + TILE - 1) / TILE : all;
@@ -67,13 +67,10 @@ template <class F> struct BackwardStorage {
   int work[RESIDENT];
   float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // of results, by warp; two work tiles' in turn
 
-  __device__ __forceinline__ void init_barriers(int warps) {
-    resident_ring.init(warps), streamed_ring.init(warps);
-  }
+  DEVICE void init_barriers(int warps) { resident_ring.init(warps), streamed_ring.init(warps); }
 };
 
-template <class F>
-__device__ __forceinline__ void produce(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
+template <class F> DEVICE void produce(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int first_key = a.num_heads, first_value = first_key + a.num_key_value_heads,
@@ -106,7 +103,7 @@ __device__ __forceinline__ void produce(BackwardStorage<F> &shared, const Hopper
 }
 
 // Two floats of shared memory; the compiler, which cannot see that, would use generic addresses.
-__device__ __forceinline__ float2 load_shared(const float *from) {
+DEVICE float2 load_shared(const float *from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(x.x), "=f"(x.y)
@@ -116,8 +113,7 @@ __device__ __forceinline__ float2 load_shared(const float *from) {
 }
 
 // The sums of a warp's 16 rows of results, times scale, to shared memory. Each step halves a lane's columns.
-template <int D>
-__device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], float scale) {
+template <int D> DEVICE void sum_columns(float *to, const float (&x)[D / 2], float scale) {
   const int lane = threadIdx.x % 32;
   float sums[D / 4];
   EACH (i, D / 4) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
@@ -128,8 +124,7 @@ __device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], 
   }
 }
 
-template <class F>
-__device__ __forceinline__ void consume(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
+template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,

@@ -23,8 +23,8 @@ struct RowStatistics {
 
 // s becomes exp(s - max); what was summed so far (o, sum) is brought to the new maximum.
 template <int D>
-__device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4],
-                                             RowStatistics &row, float scale_log2) {
+DEVICE void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4], RowStatistics &row,
+                         float scale_log2) {
   EACH (m, M)
     EACH (half, 2) {
       float largest = row.max[m][half];

@@ -52,7 +52,7 @@ template <class F> struct ForwardStorage {
   Barriers<VALUE_STAGES> value_ring;
   int work[RESIDENT];
 
-  __device__ __forceinline__ void init_barriers(int warps) {
+  DEVICE void init_barriers(int warps) {
     resident_ring.init(warps), key_ring.init(warps), value_ring.init(warps);
   }
 };
@@ -62,15 +62,13 @@ struct KeyTiles {
   int first, end;
 };
 
-template <class F>
-__device__ __forceinline__ KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
+template <class F> DEVICE KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS;
   return {F::PACKED ? bound_of<F>(a, w, first_row) / KEYS : 0,
           (min(first_row + F::ROWS, a.seq_len) + KEYS - 1) / KEYS};
 }
 
-template <class F>
-__device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
+template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D;
   constexpr uint32_t TILE_OF_KEYS = sizeof shared.keys[0];
   PipelineState keys(shared.key_ring);
@@ -98,15 +96,14 @@ __device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperF
 }
 
 // Consumers issue their GEMMs one after the other: named barriers 4 to 6, at which the one before arrives.
-template <class F> __device__ __forceinline__ void take_turn(int group) {
+template <class F> DEVICE void take_turn(int group) {
   named_barrier_sync<256>(4 + group);
 }
-template <class F> __device__ __forceinline__ void pass_turn(int group) {
+template <class F> DEVICE void pass_turn(int group) {
   named_barrier_arrive<256>(4 + (group + 1 == F::WARPGROUPS ? 0 : group + 1));
 }
 
-template <class F>
-__device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
+template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;

@@ -35,7 +35,7 @@ struct WorkTile {
 };
 
 // Heads by groups that fit in the L2 cache; within a group the longest tiles first.
-template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArguments &a, int index) {
+template <class F> DEVICE WorkTile work_tile(const HopperArguments &a, int index) {
   int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
   int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
   int head = first_head + place % heads, block = place / heads;
@@ -44,7 +44,7 @@ template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArg
 }
 
 // Where row t sees the streamed rows from (queries), or to (keys); rows past the last see what that sees.
-template <class F> __device__ __forceinline__ int bound_of(const HopperArguments &a, WorkTile w, int t) {
+template <class F> DEVICE int bound_of(const HopperArguments &a, WorkTile w, int t) {
   const int64_t first = w.batch * (int64_t)a.seq_len;
   t = min(t, a.seq_len - 1);
   return F::KEY_PASS ? a.documents.end(first, t, a.seq_len) : a.documents.start(first, t);
@@ -54,7 +54,7 @@ template <class F> __device__ __forceinline__ int bound_of(const HopperArguments
 
 template <int STAGES> struct Barriers {
   uint64_t full[STAGES], free[STAGES];
-  __device__ __forceinline__ void init(int warps) { // so many release a stage
+  DEVICE void init(int warps) { // so many release a stage
     for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps);
   }
 };
@@ -64,35 +64,35 @@ template <int STAGES> struct PipelineState {
   Barriers<STAGES> &barriers;
   int stage = 0, phase = 0;
 
-  __device__ __forceinline__ explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
-  __device__ __forceinline__ int advance() {
+  DEVICE explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
+  DEVICE int advance() {
     int now = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
     return now;
   }
   // The producer's next stage, once it is free.
-  __device__ __forceinline__ int acquire() {
+  DEVICE int acquire() {
     mbarrier_wait(&barriers.free[stage], phase ^ 1);
     return advance();
   }
   // Until a consumer's next tile is there.
-  __device__ __forceinline__ void wait() { mbarrier_wait(&barriers.full[stage], phase); }
+  DEVICE void wait() { mbarrier_wait(&barriers.full[stage], phase); }
   // A consumer's next stage, once its tile has arrived; it may be released at once. The warp meets first: a
   // lane that lags behind a release would miss its phase.
-  __device__ __forceinline__ int take() {
+  DEVICE int take() {
     wait();
     __syncwarp();
     return advance();
   }
-  __device__ __forceinline__ void release(int which) {
+  DEVICE void release(int which) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers.free[which]);
   }
 };
 
 // Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other, by 64 columns.
 template <int D, int ROWS>
-__device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head,
-                                          int token, int batch) {
+DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head, int token,
+                      int batch) {
   for (int i = 0; i < D / 64; i++)
     for (int part = 0; part < ROWS / TILE; part++)
       tma_load_4d(shared_address(to) + (i * (ROWS / TILE) + part) * TILE_BYTES, map, barrier, i * 64, head,
@@ -102,8 +102,8 @@ __device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map
 // The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose
 // resident operands go to `slot`. The index of a work tile past the last ends the consumers.
 template <class F, class Load>
-__device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, const HopperArguments &a,
-                                             uint32_t resident_bytes, Load load) {
+DEVICE void produce_work(typename F::SharedStorage &shared, const HopperArguments &a, uint32_t resident_bytes,
+                         Load load) {
   PipelineState<F::SharedStorage::RESIDENT> resident(shared.resident_ring);
   for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(a.counter, 1)) {
     const bool end = index >= a.work;
@@ -119,33 +119,31 @@ __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, 
 
 // d (+)= x y^T over D columns: x the warpgroup's 64 of ROWS resident rows, y a tile of COLUMNS rows.
 template <int D, int ROWS, int COLUMNS>
-__device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
+DEVICE void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
   EACH (i, D / 16)
     wgmma<COLUMNS>(d, x + i / 4 * (ROWS * 128 / 16) + i % 4 * 2, y + i / 4 * (COLUMNS * 128 / 16) + i % 4 * 2,
                    add || i > 0);
 }
 
 // d += p y, p [64, 16 N] in registers, y a tile of 16 N rows.
-template <int D, int N>
-__device__ __forceinline__ void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
+template <int D, int N> DEVICE void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
   EACH (i, N) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
 }
 
-template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
+template <int N> DEVICE void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
   EACH (i, N)
     EACH (j, 4) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
   wgmma_fence_operand(r);
 }
 
 // Waits until a warpgroup's four warps have read its rows of a resident operand, which then take results.
-__device__ __forceinline__ void warpgroup_sync(int group) {
+DEVICE void warpgroup_sync(int group) {
   named_barrier_sync<128>(group + 1);
 }
 
 // A warp's 16 rows of results, from `row` on, to a matrix; x: the warpgroup's rows of a resident operand.
 template <int D, int ROWS, class Sum>
-__device__ __forceinline__ void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row,
-                                              int limit) {
+DEVICE void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row, int limit) {
   const uint32_t buffer = x + threadIdx.x % 128 / 32 * 16 * 128;
   store_rows<1, D>(
       [&](int, int n, int i) { return sum(n, i); }, 1,

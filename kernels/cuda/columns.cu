@@ -112,8 +112,7 @@ static __global__ void __launch_bounds__(256)
 
 void cuda_add_outer(Backend *backend, const AddOuter *a) {
   int64_t rows = a->out.shape[0], width = a->out.shape[1];
-  with_bool(rows_align({a->out, a->columns}, WIDTH<float>), [&](auto wide) {
-    constexpr int W = decltype(wide)::value ? WIDTH<float> : 1;
+  with_width<float>(rows_align({a->out, a->columns}, WIDTH<float>), [&](auto W) {
     launch_kernel(per_row(backend, "add_outer", rows, ceil_div(width, W)), add_outer_kernel<W>,
                   data_of<float>(a->out), data_of<float>(a->rows), data_of<float>(a->columns), (int)width,
                   a->alpha);

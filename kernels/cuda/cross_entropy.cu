@@ -27,14 +27,14 @@ struct Sums {
   int best = INT_MAX; // where the maximum is
 };
 
-template <bool PLAIN> static __device__ __forceinline__ void raise(Sums &s, float max) {
+template <bool PLAIN> static DEVICE void raise(Sums &s, float max) {
   float shrink = __expf(s.max - max);
   if (!PLAIN) s.e_v = (s.e_v + s.e * (s.max - max)) * shrink;
   s.e *= shrink;
   s.max = max;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums join(Sums a, Sums b) {
+template <bool PLAIN> static DEVICE Sums join(Sums a, Sums b) {
   if (!PLAIN) a.best = b.max > a.max || (b.max == a.max && b.best < a.best) ? b.best : a.best;
   float max = fmaxf(a.max, b.max);
   raise<PLAIN>(a, max);
@@ -45,7 +45,7 @@ template <bool PLAIN> static __device__ __forceinline__ Sums join(Sums a, Sums b
   return a;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums warp_join(Sums s) {
+template <bool PLAIN> static DEVICE Sums warp_join(Sums s) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) {
     Sums other;
@@ -61,7 +61,7 @@ template <bool PLAIN> static __device__ __forceinline__ Sums warp_join(Sums s) {
   return s;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums block_join(Sums s) {
+template <bool PLAIN> static DEVICE Sums block_join(Sums s) {
   __shared__ Sums warp_sums[32];
   s = warp_join<PLAIN>(s);
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = s;
@@ -73,8 +73,7 @@ template <bool PLAIN> static __device__ __forceinline__ Sums block_join(Sums s) 
 
 // Adds W entries from column i on; the target, if it is among them, is left out.
 template <bool PLAIN, int W>
-static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i, int target,
-                                                   const Loss &loss) {
+static DEVICE void add_entries(Sums &s, float (&v)[W], int i, int target, const Loss &loss) {
   if (!PLAIN && loss.terms.label_smoothing > 0) {
     EACH (k, W) s.weighted += read(loss.terms.class_weights, i + k, 1) * v[k];
   }
@@ -98,15 +97,14 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 // --- v and its derivative ----------------------------------------------------------------------------------
 
 // v of the entry in column j.
-template <bool PLAIN, typename T>
-static __device__ __forceinline__ float v_of(float z, int j, const T *bias, const Loss &loss) {
+template <bool PLAIN, typename T> static DEVICE float v_of(float z, int j, const T *bias, const Loss &loss) {
   if (!PLAIN && bias) z += to_float(bias[j]);
   if (!PLAIN && loss.terms.softcap > 0) z = loss.terms.softcap * fast_tanh(z * loss.inv_softcap);
   return z * loss.inv_temperature;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
-template <bool PLAIN> static __device__ __forceinline__ float derivative_of(float v, const Loss &loss) {
+template <bool PLAIN> static DEVICE float derivative_of(float v, const Loss &loss) {
   if (PLAIN || loss.terms.softcap == 0) return loss.inv_temperature;
   float ratio = v * loss.inv_softcap / loss.inv_temperature;
   return loss.inv_temperature * (1 - ratio * ratio);
@@ -122,8 +120,7 @@ struct RowGradient {
   float target;                            // the target's entry
 };
 
-static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_v, int target, int64_t row,
-                                                           const Loss &a) {
+static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64_t row, const Loss &a) {
   bool ahead = target_v > s.max || (target_v == s.max && target < s.best);
   float anchor = fmaxf(target_v, s.max), shift = s.max - anchor, shrink = __expf(shift);
   if (isnan(target_v)) anchor = target_v;
@@ -227,8 +224,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
     plain = plain && !tensor_exists(unused);
   with_float(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(rows_start_aligned(a->logits, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    with_width<T>(rows_start_aligned(a->logits, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(a->logits.shape[1], W), 1024);
       KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend),
                              dim3((unsigned)a->logits.shape[0]), threads};

@@ -14,6 +14,7 @@
 
 typedef __nv_bfloat16 bf16;
 
+#define DEVICE __device__ __forceinline__
 // A loop over [0, count), unrolled.
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
@@ -63,7 +64,7 @@ static inline void cuda_check(cudaError_t error, const char *doing) {
          doing, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-template <typename T> static __host__ __device__ __forceinline__ T *data_of(const Tensor &t) {
+template <typename T> static __host__ DEVICE T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }
 
@@ -86,13 +87,13 @@ static inline cudaLaunchAttribute pdl_attribute() {
   return pdl;
 }
 
-static __device__ __forceinline__ void griddepcontrol_wait() {
+static DEVICE void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
+static DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -159,21 +160,21 @@ static inline KernelLaunch per_element(Backend *backend, const char *op, int64_t
 
 static constexpr float LOG2_E = 1.4426950408889634f;
 
-static __device__ __forceinline__ uint32_t shared_address(const void *p) {
+static DEVICE uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+static DEVICE uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<uint32_t &>(pair);
 }
 
-static __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
+static DEVICE float2 unpack_bf16(uint32_t pair) {
   return __bfloat1622float2(reinterpret_cast<__nv_bfloat162 &>(pair));
 }
 
 // 2^x, within 2 units in the last place; subnormal results become 0.
-static __device__ __forceinline__ float exp2_approx(float x) {
+static DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -198,6 +199,14 @@ template <typename F> static inline void with_bool(bool condition, F f) {
 
 // Elements of a 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
+
+// Calls f with the elements of an access, as an integral constant: of 16 bytes, or one.
+template <typename T, typename F> static inline void with_width(bool wide, F f) {
+  if (wide)
+    f(std::integral_constant<int, WIDTH<T>>());
+  else
+    f(std::integral_constant<int, 1>());
+}
 
 // Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
@@ -235,35 +244,34 @@ static inline void with_access(Dtype dtype, std::initializer_list<Tensor> tensor
 
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Group { T at[N]; };
 
-static __device__ __forceinline__ float to_float(float x) {
+static DEVICE float to_float(float x) {
   return x;
 }
-static __device__ __forceinline__ float to_float(bf16 x) {
+static DEVICE float to_float(bf16 x) {
   return __bfloat162float(x);
 }
 
-template <typename T> static __device__ __forceinline__ T from_float(float x);
-template <> __device__ __forceinline__ float from_float<float>(float x) {
+template <typename T> static DEVICE T from_float(float x);
+template <> DEVICE float from_float<float>(float x) {
   return x;
 }
-template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+template <> DEVICE bf16 from_float<bf16>(float x) {
   return __float2bfloat16(x);
 }
 
-template <int N, typename T> static __device__ __forceinline__ void load(float (&out)[N], const T *from) {
+template <int N, typename T> static DEVICE void load(float (&out)[N], const T *from) {
   Group<T, N> group = *reinterpret_cast<const Group<T, N> *>(from);
   EACH (i, N) out[i] = to_float(group.at[i]);
 }
 
-template <int N, typename T> static __device__ __forceinline__ void store(T *to, const float (&values)[N]) {
+template <int N, typename T> static DEVICE void store(T *to, const float (&values)[N]) {
   Group<T, N> group;
   EACH (i, N) group.at[i] = from_float<T>(values[i]);
   *reinterpret_cast<Group<T, N> *>(to) = group;
 }
 
 // to (+)= values.
-template <int N, typename T>
-static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], bool accumulate) {
+template <int N, typename T> static DEVICE void store_or_add(T *to, float (&values)[N], bool accumulate) {
   if (accumulate) {
     float old[N];
     load(old, to);
@@ -273,24 +281,24 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
 }
 
 // An operation's optional vectors, fp32.
-static __device__ __forceinline__ float read(const Tensor &t, int64_t n, float otherwise) {
+static DEVICE float read(const Tensor &t, int64_t n, float otherwise) {
   return t.data ? data_of<float>(t)[n] : otherwise;
 }
-static __device__ __forceinline__ void write(const Tensor &t, int64_t n, float value) {
+static DEVICE void write(const Tensor &t, int64_t n, float value) {
   if (t.data) data_of<float>(t)[n] = value;
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
 
 // Butterflies: every lane gets the same bits.
-template <typename T> static __device__ __forceinline__ T warp_sum(T x) {
+template <typename T> static DEVICE T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
 }
 
 // Over a block of whole warps, at most 32; every thread gets the result.
-static __device__ __forceinline__ float2 block_sum(float2 x) {
+static DEVICE float2 block_sum(float2 x) {
   __shared__ float2 partial[32];
   x.x = warp_sum(x.x), x.y = warp_sum(x.y);
   if (blockDim.x == 32) return x;
@@ -301,7 +309,7 @@ static __device__ __forceinline__ float2 block_sum(float2 x) {
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
-static __device__ __forceinline__ float block_sum(float x) {
+static DEVICE float block_sum(float x) {
   __shared__ float partial[32];
   x = warp_sum(x);
   if (blockDim.x == 32) return x;
@@ -313,25 +321,25 @@ static __device__ __forceinline__ float block_sum(float x) {
 
 // An entry and its column in one number: the largest of a row's is the largest entry's, the first of several.
 typedef unsigned long long Ranked;
-static __device__ __forceinline__ Ranked ranked(float z, int column) {
+static DEVICE Ranked ranked(float z, int column) {
   unsigned bits = __float_as_uint(z + 0.0f); // -0 becomes 0
   return (Ranked)(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | ~(unsigned)column;
 }
-static __device__ __forceinline__ float ranked_value(Ranked r) {
+static DEVICE float ranked_value(Ranked r) {
   unsigned bits = (unsigned)(r >> 32);
   return __uint_as_float(bits ^ (bits >> 31 ? 1u << 31 : ~0u));
 }
-static __device__ __forceinline__ int ranked_column(Ranked r) {
+static DEVICE int ranked_column(Ranked r) {
   return (int)~(unsigned)r;
 }
 
-template <typename T> static __device__ __forceinline__ T warp_max(T x) {
+template <typename T> static DEVICE T warp_max(T x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x = max(x, __shfl_xor_sync(~0u, x, offset));
   return x;
 }
 
-static __device__ __forceinline__ Ranked block_max(Ranked x) {
+static DEVICE Ranked block_max(Ranked x) {
   __shared__ Ranked partial[32];
   x = warp_max(x);
   __syncthreads();
@@ -341,7 +349,7 @@ static __device__ __forceinline__ Ranked block_max(Ranked x) {
 }
 
 // tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
-static __device__ __forceinline__ float fast_tanh(float x) {
+static DEVICE float fast_tanh(float x) {
   return 1 - __fdividef(2, 1 + __expf(2 * x));
 }
 
@@ -349,7 +357,7 @@ static __device__ __forceinline__ float fast_tanh(float x) {
 template <typename T> struct Capped {
   const T *bias; // or NULL
   float cap;     // 0: none
-  __device__ __forceinline__ float operator()(float z, int64_t column, float &slope) const {
+  DEVICE float operator()(float z, int64_t column, float &slope) const {
     if (bias) z += to_float(bias[column]);
     slope = 1;
     if (cap == 0) return z;
@@ -360,12 +368,12 @@ template <typename T> struct Capped {
 };
 
 // The bits of |x|, which are ordered as the values are, with NaN above infinity.
-static __device__ __forceinline__ unsigned magnitude(float x) {
+static DEVICE unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
 // *amax = max(*amax, all threads' largest magnitude, rounded to T), in any order. Run by the whole block.
-template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
+template <typename T> static DEVICE void reduce_amax(unsigned *amax, unsigned largest) {
   __shared__ unsigned block_largest;
   if (threadIdx.x == 0) block_largest = 0;
   __syncthreads();

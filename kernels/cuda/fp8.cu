@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(256) amax_kernel(unsigned *amax, const 
 static constexpr int TILE = 128, GROUP = 8; // columns of a thread's group
 
 // The codes of 4 values.
-template <typename T> static __device__ __forceinline__ unsigned codes_of(const T *values, float factor) {
+template <typename T> static DEVICE unsigned codes_of(const T *values, float factor) {
   auto pair = [&](int i) -> unsigned {
     float2 scaled = make_float2(to_float(values[i]) * factor, to_float(values[i + 1]) * factor);
     return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
@@ -38,7 +38,7 @@ template <typename T> static __device__ __forceinline__ unsigned codes_of(const 
 }
 
 // Byte j of out[i] is byte i of in[j].
-static __device__ __forceinline__ void transpose_bytes(unsigned (&out)[4], const unsigned (&in)[4]) {
+static DEVICE void transpose_bytes(unsigned (&out)[4], const unsigned (&in)[4]) {
   unsigned low01 = __byte_perm(in[0], in[1], 0x5140), high01 = __byte_perm(in[0], in[1], 0x7362);
   unsigned low23 = __byte_perm(in[2], in[3], 0x5140), high23 = __byte_perm(in[2], in[3], 0x7362);
   out[0] = __byte_perm(low01, low23, 0x5410), out[1] = __byte_perm(low01, low23, 0x7632);

@@ -15,9 +15,8 @@ struct ThreadParts {
 };
 
 // Adds the bias, if there is one, in place.
-static __device__ __forceinline__ void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
-                                                     const EpilogueParams &params, int first_column,
-                                                     int column) {
+static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s, const EpilogueParams &params,
+                                 int first_column, int column) {
   if (!params.bias) return;
   EACH (i, TILE_N / 4) {
     int at = first_column + i / 2 * 8 + column + i % 2;
@@ -30,9 +29,8 @@ static __device__ __forceinline__ void epilogue_bias(float (&z)[TILE_N / 2], con
 }
 
 // Finds the largest entries of the thread's two rows, if they are asked for.
-static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts,
-                                                        const TileScheduler &s, const EpilogueParams &params,
-                                                        int first_column, int column) {
+static DEVICE void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
+                                    const EpilogueParams &params, int first_column, int column) {
   if (!params.parts.best) return;
   float cap = params.softcap, max[2] = {-INFINITY, -INFINITY};
   int best[2] = {first_column + column, first_column + column};
@@ -48,9 +46,8 @@ static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N 
 // in fp32. The product a scale is rounded once per row, which shifts all of the row's E by one factor; the
 // sum is corrected by it. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
 template <bool TERMS>
-static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts,
-                                                    const TileScheduler &s, const EpilogueParams &params,
-                                                    int row, int first_column, int column) {
+static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
+                                const EpilogueParams &params, int row, int first_column, int column) {
   if (TERMS) {
     epilogue_bias(z, s, params, first_column, column);
     epilogue_largest(z, parts, s, params, first_column, column);
@@ -109,8 +106,7 @@ struct OfLogits : Epilogue {
 
 // TERMS: with a bias, a soft-cap, distances or largest logits.
 template <bool TERMS> struct LogitsExp : OfLogits {
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       ThreadParts parts;

@@ -29,12 +29,12 @@
 template <typename K> struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int steps) {
+  DEVICE void advance(int steps) {
     int to = stage + steps;
     parity ^= to / K::STAGES & 1;
     stage = to % K::STAGES;
   }
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++stage == K::STAGES) stage = 0, parity ^= 1;
   }
 };
@@ -55,12 +55,12 @@ struct ClusterThrottle {
   bool waits = true;
   __device__ ClusterThrottle(const TileScheduler &s, int rank) : counter(rank == 0 ? s.throttle : nullptr) {}
 
-  __device__ __forceinline__ bool too_far() const {
+  DEVICE bool too_far() const {
     unsigned running = work_stride() - (unsigned)(seen >> 32);
     return passed > MAX_LEAD && (unsigned)seen < (passed - MAX_LEAD) * running;
   }
 
-  __device__ __forceinline__ void step(bool elected) {
+  DEVICE void step(bool elected) {
     if (!counter || --steps_left > 0) return;
     steps_left = INTERVAL;
     for (int polls = 0; waits && too_far(); polls++) {
@@ -72,7 +72,7 @@ struct ClusterThrottle {
     seen = load_relaxed(counter);
   }
 
-  __device__ __forceinline__ void finish(bool elected) {
+  DEVICE void finish(bool elected) {
     if (!counter || !elected) return;
     unsigned long long before = atomicAdd(counter, (1ull << 32) - passed);
     if (before >> 32 == work_stride() - 1) *counter = 0;
@@ -81,8 +81,7 @@ struct ClusterThrottle {
 
 // This CTA's tile of a stage's A, or its half for the cluster; k: the first value of K, or of a panel's rows.
 template <typename K>
-static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
-                                              int k, int rank) {
+static DEVICE void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row, int k, int rank) {
   constexpr int share = K::ROWS / CLUSTER;
   if (K::SHARE_A)
     tma_load_2d_multicast(to + rank * share * 128, a, full, 0, k + rank * share, ALL_CTAS);
@@ -94,8 +93,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a,
 
 // This CTA's half of a stage's tile of B for the whole cluster, or its own.
 template <typename K>
-static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column,
-                                              int columns, int n, int k, int rank) {
+static DEVICE void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column, int columns, int n,
+                          int k, int rank) {
   if (K::SHARE_A) {
     for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k);
   } else if (K::B_K_MAJOR) { // half of the columns; SwiGLU: the gates or the ups
@@ -111,7 +110,7 @@ static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b,
   }
 }
 
-template <typename K> static __device__ __forceinline__ KStep k_step(const EpilogueParams &params, int step) {
+template <typename K> static DEVICE KStep k_step(const EpilogueParams &params, int step) {
   if (K::SAMPLED) return params.steps[step];
   return {step * TILE_K, step * TILE_K};
 }
@@ -119,9 +118,8 @@ template <typename K> static __device__ __forceinline__ KStep k_step(const Epilo
 // Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage
 // to its loads, which bounds the pipeline, is a few instructions.
 template <typename K>
-static __device__ __forceinline__ void produce(const TileScheduler &s, const EpilogueParams &params,
-                                               const Pipeline &pipeline, const CUtensorMap *a,
-                                               const CUtensorMap *b, int rank) {
+static DEVICE void produce(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
+                           const CUtensorMap *a, const CUtensorMap *b, int rank) {
   const bool elected = elect_one();
   ClusterThrottle throttle(s, rank);
   PipelineState<K> at;
@@ -153,16 +151,15 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
 // --- the consumers -----------------------------------------------------------------------------------------
 
 // Arrives at the stage's empty barrier in each CTA that sends to it.
-static __device__ __forceinline__ void release_stage(const Pipeline &pipeline, int stage) {
+static DEVICE void release_stage(const Pipeline &pipeline, int stage) {
   if (threadIdx.x % WARPGROUP < CLUSTER)
     mbarrier_arrive_remote(&pipeline.empty[stage], threadIdx.x % WARPGROUP);
 }
 
 // All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on.
 template <typename K, int COLUMNS, typename F>
-static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipeline &pipeline,
-                                                PipelineState<K> &at, int steps, uint32_t a_first,
-                                                F last_stage_is_full) {
+static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, PipelineState<K> &at, int steps,
+                            uint32_t a_first, F last_stage_is_full) {
   // Bytes from 16 values of k to the next 16.
   constexpr int a_step = K::A_K_MAJOR ? 32 : 2048, b_step = K::B_K_MAJOR ? 32 : 2048;
   int previous = -1;
@@ -189,17 +186,17 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
 
 // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer
 // 1 might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
-static __device__ __forceinline__ void order_wait(int consumer) {
+static DEVICE void order_wait(int consumer) {
   named_barrier_sync<2 * WARPGROUP>(1 + consumer);
 }
-static __device__ __forceinline__ void order_arrive(int consumer) {
+static DEVICE void order_arrive(int consumer) {
   named_barrier_arrive<2 * WARPGROUP>(1 + consumer);
 }
 
 template <typename K>
-static __device__ __forceinline__ void
-consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
-        const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer, int rank) {
+static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
+                           const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer,
+                           int rank) {
   int warp = consumer * 4 + threadIdx.x % WARPGROUP / 32, turn = 0;
   const Consumer me = {s,        params,
                        pipeline, out,

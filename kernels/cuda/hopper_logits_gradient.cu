@@ -7,9 +7,8 @@
 
 // In place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
 template <bool TERMS>
-static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
-                                                         const EpilogueParams &params, int row,
-                                                         int first_column, int column) {
+static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
+                                     const EpilogueParams &params, int row, int first_column, int column) {
   float shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
   bool counts[2];
@@ -44,8 +43,7 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
 
 // TERMS: with a bias or a soft-cap.
 template <bool TERMS> struct LogitsGradient : OfLogits {
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       epilogue_gradient<TERMS>(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);

@@ -9,7 +9,7 @@ enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 enum { SUM_FULL = CONSUMERS * SUM_BUFFERS };
 
 // Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
-static __device__ __forceinline__ int sum_column(int h, int pair) {
+static DEVICE int sum_column(int h, int pair) {
   return h * 64 + pair * SUM_COLUMNS;
 }
 
@@ -20,9 +20,8 @@ struct AddF32 : Epilogue {
   // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers
   // of its own: one may be a round ahead, and a parity does not distinguish two rounds.
   template <typename K>
-  static __device__ __forceinline__ void load_addend(const TileScheduler &s, const EpilogueParams &params,
-                                                     const Pipeline &pipeline, const CUtensorMap *out,
-                                                     int rank) {
+  static DEVICE void load_addend(const TileScheduler &s, const EpilogueParams &params,
+                                 const Pipeline &pipeline, const CUtensorMap *out, int rank) {
     const bool elected = elect_one(), accumulate = *params.accumulate;
     int count = work_count<K>(s, params), turn = 0;
     if (first_work() >= count) return;
@@ -45,8 +44,7 @@ struct AddF32 : Epilogue {
 
   // out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at
   // a time to load_addend's buffer. Swizzled, so that a warp's accesses meet no bank twice.
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     constexpr int GROUP = 8; // accesses on their way together
     const bool accumulate = *c.params.accumulate;
     const ThreadCoord me;

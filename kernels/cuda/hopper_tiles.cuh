@@ -49,36 +49,34 @@ struct WorkTile {
   int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
   bool reverse;       // from the last k-step to the first
-  __device__ __forceinline__ int steps() const { return k_end - k_begin; }
-  __device__ __forceinline__ int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
+  DEVICE int steps() const { return k_end - k_begin; }
+  DEVICE int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
 };
 
 struct TileCoord {
   int row, column; // of a cluster's tile
 };
 
-static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, int tile) {
+static DEVICE TileCoord tile_coord(const TileScheduler &s, int tile) {
   int group_tiles = s.group * s.n_tiles, group = tile / group_tiles, within = tile % group_tiles;
   int height = min(s.group, s.m_tiles - group * s.group);
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
 
-template <typename K>
-static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
+template <typename K> static DEVICE int work_count(const TileScheduler &s, const EpilogueParams &params) {
   return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
 }
 
-static __device__ __forceinline__ int first_work() {
+static DEVICE int first_work() {
   return blockIdx.x / CLUSTER;
 }
-static __device__ __forceinline__ int work_stride() {
+static DEVICE int work_stride() {
   return gridDim.x / CLUSTER;
 }
 
 // Work tile w. Split tiles are ordered by part: part 0 of every tile, then part 1, ...
 template <typename K>
-static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params,
-                                                     int w, int rank) {
+static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params, int w, int rank) {
   int tile = w, part = 0, parts = 1, split_index = w - s.whole;
   if (split_index >= 0) {
     int rest = s.m_tiles * s.n_tiles - s.whole;
@@ -106,8 +104,7 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
 }
 
 // How many of the tile's columns are computed.
-template <typename K>
-static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const WorkTile &w) {
+template <typename K> static DEVICE int tile_columns(const TileScheduler &s, const WorkTile &w) {
   int columns = K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
   return K::SHARE_A ? max(64, columns) : columns; // of two tiles side by side the second may lie beyond N
 }
@@ -128,8 +125,8 @@ struct ThreadCoord {
   int warp, lane, column;
   __device__ ThreadCoord()
       : warp(threadIdx.x % WARPGROUP / 32), lane(threadIdx.x % 32), column(threadIdx.x % 4 * 2) {}
-  __device__ __forceinline__ int first_row(int h) const { return h * 64 + warp * 16; }
-  __device__ __forceinline__ int row(int h) const { return first_row(h) + lane / 4; }
+  DEVICE int first_row(int h) const { return h * 64 + warp * 16; }
+  DEVICE int row(int h) const { return first_row(h) + lane / 4; }
 };
 
 // A consumer warp, as an epilogue sees it.

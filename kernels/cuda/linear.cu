@@ -19,7 +19,6 @@
 #include <tuple>
 
 #include "kernels/cuda/activation.cuh"
-#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
 static void lt_check(cublasStatus_t status, const char *doing) {

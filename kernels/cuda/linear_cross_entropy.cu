@@ -288,8 +288,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   for (int64_t first = 0; first < vocab_size; first += s.columns) {
     int64_t columns = min_i64(s.columns, vocab_size - first);
     logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
-    with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    with_width<T>(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       launch_kernel({"the exponentials of a tile", cuda_stream(backend), dim3((unsigned)rows), threads},
                     exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->softmax.target_z),
@@ -352,8 +351,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .shares = s.tile,
                                   .distance_shares = s.tile + rows * blocks,
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
-      with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
         KernelLaunch launch = {"the rows' sums", cuda_stream(backend), dim3((unsigned)blocks), 1024,
                                hopper_runs(backend)};
         launch.cooperative = true;

@@ -23,7 +23,7 @@ template <typename T, int W, int N> struct Row {
   static constexpr int WORDS = sizeof(T) * W < 4 ? 1 : sizeof(T) * W / 4;
   uint32_t word[N][WORDS];
 
-  __device__ __forceinline__ void read(const T *from, int length) {
+  DEVICE void read(const T *from, int length) {
     EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       bool inside = at < length;
@@ -37,18 +37,18 @@ template <typename T, int W, int N> struct Row {
       }
     }
   }
-  __device__ __forceinline__ float operator()(int g, int k) const {
+  DEVICE float operator()(int g, int k) const {
     if constexpr (sizeof(T) == 4) return __uint_as_float(word[g][k]);
     return __uint_as_float(k % 2 ? word[g][k / 2] & 0xFFFF0000u : word[g][k / 2] << 16);
   }
   // Makes the compiler widen the row again from here on, so that not both forms stay in registers.
-  __device__ __forceinline__ void forget_widened() {
+  DEVICE void forget_widened() {
     EACH (i, N * WORDS) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
   }
 };
 
 // Where a row begins: one of `heads` in each row of the tensor, whose rows lie `stride` apart.
-static __device__ __forceinline__ int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
+static DEVICE int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
   return heads == 1 ? row * stride : row / heads * stride + row % heads * hidden_size;
 }
 

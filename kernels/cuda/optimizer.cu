@@ -10,22 +10,22 @@
 #include "kernels/cuda/cuda_common.cuh"
 
 // 32 bits for an element: 16 for the weight, 16 for its moments. Two neighbours share one draw.
-static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t index) {
+static DEVICE uint32_t element_bits(uint64_t key, uint64_t index) {
   return (uint32_t)(random_bits_of(key, index / 2) >> (index % 2 * 32));
 }
 
 // Up with the probability that makes the mean right: 16 random bits below the bits that are kept.
-static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
+static DEVICE void store_stochastic(float *to, float x, uint32_t bits) {
   *to = x;
 }
-static __device__ __forceinline__ void store_stochastic(bf16 *to, float x, uint32_t bits) {
+static DEVICE void store_stochastic(bf16 *to, float x, uint32_t bits) {
   uint32_t word = __float_as_uint(x);
   if ((word & 0x7F800000u) != 0x7F800000u) x = __uint_as_float((word + (bits & 0xFFFFu)) & 0xFFFF0000u);
   *to = __float2bfloat16(x);
 }
 
 // Good to a unit in the last place or two; the exact ones would make a slab of bf16 wait for arithmetic.
-static __device__ __forceinline__ float root(float x) {
+static DEVICE float root(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -40,8 +40,7 @@ struct UpdateParams {
 };
 
 template <int W, typename T>
-static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W],
-                                                     int shift) {
+static DEVICE void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W], int shift) {
   Group<T, W> group;
   EACH (k, W) store_stochastic(&group.at[k], x[k], random[k] >> shift);
   *reinterpret_cast<Group<T, W> *>(to) = group;
@@ -190,9 +189,9 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
   int blocks = 0;
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
+    with_width<T>(rows_start_aligned(flat, WIDTH<T>), [&](auto width) {
       with_bool(a->squares, [&](auto squares) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+        constexpr int W = decltype(width)::value;
         blocks = (int)max_i64(1, min_i64(CUDA_SUM_BLOCKS, ceil_div(count, 256 * W)));
         launch_kernel({"sum_elements", cuda_stream(backend), dim3((unsigned)blocks), 256},
                       sum_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);

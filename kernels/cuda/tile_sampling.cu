@@ -43,7 +43,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 // min(1, mass / full_mass), rounded to a power of two, by at most sqrt(2), from 2^-32 on; 1 for a NaN.
-static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
+static DEVICE float keep_probability(float mass, float full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
   int exponent;
@@ -199,7 +199,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
 }
 
 // 8 columns of a row of bf16 times factor; zeros beyond the row's end.
-static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
+static DEVICE void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
   float v[8] = {};
   if (columns >= 8)
     load(v, from);

@@ -75,8 +75,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   auto run = [&](const float *tile, int64_t first, int64_t columns) {
     with_float(a->dlogits.dtype, [&](auto type) {
       using T = decltype(type);
-      with_bool(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      with_width<T>(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto W) {
         launch_kernel(per_row(backend, "lce_logits_gradient", rows, ceil_div(columns, W)),
                       logits_gradient_kernel<T, W>, *a, tile, first, (int)columns,
                       Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature);
@@ -112,10 +111,9 @@ void cuda_scale_by(Backend *backend, const ScaleBy *a) {
   int64_t count = a->x.shape[0];
   with_float(a->out.dtype, [&](auto out_type) {
     with_float(a->x.dtype, [&](auto type) {
-      with_bool(rows_align(a->x, WIDTH<bf16>) && rows_align(a->out, WIDTH<bf16>), [&](auto wide) {
+      with_width<bf16>(rows_align({a->x, a->out}, WIDTH<bf16>), [&](auto W) {
         using TO = decltype(out_type);
         using T = decltype(type);
-        constexpr int W = decltype(wide)::value ? WIDTH<bf16> : 1;
         launch_kernel({"scale_by", cuda_stream(backend), dim3((unsigned)ceil_div(count, 256 * W)), 256},
                       scale_by_kernel<TO, T, W>, data_of<TO>(a->out), data_of<T>(a->x),
                       data_of<float>(a->factor), count);
