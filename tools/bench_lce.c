@@ -16,7 +16,6 @@
 // inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
 // and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term.
 //
-//  bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 //  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
 //    --data 'shards/*.bin'

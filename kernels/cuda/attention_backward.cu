@@ -4,8 +4,7 @@
 //  dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
 // dk and dv sum over queries, dq over keys. One pass for all three must add dq up across blocks, by atomics
 // (whose order changes bits) or by waiting. Two passes, each the sole owner of what it writes, take seven
-// GEMMs instead of five and give the same bits in every run. A block owns rows of two tensors and streams
-// two:
+// GEMMs instead of five and repeat to the bit. A block owns rows of two tensors and streams two:
 //
 //              resident    streamed                               S and dP     sums
 //  key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout

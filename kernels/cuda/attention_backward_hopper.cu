@@ -56,8 +56,7 @@ template <class F> struct BackwardStorage {
   static constexpr int HALVES = F::D / 64;            // tiles of 64 columns per row
   static constexpr int RESIDENT = F::D == 64 ? 2 : 1; // buffers of resident operands
   static constexpr int STAGES = F::D == 64 ? 4 : 3;   // buffers of streamed tiles
-  // With OVERLAP a consumer holds one tile while it waits for its next; the next query head of a key pass may
-  // begin with tiles that it skips, as many as there are consumers before it.
+  // With OVERLAP a consumer holds a tile while it waits; a key pass's next head may begin with tiles to skip.
   static_assert(STAGES > F::OVERLAP * (F::KEY_PASS ? F::WARPGROUPS : 1), "a tile would never come");
   alignas(1024) bf16 resident[RESIDENT][2][HALVES][F::ROWS * 64];
   bf16 streamed[STAGES][2][HALVES][TILE * 64];

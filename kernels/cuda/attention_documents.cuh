@@ -5,8 +5,7 @@
 
 namespace attention {
 
-// Of a sequence of T tokens from row `first` on: neither start nor end falls as t grows, so those of a tile's
-// first and last token bound what the tile sees and is seen by.
+// Of a sequence of T tokens from row `first` on. Neither start nor end falls as t grows.
 struct Documents {
   const int32_t *before, *after; // [N]; NULL: a sequence is one document
 

@@ -35,7 +35,7 @@ template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
   // A row's maximum is raised, and its sums rescaled, once a score exceeds it by 2 to this power (as in
-  // FlashAttention-4): until then P is at most 2^8, which bf16 rounds no worse than 1. Most tiles skip both.
+  // FlashAttention-4): until then P is at most 2^8.
   static constexpr float MAX_RISE = 8;
   using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;

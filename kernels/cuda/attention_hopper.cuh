@@ -222,7 +222,7 @@ template <class F> static void launch(typename F::Arguments a, cudaStream_t stre
   // What a head streams: a group of query heads' q and dout, or k and v.
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
   a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
-  dim3 blocks((unsigned)min_i64(hopper_sms<F>(), a.work));
+  int64_t blocks = min_i64(hopper_sms<F>(), a.work);
   launch_kernel({"attention", stream, blocks, (F::WARPGROUPS + 1) * 128, false,
                  sizeof(typename F::SharedStorage) + 1024},
                 hopper_kernel<F>, a);

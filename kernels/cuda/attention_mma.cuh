@@ -174,9 +174,8 @@ template <bool BEFORE, int M, int N, class Bound> DEVICE void mask_columns(float
     }
 }
 
-// Writes a warp's [16 * M, D] accumulators, `scale` times, as bf16 rows of a matrix, through the warp's own
-// part of shared memory, so that rows leave in 16-byte pieces. sum(m, n, i): accumulator i of the block at
-// row 16 m and column 8 n; place(r, c): the address of chunk c of row r.
+// Writes a warp's [16 * M, D] accumulators, `scale` times, as bf16 rows of a matrix, through its own shared
+// memory. sum(m, n, i): accumulator i at row 16 m, column 8 n; place(r, c): chunk c of row r.
 template <int M, int D, class Sum, class Place>
 DEVICE void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t stride, int row, int limit) {
   constexpr int CHUNKS = D / 8;
@@ -226,7 +225,7 @@ template <int ROWS> static DEVICE Place place(int seq_len, int heads, bool queri
 
 template <int THREADS, int ROWS, int SHARED_BYTES, class Operation>
 static void launch(void (*kernel)(Operation), const Operation &a, int64_t heads, cudaStream_t stream) {
-  dim3 blocks((unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch));
+  int64_t blocks = ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch;
   launch_kernel({"attention", stream, blocks, THREADS, false, SHARED_BYTES}, kernel, a);
 }
 

@@ -129,7 +129,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
   synchronize(backend);
 }
 
-// Copies beside the kernels, by the device's copy engine and a stream for each direction.
+// Copies beside the kernels: each direction has a copy engine and a stream.
 static void copy(Backend *backend, StreamKind kind, const Copy *a) {
   cudaStream_t stream = side_begin(backend, kind);
   if (a->after_out) side_join(backend, STREAM_COPY_OUT, stream, 0);
@@ -155,8 +155,7 @@ static size_t device_bytes_now(Backend *backend) {
   return total - available;
 }
 
-// The ledger takes device memory in few large pieces and cuBLASLt a little at its first GEMM, so the peak is
-// sampled after each allocation and when it is queried. Another program's peaks in between go unseen.
+// Sampled after each allocation and when queried: cuBLASLt takes memory too, at its first GEMM.
 static size_t device_bytes_peak(Backend *backend) {
   CudaState *state = cuda_state(backend);
   size_t now = device_bytes_now(backend);
@@ -187,8 +186,7 @@ static void release(void *context, void *data, size_t bytes) {
   cuda_check(cudaFree(data), "freeing device memory");
 }
 
-// The host's memory: pinned pages with one address for host and device. What is touched once in a step
-// (AdamW's state, an embedding's rows) needs no copy: kernels access it over PCIe.
+// Pinned pages with one address for host and device: kernels access AdamW's state, say, over PCIe.
 static void *allocate_host(void *context, size_t bytes) {
   void *data = memory_pages.allocate(nullptr, bytes);
   if (data && bytes && cudaHostRegister(data, bytes, cudaHostRegisterDefault) != cudaSuccess) {

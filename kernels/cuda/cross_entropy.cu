@@ -18,8 +18,7 @@ struct Loss : CrossEntropyInPlace {
 
 // --- sums over the non-target entries of a row -------------------------------------------------------------
 
-// The sums over the entries seen so far, with e = exp(v - max). The maximum starts at the lowest finite
-// number, so that a logit of minus infinity counts as 0. The plain loss uses the first two.
+// Over the entries seen so far, with e = exp(v - max). max starts finite: minus infinity then counts as 0.
 struct Sums {
   float max = -FLT_MAX, e = 0;
   float e_v = 0;      // sum e (v - max)
@@ -226,8 +225,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
     using T = decltype(type);
     with_width<T>(rows_start_aligned(a->logits, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(a->logits.shape[1], W), 1024);
-      KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend),
-                             dim3((unsigned)a->logits.shape[0]), threads};
+      KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend), a->logits.shape[0], threads};
       if (plain)
         launch_kernel(launch, cross_entropy_kernel<T, W, true>, (const T *)nullptr, loss);
       else
@@ -248,5 +246,5 @@ static __global__ void __launch_bounds__(1024) loss_factor_kernel(const __grid_c
 }
 
 void cuda_loss_factor(Backend *backend, const LossFactor *a) {
-  launch_kernel({"loss_factor", cuda_stream(backend), dim3(1), 1024}, loss_factor_kernel, *a);
+  launch_kernel({"loss_factor", cuda_stream(backend), 1, 1024}, loss_factor_kernel, *a);
 }

@@ -1,5 +1,4 @@
-// What every .cu file needs: errors as sentences, launches, 16-byte loads and stores that widen to fp32, sums
-// over warps and blocks in a fixed order, and the functions that several files call.
+// Errors as sentences, launches, accesses that widen to fp32, sums in a fixed order, shared functions.
 #pragma once
 
 #include <atomic>
@@ -99,10 +98,14 @@ static DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
+struct Grid : dim3 {
+  Grid(int64_t x, int64_t y = 1) : dim3((unsigned)x, (unsigned)y) {}
+};
+
 struct KernelLaunch {
   const char *op; // for the error's sentence
   cudaStream_t stream;
-  dim3 grid; // of no blocks: nothing is launched
+  Grid grid; // of no blocks: nothing is launched
   dim3 block;
   bool pdl = false;
   size_t shared_bytes = 0;  // of dynamic shared memory
@@ -148,12 +151,12 @@ static inline int row_threads(int64_t groups, int64_t max) {
 // One block a row of `groups` accesses.
 static inline KernelLaunch per_row(Backend *backend, const char *op, int64_t rows, int64_t groups,
                                    bool pdl = false) {
-  return {op, cuda_stream(backend), dim3((unsigned)rows), row_threads(groups, 256), pdl};
+  return {op, cuda_stream(backend), rows, row_threads(groups, 256), pdl};
 }
 
 // One thread an element.
 static inline KernelLaunch per_element(Backend *backend, const char *op, int64_t elements) {
-  return {op, cuda_stream(backend), dim3((unsigned)ceil_div(elements, 256)), 256};
+  return {op, cuda_stream(backend), ceil_div(elements, 256), 256};
 }
 
 // --- scalars -----------------------------------------------------------------------------------------------
@@ -448,6 +451,6 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
 // order; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is [N, H]; workspace
-// holds cuda_segment_bytes(N). Rows that no id names stay: without accumulate the caller has zeroed them.
+// holds cuda_segment_bytes(N). Rows that no id names stay, or become 0 without accumulate.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);

@@ -50,9 +50,8 @@ static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
 }
 
-// On Hopper, kept tiles of E go to a buffer, scaled and one after the other, as panels of LCE_TILE_ROWS rows
-// by 64 columns, of which a k-step of dX reads one and a k-step of dW half of three. Several chunks share the
-// buffer, so that dW is read and written less often (tile_sampling.cu).
+// tile_sampling.cu: kept tiles of E go to a buffer, scaled and one after the other, as panels of
+// LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and one of dW half of three.
 enum {
   CUDA_PANEL_COLUMNS = 64,
   CUDA_TILE_PANELS = LCE_TILE_COLUMNS / CUDA_PANEL_COLUMNS,

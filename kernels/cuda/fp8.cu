@@ -93,10 +93,10 @@ void cuda_quantize(Backend *backend, const Quantize *a) {
     using T = decltype(type);
     int64_t groups = rows * columns / WIDTH<T>;
     int64_t blocks = min_i64(ceil_div(groups, 4 * 256), 8 * cuda_state(backend)->multiprocessors);
-    dim3 first((unsigned)(out.amax_known ? 0 : blocks)); // of no blocks: not launched
-    launch_kernel({"quantize", cuda_stream(backend), first, 256}, amax_kernel<T>, data_of<unsigned>(out.amax),
-                  data_of<T>(a->x), groups);
-    dim3 grid((unsigned)ceil_div(columns, TILE), (unsigned)ceil_div(rows, TILE));
+    if (out.amax_known) blocks = 0; // then it is not launched
+    launch_kernel({"quantize", cuda_stream(backend), blocks, 256}, amax_kernel<T>,
+                  data_of<unsigned>(out.amax), data_of<T>(a->x), groups);
+    Grid grid(ceil_div(columns, TILE), ceil_div(rows, TILE));
     launch_kernel({"quantize", cuda_stream(backend), grid, 256}, cast_kernel<T>, data_of<uint8_t>(out.codes),
                   data_of<uint8_t>(out.transposed), data_of<float>(out.amax), data_of<T>(a->x), rows,
                   columns);

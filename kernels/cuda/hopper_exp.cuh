@@ -21,8 +21,7 @@ static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
   EACH (i, TILE_N / 4) {
     int at = first_column + i / 2 * 8 + column + i % 2;
     float bias = at < s.n ? to_float(params.bias[at]) : 0;
-    if (bias < -1e30f)
-      bias = -2e30f; // minus infinity masks an entry: its exponential is 0, and may be multiplied by t
+    if (bias < -1e30f) bias = -2e30f; // a masked entry's exponential is 0, and may be multiplied by t
     z[i / 2 * 4 + i % 2] += bias;
     z[i / 2 * 4 + 2 + i % 2] += bias;
   }
@@ -52,8 +51,7 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
     epilogue_bias(z, s, params, first_column, column);
     epilogue_largest(z, parts, s, params, first_column, column);
   }
-  constexpr float NOTHING =
-      -1e30f; // its exponential is 0 and, unlike minus infinity's, may be multiplied by it
+  constexpr float NOTHING = -1e30f; // its exponential is 0, and may be multiplied by it
   float shift[2], correction[2];
   int target[2];
   bool edge = first_column + TILE_N > s.n;

@@ -1,5 +1,4 @@
-// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: split-K, sampling's lists of
-// k-steps, and where cuBLASLt is faster. hopper_launch.cuh has the rasterisation.
+// The host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps, and where cuBLASLt is faster.
 #include <math.h>
 
 #include "kernels/cuda/hopper_exp.cuh"
@@ -36,8 +35,7 @@ static __global__ void __launch_bounds__(256)
 }
 
 // Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
-// places them. Each split initialises its accumulators in its first step, so a list has at least one step for
-// each: a shorter one goes on with steps beyond A and B, which TMA fills with zeros. One warp a list.
+// places them. A list has a step for each split, if only one of zeros, beyond A and B. One warp a list.
 struct DxLists {
   KList *lists;
   KStep *steps; // [lists, k_steps]
@@ -198,7 +196,7 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
   else
     launch<KernelTraits<Store<true, SAMPLED>>>(backend, exps_map, weight_map, exps_map, s, params);
   if (s.splits == 1) return;
-  dim3 grid(s.rows * s.columns / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
+  Grid grid(s.rows * s.columns / 4 / 256, s.m_tiles * s.n_tiles - s.whole);
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
@@ -237,8 +235,8 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
                    .k_steps = s.k_steps,
                    .min_length = s.splits,
                    .end_panels = (int)kept->panels.shape[0]};
-  launch_kernel({"the lists of k-steps", cuda_stream(backend), dim3((unsigned)lists.count), 32, true},
-                dx_lists_kernel, lists);
+  launch_kernel({"the lists of k-steps", cuda_stream(backend), lists.count, 32, true}, dx_lists_kernel,
+                lists);
   launch_dx<true>(backend, out, kept->panels, weight, s, {.lists = lists.lists, .steps = steps},
                   static_cast<char *>(scratch) + list_bytes);
 }

@@ -43,8 +43,7 @@ template <typename K> struct PipelineState {
 
 // Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter
 // in global memory, and waits while it is more than MAX_LEAD intervals ahead of the running clusters'
-// average; it reads the counter an interval before it needs it. After MAX_POLLS reads in one wait it never
-// waits again: if other work occupies the GPU, some clusters may not have started.
+// average. After MAX_POLLS reads it never waits again: other work may keep clusters from starting.
 //
 // The counter holds the running clusters' intervals, plus 2^32 for each finished one; the last resets it.
 struct ClusterThrottle {
@@ -115,8 +114,7 @@ template <typename K> static DEVICE KStep k_step(const EpilogueParams &params, i
   return {step * TILE_K, step * TILE_K};
 }
 
-// Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage
-// to its loads, which bounds the pipeline, is a few instructions.
+// Run by a whole warp, of which one lane issues: uniform addresses make the path to a load short.
 template <typename K>
 static DEVICE void produce(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
                            const CUtensorMap *a, const CUtensorMap *b, int rank) {
@@ -184,8 +182,8 @@ static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, Pipelin
   release_stage(pipeline, previous);
 }
 
-// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer
-// 1 might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
+// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
+// might wait two rounds ahead, which a parity does not tell.
 static DEVICE void order_wait(int consumer) {
   named_barrier_sync<2 * WARPGROUP>(1 + consumer);
 }

@@ -11,13 +11,7 @@ struct Hopper {
 };
 
 template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t clusters) {
-  return {"a Hopper GEMM",
-          cuda_stream(backend),
-          dim3((unsigned)(clusters * CLUSTER)),
-          THREADS,
-          true,
-          K::SHARED_BYTES,
-          CLUSTER};
+  return {"a Hopper GEMM", cuda_stream(backend), clusters * CLUSTER, THREADS, true, K::SHARED_BYTES, CLUSTER};
 }
 
 static const Hopper &hopper(Backend *backend) {
@@ -49,8 +43,7 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128,
 }
 
 // The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while
-// B streams by; for dX as many rows as make a wave over all columns. No throttle where all of A stays in L2,
-// since it gains nothing there, nor with sampling, whose lists differ in length.
+// B streams by; for dX a wave's rows over all columns. No throttle where all of A stays, nor with sampling.
 template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t GROUP_BYTES = 16 << 20;
   TileScheduler s = {};

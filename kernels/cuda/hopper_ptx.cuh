@@ -208,8 +208,7 @@ template <int N> static DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Before the CTA ends, whose shared memory TMA may still read. No test shows when this or fence_proxy_async
-// is missing: the emulator stores at once, and a GPU seldom fails. PTX's memory model demands both.
+// Before the CTA ends, whose shared memory TMA may still read. PTX's memory model demands it; no test does.
 static DEVICE void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -17,8 +17,7 @@ struct AddF32 : Epilogue {
   static constexpr bool A_K_MAJOR = false, SAMPLED = true, COLUMN_LISTS = true, LOADS = true;
   enum { WARP_BYTES = 0, CTA_BYTES = SUM_BUFFERS * SUM_BYTES, CTA_BARRIERS = SUM_FULL + SUM_BUFFERS };
   // Brings the addend into the buffers, half a tile at a time, and the next tile into L2; run by a warp of
-  // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers
-  // of its own: one may be a round ahead, and a parity does not distinguish two rounds.
+  // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers.
   template <typename K>
   static DEVICE void load_addend(const TileScheduler &s, const EpilogueParams &params,
                                  const Pipeline &pipeline, const CUtensorMap *out, int rank) {

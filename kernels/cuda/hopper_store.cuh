@@ -11,8 +11,7 @@ static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, 
     __syncwarp();
     int row = lane % 16;
 #pragma unroll
-    for (int j = 0; j < 8;
-         j += 2) { // lanes 0 to 15 address rows of columns [8 j, 8 j + 8), others the next 8
+    for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 address columns [8 j, 8 j + 8), others the next 8
       int chunk = (j + lane / 16) ^ (row & 7);
       const float *v = acc + part * 32 + j * 4;
       stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),

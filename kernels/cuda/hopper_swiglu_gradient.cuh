@@ -8,8 +8,8 @@
 enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2 };
 static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so many pieces");
 
-// The gates and ups that a warp needs for its part of the gradient, in pieces of 16 rows by 64 columns. A
-// tile's first pieces arrive during its main loop, and each piece's gradients leave from the same buffer.
+// Gates and ups come in pieces of 16 rows by 64 columns, the first during a tile's main loop; a piece's
+// gradients leave from its buffer.
 struct SwigluGradient : Epilogue {
   static constexpr bool KEEPS_A = true;
   enum { WARP_BYTES = GATE_UP_BUFFERS * GATE_UP_BYTES, WARP_BARRIERS = GATE_UP_BUFFERS };

@@ -1,6 +1,5 @@
 // GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; those of
-// FP8 operands sum in fp32, without the library's fast accumulation. SwiGLU is in the epilogues of our own
-// GEMMs on Hopper (hopper_gemm.cu), else a kernel of its own after the GEMM.
+// FP8 operands sum in fp32, without the library's fast accumulation. hopper_gemm.cu has SwiGLU's.
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
 // out^T = right^T left^T and the operands change places. The bias then runs along the library's rows.
@@ -8,9 +7,8 @@
 // A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version
 // alone. Only the loss's dW is measured (below). Split-K partials are added in fp32 in a fixed order.
 //
-// A bf16 matrix that is added to in place may be rounded once more. Where rows are not aligned to 16 bytes,
-// the library refuses some epilogues and rounds to bf16 before others, and its GELU in fp32 is off by 1e-6:
-// those GEMMs run on a plain kernel of our own.
+// A bf16 matrix that is added to in place may be rounded once more. Rows not aligned to 16 bytes with an
+// epilogue, and GELU in fp32, which the library gets wrong by 1e-6, run on a plain kernel of our own.
 #include <algorithm>
 #include <cublasLt.h>
 #include <map>
@@ -185,9 +183,8 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
 
 // --- measuring the loss's dW -------------------------------------------------------------------------------
 
-// The loss adds to dW chunk by chunk. With few terms to a sum, reading and writing dW takes a good part of
-// the time, of which the library's estimate knows nothing: at chunks of 1024 its first choice makes the whole
-// loss an eighth slower. So its suggestions are timed, once for each shape.
+// The loss adds to dW chunk by chunk. The library's estimate ignores the time to read and write dW: at chunks
+// of 1024 its first choice makes the loss an eighth slower. So its suggestions are timed once a shape.
 //
 // A choice by time must not change the loss's bits from run to run or rank to rank. So only those compete
 // whose result has the bits of the first choice. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
@@ -267,25 +264,21 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
 
   // Candidates take turns, at a clock that all of them determine, as in a step. Timed alone, each runs at a
   // clock of its own, and the choice makes dW 5 to 10% slower (one H200).
-  cudaEvent_t begin, end;
-  cuda_check(cudaEventCreate(&begin), "creating an event");
-  cuda_check(cudaEventCreate(&end), "creating an event");
+  void *begin = nullptr, *end = nullptr;
   while (count > 1 && spent < WARM_UP + MEASURED) {
     bool warm = spent >= WARM_UP;
     for (int i = 0; i < count; i++) {
-      float milliseconds = 0;
-      cuda_check(cudaEventRecord(begin, cuda_stream(backend)), "measuring a GEMM");
+      backend->ops->event_record(backend, &begin, STREAM_COMPUTE);
       lt_check(run(added, i), "multiplying");
-      cuda_check(cudaEventRecord(end, cuda_stream(backend)), "measuring a GEMM");
-      cuda_check(cudaEventSynchronize(end), "measuring a GEMM");
-      cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "measuring a GEMM");
+      backend->ops->event_record(backend, &end, STREAM_COMPUTE);
+      float milliseconds = 1e3f * (float)backend->ops->event_seconds(begin, end);
       spent += milliseconds;
       if (warm) times[i] += milliseconds;
     }
   }
   if (count > 1) plan->algorithm = algorithms[std::min_element(times, times + count) - times];
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
+  for (void *event : {begin, end})
+    if (event) backend->ops->event_destroy(event);
   cudaFree(memory);
 }
 
@@ -393,7 +386,7 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)), (unsigned)p->batch);
+  Grid grid(ceil_div(p->m, TILE) * ceil_div(p->n, TILE), p->batch);
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       launch_kernel({"a plain GEMM", cuda_stream(backend), grid, 256},

@@ -6,9 +6,8 @@
 // in bf16. So a logit crosses L2 twice in fp32, E crosses device memory once, and no logit is rounded. One
 // block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM, E W.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. The host does not know whether there are any:
-// the kernel that finalizes the sums looks at them and, as a rule, returns. On sm_90 programmatic dependent
-// launch hides launches in small chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. The kernel that finalizes the sums looks for
+// them, finds none as a rule, and returns. On sm_90 PDL hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
 #include <cooperative_groups.h>
@@ -79,7 +78,7 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   int64_t rows = a->x.shape[0];
   with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
     using T = decltype(type);
-    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
+    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(rows, 8), 256,
                            hopper_runs(backend)};
     launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
                   a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), data_of<int32_t>(a->targets), rows,
@@ -290,7 +289,7 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
     logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
     with_width<T>(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
-      launch_kernel({"the exponentials of a tile", cuda_stream(backend), dim3((unsigned)rows), threads},
+      launch_kernel({"the exponentials of a tile", cuda_stream(backend), rows, threads},
                     exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->softmax.target_z),
                     data_of<int32_t>(a->targets), first, (int)columns,
                     Capped<T>{data_of<T>(a->bias), a->softcap}, inverse_temperature(a->temperature));
@@ -352,15 +351,14 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .distance_shares = s.tile + rows * blocks,
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
       with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
-        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), dim3((unsigned)blocks), 1024,
-                               hopper_runs(backend)};
+        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
         launch.cooperative = true;
         launch_kernel(launch, finalize_rows_kernel<T, W>, params);
       });
       if (!on_hopper && keep)
-        launch_kernel({"the row sums of tiles", cuda_stream(backend),
-                       dim3((unsigned)ceil_div(tensor_count(a->tile_sums), 8)), 256},
-                      tile_sums_kernel<T>, *a);
+        launch_kernel(
+            {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
+            tile_sums_kernel<T>, *a);
     }
   });
   if (!tensor_exists(a->dx_raw)) return;

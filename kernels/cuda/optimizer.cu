@@ -1,10 +1,9 @@
 // AdamW over a slab, Muon's operations, the sum under the global norm, and the factor that clips it.
 //
 // AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
-// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200: 4.2
-// TB/s; with bf16 moments and no master 4.3; the sum of squares 4.4). A bf16 element that is the only copy is
-// rounded stochastically: to nearest, steps below half its last bit would never accumulate. The random bits
-// come from a counter, so a resumed run draws the same ones.
+// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200 4.2
+// TB/s, the sum of squares 4.4). A bf16 element that is the only copy is rounded stochastically: to nearest,
+// small steps would never accumulate. A resumed run draws the same bits.
 #include <math.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -116,7 +115,7 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
             int64_t blocks = min_i64(ceil_div(end - first, THREADS * W), INT32_MAX);
-            launch_kernel({op, cuda_stream(backend), dim3((unsigned)blocks), THREADS},
+            launch_kernel({op, cuda_stream(backend), blocks, THREADS},
                           update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
                           data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m),
                           data_of<TM>(a->v), data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end,
@@ -193,19 +192,18 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
       with_bool(a->squares, [&](auto squares) {
         constexpr int W = decltype(width)::value;
         blocks = (int)max_i64(1, min_i64(CUDA_SUM_BLOCKS, ceil_div(count, 256 * W)));
-        launch_kernel({"sum_elements", cuda_stream(backend), dim3((unsigned)blocks), 256},
+        launch_kernel({"sum_elements", cuda_stream(backend), blocks, 256},
                       sum_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
       });
     });
   });
-  launch_kernel({"sum_elements", cuda_stream(backend), dim3(1), 256}, sum_partials, data_of<float>(a->sum),
-                partial, blocks, a->accumulate);
+  launch_kernel({"sum_elements", cuda_stream(backend), 1, 256}, sum_partials, data_of<float>(a->sum), partial,
+                blocks, a->accumulate);
 }
 
 // --- batches of matrices -----------------------------------------------------------------------------------
 
-// Block (b, i) passes over some of matrix i: first it leaves a part of its sum of squares in `partial`, and
-// with WRITE it makes out = x / |x|.
+// Block (b, i) passes over a part of matrix i: its sum of squares into `partial`, then, with WRITE, x / |x|.
 template <typename T, int W, bool WRITE>
 static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Matrices x, double *partial) {
   __shared__ float factor;
@@ -232,8 +230,7 @@ static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Mat
 }
 
 void cuda_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
-  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend),
-                         dim3(CUDA_NORM_BLOCKS, (unsigned)a->count), 256};
+  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend), Grid(CUDA_NORM_BLOCKS, a->count), 256};
   with_access(a->x.first.dtype, {a->x.first, a->out.first}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int W = decltype(width)::value;
@@ -261,6 +258,6 @@ static __global__ void clip_scale_kernel(float *norm, float *scale, const float 
 }
 
 void cuda_clip_scale(Backend *backend, const ClipScale *a) {
-  launch_kernel({"clip_scale", cuda_stream(backend), dim3(1), 1}, clip_scale_kernel, data_of<float>(a->norm),
+  launch_kernel({"clip_scale", cuda_stream(backend), 1, 1}, clip_scale_kernel, data_of<float>(a->norm),
                 data_of<float>(a->scale), data_of<float>(a->sum_of_squares), a->max_norm);
 }

@@ -53,16 +53,14 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 // The tiles of logits; a row's sums so far in double, and its largest entry.
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
+  int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max);
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded(
-             (size_t)(rows * (1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max))) *
-             sizeof(double));
+         memory_padded((size_t)(rows * vectors) * sizeof(double));
 }
 
 // A tile of logits.
 size_t cuda_lce_logits_gradient_scratch(const LceLogitsGradient *a) {
-  if (!tensor_exists(a->x)) return 0;
-  return tile_bytes(a->x.shape[0], a->weight.shape[0]);
+  return tensor_exists(a->x) ? tile_bytes(a->x.shape[0], a->weight.shape[0]) : 0;
 }
 
 // dX's lists of k-steps, then sums over parts of V.

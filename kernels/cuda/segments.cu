@@ -2,9 +2,9 @@
 // IGNORE_INDEX and ELSEWHERE name none.
 //
 // A stable radix sort of the positions n by id makes the rows of one id follow one another: a segment. The
-// blocks of its first row sum all of it, each over the columns of 32 accesses; the other rows' blocks have
-// nothing to do. Warp w adds rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps' sums are added
-// in order. One id with many rows is bound by latency: 25 ns a row (H100, H 2048).
+// blocks of its first row sum all of it, each over the columns of 32 accesses; the others return. Warp w adds
+// rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps' sums are added in order. One id with many
+// rows is bound by latency: 25 ns a row (H100, H 2048).
 //
 // Traffic: x once, the named rows of out once or twice.
 #include <cub/device/device_radix_sort.cuh>
@@ -68,6 +68,7 @@ static int bits_of(int64_t count) {
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace) {
   int64_t count = x.shape[0], hidden_size = x.shape[1];
+  if (!accumulate) cuda_fill_zero(backend, &out);
   if (count == 0 || hidden_size == 0) return;
   size_t id_bytes = cuda_segment_id_bytes(count), sort_bytes = cuda_segment_sort_bytes(count);
   char *at = static_cast<char *>(workspace);
@@ -84,7 +85,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
     with_access(x.dtype, {x, out}, [&](auto type, auto width) {
       using T = decltype(type);
       using TO = decltype(out_type);
-      dim3 grid((unsigned)count, (unsigned)ceil_div(hidden_size, 32 * width));
+      Grid grid(count, ceil_div(hidden_size, 32 * width));
       launch_kernel({"a sum over equal ids", cuda_stream(backend), grid, 32 * WARPS},
                     sum_segment<TO, T, width>, data_of<TO>(out), sorted_ids, positions, count, data_of<T>(x),
                     x.stride, coefficients, alpha, (int)hidden_size, accumulate);

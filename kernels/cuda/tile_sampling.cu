@@ -4,11 +4,10 @@
 // leave E for a buffer, scaled and one after the other, where both GEMMs read them (hopper_gemm.cu):
 //  E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW when full-->  dweight
 //                                   \--dX, in each chunk-->  dx_raw
-// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Which tiles are
-// kept is known on the device alone: the host launches the dW of a full buffer in every chunk, and a kernel
-// of one block says whether there is anything to do. Slots go to columns of tiles in their order, which fixes
-// the order of all sums. kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are copied. On
-// other GPUs gradients are exact (sampling.c).
+// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Only the device
+// knows which tiles are kept: the host launches dW in every chunk, and a kernel of one block says whether
+// there is work. Slots go to columns of tiles in their order, which fixes the order of sums.
+// kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are copied. Other GPUs do not sample.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -159,8 +158,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   make_dweight_lists(k, state, across);
 }
 
-// Gives a chunk's kept tiles slots, column after column; first makes dW's lists if they do not fit. One
-// block.
+// Gives a chunk's kept tiles slots, column after column; dW's lists first if they do not fit.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
                  int across, bool first, bool accumulate) {
@@ -209,8 +207,7 @@ static DEVICE void copy_group(bf16 *to, const bf16 *from, int64_t columns, float
   store(to, v);
 }
 
-// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. Blocks (i, b): an X_BLOCKS-th of the tiles' rows of
-// scaled_x, and zeros for what a last tile lacks.
+// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. (i, b): an X_BLOCKS-th of scaled_x, zeros beyond.
 enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 
 static __global__ void __launch_bounds__(THREADS)
@@ -250,20 +247,19 @@ void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) 
   int blocks = (int)a->tiles.shape[0], across = (int)a->tiles.shape[1];
   cudaStream_t stream = cuda_stream(backend);
   float *tiles = data_of<float>(a->tiles);
-  dim3 by_block((unsigned)blocks), by_part((unsigned)ceil_div(across, 32), (unsigned)blocks),
-      by_tile((unsigned)(X_BLOCKS + across), (unsigned)blocks);
+  Grid by_part(ceil_div(across, 32), blocks), by_tile(X_BLOCKS + across, blocks);
   KeptTiles k =
       cuda_kept_tiles(a->kept.data, a->kept_rows, a->weight.shape[0], a->weight.shape[1], a->full_mass);
   launch_kernel({"lce_sampled_gradients", stream, by_part, THREADS, true}, tile_masses_kernel, *a);
-  launch_kernel({"draws of tiles", stream, by_block, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
+  launch_kernel({"draws of tiles", stream, blocks, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
                 a->full_mass, random_key(a->seed, a->stream));
-  launch_kernel({"slots of tiles", stream, dim3(1), ONE_BLOCK, true}, place_kernel, k,
-                data_of<float>(a->stats), tiles, blocks, across, a->first, a->accumulate);
+  launch_kernel({"slots of tiles", stream, 1, ONE_BLOCK, true}, place_kernel, k, data_of<float>(a->stats),
+                tiles, blocks, across, a->first, a->accumulate);
   if (!a->first) hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
   launch_kernel({"gathering of tiles", stream, by_tile, THREADS, true}, gather_kernel, k, a->exps,
                 a->scaled_x, tiles);
   if (a->flush) {
-    launch_kernel({"lists of tiles", stream, dim3(1), ONE_BLOCK, true}, flush_kernel, k, across);
+    launch_kernel({"lists of tiles", stream, 1, ONE_BLOCK, true}, flush_kernel, k, across);
     hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
   }
   hopper_sampled_dx(backend, a->dx_raw, &k, a->exps.shape[0], a->weight, a->workspace.data,

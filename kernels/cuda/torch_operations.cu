@@ -32,8 +32,8 @@ void cuda_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
                 *a, inverse_temperature(a->terms.temperature));
 }
 
-// fp32 logits of a tile of columns from `first` on (without a tile: the exponentials) into their gradient; a
-// block takes a row. W > 1: to the end of a strided row's last group.
+// fp32 logits of columns from `first` on (no tile: exponentials) into their gradient. One block a row. W > 1:
+// to the end of a strided row's last group.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
@@ -114,7 +114,7 @@ void cuda_scale_by(Backend *backend, const ScaleBy *a) {
       with_width<bf16>(rows_align({a->x, a->out}, WIDTH<bf16>), [&](auto W) {
         using TO = decltype(out_type);
         using T = decltype(type);
-        launch_kernel({"scale_by", cuda_stream(backend), dim3((unsigned)ceil_div(count, 256 * W)), 256},
+        launch_kernel({"scale_by", cuda_stream(backend), ceil_div(count, 256 * W), 256},
                       scale_by_kernel<TO, T, W>, data_of<TO>(a->out), data_of<T>(a->x),
                       data_of<float>(a->factor), count);
       });

@@ -24,8 +24,7 @@ static __device__ int target_of(const Chunk &a, int64_t n) {
 }
 
 static __device__ float anchor_of(const Chunk &a, int64_t n) {
-  return target_of(a, n) == IGNORE_INDEX ? INFINITY
-                                         : at(a.softmax.target_z, n); // makes every exponential of the row 0
+  return target_of(a, n) == IGNORE_INDEX ? INFINITY : at(a.softmax.target_z, n); // infinity: exponentials 0
 }
 
 // x[n] . W[j], by one warp.
@@ -192,10 +191,8 @@ void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStat
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor parts = memory_push_2d(&backend->memory, "parts of row sums", MEMORY_HEAD, DTYPE_F32, count, across);
   int64_t blocks = min_i64(ceil_div(count, ROWS) * across, cuda_state(backend)->multiprocessors);
-  launch_kernel(
-      {"exponentials", cuda_stream(backend), dim3((unsigned)blocks), CONSUMER + 32, false, HOPPER_SHARED},
-      exponentials_kernel, tiles_of(x, ROWS), tiles_of(weight, COLUMNS), a, parts);
-  launch_kernel({"row sums", cuda_stream(backend), dim3((unsigned)count), THREADS}, row_sums_kernel, a,
-                parts);
+  launch_kernel({"exponentials", cuda_stream(backend), blocks, CONSUMER + 32, false, HOPPER_SHARED},
+                exponentials_kernel, tiles_of(x, ROWS), tiles_of(weight, COLUMNS), a, parts);
+  launch_kernel({"row sums", cuda_stream(backend), count, THREADS}, row_sums_kernel, a, parts);
   memory_pop_to(&backend->memory, mark);
 }

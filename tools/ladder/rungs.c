@@ -184,8 +184,7 @@ static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
 }
 
 // --- rung 6: rung 5 on Hopper ------------------------------------------------------------------------------
-// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu). What happens to rows is left to the
-// library.
+// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu); the library does the rest.
 
 #ifdef HAVE_CUDA
 static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
