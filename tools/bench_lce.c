@@ -1,29 +1,28 @@
-// Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk alternates with the
-// three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW = L^T X over all tokens at once),
-// each term of the loss (--terms) with the loss without it. Prints medians, the medians of the ratios to what each alternates
-// with, and the bytes pushed beyond inputs and gradients. --terms ends with sampling at M0 = 1. --ladder times the
-// versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a GPU 6 (Hopper) and 7.
+// Time and memory of linear_cross_entropy (LM head + loss), forward and backward: each mode and chunk
+// alternates with the three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW =
+// L^T X over all tokens at once), each term of the loss (--terms) with the loss without it. Prints medians,
+// ratios, and the bytes pushed beyond inputs and gradients. The last term is sampling at M0 = 1. --ladder
+// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7.
 //
-// How many tiles sampling drops depends on the logits, and random ones say nothing about a model's. --checkpoint takes a
-// trained state: W is the model's head, x the final norm's output for the first N tokens that ./train --init DIR --data
-// PATH --val-fraction 0 reads (seed 1), targets the tokens after them. With held-out data as PATH the state is that of
-// validation. The mean loss is printed, to be compared with the run's.
+// How many tiles sampling drops depends on the logits. --checkpoint takes a trained state: W is the model's
+// head, x the final norm's output for the first N tokens that ./train --init DIR --data PATH --val-fraction 0
+// reads (seed 1), targets the tokens after them. With held-out data as PATH the state is that of validation.
+// The printed mean loss can be compared with the run's.
 //
-// Started as several ranks, it also times the head split over them (--vocab-parallel of ./train), where every rank has so
-// many tokens, against the whole head on every rank: the same work for each. A time is then the slowest rank's.
+// Started as several ranks, it also times the head split over them (--vocab-parallel of ./train) against the
+// whole head on every rank: the same work for each. A time is then the slowest rank's.
 //
-// --json prints an object a line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond inputs and
-// gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes and the tensors), and what
-// was measured: seconds, ratio, and floor_seconds of the GEMMs or base_seconds of the loss without the term.
+// --json prints an object a line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
+// inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
+// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term.
 //
-//   tools/bench_lce --tokens 1024 --hidden-size 256 --vocab 128256
-//   tools/bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
-//   tools/bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
-//     --data 'shards/*.bin'
-//   tools/bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
-//   OMP_NUM_THREADS=1 tools/bench_lce --ladder --vocab 32768 --chunk 128
-//   tools/bench_lce --device cuda --ladder --materialized --tokens 8192 --hidden-size 4096 --vocab 128256 --chunk 1024
-//   tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
+//  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
+//  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
+//    --data 'shards/*.bin'
+//  bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
+//  OMP_NUM_THREADS=1 bench_lce --ladder --vocab 32768 --chunk 128
+//  bench_lce --device cuda --ladder --materialized --tokens 8192 --hidden-size 4096 --chunk 1024
+//  tools/launch 4 tools/bench_lce --device cuda --tokens 16384 --hidden-size 4096 --vocab 128256
 #include <math.h>
 #include <omp.h>
 #include <stdarg.h>
@@ -126,7 +125,7 @@ static Settings parse(int argc, char **argv) {
 
 // --- a trained state ---------------------------------------------------------------------------------------
 
-// What --checkpoint and --data give, on the host and in the backend's dtype. x and targets are of whole sequences.
+// What --checkpoint and --data give, on the host, in the backend's dtype; x and targets of whole sequences.
 typedef struct {
   void *x, *weight; // [N or more, H], [V, H]
   int32_t *targets;
@@ -381,7 +380,7 @@ static void lay_out(Bench *b, Backend *backend) {
 // Runs it once and returns the bytes that it pushed at its peak, its operations' scratch included.
 static size_t held_by(const Bench *b, const Work *w) {
   Ledger *ledger = &b->backend->memory.ledger;
-  // Rungs before the last call kernels of their own, on a plan too; none holds more than fp32 logits and gradients.
+  // Rungs before the last run kernels even on a plan; none holds more than fp32 logits and their gradients.
   size_t tokens = (size_t)b->settings->tokens, padded_vocab = (size_t)b->settings->vocab_size + 1024;
   if (b->backend->memory.planning && w->rung && w->rung < RUNGS)
     return 2 * tokens * padded_vocab * sizeof(float) + ((size_t)64 << 20);
@@ -390,7 +389,7 @@ static size_t held_by(const Bench *b, const Work *w) {
   return ledger->stack_peak - ledger->stack;
 }
 
-// Plans every work, and returns the stack that all of them need. Fails where one needs more than `usable` bytes (0:
+// Plans every work, and returns the stack that all need. Fails where one needs more than `usable` bytes (0:
 // boundless); the plain GEMMs then take fewer tokens at a time.
 static size_t plan_works(Bench *b, size_t usable) {
   const Ledger *ledger = &b->backend->memory.ledger;
@@ -411,7 +410,7 @@ static size_t plan_works(Bench *b, size_t usable) {
 
 // --- time --------------------------------------------------------------------------------------------------
 
-// When all ranks are here. With one CPU thread the process's own time, which other programs on the machine disturb less.
+// When all ranks have arrived. With one CPU thread the process's own time: other programs disturb it less.
 static double clock_seconds(const Bench *b) {
   Backend *backend = b->backend;
   if (backend->ranks > 1) all_reduce(backend, (Collective){.out = b->barrier, .x = b->barrier});
@@ -441,8 +440,8 @@ static double median(double *values, int64_t count) {
   return count % 2 ? values[count / 2] : 0.5 * (values[count / 2 - 1] + values[count / 2]);
 }
 
-// Work and base alternate, at first untimed: a GPU reaches its power limit only after a while. The ratio is that of
-// neighbours: at its power limit a GPU is slower after harder work, so only neighbours compare.
+// Work and base alternate, at first untimed: a GPU reaches its power limit only after a while, and is then
+// slower after harder work, so only neighbours compare.
 static void measure(const Bench *b, Work *w) {
   const Work *base = &b->works[w->base];
   double bases[MAX_ROUNDS], works[MAX_ROUNDS], ratios[MAX_ROUNDS];

@@ -1,16 +1,13 @@
-// The activations: one block a row, 16 bytes at a time, each operand once. So they cost their bytes over the memory's
-// bandwidth (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). As a rule they run in a GEMM's epilogue (linear.cu); here they
-// recompute what was not kept, or find the maximum that FP8 needs.
+// The activations: one block a row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in a
+// GEMM's epilogue (linear.cu); these recompute what was not kept or find FP8's maximum.
 #include "kernels/cuda/activation.cuh"
-#include "kernels/cuda/cuda_common.cuh"
 
-// Calls f with the activation's functions (activation.cuh), the element type, the width of an access, and whether the
-// maximum is wanted, which begins at 0.
+// Calls f with the activation's functions, the element type, an access's width, and whether amax is given.
 template <typename F>
 static void with_activation(Backend *backend, Activation activation, Tensor amax,
-                            std::initializer_list<Tensor> rows, F f) {
+                            std::initializer_list<Tensor> tensors, F f) {
   if (tensor_exists(amax)) cuda_fill_zero(backend, &amax);
-  with_access(rows.begin()->dtype, rows, [&](auto type, auto width) {
+  with_access(tensors.begin()->dtype, tensors, [&](auto type, auto width) {
     with_bool(tensor_exists(amax), [&](auto wanted) {
       if (activation == ACTIVATION_GELU)
         f(Gelu(), type, width, wanted);

@@ -1,10 +1,10 @@
-// Attention: chooses among the kernels of attention_kernels.h; and the table that the tensor-core backward passes read.
+// Attention: chooses among the kernels of attention_kernels.h, and prepares their backward passes.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
-// delta[b, h, t] = sum_d dout * out, next to the lse of the forward pass (attention_mma.cuh says where). A warp takes 32
-// tokens of one head, D/8 lanes a row; then each lane has one token's sum, so that the warp reads lse and writes its two
-// results as whole lines. Memory traffic: dout and out once, 12 bytes per query and head.
+// delta[b, h, t] = sum_d dout * out, next to the lse of the forward pass (attention_mma.cuh says where). A
+// warp takes 32 tokens of one head, D/8 lanes a row; then each lane has one token's sum. Traffic: dout and
+// out once.
 namespace attention {
 
 template <int D>
@@ -42,7 +42,7 @@ void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_
   // The padding up to whole tiles is written too.
   int64_t tiles = ceil_div(a->shape.seq_len, attention::STATISTICS_TILE) * (attention::STATISTICS_TILE / 32);
   int64_t warps = a->shape.batch * tiles * a->shape.num_heads;
-  launch_kernel({"attention_backward", stream, dim3((unsigned)ceil_div(warps, 8)), 256},
+  launch_kernel({"attention_backward", stream, ceil_div(warps, 8), 256},
                 a->shape.head_dim == 64 ? attention::statistics_kernel<64>
                                         : attention::statistics_kernel<128>,
                 *a, counters, (int)tiles, warps);

@@ -1,27 +1,25 @@
 // Attention, backward, on the tensor cores, for sm_80 and later, without atomics.
 //
 // P = exp(S - lse) is recomputed from q, k and the saved lse; with delta = rowsum(dout * out), made first,
-//   dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
-// dk and dv sum over queries, dq sums over keys. One pass for all three must add dq up across blocks: with
-// atomics, whose order changes the last bits from run to run, or with blocks that wait for one another. Here
-// two passes do it, each the sole owner of what it writes: seven GEMMs instead of five, and every bit the
-// same in every run. A block of either owns rows of two tensors, which are resident, and streams those of two others:
+//  dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
+// dk and dv sum over queries, dq over keys. One pass for all three must add dq up across blocks, by atomics
+// (whose order changes bits) or by waiting. Two passes, each the sole owner of what it writes, take seven
+// GEMMs instead of five and repeat to the bit. A block owns rows of two tensors and streams two:
 //
-//               resident    streamed                               S and dP     sums
-//   key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
-//   query pass  q, dout     k, v                                   S, dP        dq += dS k
+//              resident    streamed                               S and dP     sums
+//  key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
+//  query pass  q, dout     k, v                                   S, dP        dq += dS k
 //
-// Accumulators are A operands as they stand, so P and dS never touch shared memory. dP starts at -delta rather than 0,
-// which saves the subtraction.
+// Accumulators are A operands as they stand, so P and dS never touch shared memory; dP starts at -delta.
 //
 // Arithmetic: 14 B Q T^2 D / 2, a kernel with atomics 10; on an H200 190 to 230 TFLOP/s of those 10.
-// Hopper has a faster form of the same plan in attention_backward_hopper.cu.
+// attention_backward_hopper.cu does the same faster.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
 namespace attention {
 
-// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed at a time and worked on STEP at a time.
+// A block of WARPS warps owns 16 M rows for each; TILE rows are streamed and worked on STEP at a time.
 template <bool IS_KEY_PASS, int HEAD_DIM, int M_, int WARPS_, int TILE_, bool IS_PACKED> struct Pass {
   static constexpr bool KEY_PASS = IS_KEY_PASS, PACKED = IS_PACKED;
   static constexpr int D = HEAD_DIM, M = M_, WARPS = WARPS_, TILE = TILE_, STEP = 32;
@@ -54,17 +52,17 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
 
   const int warp_row = threadIdx.x / 32 * M * 16, first_row = at.first_row + warp_row; // the warp's first
   const Documents documents = documents_of(a.documents);
-  // Where row t sees the streamed rows from (queries), or to (keys): for the block, the warp's first row and its last.
+  // Where row t sees streamed rows from (queries) or to (keys): the block, the warp's first and last row.
   auto bound_of = [&](int t) {
     t = min(t, T - 1);
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);
   };
   const int everything = KEY_PASS ? T : 0;
-  const int of_block = PACKED ? bound_of(at.first_row + (KEY_PASS ? ROWS - 1 : 0)) : everything;
-  const int of_first = PACKED ? bound_of(first_row) : everything;
-  const int of_last = PACKED ? bound_of(first_row + M * 16 - 1) : everything;
-  const int first_tile = (KEY_PASS ? at.first_row : of_block) / TILE;
-  const int tiles = ((KEY_PASS ? of_block : min(at.first_row + ROWS, T)) + TILE - 1) / TILE - first_tile;
+  const int block_bound = PACKED ? bound_of(at.first_row + (KEY_PASS ? ROWS - 1 : 0)) : everything;
+  const int first_bound = PACKED ? bound_of(first_row) : everything;
+  const int last_bound = PACKED ? bound_of(first_row + M * 16 - 1) : everything;
+  const int first_tile = (KEY_PASS ? at.first_row : block_bound) / TILE;
+  const int tiles = ((KEY_PASS ? block_bound : min(at.first_row + ROWS, T)) + TILE - 1) / TILE - first_tile;
   const int steps = KEY_PASS ? tiles * group : tiles;
   auto tile_row = [&](int step) { return (first_tile + (KEY_PASS ? step % tiles : step)) * TILE; };
 
@@ -113,8 +111,8 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
     for (int part = 0; part < TILE; part += STEP) {
       const int row = tile_row(step) + part; // the first of these streamed rows
       // None of the warp's rows sees them, or is seen by them.
-      if (KEY_PASS ? row + STEP <= first_row || (PACKED && row >= of_last)
-                   : row >= first_row + M * 16 || (PACKED && row + STEP <= of_first))
+      if (KEY_PASS ? row + STEP <= first_row || (PACKED && row >= last_bound)
+                   : row >= first_row + M * 16 || (PACKED && row + STEP <= first_bound))
         continue;
       float s[M][STEP / 8][4] = {}, dp[M][STEP / 8][4];
       EACH (n, STEP / 8) {
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
       }
       scores<D>(s, lane, operand0, y0, part);
       scores<D>(dp, lane, operand1, y1, part);
-      if (PACKED && (KEY_PASS ? row + STEP > of_first : row < of_last))
+      if (PACKED && (KEY_PASS ? row + STEP > first_bound : row < last_bound))
         mask_columns<!KEY_PASS>(s, [=](int r) { return bound_of(first_row + r) - row; });
       if (KEY_PASS ? first_row + M * 16 > row + 1 : row + STEP > first_row + 1) // keys after the query
         mask_columns<KEY_PASS>(s, [=](int r) { return first_row + r - row + !KEY_PASS; });

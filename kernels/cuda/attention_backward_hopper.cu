@@ -1,19 +1,17 @@
 // Attention, backward, for Hopper: attention_backward.cu's two passes with wgmma and TMA, warp-specialised.
 //
-// The two passes are one kernel. Each consumer warpgroup owns 64 rows of two resident operands, and 64-row tiles of
-// two others are streamed past the two or three consumers of a CTA:
-//              resident      streamed      S and dP          accumulators
-//   key pass   k, v          q, dout       S^T, dP^T         dv += P^T dout, dk += dS^T q
-//   query pass q, dout       k, v          S, dP             dq += dS k
-// In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in registers, are
-// A operands of the GEMMs that follow. Only TMA writes to shared memory. The gradient of a bias of q, k and v, the column
-// sums of these accumulators, is begun here too, before they are rounded.
+// The two passes are one kernel. Each consumer warpgroup owns 64 rows of two resident operands, and 64-row
+// tiles of two others are streamed past the two or three consumers of a CTA:
+//             resident      streamed      S and dP          accumulators
+//  key pass   k, v          q, dout       S^T, dP^T         dv += P^T dout, dk += dS^T q
+//  query pass q, dout       k, v          S, dP             dq += dS k
+// In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in
+// registers, are A operands of the GEMMs that follow. Only TMA writes to shared memory. The gradient of a
+// bias of q, k and v, the column sums of these accumulators, is begun here too, before they are rounded.
 //
-// While one consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a consumer's MMAs of
-// one step run under its exponentials of the next.
-//
-// On an H200 the tensor cores are busy 54% (key pass) and 72% (query pass) of the time for heads of 64 at T 4096, 79%
-// and 94% for heads of 128 at T 8192.
+// While one consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a
+// consumer's MMAs of one step run under its exponentials of the next. On an H200 the tensor cores are busy
+// 54% (key) and 72% (query) of the time for heads of 64 at T 4096, 79% and 94% for heads of 128 at T 8192.
 #include "kernels/cuda/attention_hopper.cuh"
 
 namespace attention {
@@ -45,7 +43,7 @@ struct Tiles {
   int first, end, heads;
 };
 
-template <class F> __device__ __forceinline__ Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
+template <class F> DEVICE Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS, all = (a.seq_len + TILE - 1) / TILE;
   if (F::KEY_PASS) {
     int end = F::PACKED ? (bound_of<F>(a, w, first_row + F::ROWS - 1) + TILE - 1) / TILE : all;
@@ -58,8 +56,7 @@ template <class F> struct BackwardStorage {
   static constexpr int HALVES = F::D / 64;            // tiles of 64 columns per row
   static constexpr int RESIDENT = F::D == 64 ? 2 : 1; // buffers of resident operands
   static constexpr int STAGES = F::D == 64 ? 4 : 3;   // buffers of streamed tiles
-  // With OVERLAP a consumer holds one tile while it waits for its next, and in a key pass the next query head may begin
-  // with tiles that it skips, as many as there are consumers before it.
+  // With OVERLAP a consumer holds a tile while it waits; a key pass's next head may begin with tiles to skip.
   static_assert(STAGES > F::OVERLAP * (F::KEY_PASS ? F::WARPGROUPS : 1), "a tile would never come");
   alignas(1024) bf16 resident[RESIDENT][2][HALVES][F::ROWS * 64];
   bf16 streamed[STAGES][2][HALVES][TILE * 64];
@@ -69,13 +66,10 @@ template <class F> struct BackwardStorage {
   int work[RESIDENT];
   float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // of results, by warp; two work tiles' in turn
 
-  __device__ __forceinline__ void init_barriers(int warps) {
-    resident_ring.init(warps), streamed_ring.init(warps);
-  }
+  DEVICE void init_barriers(int warps) { resident_ring.init(warps), streamed_ring.init(warps); }
 };
 
-template <class F>
-__device__ __forceinline__ void produce(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
+template <class F> DEVICE void produce(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int first_key = a.num_heads, first_value = first_key + a.num_key_value_heads,
@@ -107,8 +101,8 @@ __device__ __forceinline__ void produce(BackwardStorage<F> &shared, const Hopper
   });
 }
 
-// Two floats of shared memory. The compiler, which cannot see that they lie there, would use generic addresses.
-__device__ __forceinline__ float2 load_shared(const float *from) {
+// Two floats of shared memory; the compiler, which cannot see that, would use generic addresses.
+DEVICE float2 load_shared(const float *from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(x.x), "=f"(x.y)
@@ -117,10 +111,8 @@ __device__ __forceinline__ float2 load_shared(const float *from) {
   return x;
 }
 
-// The sums of a warp's 16 rows of results, times scale, to shared memory. Each step halves the columns that a lane adds
-// up.
-template <int D>
-__device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], float scale) {
+// The sums of a warp's 16 rows of results, times scale, to shared memory. Each step halves a lane's columns.
+template <int D> DEVICE void sum_columns(float *to, const float (&x)[D / 2], float scale) {
   const int lane = threadIdx.x % 32;
   float sums[D / 4];
   EACH (i, D / 4) sums[i] = x[i / 2 * 4 + i % 2] + x[i / 2 * 4 + i % 2 + 2];
@@ -131,8 +123,7 @@ __device__ __forceinline__ void sum_columns(float *to, const float (&x)[D / 2], 
   }
 }
 
-template <class F>
-__device__ __forceinline__ void consume(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
+template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperBackwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   constexpr bool KEY_PASS = F::KEY_PASS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
@@ -144,7 +135,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
   uint32_t p[KEY_PASS ? TILE / 16 : 1][4], ds[TILE / 16][4];
 
   for (int n = 0;; n++) {
-    // A count: a PipelineState's phase hides from ptxas that a warp's lanes agree, and what follows costs more code.
+    // A count: a PipelineState's phase hides from ptxas that a warp's lanes agree, which costs code.
     const int slot = n % BackwardStorage<F>::RESIDENT;
     mbarrier_wait(&shared.resident_ring.full[slot], n / BackwardStorage<F>::RESIDENT & 1);
     const int index = uniform(shared.work[slot]);
@@ -180,7 +171,7 @@ __device__ __forceinline__ void consume(BackwardStorage<F> &shared, const Hopper
       return shared_address(shared.streamed) + stage * (uint32_t)sizeof shared.streamed[0];
     };
     const int first_visible = tiles.first + before, last_visible = tiles.end - after - 1;
-    // Of the step begun last. Were it set where tiles are skipped, ptxas would take the warp's lanes to diverge.
+    // The latest step's. Set where tiles are skipped, it would make ptxas take the lanes to diverge.
     int tile = KEY_PASS ? last_visible : first_visible - 1;
     // Waits for the next step's tile and starts S and dP, in two wgmma groups.
     auto begin = [&]() {

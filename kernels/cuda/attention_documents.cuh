@@ -1,26 +1,23 @@
-// Which documents the tokens of packed sequences belong to (AttentionForward.documents), for the attention kernels.
+// The documents of packed sequences (AttentionForward.documents), for the attention kernels.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
 namespace attention {
 
-// Within the sequence whose rows begin at row `first`, of T tokens: neither start nor end falls as t grows, so those of a
-// tile's first and last token bound what the tile sees and is seen by.
+// Of a sequence of T tokens from row `first` on. Neither start nor end falls as t grows.
 struct Documents {
   const int32_t *before, *after; // [N]; NULL: a sequence is one document
 
   // The first token of t's document, which is the first key that query t sees.
-  __device__ __forceinline__ int start(int64_t first, int64_t t) const {
-    return before ? (int)t - before[first + t] : 0;
-  }
+  DEVICE int start(int64_t first, int64_t t) const { return before ? (int)t - before[first + t] : 0; }
   // Where it ends: the queries that see key t are [t, end).
-  __device__ __forceinline__ int end(int64_t first, int64_t t, int64_t T) const {
+  DEVICE int end(int64_t first, int64_t t, int64_t T) const {
     return after ? (int)t + 1 + after[first + t] : (int)T;
   }
 };
 
-static __host__ __device__ __forceinline__ Documents documents_of(const Tensor &documents) {
+static __host__ DEVICE Documents documents_of(const Tensor &documents) {
   const int32_t *before = data_of<const int32_t>(documents);
   return {before, before ? before + documents.shape[1] : nullptr};
 }

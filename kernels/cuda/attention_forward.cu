@@ -2,13 +2,13 @@
 //
 // A block of four warps owns 128 queries of one head, 32 per warp, and walks over the keys in tiles of 64
 // from the diagonal back to the start. S = Q K^T stays in registers; the running maximum m and sum l of each
-// row rescale what was summed before; P = exp(S - m), rounded to bf16, lies as the next GEMM, O += P V,
-// needs it. K and V tiles are double-buffered, so one barrier per tile suffices. Two m16 MMAs
-// share every K and V fragment, which halves the shared-memory traffic that would bound the kernel otherwise.
+// row rescale what was summed before; P = exp(S - m), rounded to bf16, lies as the next GEMM, O += P V, needs
+// it. K and V tiles are double-buffered, so one barrier per tile suffices. Two m16 MMAs share every K and V
+// fragment, which halves the shared-memory traffic.
 //
 // Memory traffic: q and out once, k and v once per 128 queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
 // On an H200: 240 TFLOP/s at T 1024 and 295 at T 4096 for heads of 64, 335 at T 32768 for heads of 128.
-// Hopper has a faster form of it in attention_forward_hopper.cu.
+// attention_forward_hopper.cu does the same faster.
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
 
@@ -23,8 +23,8 @@ struct RowStatistics {
 
 // s becomes exp(s - max); what was summed so far (o, sum) is brought to the new maximum.
 template <int D>
-__device__ __forceinline__ void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4],
-                                             RowStatistics &row, float scale_log2) {
+DEVICE void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4], RowStatistics &row,
+                         float scale_log2) {
   EACH (m, M)
     EACH (half, 2) {
       float largest = row.max[m][half];

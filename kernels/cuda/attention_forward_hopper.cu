@@ -1,20 +1,20 @@
 // Attention, forward, for Hopper: attention_forward.cu's order of work with wgmma and TMA, warp-specialised
 // (FlashAttention-3; Shah et al. 2024).
 //
-// A CTA owns ROWS queries of one head, 64 for each consumer warpgroup, and walks over the keys in tiles of KEYS from the
-// diagonal back to the start (attention_hopper.cuh has the producer and the order of work). S = Q K^T by wgmma from shared
-// memory; softmax in registers with a running maximum m and sum l of each row; P = exp(S - m), rounded to bf16 in registers,
-// is the A operand of O += P V. Two overlaps keep the tensor cores busy under the exponentials:
-//   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under that P V;
-//   between consumers    ping-pong: they issue GEMMs in turn, so that one's softmax runs under the others' GEMMs.
-// K and V tiles lie in rings of their own, so that S starts when K is there.
+// A CTA owns ROWS queries of one head, 64 for each consumer warpgroup, and walks over the keys in tiles of
+// KEYS from the diagonal back to the start (attention_hopper.cuh has the producer and the order of work). S =
+// Q K^T by wgmma from shared memory; softmax in registers with a running maximum m and sum l of each row; P =
+// exp(S - m), rounded to bf16, is the A operand of O += P V. Two overlaps:
+//   within a consumer    S of the next tile is issued before P V of this one, and its softmax runs under it;
+//   between consumers    ping-pong: they issue GEMMs in turn, and one's softmax runs under the others'.
+// K and V tiles lie in rings of their own, so that S starts when K has arrived.
 //
-// Why there is no deadlock: number the steps of a CTA by its key tiles, in the order of loading. Each consumer takes
-// part in every step, if only to skip it, and so takes as many turns as the others; turns follow the order of (step,
-// consumer). In step j a consumer waits for its turn and for K_j and V_{j-1}, where it skips for K_j and V_j, and at a
-// step's end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1} and V_{j-1} must have
-// found a stage, that is K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES} must have been released, which happens in steps up to
-// j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two stages or more, before step j.
+// Why there is no deadlock: number a CTA's steps by its key tiles, in the order of loading. Each consumer
+// takes part in every step, if only to skip it, and turns follow the order of (step, consumer). In step j a
+// consumer waits for its turn, K_j and V_{j-1} (where it skips, K_j and V_j), and at its end it holds only
+// V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES}
+// must have been released, which happens in steps up to j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two
+// stages or more, before step j.
 //
 // Memory traffic: q and out once, k and v once per ROWS queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
 #include "kernels/cuda/attention_hopper.cuh"
@@ -34,9 +34,8 @@ template <class F> struct ForwardStorage;
 template <int D_, bool PACKED_> struct ForwardTraits {
   static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
-  // A row's maximum is raised, and its sums are rescaled, once a score exceeds it by this much as a power of two (as in
-  // FlashAttention-4): until then its P is at most 2^8, which bf16 rounds no worse than 1. Most tiles need neither the
-  // shuffles nor the products.
+  // A row's maximum is raised, and its sums rescaled, once a score exceeds it by 2 to this power (as in
+  // FlashAttention-4): until then P is at most 2^8.
   static constexpr float MAX_RISE = 8;
   using Arguments = HopperForwardArguments;
   using SharedStorage = ForwardStorage<ForwardTraits>;
@@ -53,7 +52,7 @@ template <class F> struct ForwardStorage {
   Barriers<VALUE_STAGES> value_ring;
   int work[RESIDENT];
 
-  __device__ __forceinline__ void init_barriers(int warps) {
+  DEVICE void init_barriers(int warps) {
     resident_ring.init(warps), key_ring.init(warps), value_ring.init(warps);
   }
 };
@@ -63,15 +62,13 @@ struct KeyTiles {
   int first, end;
 };
 
-template <class F>
-__device__ __forceinline__ KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
+template <class F> DEVICE KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS;
   return {F::PACKED ? bound_of<F>(a, w, first_row) / KEYS : 0,
           (min(first_row + F::ROWS, a.seq_len) + KEYS - 1) / KEYS};
 }
 
-template <class F>
-__device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
+template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D;
   constexpr uint32_t TILE_OF_KEYS = sizeof shared.keys[0];
   PipelineState keys(shared.key_ring);
@@ -99,15 +96,14 @@ __device__ __forceinline__ void produce(ForwardStorage<F> &shared, const HopperF
 }
 
 // Consumers issue their GEMMs one after the other: named barriers 4 to 6, at which the one before arrives.
-template <class F> __device__ __forceinline__ void take_turn(int group) {
+template <class F> DEVICE void take_turn(int group) {
   named_barrier_sync<256>(4 + group);
 }
-template <class F> __device__ __forceinline__ void pass_turn(int group) {
+template <class F> DEVICE void pass_turn(int group) {
   named_barrier_arrive<256>(4 + (group + 1 == F::WARPGROUPS ? 0 : group + 1));
 }
 
-template <class F>
-__device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
+template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
   constexpr int D = F::D, ROWS = F::ROWS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
@@ -159,8 +155,8 @@ __device__ __forceinline__ void consume(ForwardStorage<F> &shared, const HopperF
       accumulate<D>(o, p, descriptor_mn_major(y, KEYS * 128));
       wgmma_commit();
     };
-    // s becomes P, and sum follows; where a row of the warp `rises`, max follows too, and `rescale` brings what was summed
-    // before to the new maxima. The first tile has a key for every row, so that no maximum stays -infinity.
+    // s becomes P, and sum follows; where a row of the warp `rises`, max follows too, and `rescale` brings
+    // earlier sums to the new maxima. The first tile has a key for every row, so no maximum stays -infinity.
     auto softmax = [&](int tile) {
       if (F::PACKED && tile * KEYS < edge) {
         EACH (half, 2) {

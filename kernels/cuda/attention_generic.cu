@@ -1,10 +1,10 @@
-// Attention for every head size up to 256, in fp32 or bf16, the formulas as they stand; and of new tokens over a cache.
+// Attention for heads of up to 256, in fp32 or bf16, as the formulas stand; and of new tokens over a cache.
 //
-// In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with a running
-// maximum, sum and weighted values of its own, and at the end the warps' results are joined with their common maximum,
-// in a fixed order. Decoding is bound by reading the cache: 2 P D elements for each query head. In the backward pass one
-// warp has one query, for dq, or one key, for dk and dv, and walks over the queries of every head of its group.
-// Made for correctness (--dtype fp32, unusual heads), not for speed: each key is read again for every query.
+// In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with
+// a running maximum, sum and weighted values, which are joined at the end in a fixed order. Decoding is bound
+// by reading the cache: 2 P D elements for each query head. In the backward pass one warp has one query, for
+// dq, or one key, for dk and dv, and walks over the queries of every head of its group. Made for correctness
+// (--dtype fp32, unusual heads), not for speed.
 #include "kernels/cuda/attention_documents.cuh"
 #include "kernels/cuda/attention_kernels.h"
 
@@ -203,7 +203,7 @@ void check_head(const char *op, AttentionShape s, int64_t largest) {
 template <class Operation>
 void launch_queries(const char *op, void (*kernel)(Operation), const Operation *a, int warps,
                     cudaStream_t stream) {
-  dim3 grid((unsigned)(a->shape.batch * a->shape.seq_len), (unsigned)a->shape.num_heads);
+  Grid grid(a->shape.batch * a->shape.seq_len, a->shape.num_heads);
   size_t shared_bytes = (1 + warps) * a->shape.head_dim * sizeof(float);
   launch_kernel({op, stream, grid, warps * 32, false, shared_bytes}, kernel, *a);
 }
@@ -222,7 +222,7 @@ void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream)
   with_float(a->qkv.dtype, [=](auto type) {
     using Element = decltype(type);
     auto launch = [=](auto *kernel, int64_t heads) {
-      dim3 blocks((unsigned)ceil_div(a->shape.batch * heads * a->shape.seq_len, WARPS));
+      int64_t blocks = ceil_div(a->shape.batch * heads * a->shape.seq_len, WARPS);
       launch_kernel({"attention_backward", stream, blocks, WARPS * 32}, kernel, *a);
     };
     launch(delta_kernel<Element>, a->shape.num_heads);

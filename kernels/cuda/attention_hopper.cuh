@@ -1,13 +1,12 @@
-// What attention's passes on Hopper share: a persistent kernel of a producer warpgroup and two or three consumer
-// warpgroups, the order of its work, rings of tiles in shared memory, and the GEMMs on them.
+// What attention's passes on Hopper share: a persistent kernel of a producer warpgroup and two or three
+// consumer warpgroups, the order of its work, rings of tiles in shared memory, and the GEMMs on them.
 //
-// A work tile is ROWS rows of one head: 64 for each consumer, whose operands stay in shared memory (they are resident)
-// while tiles of other rows are streamed past all consumers. One thread of the producer takes work tiles from a counter
-// and keeps TMA loads in flight. Which CTA does which work tile varies from run to run; what a tile computes does not.
+// A work tile is ROWS rows of one head: 64 for each consumer, whose operands stay in shared memory (they are
+// resident) while tiles of other rows are streamed past all consumers. One thread of the producer takes work
+// tiles from a counter and keeps TMA loads in flight. Which CTA does which tile varies, and no result.
 //
-// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED (sequences of
-// several documents), Arguments and SharedStorage, with functions produce(shared, a), which one thread runs, and
-// consume(shared, a).
+// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED
+// (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
 #pragma once
 
 #include "kernels/cuda/attention_kernels.h"
@@ -36,7 +35,7 @@ struct WorkTile {
 };
 
 // Heads by groups that fit in the L2 cache; within a group the longest tiles first.
-template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArguments &a, int index) {
+template <class F> DEVICE WorkTile work_tile(const HopperArguments &a, int index) {
   int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
   int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
   int head = first_head + place % heads, block = place / heads;
@@ -45,7 +44,7 @@ template <class F> __device__ __forceinline__ WorkTile work_tile(const HopperArg
 }
 
 // Where row t sees the streamed rows from (queries), or to (keys); rows past the last see what that sees.
-template <class F> __device__ __forceinline__ int bound_of(const HopperArguments &a, WorkTile w, int t) {
+template <class F> DEVICE int bound_of(const HopperArguments &a, WorkTile w, int t) {
   const int64_t first = w.batch * (int64_t)a.seq_len;
   t = min(t, a.seq_len - 1);
   return F::KEY_PASS ? a.documents.end(first, t, a.seq_len) : a.documents.start(first, t);
@@ -55,7 +54,7 @@ template <class F> __device__ __forceinline__ int bound_of(const HopperArguments
 
 template <int STAGES> struct Barriers {
   uint64_t full[STAGES], free[STAGES];
-  __device__ __forceinline__ void init(int warps) { // so many release a stage
+  DEVICE void init(int warps) { // so many release a stage
     for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps);
   }
 };
@@ -65,46 +64,46 @@ template <int STAGES> struct PipelineState {
   Barriers<STAGES> &barriers;
   int stage = 0, phase = 0;
 
-  __device__ __forceinline__ explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
-  __device__ __forceinline__ int advance() {
+  DEVICE explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
+  DEVICE int advance() {
     int now = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
     return now;
   }
   // The producer's next stage, once it is free.
-  __device__ __forceinline__ int acquire() {
+  DEVICE int acquire() {
     mbarrier_wait(&barriers.free[stage], phase ^ 1);
     return advance();
   }
   // Until a consumer's next tile is there.
-  __device__ __forceinline__ void wait() { mbarrier_wait(&barriers.full[stage], phase); }
-  // A consumer's next stage, once the tile is there, which may be released at once: a lane that lags behind a release
-  // would miss its phase, so the warp meets first, as it otherwise does at the MMAs.
-  __device__ __forceinline__ int take() {
+  DEVICE void wait() { mbarrier_wait(&barriers.full[stage], phase); }
+  // A consumer's next stage, once its tile has arrived; it may be released at once. The warp meets first: a
+  // lane that lags behind a release would miss its phase.
+  DEVICE int take() {
     wait();
     __syncwarp();
     return advance();
   }
-  __device__ __forceinline__ void release(int which) {
+  DEVICE void release(int which) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers.free[which]);
   }
 };
 
-// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows one below the other, for each 64 columns.
+// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other, by 64 columns.
 template <int D, int ROWS>
-__device__ __forceinline__ void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head,
-                                          int token, int batch) {
+DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head, int token,
+                      int batch) {
   for (int i = 0; i < D / 64; i++)
     for (int part = 0; part < ROWS / TILE; part++)
       tma_load_4d(shared_address(to) + (i * (ROWS / TILE) + part) * TILE_BYTES, map, barrier, i * 64, head,
                   token + part * TILE, batch);
 }
 
-// The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose resident operands
-// go to `slot`; the index of a work tile that does not exist ends the consumers.
+// The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose
+// resident operands go to `slot`. The index of a work tile past the last ends the consumers.
 template <class F, class Load>
-__device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, const HopperArguments &a,
-                                             uint32_t resident_bytes, Load load) {
+DEVICE void produce_work(typename F::SharedStorage &shared, const HopperArguments &a, uint32_t resident_bytes,
+                         Load load) {
   PipelineState<F::SharedStorage::RESIDENT> resident(shared.resident_ring);
   for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(a.counter, 1)) {
     const bool end = index >= a.work;
@@ -118,35 +117,33 @@ __device__ __forceinline__ void produce_work(typename F::SharedStorage &shared, 
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
 
-// d (+)= x y^T over D columns, x the warpgroup's 64 of ROWS rows of a resident operand, y a tile of COLUMNS rows.
+// d (+)= x y^T over D columns: x the warpgroup's 64 of ROWS resident rows, y a tile of COLUMNS rows.
 template <int D, int ROWS, int COLUMNS>
-__device__ __forceinline__ void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
+DEVICE void scores(float (&d)[COLUMNS / 2], uint32_t x, uint32_t y, bool add) {
   EACH (i, D / 16)
     wgmma<COLUMNS>(d, x + i / 4 * (ROWS * 128 / 16) + i % 4 * 2, y + i / 4 * (COLUMNS * 128 / 16) + i % 4 * 2,
                    add || i > 0);
 }
 
 // d += p y, p [64, 16 N] in registers, y a tile of 16 N rows.
-template <int D, int N>
-__device__ __forceinline__ void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
+template <int D, int N> DEVICE void accumulate(float (&d)[D / 2], const uint32_t (&p)[N][4], uint32_t y) {
   EACH (i, N) wgmma<D>(d, p[i], y + i * (16 * 128 / 16), true);
 }
 
-template <int N> __device__ __forceinline__ void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
+template <int N> DEVICE void to_operands(uint32_t (&r)[N][4], const float (&x)[N * 8]) {
   EACH (i, N)
     EACH (j, 4) r[i][j] = pack_bf16(x[i * 8 + 2 * j], x[i * 8 + 2 * j + 1]);
   wgmma_fence_operand(r);
 }
 
-// Once a warpgroup has read its rows of a resident operand: waits for its four warps; the rows then take results.
-__device__ __forceinline__ void warpgroup_sync(int group) {
+// Waits until a warpgroup's four warps have read its rows of a resident operand, which then take results.
+DEVICE void warpgroup_sync(int group) {
   named_barrier_sync<128>(group + 1);
 }
 
-// A warp's 16 rows of results, from `row` on, to rows of a matrix; x: the warpgroup's rows of a resident operand.
+// A warp's 16 rows of results, from `row` on, to a matrix; x: the warpgroup's rows of a resident operand.
 template <int D, int ROWS, class Sum>
-__device__ __forceinline__ void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row,
-                                              int limit) {
+DEVICE void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row, int limit) {
   const uint32_t buffer = x + threadIdx.x % 128 / 32 * 16 * 128;
   store_rows<1, D>(
       [&](int, int n, int i) { return sum(n, i); }, 1,
@@ -169,7 +166,7 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
   }
   __syncthreads();
   if (threadIdx.x / 128 == F::WARPGROUPS) {
-    // Of a thread's registers; together no more than the kernel starts with, or the consumers would wait for ever.
+    // Of a thread's registers; together no more than at the start, or the consumers would wait for ever.
     setmaxnreg_dec<F::WARPGROUPS == 2 ? 24 : 32>();
     if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, a);
   } else {
@@ -196,13 +193,13 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The current device's SMs; 0 when it is not a Hopper or the program was built without code for it. F: any pass of the file.
+// The device's SMs; 0 where it is no Hopper or the program has no code for it. F: any pass of the file.
 template <class F> static int hopper_sms() {
-  static thread_local int of = -1, sms = 0; // of the device that was asked about last
+  static thread_local int known = -1, sms = 0; // the latest device, and its SMs
   int device = 0;
   cuda_check(cudaGetDevice(&device), "querying the device");
-  if (device == of) return sms;
-  of = device, sms = 0;
+  if (device == known) return sms;
+  known = device, sms = 0;
   if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms;
   cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
   return sms;
@@ -225,7 +222,7 @@ template <class F> static void launch(typename F::Arguments a, cudaStream_t stre
   // What a head streams: a group of query heads' q and dout, or k and v.
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
   a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
-  dim3 blocks((unsigned)min_i64(hopper_sms<F>(), a.work));
+  int64_t blocks = min_i64(hopper_sms<F>(), a.work);
   launch_kernel({"attention", stream, blocks, (F::WARPGROUPS + 1) * 128, false,
                  sizeof(typename F::SharedStorage) + 1024},
                 hopper_kernel<F>, a);

@@ -1,5 +1,5 @@
-// The attention kernels that attention.cu chooses from. Operands as in kernels.h; all read and write packed rows as they
-// lie. Bitwise repeatable: each output element is summed by one warp, in one order, without atomics.
+// The attention kernels that attention.cu chooses from. Operands as in kernels.h; packed rows are read as
+// they lie. Bitwise repeatable: one warp sums each output element, in one order, without atomics.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +13,13 @@ __BEGIN_DECLS
 void attention_generic_forward(const AttentionForward *a, cudaStream_t stream);
 void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream);
 
-// bf16, head_dim 64 or 128, rows that start on multiples of 16 bytes; sm_80 and later. The backward pass reads the
-// statistics, with which the workspace begins.
+// bf16, head_dim 64 or 128, rows that start on multiples of 16 bytes; sm_80 and later. The backward pass
+// reads the statistics, with which the workspace begins.
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream);
 void attention_tensor_core_backward(const AttentionBackward *a, cudaStream_t stream);
 
-// The same on Hopper (sm_90a), faster. False, with nothing done, on other devices, where the program holds no code for
-// it, or with LCE_HOPPER=0 in the environment. The forward pass sets its counter to 0 itself.
+// The same on Hopper (sm_90a), faster. False, with nothing done, on other devices, in programs without its
+// code or with LCE_HOPPER=0 in the environment. The forward pass sets its counter to 0 itself.
 bool attention_hopper_forward(const AttentionForward *a, int *counter, cudaStream_t stream);
 bool attention_hopper_backward(const AttentionBackward *a, int *counters, float *partials,
                                cudaStream_t stream);

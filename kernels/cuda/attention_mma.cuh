@@ -1,9 +1,9 @@
-// Building blocks of the tensor-core attention kernels, portable to sm_80 and later: tiles of bf16 rows in
-// swizzled shared memory, asynchronous copies into them, and warp-wide fragments out of them.
+// Building blocks of the tensor-core attention kernels, for sm_80 and later: tiles of bf16 rows in swizzled
+// shared memory, asynchronous copies into them, and warp-wide fragments out of them.
 //
-// A tile holds rows of D elements, D/8 chunks of 16 bytes each. Chunk c of row r lies at chunk c ^ (r & 7), so
-// the eight rows that one ldmatrix phase reads fall into eight different bank groups without padding. Every
-// fragment below starts at a row that is a multiple of 8, so r & 7 is lane & 7 and the swizzle costs one xor.
+// A tile holds rows of D elements, D/8 chunks of 16 bytes each. Chunk c of row r lies at chunk c ^ (r & 7),
+// so the eight rows of an ldmatrix phase fall into different bank groups without padding. Every fragment
+// starts at a row that is a multiple of 8, so r & 7 is lane & 7 and the swizzle costs one xor.
 //
 // Fragments follow the PTX manual's mma.m16n8k16: with g = lane / 4 and q = lane % 4, an accumulator's four
 // elements are (row g, columns 2q, 2q + 1) and (row g + 8, the same columns). Two neighbouring accumulators,
@@ -24,19 +24,18 @@ namespace attention {
 constexpr int STATISTICS_TILE = 64;
 
 // That of head number `head`, counted over all batches' heads.
-static __device__ __forceinline__ const float *statistics_of(const float *statistics, int64_t head,
-                                                             int seq_len) {
+static DEVICE const float *statistics_of(const float *statistics, int64_t head, int seq_len) {
   return statistics + head * ((seq_len + STATISTICS_TILE - 1) / STATISTICS_TILE) * (2 * STATISTICS_TILE);
 }
 
 // Where -lse log2(e) of query t lies; -delta lies STATISTICS_TILE further on.
-static __device__ __forceinline__ int64_t statistics_place(int64_t t) {
+static DEVICE int64_t statistics_place(int64_t t) {
   return t / STATISTICS_TILE * (2 * STATISTICS_TILE) + t % STATISTICS_TILE;
 }
 
-// A step of a sum over a warp's lanes that leaves each lane other elements of it: of x's first 2 `half` elements a lane
-// keeps half, the upper ones where its number has the bit `mask`, and adds those of its partner, which keeps the others.
-template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int half, int mask) {
+// A step of a sum over a warp's lanes, each left with other elements: of x's first 2 `half` elements a lane
+// keeps the upper half where its number has the bit `mask`, else the lower, and adds its partner's.
+template <int N> DEVICE void add_halves(float (&x)[N], int half, int mask) {
   const bool upper = threadIdx.x & mask;
   EACH (i, N / 2) {
     if (i >= half) break;
@@ -48,23 +47,22 @@ template <int N> __device__ __forceinline__ void add_halves(float (&x)[N], int h
 // --- asynchronous copies -----------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, or zeros when `valid` is false (nothing is read then).
-__device__ __forceinline__ void copy_16(uint32_t destination, const void *source, bool valid) {
+DEVICE void copy_16(uint32_t destination, const void *source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
                "r"(valid ? 16 : 0));
 }
 
-__device__ __forceinline__ void copies_commit() {
+DEVICE void copies_commit() {
   asm volatile("cp.async.commit_group;\n");
 }
 
-template <int PENDING> __device__ __forceinline__ void copies_wait() {
+template <int PENDING> DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING));
 }
 
 // Rows [row, row + ROWS) of a matrix into a tile; rows at and after `limit` become zeros.
 template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *matrix, int64_t stride, int row,
-                                          int limit) {
+DEVICE void load_tile(uint32_t tile, const bf16 *matrix, int64_t stride, int row, int limit) {
   constexpr int CHUNKS = D / 8;
   static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
   EACH (i, ROWS * CHUNKS / THREADS) {
@@ -76,14 +74,14 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *matrix, int
 
 // --- fragments ---------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ldmatrix(uint32_t r[4], uint32_t address) {
+DEVICE void ldmatrix(uint32_t r[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_transposed(uint32_t r[4], uint32_t address) {
+DEVICE void ldmatrix_transposed(uint32_t r[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
@@ -91,7 +89,7 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t r[4], uint32_t addr
 }
 
 // c[16, 8] += a[16, 16] b[16, 8], bf16 operands, fp32 sums.
-__device__ __forceinline__ void mma(float c[4], const uint32_t a[4], const uint32_t *b) {
+DEVICE void mma(float c[4], const uint32_t a[4], const uint32_t *b) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
                "%9}, {%0, %1, %2, %3};\n"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -106,7 +104,7 @@ template <int D> struct Lane {
   uint32_t pair_major; // two [8 rows, 16 columns] blocks: B operands whose tile rows are the MMA's columns
   uint32_t pair_xor;
 
-  __device__ __forceinline__ Lane() {
+  DEVICE Lane() {
     uint32_t lane = threadIdx.x % 32;
     row_major = (lane & 15) * (D * 2);
     row_xor = ((lane >> 4) ^ (lane & 7)) * 16;
@@ -115,25 +113,24 @@ template <int D> struct Lane {
   }
 
   // A operand: rows [row, row + 16), columns [column, column + 16) of the tile.
-  __device__ __forceinline__ void a(uint32_t r[4], uint32_t tile, int row, int column) const {
+  DEVICE void a(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix(r, tile + row * (D * 2) + row_major + (row_xor ^ (column * 2)));
   }
   // B operands of two MMAs: b[k][n] = tile[row + n][column + k] for n < 16, the second pair has n >= 8.
-  __device__ __forceinline__ void b_rows(uint32_t r[4], uint32_t tile, int row, int column) const {
+  DEVICE void b_rows(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix(r, tile + row * (D * 2) + pair_major + (pair_xor ^ (column * 2)));
   }
   // B operands of two MMAs: b[k][n] = tile[row + k][column + n] for n < 16, the second pair has n >= 8.
-  __device__ __forceinline__ void b_columns(uint32_t r[4], uint32_t tile, int row, int column) const {
+  DEVICE void b_columns(uint32_t r[4], uint32_t tile, int row, int column) const {
     ldmatrix_transposed(r, tile + row * (D * 2) + row_major + (row_xor ^ (column * 2)));
   }
 };
 
 // --- GEMMs of a warp ---------------------------------------------------------------------------------------
 
-// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): the A operand of rows [16 m, 16 m + 16) and columns [d, d + 16); y: rows
-// of a tile from `row` on.
+// s[16 M, 8 N] += x y^T over D columns. x(a, m, d): A of row 16 m, column d; y: tile rows from `row`.
 template <int D, int M, int N, class X>
-__device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
+DEVICE void scores(float (&s)[M][N][4], const Lane<D> &lane, X x, uint32_t y, int row) {
 #pragma unroll
   for (int d = 0; d < D; d += 16) {
     uint32_t a[M][4], b[4];
@@ -148,8 +145,8 @@ __device__ __forceinline__ void scores(float (&s)[M][N][4], const Lane<D> &lane,
 
 // sums[16 M, D] += p y: p[16 M, 8 N] rounded to bf16, y rows of a tile from `row` on.
 template <int D, int M, int N>
-__device__ __forceinline__ void accumulate(float (&sums)[M][D / 8][4], const Lane<D> &lane,
-                                           const float (&p)[M][N][4], uint32_t y, int row) {
+DEVICE void accumulate(float (&sums)[M][D / 8][4], const Lane<D> &lane, const float (&p)[M][N][4], uint32_t y,
+                       int row) {
 #pragma unroll
   for (int n = 0; n < N; n += 2) {
     uint32_t a[M][4], b[4];
@@ -166,8 +163,7 @@ __device__ __forceinline__ void accumulate(float (&sums)[M][D / 8][4], const Lan
 // --- masks and results -------------------------------------------------------------------------------------
 
 // A warp's accumulators before column bound(row) become -infinity where BEFORE, else those from it on.
-template <bool BEFORE, int M, int N, class Bound>
-__device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
+template <bool BEFORE, int M, int N, class Bound> DEVICE void mask_columns(float (&s)[M][N][4], Bound bound) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   EACH (m, M)
     EACH (half, 2) {
@@ -178,12 +174,10 @@ __device__ __forceinline__ void mask_columns(float (&s)[M][N][4], Bound bound) {
     }
 }
 
-// Writes a warp's [16 * M, D] accumulators as bf16 rows of a matrix, `scale` times, through the warp's own part of
-// shared memory, so that whole rows leave in 16-byte pieces. sum(m, n, i): accumulator i of rows [16 m, 16 m + 16)
-// and columns [8 n, 8 n + 8); place(r, c): the address of chunk c of row r.
+// Writes a warp's [16 * M, D] accumulators, `scale` times, as bf16 rows of a matrix, through its own shared
+// memory. sum(m, n, i): accumulator i at row 16 m, column 8 n; place(r, c): chunk c of row r.
 template <int M, int D, class Sum, class Place>
-__device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t stride,
-                                           int row, int limit) {
+DEVICE void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t stride, int row, int limit) {
   constexpr int CHUNKS = D / 8;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   EACH (m, M)
@@ -206,8 +200,8 @@ __device__ __forceinline__ void store_rows(Sum sum, float scale, Place place, bf
 
 // The same from a tile of D columns, which starts on a multiple of 8 rows.
 template <int M, int D>
-__device__ __forceinline__ void store_tile_rows(float (&sums)[M][D / 8][4], float scale, uint32_t tile,
-                                                bf16 *matrix, int64_t stride, int row, int limit) {
+DEVICE void store_tile_rows(float (&sums)[M][D / 8][4], float scale, uint32_t tile, bf16 *matrix,
+                            int64_t stride, int row, int limit) {
   store_rows<M, D>([&](int m, int n, int i) { return sums[m][n][i]; }, scale,
                    [=](int r, int c) { return tile + (r * (D / 8) + (c ^ (r & 7))) * 16; }, matrix, stride,
                    row, limit);
@@ -221,8 +215,8 @@ struct Place {
   int64_t batch, first_token; // of the sequence
 };
 
-// Blocks of a head follow one another, those with the most work first: the last rows of queries, the first of keys.
-template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, int heads, bool queries) {
+// Blocks of a head follow one another, those with most work first: queries' last rows, keys' first.
+template <int ROWS> static DEVICE Place place(int seq_len, int heads, bool queries) {
   const unsigned blocks = (seq_len + ROWS - 1) / ROWS, block = blockIdx.x % blocks;
   const int64_t batch = blockIdx.x / blocks / heads;
   return {(int)(queries ? blocks - 1 - block : block) * ROWS, (int)(blockIdx.x / blocks % heads), batch,
@@ -231,7 +225,7 @@ template <int ROWS> static __device__ __forceinline__ Place place(int seq_len, i
 
 template <int THREADS, int ROWS, int SHARED_BYTES, class Operation>
 static void launch(void (*kernel)(Operation), const Operation &a, int64_t heads, cudaStream_t stream) {
-  dim3 blocks((unsigned)(ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch));
+  int64_t blocks = ceil_div(a.shape.seq_len, ROWS) * heads * a.shape.batch;
   launch_kernel({"attention", stream, blocks, THREADS, false, SHARED_BYTES}, kernel, a);
 }
 

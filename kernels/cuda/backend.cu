@@ -1,9 +1,8 @@
 // The CUDA backend: finds the device, gives memory, moves bytes between host and device.
 //
-// Operations run in the order of one stream, so memory that is popped off the step's stack can be pushed
-// again at once. The host never waits, except for what it reads: uploads go through slots of pinned memory, from which the
-// copy engine reads whenever the stream gets there, so that the caller's buffer is free again when the call returns. The
-// host waits for the oldest upload only when all slots are taken.
+// Operations run in the order of one stream, so memory popped off the step's stack can be pushed again at
+// once. The host waits only for what it reads: uploads go through slots of pinned memory, from which the copy
+// engine reads when the stream gets there, so the caller's buffer is free. Full slots make it wait.
 #include <stdio.h>
 #include <string.h>
 
@@ -130,8 +129,7 @@ static void to_host(Backend *backend, void *host, Tensor source) {
   synchronize(backend);
 }
 
-// Copies beside the kernels, by the copy engines, of which there is one for each direction, with a stream for each. The
-// host never waits.
+// Copies beside the kernels: each direction has a copy engine and a stream.
 static void copy(Backend *backend, StreamKind kind, const Copy *a) {
   cudaStream_t stream = side_begin(backend, kind);
   if (a->after_out) side_join(backend, STREAM_COPY_OUT, stream, 0);
@@ -157,8 +155,7 @@ static size_t device_bytes_now(Backend *backend) {
   return total - available;
 }
 
-// Device memory is taken in few large pieces and cuBLASLt takes a little at its first GEMM, so the peak is sampled after
-// each allocation and when it is queried. What another program takes and gives back in between goes unseen.
+// Sampled after each allocation and when queried: cuBLASLt takes memory too, at its first GEMM.
 static size_t device_bytes_peak(Backend *backend) {
   CudaState *state = cuda_state(backend);
   size_t now = device_bytes_now(backend);
@@ -189,8 +186,7 @@ static void release(void *context, void *data, size_t bytes) {
   cuda_check(cudaFree(data), "freeing device memory");
 }
 
-// The host's memory: pinned pages with one address for the host and the device. So what is touched once in a step (AdamW's
-// state, an embedding's rows) needs no copy: kernels access it over PCIe.
+// Pinned pages with one address for host and device: kernels access AdamW's state, say, over PCIe.
 static void *allocate_host(void *context, size_t bytes) {
   void *data = memory_pages.allocate(nullptr, bytes);
   if (data && bytes && cudaHostRegister(data, bytes, cudaHostRegisterDefault) != cudaSuccess) {

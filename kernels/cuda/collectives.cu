@@ -1,9 +1,8 @@
 // Collectives over GPUs, through NCCL, concurrent with the GEMMs.
 //
-// They run on a stream of their own with the highest priority. An event makes a collective wait for what was
-// queued before it; another, recorded after it, makes what follows wait for it: at once, or, for asynchronous
-// ones, at collectives_join. The host never waits, so a bucket of gradients travels while the layers below
-// compute theirs. NCCL may take 16 thread blocks: GEMMs lose an eighth of the SMs while it runs.
+// They run on a stream of their own with the highest priority. A collective waits for what was queued before
+// it; what follows waits for it at once or, if asynchronous, at collectives_join. So a bucket of gradients
+// travels while the layers below compute theirs. NCCL may take 16 SMs.
 //
 // NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
 // repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
@@ -24,8 +23,8 @@ static void add(cudaStream_t stream, Tensor out, const void *x) {
   int64_t count = tensor_count(out);
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
-    launch_kernel({"reduce_scatter's sum", stream, dim3((unsigned)ceil_div(count, 256)), 256}, add_kernel<T>,
-                  data_of<T>(out), static_cast<const T *>(x), count);
+    launch_kernel({"reduce_scatter's sum", stream, ceil_div(count, 256), 256}, add_kernel<T>, data_of<T>(out),
+                  static_cast<const T *>(x), count);
   });
 }
 
@@ -105,17 +104,15 @@ static void warm_up(Backend *backend) {
   cuda_check(cudaFree(data), "freeing device memory");
 }
 
-// NCCL's id of the job. With MPI rank 0 makes it, for all. Without, every rank makes the same one from
-// NCCL_COMM_ID=ADDRESS:PORT, where rank 0's ncclCommInitRank listens; the ranks' machines must then be in one
-// subnet.
+// NCCL's id of the job: from rank 0 by MPI, else from NCCL_COMM_ID=ADDRESS:PORT of a common subnet, where
+// rank 0's ncclCommInitRank listens.
 static ncclUniqueId job_id(const Launch *l) {
   ncclUniqueId id = {};
   if (!ranks_have_mpi() && !getenv("NCCL_COMM_ID")) {
     const char *address = l->local_ranks == l->ranks ? "127.0.0.1" : l->address;
     if (!*address || !l->port)
       fail("%s started %d ranks and names no rendezvous address: set MASTER_ADDR and MASTER_PORT, or "
-           "use torchrun "
-           "or tools/launch",
+           "use torchrun or tools/launch",
            l->launcher, l->ranks);
     char text[sizeof l->address + 16];
     snprintf(text, sizeof text, strchr(address, ':') ? "[%s]:%d" : "%s:%d", address, l->port); // IPv6, others

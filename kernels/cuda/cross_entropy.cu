@@ -1,12 +1,11 @@
-// Logits become their own gradient in place, as in llm.c's fused classifier, with every term of the loss (kernels.h).
+// Logits become their own gradient in place, as in llm.c's fused classifier, with every term of the loss.
 //
-// One block of 1024 threads owns a row and reads it twice: once for the maximum and the sum of exponentials, kept
-// together and rescaled when the maximum grows, then backwards for the gradient. A row of 128,256 bf16 logits is 256
-// KB, and the rows of 132 SMs are 34 MB, which stay in L2: device memory is read once and written once. On an H200 3.1
-// TB/s at V = 50,304 and 2.9 at 128,256; two exponentials a logit keep it from more.
+// One block of 1024 threads owns a row and reads it twice: once for the maximum and the sum of exponentials,
+// kept together and rescaled when the maximum grows, then backwards for the gradient. A row of 128,256 bf16
+// logits is 256 KB, and the rows of 132 SMs are 34 MB, which stay in L2: device memory is read once and
+// written once. On an H200 3.1 TB/s at V = 50,304 and 2.9 at 128,256, bound by two exponentials a logit.
 //
-// The target stays out of the sums, so that its entry, p - 1 = -row_sum / total, and the loss of a nearly certain token
-// do not cancel.
+// The sums lack the target, so that p - 1 = -row_sum / total and a nearly certain token's loss do not cancel.
 #include <float.h>
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -17,10 +16,9 @@ struct Loss : CrossEntropyInPlace {
   float inv_softcap, inv_temperature;
 };
 
-// --- sums over the non-target entries of a row --------------------------------------------------------------
+// --- sums over the non-target entries of a row -------------------------------------------------------------
 
-// The sums over the entries seen so far, with e = exp(v - max). The maximum starts at the lowest finite number, so
-// that a logit of minus infinity counts as 0 and only NaN gives NaN. The plain loss uses the first two.
+// Over the entries seen so far, with e = exp(v - max). max starts finite: minus infinity then counts as 0.
 struct Sums {
   float max = -FLT_MAX, e = 0;
   float e_v = 0;      // sum e (v - max)
@@ -28,14 +26,14 @@ struct Sums {
   int best = INT_MAX; // where the maximum is
 };
 
-template <bool PLAIN> static __device__ __forceinline__ void raise(Sums &s, float max) {
+template <bool PLAIN> static DEVICE void raise(Sums &s, float max) {
   float shrink = __expf(s.max - max);
   if (!PLAIN) s.e_v = (s.e_v + s.e * (s.max - max)) * shrink;
   s.e *= shrink;
   s.max = max;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums join(Sums a, Sums b) {
+template <bool PLAIN> static DEVICE Sums join(Sums a, Sums b) {
   if (!PLAIN) a.best = b.max > a.max || (b.max == a.max && b.best < a.best) ? b.best : a.best;
   float max = fmaxf(a.max, b.max);
   raise<PLAIN>(a, max);
@@ -46,7 +44,7 @@ template <bool PLAIN> static __device__ __forceinline__ Sums join(Sums a, Sums b
   return a;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums warp_join(Sums s) {
+template <bool PLAIN> static DEVICE Sums warp_join(Sums s) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) {
     Sums other;
@@ -62,20 +60,19 @@ template <bool PLAIN> static __device__ __forceinline__ Sums warp_join(Sums s) {
   return s;
 }
 
-template <bool PLAIN> static __device__ __forceinline__ Sums block_join(Sums s) {
-  __shared__ Sums of_warp[32];
+template <bool PLAIN> static DEVICE Sums block_join(Sums s) {
+  __shared__ Sums warp_sums[32];
   s = warp_join<PLAIN>(s);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = s;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = s;
   __syncthreads();
   s = Sums();
-  if (threadIdx.x % 32 < blockDim.x / 32) s = of_warp[threadIdx.x % 32];
+  if (threadIdx.x % 32 < blockDim.x / 32) s = warp_sums[threadIdx.x % 32];
   return warp_join<PLAIN>(s);
 }
 
 // Adds W entries from column i on; the target, if it is among them, is left out.
 template <bool PLAIN, int W>
-static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i, int target,
-                                                   const Loss &loss) {
+static DEVICE void add_entries(Sums &s, float (&v)[W], int i, int target, const Loss &loss) {
   if (!PLAIN && loss.terms.label_smoothing > 0) {
     EACH (k, W) s.weighted += read(loss.terms.class_weights, i + k, 1) * v[k];
   }
@@ -99,15 +96,14 @@ static __device__ __forceinline__ void add_entries(Sums &s, float (&v)[W], int i
 // --- v and its derivative ----------------------------------------------------------------------------------
 
 // v of the entry in column j.
-template <bool PLAIN, typename T>
-static __device__ __forceinline__ float v_of(float z, int j, const T *bias, const Loss &loss) {
+template <bool PLAIN, typename T> static DEVICE float v_of(float z, int j, const T *bias, const Loss &loss) {
   if (!PLAIN && bias) z += to_float(bias[j]);
   if (!PLAIN && loss.terms.softcap > 0) z = loss.terms.softcap * fast_tanh(z * loss.inv_softcap);
   return z * loss.inv_temperature;
 }
 
 // dv/dz = (1 - (u/c)^2) / T
-template <bool PLAIN> static __device__ __forceinline__ float derivative_of(float v, const Loss &loss) {
+template <bool PLAIN> static DEVICE float derivative_of(float v, const Loss &loss) {
   if (PLAIN || loss.terms.softcap == 0) return loss.inv_temperature;
   float ratio = v * loss.inv_softcap / loss.inv_temperature;
   return loss.inv_temperature * (1 - ratio * ratio);
@@ -123,12 +119,11 @@ struct RowGradient {
   float target;                            // the target's entry
 };
 
-static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_v, int target, int64_t row,
-                                                           const Loss &a) {
+static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64_t row, const Loss &a) {
   bool ahead = target_v > s.max || (target_v == s.max && target < s.best);
   float anchor = fmaxf(target_v, s.max), shift = s.max - anchor, shrink = __expf(shift);
   if (isnan(target_v)) anchor = target_v;
-  float alpha = a.alpha * read(a.factor, 0, 1), of_entropy = alpha * read(a.entropy_weights, row, 0);
+  float alpha = a.alpha * read(a.factor, 0, 1), entropy_scale = alpha * read(a.entropy_weights, row, 0);
   float vocab_size = (float)(int)a.logits.shape[1];
   RowSums sums = {.row_sum = s.e * shrink,
                   .target_e = expf(target_v - anchor),
@@ -156,11 +151,11 @@ static __device__ __forceinline__ RowGradient finalize_row(Sums s, float target_
   }
   return {.anchor = anchor,
           .per_e = l.per_e,
-          .entropy_per_e = of_entropy / l.total,
+          .entropy_per_e = entropy_scale / l.total,
           .from_anchor = anchor - l.lse + entropy,
           .uniform = l.uniform,
           .target = l.target - l.uniform * sums.class_weight -
-                    of_entropy * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
+                    entropy_scale * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
 }
 
 template <typename T, int W, bool PLAIN>
@@ -228,11 +223,9 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
     plain = plain && !tensor_exists(unused);
   with_float(a->logits.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(rows_start_aligned(a->logits, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    with_width<T>(rows_start_aligned(a->logits, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(a->logits.shape[1], W), 1024);
-      KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend),
-                             dim3((unsigned)a->logits.shape[0]), threads};
+      KernelLaunch launch = {"cross_entropy_in_place", cuda_stream(backend), a->logits.shape[0], threads};
       if (plain)
         launch_kernel(launch, cross_entropy_kernel<T, W, true>, (const T *)nullptr, loss);
       else
@@ -253,5 +246,5 @@ static __global__ void __launch_bounds__(1024) loss_factor_kernel(const __grid_c
 }
 
 void cuda_loss_factor(Backend *backend, const LossFactor *a) {
-  launch_kernel({"loss_factor", cuda_stream(backend), dim3(1), 1024}, loss_factor_kernel, *a);
+  launch_kernel({"loss_factor", cuda_stream(backend), 1, 1024}, loss_factor_kernel, *a);
 }

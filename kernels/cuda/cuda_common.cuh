@@ -1,5 +1,4 @@
-// What every .cu file of the backend needs: errors as sentences, launches, 16-byte loads and stores that widen to
-// fp32, sums over warps and blocks in a fixed order, and the functions that several files call.
+// Errors as sentences, launches, accesses that widen to fp32, sums in a fixed order, shared functions.
 #pragma once
 
 #include <atomic>
@@ -14,6 +13,7 @@
 
 typedef __nv_bfloat16 bf16;
 
+#define DEVICE __device__ __forceinline__
 // A loop over [0, count), unrolled.
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
@@ -22,7 +22,7 @@ typedef __nv_bfloat16 bf16;
 struct Gemms;  // linear.cu: cuBLASLt's handle and the GEMMs it has met
 struct Hopper; // hopper_gemm.cu: what it found on this device
 
-// Where asynchronous operations run, in an order of their own, concurrently with those of the backend's stream.
+// A stream beside the backend's, with an order of its own.
 struct SideStream {
   cudaStream_t stream;            // NULL until the first
   cudaEvent_t before;             // what the backend's stream held before the latest operation here
@@ -63,12 +63,12 @@ static inline void cuda_check(cudaError_t error, const char *doing) {
          doing, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-template <typename T> static __host__ __device__ __forceinline__ T *data_of(const Tensor &t) {
+template <typename T> static __host__ DEVICE T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }
 
-// backend.cu. What is queued on the stream that side_begin returns waits for the operations before it; and until side_end
-// it is one operation there.
+// backend.cu. What is queued between side_begin and side_end is one operation of the side stream, which waits
+// for the backend's operations before it.
 cudaStream_t side_begin(Backend *backend, StreamKind kind);
 void side_end(Backend *backend, StreamKind kind);
 // `later` waits for all operations of a side stream but the last `behind`.
@@ -76,9 +76,9 @@ void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t be
 
 // --- launches ----------------------------------------------------------------------------------------------
 
-// Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel before it
-// in the stream finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that others
-// write or read, and griddepcontrol_launch_dependents() early, where the kernel after it may start likewise.
+// Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel
+// before it finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that
+// others write or read, and griddepcontrol_launch_dependents() early.
 static inline cudaLaunchAttribute pdl_attribute() {
   cudaLaunchAttribute pdl = {};
   pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -86,22 +86,26 @@ static inline cudaLaunchAttribute pdl_attribute() {
   return pdl;
 }
 
-static __device__ __forceinline__ void griddepcontrol_wait() {
+static DEVICE void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
+static DEVICE void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
+struct Grid : dim3 {
+  Grid(int64_t x, int64_t y = 1) : dim3((unsigned)x, (unsigned)y) {}
+};
+
 struct KernelLaunch {
   const char *op; // for the error's sentence
   cudaStream_t stream;
-  dim3 grid; // of no blocks: nothing is launched
+  Grid grid; // of no blocks: nothing is launched
   dim3 block;
   bool pdl = false;
   size_t shared_bytes = 0;  // of dynamic shared memory
@@ -147,33 +151,33 @@ static inline int row_threads(int64_t groups, int64_t max) {
 // One block a row of `groups` accesses.
 static inline KernelLaunch per_row(Backend *backend, const char *op, int64_t rows, int64_t groups,
                                    bool pdl = false) {
-  return {op, cuda_stream(backend), dim3((unsigned)rows), row_threads(groups, 256), pdl};
+  return {op, cuda_stream(backend), rows, row_threads(groups, 256), pdl};
 }
 
 // One thread an element.
 static inline KernelLaunch per_element(Backend *backend, const char *op, int64_t elements) {
-  return {op, cuda_stream(backend), dim3((unsigned)ceil_div(elements, 256)), 256};
+  return {op, cuda_stream(backend), ceil_div(elements, 256), 256};
 }
 
 // --- scalars -----------------------------------------------------------------------------------------------
 
 static constexpr float LOG2_E = 1.4426950408889634f;
 
-static __device__ __forceinline__ uint32_t shared_address(const void *p) {
+static DEVICE uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-static __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+static DEVICE uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<uint32_t &>(pair);
 }
 
-static __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
+static DEVICE float2 unpack_bf16(uint32_t pair) {
   return __bfloat1622float2(reinterpret_cast<__nv_bfloat162 &>(pair));
 }
 
 // 2^x, within 2 units in the last place; subnormal results become 0.
-static __device__ __forceinline__ float exp2_approx(float x) {
+static DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -199,8 +203,15 @@ template <typename F> static inline void with_bool(bool condition, F f) {
 // Elements of a 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
 
-// Whether every row starts where groups of `width` elements may be read, 16 bytes or the whole group at a
-// time.
+// Calls f with the elements of an access, as an integral constant: of 16 bytes, or one.
+template <typename T, typename F> static inline void with_width(bool wide, F f) {
+  if (wide)
+    f(std::integral_constant<int, WIDTH<T>>());
+  else
+    f(std::integral_constant<int, 1>());
+}
+
+// Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
   uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
   return (uintptr_t)t.data % bytes == 0 &&
@@ -219,12 +230,13 @@ static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t wid
   return true;
 }
 
-// Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes where the
-// rows of all these tensors (absent ones aside) are a whole number of such groups, else one element.
-template <typename F> static inline void with_access(Dtype dtype, std::initializer_list<Tensor> rows, F f) {
+// Calls f with a value of the element type and, as an integral constant, the elements of an access: 16 bytes
+// where the rows of all these tensors are a whole number of such groups (absent ones aside), else one.
+template <typename F>
+static inline void with_access(Dtype dtype, std::initializer_list<Tensor> tensors, F f) {
   with_float(dtype, [&](auto type) {
     constexpr int W = WIDTH<decltype(type)>;
-    if (rows_align(rows, W))
+    if (rows_align(tensors, W))
       f(type, std::integral_constant<int, W>());
     else
       f(type, std::integral_constant<int, 1>());
@@ -235,35 +247,34 @@ template <typename F> static inline void with_access(Dtype dtype, std::initializ
 
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Group { T at[N]; };
 
-static __device__ __forceinline__ float to_float(float x) {
+static DEVICE float to_float(float x) {
   return x;
 }
-static __device__ __forceinline__ float to_float(bf16 x) {
+static DEVICE float to_float(bf16 x) {
   return __bfloat162float(x);
 }
 
-template <typename T> static __device__ __forceinline__ T from_float(float x);
-template <> __device__ __forceinline__ float from_float<float>(float x) {
+template <typename T> static DEVICE T from_float(float x);
+template <> DEVICE float from_float<float>(float x) {
   return x;
 }
-template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+template <> DEVICE bf16 from_float<bf16>(float x) {
   return __float2bfloat16(x);
 }
 
-template <int N, typename T> static __device__ __forceinline__ void load(float (&out)[N], const T *from) {
+template <int N, typename T> static DEVICE void load(float (&out)[N], const T *from) {
   Group<T, N> group = *reinterpret_cast<const Group<T, N> *>(from);
   EACH (i, N) out[i] = to_float(group.at[i]);
 }
 
-template <int N, typename T> static __device__ __forceinline__ void store(T *to, const float (&values)[N]) {
+template <int N, typename T> static DEVICE void store(T *to, const float (&values)[N]) {
   Group<T, N> group;
   EACH (i, N) group.at[i] = from_float<T>(values[i]);
   *reinterpret_cast<Group<T, N> *>(to) = group;
 }
 
 // to (+)= values.
-template <int N, typename T>
-static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], bool accumulate) {
+template <int N, typename T> static DEVICE void store_or_add(T *to, float (&values)[N], bool accumulate) {
   if (accumulate) {
     float old[N];
     load(old, to);
@@ -273,75 +284,75 @@ static __device__ __forceinline__ void store_or_add(T *to, float (&values)[N], b
 }
 
 // An operation's optional vectors, fp32.
-static __device__ __forceinline__ float read(const Tensor &t, int64_t n, float otherwise) {
+static DEVICE float read(const Tensor &t, int64_t n, float otherwise) {
   return t.data ? data_of<float>(t)[n] : otherwise;
 }
-static __device__ __forceinline__ void write(const Tensor &t, int64_t n, float value) {
+static DEVICE void write(const Tensor &t, int64_t n, float value) {
   if (t.data) data_of<float>(t)[n] = value;
 }
 
 // --- sums --------------------------------------------------------------------------------------------------
 
 // Butterflies: every lane gets the same bits.
-template <typename T> static __device__ __forceinline__ T warp_sum(T x) {
+template <typename T> static DEVICE T warp_sum(T x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
 }
 
 // Over a block of whole warps, at most 32; every thread gets the result.
-static __device__ __forceinline__ float2 block_sum(float2 x) {
-  __shared__ float2 of_warp[32];
+static DEVICE float2 block_sum(float2 x) {
+  __shared__ float2 partial[32];
   x.x = warp_sum(x.x), x.y = warp_sum(x.y);
   if (blockDim.x == 32) return x;
   __syncthreads(); // the previous call's results have been read
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : make_float2(0, 0);
+  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : make_float2(0, 0);
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
-static __device__ __forceinline__ float block_sum(float x) {
-  __shared__ float of_warp[32];
+static DEVICE float block_sum(float x) {
+  __shared__ float partial[32];
   x = warp_sum(x);
   if (blockDim.x == 32) return x;
   __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0f);
+  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
 }
 
 // An entry and its column in one number: the largest of a row's is the largest entry's, the first of several.
 typedef unsigned long long Ranked;
-static __device__ __forceinline__ Ranked ranked(float z, int column) {
+static DEVICE Ranked ranked(float z, int column) {
   unsigned bits = __float_as_uint(z + 0.0f); // -0 becomes 0
   return (Ranked)(bits ^ (bits >> 31 ? ~0u : 1u << 31)) << 32 | ~(unsigned)column;
 }
-static __device__ __forceinline__ float ranked_value(Ranked r) {
+static DEVICE float ranked_value(Ranked r) {
   unsigned bits = (unsigned)(r >> 32);
   return __uint_as_float(bits ^ (bits >> 31 ? 1u << 31 : ~0u));
 }
-static __device__ __forceinline__ int ranked_column(Ranked r) {
+static DEVICE int ranked_column(Ranked r) {
   return (int)~(unsigned)r;
 }
 
-template <typename T> static __device__ __forceinline__ T warp_max(T x) {
+template <typename T> static DEVICE T warp_max(T x) {
 #pragma unroll
   for (int offset = 16; offset; offset /= 2) x = max(x, __shfl_xor_sync(~0u, x, offset));
   return x;
 }
 
-static __device__ __forceinline__ Ranked block_max(Ranked x) {
-  __shared__ Ranked of_warp[32];
+static DEVICE Ranked block_max(Ranked x) {
+  __shared__ Ranked partial[32];
   x = warp_max(x);
   __syncthreads();
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0);
+  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0);
 }
 
 // tanh, off by at most 1e-7: what a soft-cap of 30 makes of that is the rounding of an fp32 logit.
-static __device__ __forceinline__ float fast_tanh(float x) {
+static DEVICE float fast_tanh(float x) {
   return 1 - __fdividef(2, 1 + __expf(2 * x));
 }
 
@@ -349,7 +360,7 @@ static __device__ __forceinline__ float fast_tanh(float x) {
 template <typename T> struct Capped {
   const T *bias; // or NULL
   float cap;     // 0: none
-  __device__ __forceinline__ float operator()(float z, int64_t column, float &slope) const {
+  DEVICE float operator()(float z, int64_t column, float &slope) const {
     if (bias) z += to_float(bias[column]);
     slope = 1;
     if (cap == 0) return z;
@@ -360,25 +371,24 @@ template <typename T> struct Capped {
 };
 
 // The bits of |x|, which are ordered as the values are, with NaN above infinity.
-static __device__ __forceinline__ unsigned magnitude(float x) {
+static DEVICE unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, all threads' largest magnitude, rounded to T): the same in any order. Every thread of the block calls it.
-template <typename T> static __device__ __forceinline__ void reduce_amax(unsigned *amax, unsigned largest) {
-  __shared__ unsigned of_block;
-  if (threadIdx.x == 0) of_block = 0;
+// *amax = max(*amax, all threads' largest magnitude, rounded to T), in any order. Run by the whole block.
+template <typename T> static DEVICE void reduce_amax(unsigned *amax, unsigned largest) {
+  __shared__ unsigned block_largest;
+  if (threadIdx.x == 0) block_largest = 0;
   __syncthreads();
   largest = __reduce_max_sync(~0u, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&of_block, largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&block_largest, largest);
   __syncthreads();
-  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(of_block)))));
+  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(block_largest)))));
 }
 
 // --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. A row-major matrix as a GEMM reads it: element (i, j) of the operand at data[i * stride + j], or at
-// data[j * stride + i] when transposed.
+// linear.cu. Element (i, j) of an operand is data[i * stride + j], or data[j * stride + i] when transposed.
 struct Operand {
   const void *data;
   int64_t stride;
@@ -386,11 +396,11 @@ struct Operand {
   int64_t apart = 0; // elements from one matrix of a batch to the next
 };
 
-// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre. GELU_DERIVATIVE: out
-// times gelu'(pre), without addend or bias.
+// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre.
+// GELU_DERIVATIVE: out times gelu'(pre), without addend or bias.
 enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
-// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n], in fp32 until out is rounded; then the epilogue.
+// out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n] in fp32; then the epilogue and rounding.
 struct Gemm {
   int64_t m, n, k;
   Operand left, right;
@@ -434,14 +444,13 @@ void hopper_destroy(Hopper *hopper); // NULL is fine
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// Its second half, for kernels that make the partial sums themselves: each of `slices` rows, `stride` apart, has those
-// of the outs that are not absent, up to three of one length and dtype, one after the other.
+// Its second half, for kernels that make partial sums themselves: each of `slices` rows, `stride` apart,
+// holds those of the given outs, up to three of one length and dtype, one after the other.
 void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate);
 
 // segments.cu: out[ids[n]] (+)= alpha * coefficients[n] * x[n] summed over all n with that id, in a fixed
-// order, without atomics; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is
-// [N, H]; workspace holds cuda_segment_bytes(N). Rows of out that no id names are left alone: without
-// accumulate the caller has zeroed them.
+// order; coefficients may be NULL (all 1), and IGNORE_INDEX and ELSEWHERE name no row. x is [N, H]; workspace
+// holds cuda_segment_bytes(N). Rows that no id names stay, or become 0 without accumulate.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);

@@ -1,5 +1,5 @@
-// What the files of the CUDA backend share that needs no CUDA header: the operations' names, and the sizes on
-// which the scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
+// What the CUDA backend's files share without a CUDA header: the operations' names, and the sizes on which
+// the scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -16,13 +16,13 @@ static inline int64_t cuda_column_slices(int64_t rows) {
   return max_i64(1, min_i64(256, ceil_div(rows, 64)));
 }
 
-// norm.cu's backward pass: teams of threads, each of which leaves a row of partial sums for dweight (and dbias). Enough to
-// fill a large GPU with 16 warps an SM, of which each takes up to 1024 of a row's elements; about 8 MiB for either vector.
+// norm.cu's backward pass: each team of threads leaves a row of partial sums for dweight (and dbias). Enough
+// to fill a large GPU with 16 warps an SM, each with up to 1024 of a row's elements; about 8 MiB a vector.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
   return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }
 
-// segments.cu adds rows that share an index. Its scratch: ids and positions before and after the sort, and the sort's own.
+// segments.cu's scratch: ids and positions before and after the sort, and the sort's own.
 static inline size_t cuda_segment_id_bytes(int64_t rows) {
   return memory_padded((size_t)rows * sizeof(int32_t));
 }
@@ -36,8 +36,7 @@ static inline size_t cuda_segment_bytes(int64_t rows) {
 }
 
 // linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
-// fp32 tile that stays in the L2 cache between the GEMM that writes it and the kernel that reads it. Its
-// rows are whole cache lines.
+// fp32 tile of whole cache lines that stays in the L2 cache between its GEMM and the kernel that reads it.
 enum { CUDA_LCE_TILE_BYTES = 30 << 20, CUDA_LCE_TILES = 2 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
@@ -45,16 +44,14 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// The scratch has room for so many tiles: parts of row sums and, on Hopper, split-K's partial sums take all
-// of it.
+// The scratch has room for so many tiles; parts of row sums and, on Hopper, split-K's partial sums fill it.
 static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
 }
 
-// On Hopper, sampled tiles of E leave it: those that are kept go to a buffer, scaled and one after the other, as panels of
-// LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and a k-step of dW half of three. Several chunks
-// share the buffer, so that dW is read and written less often (tile_sampling.cu).
+// tile_sampling.cu: kept tiles of E go to a buffer, scaled and one after the other, as panels of
+// LCE_TILE_ROWS rows by 64 columns, of which a k-step of dX reads one and one of dW half of three.
 enum {
   CUDA_PANEL_COLUMNS = 64,
   CUDA_TILE_PANELS = LCE_TILE_COLUMNS / CUDA_PANEL_COLUMNS,
@@ -83,7 +80,7 @@ typedef struct {
   Tensor panels;      // bf16 [capacity * CUDA_TILE_PANELS * LCE_TILE_ROWS, CUDA_PANEL_COLUMNS]
   Tensor x;           // bf16 [CUDA_KEPT_CHUNKS * chunk_rows, H]: the chunks' scaled x
   int32_t *slots;     // [A, B]: where a tile of the chunk lies in the buffer, or -1
-  int32_t *x_rows;    // [capacity]: x's row that a tile begins with
+  int32_t *x_begin;   // [capacity]: x's row that a tile begins with
   int32_t *starts;    // [CUDA_KEPT_CHUNKS, B + 1]: the first slot of each column of tiles
   int32_t *columns;   // [1 + B]: how many columns of tiles dW is made for now, and which
   KList *lists;       // [B], of these columns
@@ -106,13 +103,13 @@ static inline size_t cuda_attention_statistics_bytes(AttentionShape s) {
   return memory_padded((size_t)(s.batch * s.num_heads * ceil_div(s.seq_len, 64) * 64 * 2) * sizeof(float));
 }
 
-// The rows of partial sums that it leaves for dbias, one for each 64 tokens of a sequence: at least cuda_column_slices.
+// The rows of partial sums that it leaves for dbias, one for each 64 tokens: at least cuda_column_slices.
 static inline int64_t cuda_attention_slices(AttentionShape s) {
   return s.batch * ceil_div(s.seq_len, 64);
 }
 
-// optimizer.cu's reduce: one double a block; its frobenius_normalize: of each matrix so many.
-enum { CUDA_REDUCE_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
+// optimizer.cu: partial sums, in double, of sum_elements, and of frobenius_normalize for each matrix.
+enum { CUDA_SUM_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

@@ -1,9 +1,8 @@
 // Tokens to vectors, and their gradients back to the rows of the tables.
 //
-// Forward: one block a token copies (and adds the position's) row. Backward: a token's row may be named many
-// times (the commonest token of a text is a tenth of it), so the sum goes through segments.cu: sorted, and
-// summed in a fixed order. A position's row is named once per sequence, at known places, or like a
-// token's where sequences pack documents.
+// Forward: one block a token copies (and adds the position's) row. Backward: a token may occur many times
+// (the commonest is a tenth of a text), so segments.cu sorts and sums in a fixed order. A position occurs
+// once per sequence, at known places, or like a token where sequences pack documents.
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename T, int W>
@@ -56,7 +55,6 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
   if (tensor_exists(a->positions)) {
-    if (!a->accumulate_position) cuda_fill_zero(backend, &a->dposition_weight);
     segment_add(backend, a->dposition_weight, data_of<int32_t>(a->positions), a->dout, nullptr, 1.0f,
                 a->accumulate_position, a->workspace.data);
     return;
@@ -74,10 +72,8 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
 }
 
 void cuda_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
-  if (tensor_exists(a->dtoken_weight)) {
-    if (!a->accumulate_token) cuda_fill_zero(backend, &a->dtoken_weight);
+  if (tensor_exists(a->dtoken_weight))
     segment_add(backend, a->dtoken_weight, data_of<int32_t>(a->tokens), a->dout, nullptr, 1.0f,
                 a->accumulate_token, a->workspace.data);
-  }
   if (tensor_exists(a->dposition_weight)) position_gradient(backend, a);
 }

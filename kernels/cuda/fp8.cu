@@ -1,13 +1,12 @@
 // Quantisation to FP8 (e4m3): one factor for a whole matrix, from its largest element.
 //
-// The factor is known when every element has been seen, so there are two passes: amax_kernel finds max |x|, unless the
-// kernel that made x has, and cast_kernel rounds x to codes and writes them as they lie and transposed, either if
-// requested. A bf16 element costs 2 bytes in the first pass and 2 + 1 + 1 in the second.
+// Two passes: amax_kernel finds max |x|, unless the kernel that made x has, and cast_kernel rounds x to codes
+// and writes them as they lie and transposed, if requested. A bf16 element costs 2, then 4 bytes.
 //
-// A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, 16 bytes of each row in bf16,
-// writes their codes, and puts the codes into shared memory as words of 4 rows of one column. From there the transposed
-// rows are read and written 16 bytes at a time. Shared memory holds 32 words of a column in 8 pieces of 16 bytes, of
-// which piece p lies at p ^ (column / 8 mod 8): so neither the words' writes nor the pieces' reads meet in a bank.
+// A block of cast_kernel takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes,
+// and puts the codes into shared memory as words of 4 rows of one column, from which the transposed rows are
+// written 16 bytes at a time. Shared memory holds 32 words of a column in 8 pieces of 16 bytes, of which
+// piece p lies at p ^ (column / 8 mod 8): so neither the words' writes nor the pieces' reads meet in a bank.
 #include <cfloat>
 #include <cuda_fp8.h>
 
@@ -30,7 +29,7 @@ static __global__ void __launch_bounds__(256) amax_kernel(unsigned *amax, const 
 static constexpr int TILE = 128, GROUP = 8; // columns of a thread's group
 
 // The codes of 4 values.
-template <typename T> static __device__ __forceinline__ unsigned codes_of(const T *values, float factor) {
+template <typename T> static DEVICE unsigned codes_of(const T *values, float factor) {
   auto pair = [&](int i) -> unsigned {
     float2 scaled = make_float2(to_float(values[i]) * factor, to_float(values[i + 1]) * factor);
     return __nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3);
@@ -39,7 +38,7 @@ template <typename T> static __device__ __forceinline__ unsigned codes_of(const 
 }
 
 // Byte j of out[i] is byte i of in[j].
-static __device__ __forceinline__ void transpose_bytes(unsigned (&out)[4], const unsigned (&in)[4]) {
+static DEVICE void transpose_bytes(unsigned (&out)[4], const unsigned (&in)[4]) {
   unsigned low01 = __byte_perm(in[0], in[1], 0x5140), high01 = __byte_perm(in[0], in[1], 0x7362);
   unsigned low23 = __byte_perm(in[2], in[3], 0x5140), high23 = __byte_perm(in[2], in[3], 0x7362);
   out[0] = __byte_perm(low01, low23, 0x5410), out[1] = __byte_perm(low01, low23, 0x7632);
@@ -50,7 +49,7 @@ template <typename T>
 static __global__ void __launch_bounds__(256)
     cast_kernel(uint8_t *codes, uint8_t *transposed, const float *amax, const T *x, int64_t rows,
                 int64_t columns) {
-  __shared__ uint4 of_column[TILE][TILE / 16];
+  __shared__ uint4 column_codes[TILE][TILE / 16];
   int64_t first_row = blockIdx.y * (int64_t)TILE, first_column = blockIdx.x * (int64_t)TILE;
   float factor = fminf(E4M3_MAX / *amax, FLT_MAX);
   int lane = threadIdx.x % 32;
@@ -71,8 +70,8 @@ static __global__ void __launch_bounds__(256)
       unsigned words[4];
       transpose_bytes(words, half[h]);
       EACH (c, 4)
-        reinterpret_cast<unsigned *>(&of_column[GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] =
-            words[c];
+        reinterpret_cast<unsigned *>(
+            &column_codes[GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] = words[c];
     }
   }
   if (!transposed) return;
@@ -82,7 +81,7 @@ static __global__ void __launch_bounds__(256)
     int64_t row = first_row + 16 * piece;
     if (row < rows && first_column + column < columns)
       *reinterpret_cast<uint4 *>(transposed + (first_column + column) * rows + row) =
-          of_column[column][piece ^ (column / GROUP % 8)];
+          column_codes[column][piece ^ (column / GROUP % 8)];
   }
 }
 
@@ -94,10 +93,10 @@ void cuda_quantize(Backend *backend, const Quantize *a) {
     using T = decltype(type);
     int64_t groups = rows * columns / WIDTH<T>;
     int64_t blocks = min_i64(ceil_div(groups, 4 * 256), 8 * cuda_state(backend)->multiprocessors);
-    dim3 first((unsigned)(out.amax_known ? 0 : blocks)); // of no blocks: not launched
-    launch_kernel({"quantize", cuda_stream(backend), first, 256}, amax_kernel<T>, data_of<unsigned>(out.amax),
-                  data_of<T>(a->x), groups);
-    dim3 grid((unsigned)ceil_div(columns, TILE), (unsigned)ceil_div(rows, TILE));
+    if (out.amax_known) blocks = 0; // then it is not launched
+    launch_kernel({"quantize", cuda_stream(backend), blocks, 256}, amax_kernel<T>,
+                  data_of<unsigned>(out.amax), data_of<T>(a->x), groups);
+    Grid grid(ceil_div(columns, TILE), ceil_div(rows, TILE));
     launch_kernel({"quantize", cuda_stream(backend), grid, 256}, cast_kernel<T>, data_of<uint8_t>(out.codes),
                   data_of<uint8_t>(out.transposed), data_of<float>(out.amax), data_of<T>(a->x), rows,
                   columns);

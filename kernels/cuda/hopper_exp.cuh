@@ -1,4 +1,4 @@
-// The epilogue of the GEMM on Hopper (hopper_kernel.cuh) that turns logits into the loss's exponentials and sums their rows; and
+// The epilogue of the GEMM on Hopper that turns logits into the loss's exponentials and sums their rows; and
 // what it shares with that of their gradient (hopper_logits_gradient.cu).
 #pragma once
 
@@ -15,24 +15,21 @@ struct ThreadParts {
 };
 
 // Adds the bias, if there is one, in place.
-static __device__ __forceinline__ void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
-                                                     const EpilogueParams &params, int first_column,
-                                                     int column) {
+static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s, const EpilogueParams &params,
+                                 int first_column, int column) {
   if (!params.bias) return;
   EACH (i, TILE_N / 4) {
     int at = first_column + i / 2 * 8 + column + i % 2;
     float bias = at < s.n ? to_float(params.bias[at]) : 0;
-    if (bias < -1e30f)
-      bias = -2e30f; // minus infinity masks an entry: its exponential is 0, and may be multiplied by t
+    if (bias < -1e30f) bias = -2e30f; // a masked entry's exponential is 0, and may be multiplied by t
     z[i / 2 * 4 + i % 2] += bias;
     z[i / 2 * 4 + 2 + i % 2] += bias;
   }
 }
 
 // Finds the largest entries of the thread's two rows, if they are asked for.
-static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts,
-                                                        const TileScheduler &s, const EpilogueParams &params,
-                                                        int first_column, int column) {
+static DEVICE void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
+                                    const EpilogueParams &params, int first_column, int column) {
   if (!params.parts.best) return;
   float cap = params.softcap, max[2] = {-INFINITY, -INFINITY};
   int best[2] = {first_column + column, first_column + column};
@@ -44,27 +41,25 @@ static __device__ __forceinline__ void epilogue_largest(const float (&z)[TILE_N 
   EACH (i, 2) parts.best[i] = ranked(max[i], best[i]);
 }
 
-// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances in fp32, the distances being E t
-// ln 2. The product anchor * scale is rounded once per row, which shifts all of the row's E by one factor; the sum is corrected by
-// the rounding error. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
+// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances (E t ln 2)
+// in fp32. The product a scale is rounded once per row, which shifts all of the row's E by one factor; the
+// sum is corrected by it. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
 template <bool TERMS>
-static __device__ __forceinline__ void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts,
-                                                    const TileScheduler &s, const EpilogueParams &params,
-                                                    int row, int first_column, int column) {
+static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
+                                const EpilogueParams &params, int row, int first_column, int column) {
   if (TERMS) {
     epilogue_bias(z, s, params, first_column, column);
     epilogue_largest(z, parts, s, params, first_column, column);
   }
-  constexpr float NOTHING =
-      -1e30f; // its exponential is 0 and, unlike minus infinity's, may be multiplied by it
+  constexpr float NOTHING = -1e30f; // its exponential is 0, and may be multiplied by it
   float shift[2], correction[2];
   int target[2];
   bool edge = first_column + TILE_N > s.n;
   EACH (i, 2) {
     bool inside = row + 8 * i < s.m;
-    int32_t of_row = inside ? params.targets[row + 8 * i] : ELSEWHERE;
-    float a = of_row == IGNORE_INDEX ? -NOTHING : inside ? params.anchor[row + 8 * i] : 0.0f;
-    target[i] = of_row - first_column;
+    int32_t row_target = inside ? params.targets[row + 8 * i] : ELSEWHERE;
+    float a = row_target == IGNORE_INDEX ? -NOTHING : inside ? params.anchor[row + 8 * i] : 0.0f;
+    target[i] = row_target - first_column;
     edge |= (unsigned)target[i] < TILE_N;
     shift[i] = -a * params.scale;
     // -a scale = shift + error; 2^error = 1 + error ln 2.
@@ -109,8 +104,7 @@ struct OfLogits : Epilogue {
 
 // TERMS: with a bias, a soft-cap, distances or largest logits.
 template <bool TERMS> struct LogitsExp : OfLogits {
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       ThreadParts parts;
@@ -118,12 +112,12 @@ template <bool TERMS> struct LogitsExp : OfLogits {
       epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
-      auto join = [&](const auto(&of_thread)[2], auto *of_rows, auto combine) { // four lanes share a row
+      auto join = [&](const auto(&values)[2], auto *rows_out, auto combine) { // four lanes share a row
         EACH (i, 2) {
-          auto x = combine(of_thread[i], __shfl_xor_sync(~0u, of_thread[i], 1));
+          auto x = combine(values[i], __shfl_xor_sync(~0u, values[i], 1));
           x = combine(x, __shfl_xor_sync(~0u, x, 2));
           if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
-            of_rows[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
+            rows_out[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
         }
       };
       auto sum = [](float x, float y) { return x + y; };

@@ -1,5 +1,4 @@
-// The LM head's and SwiGLU's GEMMs on Hopper, host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps,
-// and where cuBLASLt is faster. hopper_launch.cuh has the rasterisation.
+// The host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps, and where cuBLASLt is faster.
 #include <math.h>
 
 #include "kernels/cuda/hopper_exp.cuh"
@@ -12,8 +11,7 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the partials, added in their order: a tile of a cluster to a row of CTAs, four entries a thread. The partials of its
-// CTAs follow one another.
+// out = the partials, added in their order: a cluster's tile to a row of CTAs, four entries a thread.
 template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
@@ -36,9 +34,8 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots` places them. Each split
-// of a tile of the result initialises its accumulators in its first step, so a list has at least one for each: a shorter one
-// goes on with steps beyond A and B, which TMA fills with zeros. One warp a list.
+// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
+// places them. A list has a step for each split, if only one of zeros, beyond A and B. One warp a list.
 struct DxLists {
   KList *lists;
   KStep *steps; // [lists, k_steps]
@@ -117,8 +114,8 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
   using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  int64_t of_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
-  int64_t fit = (int64_t)(bytes / sizeof(float)) / of_row;
+  int64_t floats_per_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
+  int64_t fit = (int64_t)(bytes / sizeof(float)) / floats_per_row;
   if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
   if (rows == 0) return 0;
   CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
@@ -173,9 +170,8 @@ static double utilisation(double tiles, double clusters) {
   return tiles / (ceil(tiles / clusters) * clusters);
 }
 
-// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits. Where
-// both fill the device alike, the bytes decide: at C = 4096, cuBLASLt reads as few at H = 2048 and takes 1% less
-// time, and three quarters more at H = 4096, where it takes up to 3% longer.
+// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits.
+// Where both fill the device, bytes decide: at C = 4096 it takes 1% less at H = 2048 and 3% more at 4096.
 static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
   double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
@@ -200,7 +196,7 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
   else
     launch<KernelTraits<Store<true, SAMPLED>>>(backend, exps_map, weight_map, exps_map, s, params);
   if (s.splits == 1) return;
-  dim3 grid(s.rows * s.columns / 4 / 256, (unsigned)(s.m_tiles * s.n_tiles - s.whole));
+  Grid grid(s.rows * s.columns / 4 / 256, s.m_tiles * s.n_tiles - s.whole);
   with_float(out.dtype, [&](auto type) {
     using T = decltype(type);
     launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
@@ -239,8 +235,8 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
                    .k_steps = s.k_steps,
                    .min_length = s.splits,
                    .end_panels = (int)kept->panels.shape[0]};
-  launch_kernel({"the lists of k-steps", cuda_stream(backend), dim3((unsigned)lists.count), 32, true},
-                dx_lists_kernel, lists);
+  launch_kernel({"the lists of k-steps", cuda_stream(backend), lists.count, 32, true}, dx_lists_kernel,
+                lists);
   launch_dx<true>(backend, out, kept->panels, weight, s, {.lists = lists.lists, .steps = steps},
                   static_cast<char *>(scratch) + list_bytes);
 }
@@ -263,8 +259,7 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// D = a weight; false where it is not for this kernel. With fewer tiles than clusters some SMs would idle; cuBLASLt has
-// smaller tiles.
+// D = a weight; false where cuBLASLt's smaller tiles fit better: where tiles are fewer than clusters.
 template <typename K>
 static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})

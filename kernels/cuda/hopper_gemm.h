@@ -1,5 +1,5 @@
-// The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work: false (or 0),
-// with nothing touched, means "not on this device", "not with rows like these" or, where it says so, that cuBLASLt is faster.
+// The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work:
+// false (or 0), with nothing touched, means that the device or rows do not suit or that cuBLASLt is faster.
 #pragma once
 
 #include "kernels/cuda/cuda_ops.h"
@@ -12,39 +12,38 @@ bool hopper_runs(Backend *backend);
 // How many parts the sum of a row over V columns comes in.
 int64_t hopper_sum_parts(int64_t vocab_size);
 
-// For each row and each tile of columns: the sum of E from before it is rounded and, where LceLogitsExp has e_distance and
-// max, the part of e_distance and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each, one after the other.
+// For each row and each tile of columns: the sum of E from before it is rounded and, where LceLogitsExp has
+// e_distance and max, e_distance's part and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each.
 typedef struct {
   float *sums, *distances;
   unsigned long long *best;
 } RowParts;
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
 
-// E of LceLogitsExp with target_z as anchor, written to exps unless that is absent, and its row_parts. Tensors are bf16 with rows
-// that start on 16 bytes. Does as many of the first rows as `bytes` of parts hold, and returns how many; 0 where it does not
-// run, or not even 256 rows fit.
+// E of LceLogitsExp with target_z as anchor, written to exps where given, and its row_parts. Tensors are bf16
+// with rows that start on 16 bytes. Does as many of the first rows as `bytes` of parts hold, and returns how
+// many; 0 where it does not run, or not even 256 rows fit.
 int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
                           float inv_temperature);
 
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
-// partials go through `scratch` and are added in a fixed order. Unless `always`, only where it takes less time than
-// cuBLASLt.
+// partials go through `scratch`, added in a fixed order. Unless `always`, only where faster than cuBLASLt.
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes bytes of lists.
+// out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes of lists.
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
                        void *scratch, size_t bytes);
 
 // dweight (+)= alpha times the transposed kept tiles times x, over what the lists name, which may be nothing.
 void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha);
 
-// gate_up [N, 2F] = x [N, I] weight[2F, I]^T;  out [N, F] = silu(gate) * up, of gate and up as they are stored. All
+// gate_up [N, 2F] = x [N, I] weight[2F, I]^T;  out [N, F] = silu(gate) * up, of the stored gate and up. All
 // bf16 with rows that start on 16 bytes, F a multiple of 8, and tiles enough for the whole device.
 bool hopper_swiglu(Backend *backend, Tensor out, Tensor gate_up, Tensor x, Tensor weight);
 
-// dgate_up [N, 2F], which may be gate_up itself: the gradients of gate and up. That of silu(gate) * up, dout weight (dout
-// [N, O], weight [O, F]), stays in fp32. Tensors as above.
+// dgate_up [N, 2F], which may be gate_up itself: the gradients of gate and up. That of silu(gate) * up, dout
+// weight (dout [N, O], weight [O, F]), stays in fp32. Tensors as above.
 bool hopper_swiglu_gradient(Backend *backend, Tensor dgate_up, Tensor gate_up, Tensor dout, Tensor weight);
 
 __END_DECLS

@@ -1,26 +1,26 @@
-// GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU in the
-// epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms and gives the reasons, what was measured and what was tried.
+// GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU
+// in the epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms, the reasons and what was measured.
 //
-// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. The epilogue is a struct that derives from Epilogue (hopper_tiles.cuh):
-//   LogitsExp   A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0 at the target;
-//               rows are summed in fp32 and E is stored in bf16. No logit leaves the registers. (hopper_exp.cuh)
-//   Store       A = E [C, V], B = W [V, H]: dX, stored in bf16 or fp32, or as fp32 partials of split-K. (hopper_store.cuh)
-//   AddF32      A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory. (hopper_sampled.cuh)
-//   Swiglu      A = X, B = W^T, of which a tile takes 96 columns of gates and the same 96 of ups: both are stored, and
-//               the activation is made of them before they leave the SM. (hopper_swiglu.cuh)
-//   SwigluGradient  A = dY, B = W of the MLP's down projection: the gradient of the activation stays in the accumulators; gate
-//               and up are loaded, and their gradients are stored. (hopper_swiglu_gradient.cuh)
+// D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. An epilogue derives from Epilogue
+// (hopper_tiles.cuh) and has a file of its own:
+//  hopper_exp.cuh: LogitsExp. A = X [C, H], B = W^T [H, V]. Each logit z becomes E = exp((z - anchor) / T), 0
+//      at the target; rows are summed in fp32 and E is stored in bf16. No logit leaves the registers.
+//  hopper_store.cuh: Store. A = E [C, V], B = W [V, H]: dX in bf16 or fp32, or as fp32 partials of split-K.
+//  hopper_sampled.cuh: AddF32. A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
+//  hopper_swiglu.cuh: Swiglu. A = X, B = W^T, a tile of 96 columns of gates and the same 96 of ups: both
+//      are stored, and the activation is made of them before they leave the SM.
+//  hopper_swiglu_gradient.cuh: SwigluGradient. A = dY, B = W of the MLP's down projection: the activation's
+//      gradient stays in the accumulators; gate and up are loaded, and their gradients are stored.
 //
-// A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty mbarriers; two
-// consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster have tiles one below the other
-// and multicast the halves of their common B. (Sampled dX: side by side, with a common A, so that each 128 rows have a list
-// of k-steps of their own.) All but exact dX are ping-pong, each consumer with whole tiles of 128
-// x 192:
-//   producer     A, B tiles -> stage s, once stage s is empty
-//   consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
-//   consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
-// Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be narrower, by steps of 64.
-// Cluster i makes work tiles i, i + clusters, ...
+// A producer warp issues TMA loads of A and B into a ring of shared-memory stages with full and empty
+// mbarriers; two consumer warpgroups issue wgmma m64n192k16 and run the epilogue. The two CTAs of a cluster
+// have tiles one below the other and multicast the halves of their common B. (Sampled dX: side by side, with
+// a common A, so that each 128 rows have a list of k-steps.) All but exact dX are ping-pong (128 x 192):
+//  producer     A, B tiles -> stage s, once stage s is empty
+//  consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
+//  consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
+// Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be
+// narrower, by steps of 64. Cluster i makes work tiles i, i + clusters, ...
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"
@@ -29,25 +29,23 @@
 template <typename K> struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int steps) {
+  DEVICE void advance(int steps) {
     int to = stage + steps;
     parity ^= to / K::STAGES & 1;
     stage = to % K::STAGES;
   }
-  __device__ __forceinline__ void next() {
+  DEVICE void next() {
     if (++stage == K::STAGES) stage = 0, parity ^= 1;
   }
 };
 
 // --- the producer ------------------------------------------------------------------------------------------
 
-// Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter in
-// global memory, and waits while it is more than MAX_LEAD intervals ahead of the average of the running
-// clusters; it reads the counter an interval before it needs it. A producer that has read it MAX_POLLS times in one wait, for a
-// fraction of a millisecond, never waits again: if other work occupies the GPU, some clusters may not have started.
+// Keeps clusters near each other in K. Every INTERVAL steps one producer of each cluster adds 1 to a counter
+// in global memory, and waits while it is more than MAX_LEAD intervals ahead of the running clusters'
+// average. After MAX_POLLS reads it never waits again: other work may keep clusters from starting.
 //
-// The counter holds the intervals of the running clusters, plus 2^32 for each that has finished; the last one
-// resets it.
+// The counter holds the running clusters' intervals, plus 2^32 for each finished one; the last resets it.
 struct ClusterThrottle {
   enum { INTERVAL = 4, MAX_LEAD = 1, MAX_POLLS = 64 };
   unsigned long long *counter, seen = 0; // NULL: no throttle, or left to the cluster's other producer
@@ -56,12 +54,12 @@ struct ClusterThrottle {
   bool waits = true;
   __device__ ClusterThrottle(const TileScheduler &s, int rank) : counter(rank == 0 ? s.throttle : nullptr) {}
 
-  __device__ __forceinline__ bool too_far() const {
+  DEVICE bool too_far() const {
     unsigned running = work_stride() - (unsigned)(seen >> 32);
     return passed > MAX_LEAD && (unsigned)seen < (passed - MAX_LEAD) * running;
   }
 
-  __device__ __forceinline__ void step(bool elected) {
+  DEVICE void step(bool elected) {
     if (!counter || --steps_left > 0) return;
     steps_left = INTERVAL;
     for (int polls = 0; waits && too_far(); polls++) {
@@ -73,17 +71,16 @@ struct ClusterThrottle {
     seen = load_relaxed(counter);
   }
 
-  __device__ __forceinline__ void finish(bool elected) {
+  DEVICE void finish(bool elected) {
     if (!counter || !elected) return;
     unsigned long long before = atomicAdd(counter, (1ull << 32) - passed);
     if (before >> 32 == work_stride() - 1) *counter = 0;
   }
 };
 
-// This CTA's tile of a stage's A, or its half for the whole cluster; k: the first value of K, or the first row of a panel.
+// This CTA's tile of a stage's A, or its half for the cluster; k: the first value of K, or of a panel's rows.
 template <typename K>
-static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row,
-                                              int k, int rank) {
+static DEVICE void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row, int k, int rank) {
   constexpr int share = K::ROWS / CLUSTER;
   if (K::SHARE_A)
     tma_load_2d_multicast(to + rank * share * 128, a, full, 0, k + rank * share, ALL_CTAS);
@@ -95,8 +92,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const CUtensorMap *a,
 
 // This CTA's half of a stage's tile of B for the whole cluster, or its own.
 template <typename K>
-static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column,
-                                              int columns, int n, int k, int rank) {
+static DEVICE void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column, int columns, int n,
+                          int k, int rank) {
   if (K::SHARE_A) {
     for (int i = 0; i < columns / 64; i++) tma_load_2d(to + i * 8192, b, full, column + i * 64, k);
   } else if (K::B_K_MAJOR) { // half of the columns; SwiGLU: the gates or the ups
@@ -112,17 +109,15 @@ static __device__ __forceinline__ void load_b(uint32_t to, const CUtensorMap *b,
   }
 }
 
-template <typename K> static __device__ __forceinline__ KStep k_step(const EpilogueParams &params, int step) {
+template <typename K> static DEVICE KStep k_step(const EpilogueParams &params, int step) {
   if (K::SAMPLED) return params.steps[step];
   return {step * TILE_K, step * TILE_K};
 }
 
-// Run by a whole warp, of which one lane issues: addresses are then uniform, and the path from an empty stage to
-// its loads, which bounds the pipeline, is a few instructions.
+// Run by a whole warp, of which one lane issues: uniform addresses make the path to a load short.
 template <typename K>
-static __device__ __forceinline__ void produce(const TileScheduler &s, const EpilogueParams &params,
-                                               const Pipeline &pipeline, const CUtensorMap *a,
-                                               const CUtensorMap *b, int rank) {
+static DEVICE void produce(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
+                           const CUtensorMap *a, const CUtensorMap *b, int rank) {
   const bool elected = elect_one();
   ClusterThrottle throttle(s, rank);
   PipelineState<K> at;
@@ -154,17 +149,15 @@ static __device__ __forceinline__ void produce(const TileScheduler &s, const Epi
 // --- the consumers -----------------------------------------------------------------------------------------
 
 // Arrives at the stage's empty barrier in each CTA that sends to it.
-static __device__ __forceinline__ void release_stage(const Pipeline &pipeline, int stage) {
+static DEVICE void release_stage(const Pipeline &pipeline, int stage) {
   if (threadIdx.x % WARPGROUP < CLUSTER)
     mbarrier_arrive_remote(&pipeline.empty[stage], threadIdx.x % WARPGROUP);
 }
 
-// All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on. Calls `last_stage_is_full`
-// once nothing remains to be waited for.
+// All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on.
 template <typename K, int COLUMNS, typename F>
-static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipeline &pipeline,
-                                                PipelineState<K> &at, int steps, uint32_t a_first,
-                                                F last_stage_is_full) {
+static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, PipelineState<K> &at, int steps,
+                            uint32_t a_first, F last_stage_is_full) {
   // Bytes from 16 values of k to the next 16.
   constexpr int a_step = K::A_K_MAJOR ? 32 : 2048, b_step = K::B_K_MAJOR ? 32 : 2048;
   int previous = -1;
@@ -189,19 +182,19 @@ static __device__ __forceinline__ void mainloop(Accumulators &acc, const Pipelin
   release_stage(pipeline, previous);
 }
 
-// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Without it, consumer 1
-// might wait for a stage two rounds ahead of the ring, and a parity does not distinguish two rounds.
-static __device__ __forceinline__ void order_wait(int consumer) {
+// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
+// might wait two rounds ahead, which a parity does not tell.
+static DEVICE void order_wait(int consumer) {
   named_barrier_sync<2 * WARPGROUP>(1 + consumer);
 }
-static __device__ __forceinline__ void order_arrive(int consumer) {
+static DEVICE void order_arrive(int consumer) {
   named_barrier_arrive<2 * WARPGROUP>(1 + consumer);
 }
 
 template <typename K>
-static __device__ __forceinline__ void
-consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
-        const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer, int rank) {
+static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
+                           const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer,
+                           int rank) {
   int warp = consumer * 4 + threadIdx.x % WARPGROUP / 32, turn = 0;
   const Consumer me = {s,        params,
                        pipeline, out,

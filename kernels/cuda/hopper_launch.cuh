@@ -1,5 +1,4 @@
-// Launching a GEMM of hopper_kernel.cuh: what the device offers, how tensors are described to TMA, and
-// rasterisation.
+// Launching a GEMM of hopper_kernel.cuh: the device, tensors' descriptions for TMA, rasterisation.
 #pragma once
 
 #include "kernels/cuda/hopper_kernel.cuh"
@@ -12,13 +11,7 @@ struct Hopper {
 };
 
 template <typename K> static KernelLaunch launch_of(Backend *backend, int64_t clusters) {
-  return {"a Hopper GEMM",
-          cuda_stream(backend),
-          dim3((unsigned)(clusters * CLUSTER)),
-          THREADS,
-          true,
-          K::SHARED_BYTES,
-          CLUSTER};
+  return {"a Hopper GEMM", cuda_stream(backend), clusters * CLUSTER, THREADS, true, K::SHARED_BYTES, CLUSTER};
 }
 
 static const Hopper &hopper(Backend *backend) {
@@ -30,9 +23,8 @@ static bool tma_takes(Tensor t) {
          t.shape[1] <= INT32_MAX;
 }
 
-// Describes t to TMA in tiles of `rows` by `line` bytes, 128 or 64. parts = 2: its left and its right half of
-// the columns, a tile of each at once; the second stride is then smaller than the first, which the driver
-// takes.
+// Describes t to TMA in tiles of `rows` by `line` bytes, 128 or 64. parts = 2: its left and right half of the
+// columns, a tile of each at once; the second stride is then below the first, which the driver takes.
 static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128, int parts = 1) {
   CUtensorMap map;
   cuuint64_t bytes = dtype_bytes(t.dtype), columns = (cuuint64_t)(t.shape[1] / parts),
@@ -51,8 +43,7 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128,
 }
 
 // The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while
-// B streams by; for dX as many rows as make a wave over all columns. There is no throttle where all of A
-// stays in L2, since it gains nothing there, nor with sampling, whose lists differ in length.
+// B streams by; for dX a wave's rows over all columns. No throttle where all of A stays, nor with sampling.
 template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t GROUP_BYTES = 16 << 20;
   TileScheduler s = {};

@@ -5,12 +5,10 @@
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 
-// Logits into their gradient (LceLogitsGradient), in place: with t = (v - lse) / ln 2, 2^t (per_p +
-// per_distance ln 2 t) du/dz.
+// In place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
 template <bool TERMS>
-static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
-                                                         const EpilogueParams &params, int row,
-                                                         int first_column, int column) {
+static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
+                                     const EpilogueParams &params, int row, int first_column, int column) {
   float shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
   bool counts[2];
@@ -18,9 +16,9 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
   float inv_softcap = TERMS && params.softcap > 0 ? 1 / params.softcap : 0;
   EACH (i, 2) {
     int n = min(row + 8 * i, s.m - 1); // what lies beyond is not stored
-    int32_t of_row = params.targets[n];
-    target[i] = of_row - first_column;
-    counts[i] = of_row != IGNORE_INDEX;
+    int32_t row_target = params.targets[n];
+    target[i] = row_target - first_column;
+    counts[i] = row_target != IGNORE_INDEX;
     shift[i] = -params.factors.lse[n] * LOG2_E;
     per_p[i] = params.factors.per_p[n];
     per_t[i] = params.factors.per_distance[n] * LN_2;
@@ -45,8 +43,7 @@ static __device__ __forceinline__ void epilogue_gradient(float (&z)[TILE_N / 2],
 
 // TERMS: with a bias or a soft-cap.
 template <bool TERMS> struct LogitsGradient : OfLogits {
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       epilogue_gradient<TERMS>(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);

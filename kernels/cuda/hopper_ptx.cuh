@@ -1,9 +1,9 @@
 // PTX wrappers for sm_90a, one function per instruction: clusters, mbarriers, TMA, wgmma. Used by the GEMMs
 // (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
 //
-// A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16), swizzled by
-// TMA (SWIZZLE_128B): 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
-// (SWIZZLE_64B): chunk c of row r lies at c ^ (r / 2 & 3).
+// A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16) in TMA's
+// SWIZZLE_128B: 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
+// in SWIZZLE_64B: chunk c of row r lies at c ^ (r / 2 & 3).
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -53,14 +53,14 @@ static inline PFN_cuTensorMapEncodeTiled_v12000 tma_encoder() {
 
 // --- clusters ----------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ uint32_t cluster_rank() {
+static DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
 // True in one lane of a converged warp.
-static __device__ __forceinline__ bool elect_one() {
+static DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile("{\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\t"
                "selp.u32 %0, 1, 0, elected;\n\t}"
@@ -68,31 +68,31 @@ static __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-static __device__ __forceinline__ void cluster_sync() {
+static DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // A value that all lanes share, known as such to the compiler: it can then live in a uniform register.
-template <class T> static __device__ __forceinline__ T uniform(T x) {
+template <class T> static DEVICE T uniform(T x) {
   return __shfl_sync(~0u, x, 0);
 }
 
 // --- named barriers: 1 to 15, for THREADS threads of the block in whole warps ------------------------------
 
-template <int THREADS> static __device__ __forceinline__ void named_barrier_sync(int barrier) {
+template <int THREADS> static DEVICE void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
-template <int THREADS> static __device__ __forceinline__ void named_barrier_arrive(int barrier) {
+template <int THREADS> static DEVICE void named_barrier_arrive(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
 // --- relaxed accesses to global memory that all CTAs share -------------------------------------------------
 
-static __device__ __forceinline__ void red_add_relaxed(unsigned long long *to, unsigned long long x) {
+static DEVICE void red_add_relaxed(unsigned long long *to, unsigned long long x) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
 }
 
-static __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long *at) {
+static DEVICE unsigned long long load_relaxed(const unsigned long long *at) {
   unsigned long long x;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
   return x;
@@ -100,27 +100,27 @@ static __device__ __forceinline__ unsigned long long load_relaxed(const unsigned
 
 // --- mbarriers: a phase ends when `count` threads have arrived and all expected bytes are there ------------
 
-static __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t count) {
+static DEVICE void mbarrier_init(uint64_t *barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
 }
 
 // Makes initialised barriers visible to TMA and to the other CTAs of the cluster.
-static __device__ __forceinline__ void mbarrier_init_fence() {
+static DEVICE void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-static __device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier) {
+static DEVICE void mbarrier_arrive(uint64_t *barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-static __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
+static DEVICE void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
 // Arrives at the barrier at the same address in CTA `rank` of the cluster.
-static __device__ __forceinline__ void mbarrier_arrive_remote(uint64_t *barrier, uint32_t rank) {
+static DEVICE void mbarrier_arrive_remote(uint64_t *barrier, uint32_t rank) {
   asm volatile("{\n\t.reg .b32 remote;\n\t"
                "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
                "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(shared_address(barrier)),
@@ -129,7 +129,7 @@ static __device__ __forceinline__ void mbarrier_arrive_remote(uint64_t *barrier,
 }
 
 // Returns once the phase of this parity has ended.
-static __device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
+static DEVICE void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\t"
                "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
@@ -141,8 +141,7 @@ static __device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t
 // --- TMA: tiles of a tensor, at its innermost coordinate first. What lies outside of the tensor reads as 0
 // and is not written; the bytes that arrive count at the barrier.
 
-static __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
-                                                   int x, int y) {
+static DEVICE void tma_load_2d(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
                "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
@@ -150,8 +149,8 @@ static __device__ __forceinline__ void tma_load_2d(uint32_t to, const CUtensorMa
 }
 
 // Into every CTA of the cluster that `ctas` has a bit for, at the same address and barrier in each.
-static __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const CUtensorMap *map,
-                                                             uint64_t *barrier, int x, int y, uint16_t ctas) {
+static DEVICE void tma_load_2d_multicast(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y,
+                                         uint16_t ctas) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
@@ -159,16 +158,15 @@ static __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const 
       : "memory");
 }
 
-static __device__ __forceinline__ void tma_load_3d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
-                                                   int x, int y, int z) {
+static DEVICE void tma_load_3d(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
                "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
-static __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *barrier,
-                                                   int x, int y, int z, int w) {
+static DEVICE void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y, int z,
+                               int w) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
@@ -176,8 +174,7 @@ static __device__ __forceinline__ void tma_load_4d(uint32_t to, const CUtensorMa
 }
 
 // A contiguous piece of global memory.
-static __device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t bytes,
-                                                 uint64_t *barrier) {
+static DEVICE void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
@@ -185,66 +182,64 @@ static __device__ __forceinline__ void bulk_load(void *to, const void *from, uin
 }
 
 // A tile into L2.
-static __device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap *map, int x, int y) {
+static DEVICE void tma_prefetch_2d(const CUtensorMap *map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
                : "memory");
 }
 
-static __device__ __forceinline__ void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y) {
+static DEVICE void tma_store_2d(const CUtensorMap *map, uint32_t from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y)
                : "memory");
 }
 
-static __device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y,
-                                                    int z) {
+static DEVICE void tma_store_3d(const CUtensorMap *map, uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
-static __device__ __forceinline__ void tma_store_commit() {
+static DEVICE void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Until at most N of this thread's committed stores still read shared memory.
-template <int N> static __device__ __forceinline__ void tma_store_wait_read() {
+template <int N> static DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Before the CTA ends, whose shared memory TMA may still read. No test guards this one or fence_proxy_async: the emulator
-// stores at once, and on a GPU their absence seldom shows. PTX's memory model demands both.
-static __device__ __forceinline__ void tma_store_wait_all() {
+// Before the CTA ends, whose shared memory TMA may still read. PTX's memory model demands it; no test does.
+static DEVICE void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Between ordinary accesses to shared memory and TMA's.
-static __device__ __forceinline__ void fence_proxy_async() {
+static DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
-template <int N> static __device__ __forceinline__ void setmaxnreg_dec() {
+template <int N> static DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-template <int N> static __device__ __forceinline__ void setmaxnreg_inc() {
+template <int N> static DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-static __device__ __forceinline__ void wgmma_fence() {
+static DEVICE void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-static __device__ __forceinline__ void wgmma_commit() {
+static DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Until at most N committed groups are unfinished.
-template <int N> static __device__ __forceinline__ void wgmma_wait() {
+template <int N> static DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// The same for all groups, after x (not negative) is computed: ptxas moves a wait above arithmetic that should run under
-// the MMAs, but not above a store; this one is never executed.
-static __device__ __forceinline__ void wgmma_wait_after(float x) {
+// The same for all groups, after x (not negative) is computed: ptxas moves a wait above arithmetic that
+// should run under the MMAs, but not above a store; this store is never executed.
+static DEVICE void wgmma_wait_after(float x) {
   asm volatile("{\n\t.reg .pred negative;\n\t"
                "setp.lt.f32 negative, %0, 0f00000000;\n\t"
                "@negative st.shared.f32 [%1], %0;\n\t"
@@ -254,27 +249,26 @@ static __device__ __forceinline__ void wgmma_wait_after(float x) {
 }
 
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
-// `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16 rows
-// from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The lower
-// half holds the address and that distance, in units of 16 bytes; the upper half is the same for all: groups of
-// 8 rows lie 1024 bytes apart, swizzled over 128 bytes.
+// `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16
+// rows from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The
+// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes.
 #define DESCRIPTOR_HIGH "0x40000040"
 
-static __device__ __forceinline__ uint32_t descriptor_k_major(uint32_t address) {
+static DEVICE uint32_t descriptor_k_major(uint32_t address) {
   return address >> 4 | 1 << 16;
 }
-static __device__ __forceinline__ uint32_t descriptor_mn_major(uint32_t address, uint32_t next_tile) {
+static DEVICE uint32_t descriptor_mn_major(uint32_t address, uint32_t next_tile) {
   return address >> 4 | next_tile >> 4 << 16;
 }
 
-// A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on; the address
-// stays within its bits, so nothing carries into the upper half. The GEMMs' main loop takes 10% fewer
-// instructions with whole descriptors, attention's kernels with lower halves.
-static __device__ __forceinline__ uint64_t descriptor(uint32_t address, bool k_major) {
+// A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on: nothing
+// carries into the upper half. The GEMMs' main loop takes 10% fewer instructions with whole descriptors,
+// attention's kernels with lower halves.
+static DEVICE uint64_t descriptor(uint32_t address, bool k_major) {
   uint64_t leading = k_major ? 1 : 8192 / 16, group = 1024 / 16, swizzle_128 = 1;
   return (address & 0x3FFFF) >> 4 | leading << 16 | group << 32 | swizzle_128 << 62;
 }
-static __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
+static DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & ~0xffffffffull) | ((uint32_t)descriptor + (bytes >> 4));
 }
 
@@ -302,11 +296,11 @@ static __device__ __forceinline__ uint64_t descriptor_advance(uint64_t descripto
                : __VA_ARGS__, "r"((int)keep), "n"(B_MN_MAJOR))
 #define WIDEN(WHAT, LOW) ".reg .b64 " WHAT ";\n\tmov.b64 " WHAT ", {" LOW ", " DESCRIPTOR_HIGH "};\n\t"
 
-// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a and b K-major or
-// MN-major, in shared memory. Thread t of the warpgroup, in warp w = t / 32 with lane l = t % 32, holds rows
-// 16 w + l / 4 (d[4j], d[4j+1]) and 8 below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
+// d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a and b
+// K-major or MN-major, in shared memory. Lane l of warp w holds rows 16 w + l / 4 (d[4j], d[4j+1]) and 8
+// below that (d[4j+2], d[4j+3]), columns 8 j + 2 (l % 4) and the next.
 template <int COLUMNS, bool A_MN_MAJOR, bool B_MN_MAJOR>
-static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
+static DEVICE void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128 || COLUMNS == 192, "a multiple of 64 that fits in d");
   if constexpr (COLUMNS == 64)
     WGMMA(64, "", "%32", "%33", "%35", "%34, %36", "l"(a), "l"(b), "n"(A_MN_MAJOR));
@@ -317,8 +311,7 @@ static __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_
 }
 
 // The same by the lower halves of K-major descriptors.
-template <int COLUMNS>
-static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], uint32_t a, uint32_t b, bool keep) {
+template <int COLUMNS> static DEVICE void wgmma(float (&d)[COLUMNS / 2], uint32_t a, uint32_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128, "as many columns as a tile of attention's scores");
   constexpr bool B_MN_MAJOR = false;
   if constexpr (COLUMNS == 64)
@@ -329,8 +322,7 @@ static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], uint32_t a
 
 // With a in registers: two accumulators of 8 columns, rounded to bf16, are an a of 16 columns. b MN-major.
 template <int COLUMNS>
-static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t b,
-                                             bool keep) {
+static DEVICE void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t b, bool keep) {
   static_assert(COLUMNS == 64 || COLUMNS == 128, "as many columns as a head");
   constexpr bool B_MN_MAJOR = true;
   if constexpr (COLUMNS == 64)
@@ -351,25 +343,24 @@ static __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const uint
 #undef WIDEN
 #undef DESCRIPTOR_HIGH
 
-// The compiler does not know that wgmma writes its accumulators later: this keeps it from touching them early.
-template <int N> static __device__ __forceinline__ void wgmma_fence_operand(float (&d)[N]) {
+// wgmma writes its accumulators later: this keeps the compiler from touching them early.
+template <int N> static DEVICE void wgmma_fence_operand(float (&d)[N]) {
   EACH (i, N) asm volatile("" : "+f"(d[i])::"memory");
 }
-template <int N> static __device__ __forceinline__ void wgmma_fence_operand(uint32_t (&a)[N][4]) {
+template <int N> static DEVICE void wgmma_fence_operand(uint32_t (&a)[N][4]) {
   EACH (i, N) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
 
 // Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its accumulators, into rows
 // of shared memory: lane l gives the address of row l % 8 of block l / 8.
-static __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
-                                                   uint32_t d) {
+static DEVICE void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
 }
 
 // The way back: the same four blocks into registers.
-static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+static DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)

@@ -9,20 +9,18 @@ enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
 enum { SUM_FULL = CONSUMERS * SUM_BUFFERS };
 
 // Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
-static __device__ __forceinline__ int sum_column(int h, int pair) {
+static DEVICE int sum_column(int h, int pair) {
   return h * 64 + pair * SUM_COLUMNS;
 }
 
 struct AddF32 : Epilogue {
   static constexpr bool A_K_MAJOR = false, SAMPLED = true, COLUMN_LISTS = true, LOADS = true;
   enum { WARP_BYTES = 0, CTA_BYTES = SUM_BUFFERS * SUM_BYTES, CTA_BARRIERS = SUM_FULL + SUM_BUFFERS };
-  // Brings what is added to into the buffers, half a tile at a time, and the next tile into L2; run by a warp of its own.
-  // Without `accumulate` it only says when a buffer may be written. The consumers have full barriers of their own: one may reach
-  // its next tile before the other one's half has arrived, and a parity does not distinguish two rounds.
+  // Brings the addend into the buffers, half a tile at a time, and the next tile into L2; run by a warp of
+  // its own. Without `accumulate` it only says when a buffer may be written. Each consumer has full barriers.
   template <typename K>
-  static __device__ __forceinline__ void load_addend(const TileScheduler &s, const EpilogueParams &params,
-                                                     const Pipeline &pipeline, const CUtensorMap *out,
-                                                     int rank) {
+  static DEVICE void load_addend(const TileScheduler &s, const EpilogueParams &params,
+                                 const Pipeline &pipeline, const CUtensorMap *out, int rank) {
     const bool elected = elect_one(), accumulate = *params.accumulate;
     int count = work_count<K>(s, params), turn = 0;
     if (first_work() >= count) return;
@@ -43,10 +41,9 @@ struct AddF32 : Epilogue {
     }
   }
 
-  // out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at a time in its
-  // buffer, where load_addend has put what they are added to. Swizzled, so that a warp's accesses meet no bank twice.
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  // out (+)= alpha times the tile's transpose. A pair of warps adds 32 columns of `out`, half of its rows, at
+  // a time to load_addend's buffer. Swizzled, so that a warp's accesses meet no bank twice.
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     constexpr int GROUP = 8; // accesses on their way together
     const bool accumulate = *c.params.accumulate;
     const ThreadCoord me;

@@ -1,19 +1,17 @@
-// Epilogues of the GEMMs on Hopper (hopper_kernel.cuh) that store a tile as it is: dX, in bf16, in fp32, or as fp32 partials of
-// split-K.
+// Epilogues of the GEMMs on Hopper that store a tile as it is: dX in bf16, fp32, or as split-K's partials.
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
 // A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
-static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer,
-                                                           const float *acc, int x, int y, int lane) {
+static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, const float *acc, int x,
+                                       int y, int lane) {
   EACH (part, TILE_N / 64) {
     if (lane == 0) tma_store_wait_read<0>(); // the buffer's previous contents have been read
     __syncwarp();
     int row = lane % 16;
 #pragma unroll
-    for (int j = 0; j < 8;
-         j += 2) { // lanes 0 to 15 address rows of columns [8 j, 8 j + 8), others the next 8
+    for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 address columns [8 j, 8 j + 8), others the next 8
       int chunk = (j + lane / 16) ^ (row & 7);
       const float *v = acc + part * 32 + j * 4;
       stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
@@ -29,8 +27,8 @@ static __device__ __forceinline__ void epilogue_store_bf16(const CUtensorMap *ou
 }
 
 // fp32, straight from the registers: four lanes write 32 bytes of a row.
-static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t stride, int rows, int columns,
-                                                          const float *acc, const ThreadCoord &me) {
+static DEVICE void epilogue_store_f32(float *out, int64_t stride, int rows, int columns, const float *acc,
+                                      const ThreadCoord &me) {
   EACH (below, 2) {
     if (me.lane / 4 + 8 * below >= rows) continue;
     float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
@@ -45,8 +43,7 @@ static __device__ __forceinline__ void epilogue_store_f32(float *out, int64_t st
 template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
   static constexpr bool SAMPLED = SAMPLED_, COOPERATIVE = !SAMPLED, SHARE_A = SAMPLED;
   enum { STAGES = COOPERATIVE ? 3 : 5 };
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       int row = c.row + me.first_row(h), below = c.s.m - work.row - row, right = c.s.n - work.column;

@@ -8,24 +8,24 @@
 enum { GATE_UP_BYTES = 2 * STORE_BYTES, GATE_UP_BUFFERS = 2 };
 static_assert((int)GATE_UP_BUFFERS <= TILE_M / 64, "each tile has at least so many pieces");
 
-// The gates and ups that a warp needs for its part of the gradient, in pieces of 16 rows by 64 columns. A
-// tile's first pieces arrive during its main loop, and each piece's gradients leave from the same buffer.
+// Gates and ups come in pieces of 16 rows by 64 columns, the first during a tile's main loop; a piece's
+// gradients leave from its buffer.
 struct SwigluGradient : Epilogue {
   static constexpr bool KEEPS_A = true;
   enum { WARP_BYTES = GATE_UP_BUFFERS * GATE_UP_BYTES, WARP_BARRIERS = GATE_UP_BUFFERS };
   int taken = 0;           // pieces of all tiles so far
   int row, column, across; // of the tile; pieces side by side
 
-  __device__ __forceinline__ uint32_t buffer(const Consumer &c, int i) const {
+  DEVICE uint32_t buffer(const Consumer &c, int i) const {
     return c.buffer + (taken + i) % GATE_UP_BUFFERS * GATE_UP_BYTES;
   }
   // Piece i of the tile, by one lane.
-  __device__ __forceinline__ void load(const Consumer &c, int i) const {
+  DEVICE void load(const Consumer &c, int i) const {
     uint64_t *barrier = &full(c)[(taken + i) % GATE_UP_BUFFERS];
     mbarrier_arrive_expect_tx(barrier, GATE_UP_BYTES);
     tma_load_3d(buffer(c, i), c.gate_up, barrier, column + i % across * 64, row + i / across * 64, 0);
   }
-  __device__ __forceinline__ void begin(const Consumer &c, const WorkTile &work, int columns) {
+  DEVICE void begin(const Consumer &c, const WorkTile &work, int columns) {
     const ThreadCoord me;
     row = work.row + me.first_row(0), column = work.column, across = columns / 64;
     if (me.lane == 0) {
@@ -34,15 +34,12 @@ struct SwigluGradient : Epilogue {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void wait(const Consumer &c, int i) const {
+  DEVICE void wait(const Consumer &c, int i) const {
     mbarrier_wait(&full(c)[(taken + i) % GATE_UP_BUFFERS], (taken + i) / GATE_UP_BUFFERS & 1);
     __syncwarp();
   }
-  static __device__ __forceinline__ uint64_t *full(const Consumer &c) {
-    return c.pipeline.barriers + c.warp * GATE_UP_BUFFERS;
-  }
-  template <typename K>
-  __device__ __forceinline__ void run(Accumulators &acc, const Consumer &c, const WorkTile &) {
+  static DEVICE uint64_t *full(const Consumer &c) { return c.pipeline.barriers + c.warp * GATE_UP_BUFFERS; }
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &) {
     const ThreadCoord me;
     const int line = me.lane % 16;
     EACH (h, TILE_M / 64)

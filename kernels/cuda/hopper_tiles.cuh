@@ -1,5 +1,5 @@
-// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how the tiles of a
-// result are ordered and shared out, and where in a tile a thread's accumulators lie.
+// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how a result's
+// tiles are ordered and shared out, and where in a tile a thread's accumulators lie.
 #pragma once
 
 #include "kernels/cuda/hopper_gemm.h"
@@ -11,8 +11,8 @@ enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
 enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
 
-// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after column
-// within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
+// Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after
+// column within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
 struct TileScheduler {
   int m, n;
   int rows, columns, m_tiles, n_tiles, k_steps, group;
@@ -49,41 +49,39 @@ struct WorkTile {
   int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
   bool reverse;       // from the last k-step to the first
-  __device__ __forceinline__ int steps() const { return k_end - k_begin; }
-  __device__ __forceinline__ int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
+  DEVICE int steps() const { return k_end - k_begin; }
+  DEVICE int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
 };
 
 struct TileCoord {
   int row, column; // of a cluster's tile
 };
 
-static __device__ __forceinline__ TileCoord tile_coord(const TileScheduler &s, int tile) {
-  int of_group = s.group * s.n_tiles, group = tile / of_group, within = tile % of_group;
+static DEVICE TileCoord tile_coord(const TileScheduler &s, int tile) {
+  int group_tiles = s.group * s.n_tiles, group = tile / group_tiles, within = tile % group_tiles;
   int height = min(s.group, s.m_tiles - group * s.group);
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
 
-template <typename K>
-static __device__ __forceinline__ int work_count(const TileScheduler &s, const EpilogueParams &params) {
+template <typename K> static DEVICE int work_count(const TileScheduler &s, const EpilogueParams &params) {
   return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
 }
 
-static __device__ __forceinline__ int first_work() {
+static DEVICE int first_work() {
   return blockIdx.x / CLUSTER;
 }
-static __device__ __forceinline__ int work_stride() {
+static DEVICE int work_stride() {
   return gridDim.x / CLUSTER;
 }
 
 // Work tile w. Split tiles are ordered by part: part 0 of every tile, then part 1, ...
 template <typename K>
-static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params,
-                                                     int w, int rank) {
-  int tile = w, part = 0, parts = 1, of_splits = w - s.whole;
-  if (of_splits >= 0) {
+static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params, int w, int rank) {
+  int tile = w, part = 0, parts = 1, split_index = w - s.whole;
+  if (split_index >= 0) {
     int rest = s.m_tiles * s.n_tiles - s.whole;
-    tile = s.whole + of_splits % rest;
-    part = of_splits / rest;
+    tile = s.whole + split_index % rest;
+    part = split_index / rest;
     parts = s.splits;
   }
   TileCoord at;
@@ -100,14 +98,13 @@ static __device__ __forceinline__ WorkTile work_tile(const TileScheduler &s, con
   work.column = at.column + (K::SHARE_A ? rank * TILE_N : 0);
   work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
   work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
-  work.split = of_splits >= 0 ? of_splits : -1;
+  work.split = split_index >= 0 ? split_index : -1;
   work.reverse = s.throttle && w / work_stride() % 2;
   return work;
 }
 
 // How many of the tile's columns are computed.
-template <typename K>
-static __device__ __forceinline__ int tile_columns(const TileScheduler &s, const WorkTile &w) {
+template <typename K> static DEVICE int tile_columns(const TileScheduler &s, const WorkTile &w) {
   int columns = K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
   return K::SHARE_A ? max(64, columns) : columns; // of two tiles side by side the second may lie beyond N
 }
@@ -122,14 +119,14 @@ struct Pipeline {
 // A thread's accumulators: of rows [64 h, 64 h + 64) of the tile in acc[h], as wgmma leaves them.
 typedef float Accumulators[TILE_M / 64][TILE_N / 2];
 
-// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in acc[h][4 j]
-// and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in
+// acc[h][4 j] and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
 struct ThreadCoord {
   int warp, lane, column;
   __device__ ThreadCoord()
       : warp(threadIdx.x % WARPGROUP / 32), lane(threadIdx.x % 32), column(threadIdx.x % 4 * 2) {}
-  __device__ __forceinline__ int first_row(int h) const { return h * 64 + warp * 16; }
-  __device__ __forceinline__ int row(int h) const { return first_row(h) + lane / 4; }
+  DEVICE int first_row(int h) const { return h * 64 + warp * 16; }
+  DEVICE int row(int h) const { return first_row(h) + lane / 4; }
 };
 
 // A consumer warp, as an epilogue sees it.
@@ -142,8 +139,7 @@ struct Consumer {
   int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
 };
 
-// What the kernel needs to know of an epilogue, where it is not said otherwise; an epilogue derives from
-// this, each in a file of its own (hopper_kernel.cuh lists them).
+// What the kernel needs to know of an epilogue, by default; each derives from this.
 struct Epilogue {
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
   static constexpr bool COOPERATIVE = false;
@@ -156,7 +152,7 @@ struct Epilogue {
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.
   static constexpr bool GATE_UP = false;
-  // Bytes of buffers for each warp, and for all besides; barriers for each of the consumers' warps, and for all besides.
+  // Bytes of buffers for each warp and for all besides; barriers for each consumer warp and for all.
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
   // Whether a warp of its own runs load_addend().
   static constexpr bool LOADS = false;

@@ -1,17 +1,14 @@
-// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; of FP8 operands too,
-// whose partial sums stay in fp32 (without the library's fast accumulation). SwiGLU is in the epilogues of our own GEMMs
-// on Hopper (hopper_gemm.cu), else a kernel of its own after the GEMM.
+// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; those of
+// FP8 operands sum in fp32, without the library's fast accumulation. hopper_gemm.cu has SwiGLU's.
 //
-// cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes out^T =
-// right^T left^T and the operands change places. The bias then runs along the library's rows, as its epilogue expects.
+// cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
+// out^T = right^T left^T and the operands change places. The bias then runs along the library's rows.
 //
 // A GEMM runs on the library's first choice of algorithm, which depends on shapes, GPU and library version
-// alone. One kind is measured: the loss's dW, below. Split-K partials are reduced in fp32 in a fixed order,
-// never by atomics.
+// alone. Only the loss's dW is measured (below). Split-K partials are added in fp32 in a fixed order.
 //
-// Where a bf16 matrix is added to in place, the library may round the GEMM before it adds: one rounding more than from
-// one matrix into another. Where rows are not aligned to 16 bytes, it refuses some epilogues and rounds to bf16 before
-// others, and GELU in fp32 is off by 1e-6: those few run on a plain kernel of our own.
+// A bf16 matrix that is added to in place may be rounded once more. Rows not aligned to 16 bytes with an
+// epilogue, and GELU in fp32, which the library gets wrong by 1e-6, run on a plain kernel of our own.
 #include <algorithm>
 #include <cublasLt.h>
 #include <map>
@@ -20,7 +17,6 @@
 #include <tuple>
 
 #include "kernels/cuda/activation.cuh"
-#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
 static void lt_check(cublasStatus_t status, const char *doing) {
@@ -161,7 +157,7 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
              "describing a preference");
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)CUDA_GEMM_WORKSPACE_BYTES);
-  // Split-K partials are added in fp32 in the workspace, in a fixed order: not in the output's bf16 or by atomics.
+  // Split-K partials are added in fp32 in the workspace, in a fixed order.
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p->right.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p->left.data));
@@ -187,17 +183,14 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
 
 // --- measuring the loss's dW -------------------------------------------------------------------------------
 
-// The loss adds to dW chunk by chunk. With few terms to a sum, reading and writing dW takes a good part of
-// the time, of which the library's estimate knows nothing: at chunks of 1024 its first choice makes the whole
-// loss an eighth slower. So its suggestions are timed, once for each shape.
+// The loss adds to dW chunk by chunk. The library's estimate ignores the time to read and write dW: at chunks
+// of 1024 its first choice makes the loss an eighth slower. So its suggestions are timed once a shape.
 //
-// Two algorithms may round differently, and a choice by time would then change the loss from run to run, and
-// from rank to rank. Only those compete whose result has the bits of the first choice: most differ from it in
-// the order of tiles, not of summation. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
+// A choice by time must not change the loss's bits from run to run or rank to rank. So only those compete
+// whose result has the bits of the first choice. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
 
-// A large fp32 gradient of few tokens; of multiples of 128 alone, so that shapes stay few where the tokens
-// that count differ from step to step. Not while it adds to what out holds, since runs would add up, nor
-// while the stream is captured into a graph.
+// A large fp32 gradient of few tokens, multiples of 128 alone, so that shapes stay few where the count of
+// tokens varies. Not while it adds to what out holds, nor while the stream is captured into a graph.
 static bool worth_measuring(Backend *backend, const Gemm *p) {
   bool weight_gradient = p->left.transposed && !p->right.transposed && p->operand_dtype == DTYPE_BF16 &&
                          p->out_dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
@@ -209,8 +202,7 @@ static bool worth_measuring(Backend *backend, const Gemm *p) {
   return capture == cudaStreamCaptureStatusNone;
 }
 
-// Pairs of bf16 values, of either sign and from 2^-15 to 2: of like magnitudes, sums of a few thousand products
-// would be exact in fp32, and the same in any order.
+// Bf16 values of either sign from 2^-15 to 2: with like magnitudes, sums would be exact in any order.
 static __global__ void random_kernel(uint32_t *pairs, int64_t count, uint64_t key) {
   int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
   if (i < count) pairs[i] = ((uint32_t)random_bits_of(key, (uint64_t)i) & 0x87FF87FF) | 0x38003800;
@@ -224,8 +216,8 @@ static __global__ void checksum_kernel(unsigned long long *sum, const uint32_t *
   atomicAdd(sum, total);
 }
 
-// Replaces the plan's algorithm by the fastest with its bits. Operands are random: the caller's (zeros, a
-// single row that is not) may make all orders of summation equal. out is overwritten.
+// Replaces the plan's algorithm by the fastest with its bits. Operands are random: the caller's (zeros, say)
+// may make all orders of summation equal. out is overwritten.
 static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   constexpr int CANDIDATES = 12;
   constexpr float WARM_UP = 150, MEASURED = 300; // milliseconds
@@ -270,28 +262,23 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
     if (bits == wanted) count++;
   }
 
-  // A rested device is fast for some milliseconds; then large GEMMs bring it to its power limit. In a step
-  // they run there among others, so the candidates take turns, at a clock that all of them determine. Timed
-  // alone, one runs at a clock of its own, and the choice makes dW 5 to 10% slower (one H200).
-  cudaEvent_t begin, end;
-  cuda_check(cudaEventCreate(&begin), "creating an event");
-  cuda_check(cudaEventCreate(&end), "creating an event");
+  // Candidates take turns, at a clock that all of them determine, as in a step. Timed alone, each runs at a
+  // clock of its own, and the choice makes dW 5 to 10% slower (one H200).
+  void *begin = nullptr, *end = nullptr;
   while (count > 1 && spent < WARM_UP + MEASURED) {
     bool warm = spent >= WARM_UP;
     for (int i = 0; i < count; i++) {
-      float milliseconds = 0;
-      cuda_check(cudaEventRecord(begin, cuda_stream(backend)), "measuring a GEMM");
+      backend->ops->event_record(backend, &begin, STREAM_COMPUTE);
       lt_check(run(added, i), "multiplying");
-      cuda_check(cudaEventRecord(end, cuda_stream(backend)), "measuring a GEMM");
-      cuda_check(cudaEventSynchronize(end), "measuring a GEMM");
-      cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), "measuring a GEMM");
+      backend->ops->event_record(backend, &end, STREAM_COMPUTE);
+      float milliseconds = 1e3f * (float)backend->ops->event_seconds(begin, end);
       spent += milliseconds;
       if (warm) times[i] += milliseconds;
     }
   }
   if (count > 1) plan->algorithm = algorithms[std::min_element(times, times + count) - times];
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
+  for (void *event : {begin, end})
+    if (event) backend->ops->event_destroy(event);
   cudaFree(memory);
 }
 
@@ -338,8 +325,7 @@ static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
 
 // --- the plain GEMM ----------------------------------------------------------------------------------------
 
-// A block makes a tile of 64 x 64, a thread every 16th row and column, and the tiles of the operands
-// pass through shared memory 16 terms at a time.
+// A block makes a tile of 64 x 64, a thread every 16th row and column, 16 terms at a time.
 static constexpr int TILE = 64, TERMS = 16;
 
 // Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends.
@@ -400,7 +386,7 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  dim3 grid((unsigned)(ceil_div(p->m, TILE) * ceil_div(p->n, TILE)), (unsigned)p->batch);
+  Grid grid(ceil_div(p->m, TILE) * ceil_div(p->n, TILE), p->batch);
   with_float(p->operand_dtype, [&](auto type) {
     with_float(p->out_dtype, [&](auto out_type) {
       launch_kernel({"a plain GEMM", cuda_stream(backend), grid, 256},
@@ -411,9 +397,9 @@ static void plain_gemm(Backend *backend, const Gemm *p) {
 
 // --- ragged ends -------------------------------------------------------------------------------------------
 
-// The library's fast kernels move 16 bytes at a time along a matrix's contiguous axis. Where that axis is no multiple
-// of 8 elements long, though its rows are aligned (a vocabulary of 50257 in rows of 50304), it falls back to kernels
-// several times slower. So the last few terms, rows or columns of such a GEMM are a GEMM of their own.
+// The library's fast kernels move 16 bytes along a matrix's contiguous axis. Where that axis is no multiple
+// of 8 elements (a vocabulary of 50257 in rows of 50304), it falls back to kernels several times slower. So
+// the last few terms, rows or columns of such a GEMM are a GEMM of their own.
 enum { WHOLE = 8 };
 
 static bool ragged(int64_t extent) {
@@ -468,7 +454,7 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
-// GELU is in cuBLASLt's epilogues and SwiGLU in those of our own GEMMs on Hopper; else an activation is a kernel of its own.
+// GELU is in cuBLASLt's epilogues and SwiGLU in those of our GEMMs on Hopper; other activations run apart.
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
   bool bias = tensor_exists(a->bias), fused = a->activation == ACTIVATION_GELU;
   bool apart = a->activation && !fused;

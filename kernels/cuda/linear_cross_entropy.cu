@@ -1,14 +1,13 @@
-// The operations of the LM head and loss on any GPU from sm_80 on; on sm_90 with the GEMMs of hopper_gemm.cu. Why the
-// arithmetic is anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
+// The operations of the LM head and loss, on sm_90 with the GEMMs of hopper_gemm.cu. Why the arithmetic is
+// anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
 //
-// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A second kernel
-// reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E in bf16. So a logit crosses
-// L2 twice in fp32, E crosses device memory once, and no logit is rounded. One block adds to a row's sum per tile, in
-// double, in the tiles' order. Then one GEMM over the whole vocabulary, E W.
+// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A
+// second kernel reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E
+// in bf16. So a logit crosses L2 twice in fp32, E crosses device memory once, and no logit is rounded. One
+// block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM, E W.
 //
-// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. Whether there are any is not known on the host: the kernel that
-// finalizes the sums looks at them and, as a rule, returns. On sm_90 kernels are launched with PDL (programmatic dependent
-// launch), which hides launches in small chunks.
+// Rows whose sum exceeds LCE_LARGEST_SUM are computed again. The kernel that finalizes the sums looks for
+// them, finds none as a rule, and returns. On sm_90 PDL hides launches in small chunks.
 //
 // Cost for a chunk of C rows, besides the GEMMs: 8 C V bytes through L2, 2 C V bytes to memory.
 #include <cooperative_groups.h>
@@ -79,7 +78,7 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   int64_t rows = a->x.shape[0];
   with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
     using T = decltype(type);
-    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), dim3((unsigned)ceil_div(rows, 8)), 256,
+    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(rows, 8), 256,
                            hopper_runs(backend)};
     launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
                   a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), data_of<int32_t>(a->targets), rows,
@@ -92,8 +91,7 @@ static __device__ float anchor_of(float target_z, int target) {
   return target != IGNORE_INDEX ? target_z : INFINITY;
 }
 
-// One block a row of the tile, whose first column is vocabulary entry `first`. exps is NULL when nothing is
-// kept.
+// One block a row of the tile, whose first column is vocabulary entry `first`. exps: NULL to keep nothing.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *target_z,
@@ -178,8 +176,8 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
   if (threadIdx.x % 32 == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + tile] = sum;
 }
 
-// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every block returns;
-// else each block makes the entries of its share of the vocabulary. A cooperative launch.
+// The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every
+// block returns; else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {
@@ -289,10 +287,9 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   for (int64_t first = 0; first < vocab_size; first += s.columns) {
     int64_t columns = min_i64(s.columns, vocab_size - first);
     logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
-    with_bool(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    with_width<T>(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
-      launch_kernel({"the exponentials of a tile", cuda_stream(backend), dim3((unsigned)rows), threads},
+      launch_kernel({"the exponentials of a tile", cuda_stream(backend), rows, threads},
                     exponential_kernel<T, W>, exps, a->exps.stride, s, data_of<float>(a->softmax.target_z),
                     data_of<int32_t>(a->targets), first, (int)columns,
                     Capped<T>{data_of<T>(a->bias), a->softcap}, inverse_temperature(a->temperature));
@@ -332,7 +329,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
         logits_exp_tiles<T>(backend, a, s);
         done = rows;
       }
-      RowParts of_tiles = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
+      RowParts tile_parts = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
       FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
                                   .exps_stride = rest.exps.stride,
                                   .x_stride = rest.x.stride,
@@ -348,22 +345,20 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                                   .first = a->first,
                                   .sum = on_hopper ? nullptr : s.sum,
                                   .distance = on_hopper ? nullptr : s.distance,
-                                  .parts = of_tiles,
+                                  .parts = tile_parts,
                                   .across = on_hopper ? (int)across : 0,
                                   .shares = s.tile,
                                   .distance_shares = s.tile + rows * blocks,
                                   .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
-      with_bool(rows_align(a->x, WIDTH<T>) && rows_align(a->weight, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), dim3((unsigned)blocks), 1024,
-                               hopper_runs(backend)};
+      with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
+        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
         launch.cooperative = true;
         launch_kernel(launch, finalize_rows_kernel<T, W>, params);
       });
       if (!on_hopper && keep)
-        launch_kernel({"the row sums of tiles", cuda_stream(backend),
-                       dim3((unsigned)ceil_div(tensor_count(a->tile_sums), 8)), 256},
-                      tile_sums_kernel<T>, *a);
+        launch_kernel(
+            {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
+            tile_sums_kernel<T>, *a);
     }
   });
   if (!tensor_exists(a->dx_raw)) return;

@@ -1,31 +1,26 @@
 // LayerNorm and RMSNorm.
 //
-// A row lies in the registers of a team of as few threads as hold it, GROUPS accesses of 16 bytes each (LayerNorm, which
-// needs more registers, two). Up to 768 or 1024 bf16 elements that is one warp: no barrier, and a block takes four rows.
-// In the backward pass each team walks over many rows, so that the sums over rows for dweight and dbias stay in registers
-// too, since a thread sees the same columns of every row; the teams' sums are added in a fixed order by columns.cu. As many
-// teams run as fit the device at once: some more would take as long again. Where registers allow, a team loads its next row
-// while it computes.
+// A row lies in the registers of a team of as few threads as hold it, GROUPS accesses of 16 bytes each
+// (LayerNorm, which needs more registers, two). Up to 768 or 1024 bf16 elements that is one warp: no barrier,
+// and a block takes four rows. In the backward pass each team walks over many rows and keeps the sums over
+// rows for dweight and dbias in registers too; columns.cu adds the teams' sums in a fixed order.
 //
-// Traffic: forward reads x and writes out; backward reads x and dout and writes (or reads and writes) dx.
-// Measured on an H200, whose copy moves 4.3 TB/s, launches included: LayerNorm 3.7 TB/s forward and 3.6 backward at H 768
-// (65,536 rows), 3.1 and 2.9 at 1600 (16,384 rows); RMSNorm both ways 3.7 at 2048 and 3.9 at 4096.
+// Traffic: forward reads x and writes out; backward reads x and dout and writes dx. On an H200, whose copy
+// moves 4.3 TB/s: LayerNorm 3.6 TB/s at H 768 (65,536 rows), 2.9 at 1600 (16,384 rows); RMSNorm 3.7 at 2048.
 #include "kernels/cuda/cuda_common.cuh"
 
 // Rows whose length or address is not a multiple of 16 bytes are read one element at a time.
 template <bool ALIGNED> static constexpr int GROUPS = ALIGNED ? 4 : 16;
 
-// A thread of a block of at most 256 has all the registers it needs. Longer rows (from 8192 bf16 elements on)
-// take up to 1024 threads, with 64 registers each.
+// Longer rows (from 8192 bf16 elements on) take up to 1024 threads, with 64 registers each.
 static constexpr int FEW = 256, MANY = 1024;
 
-// A row, of which each thread holds every blockDim.x-th group of W elements, as it lies in memory: two bf16
-// elements to a register. Beyond the end of the row they are 0.
+// A row as it lies in memory, two bf16 elements to a register; a thread holds every blockDim.x-th group of W.
 template <typename T, int W, int N> struct Row {
   static constexpr int WORDS = sizeof(T) * W < 4 ? 1 : sizeof(T) * W / 4;
   uint32_t word[N][WORDS];
 
-  __device__ __forceinline__ void read(const T *from, int length) {
+  DEVICE void read(const T *from, int length) {
     EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       bool inside = at < length;
@@ -39,18 +34,18 @@ template <typename T, int W, int N> struct Row {
       }
     }
   }
-  __device__ __forceinline__ float operator()(int g, int k) const {
+  DEVICE float operator()(int g, int k) const {
     if constexpr (sizeof(T) == 4) return __uint_as_float(word[g][k]);
     return __uint_as_float(k % 2 ? word[g][k / 2] & 0xFFFF0000u : word[g][k / 2] << 16);
   }
-  // Makes the compiler widen the row again from here on, where it would otherwise keep both forms in registers.
-  __device__ __forceinline__ void forget_widened() {
+  // Makes the compiler widen the row again from here on, so that not both forms stay in registers.
+  DEVICE void forget_widened() {
     EACH (i, N * WORDS) asm volatile("" : "+r"(word[i / WORDS][i % WORDS]));
   }
 };
 
 // Where a row begins: one of `heads` in each row of the tensor, whose rows lie `stride` apart.
-static __device__ __forceinline__ int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
+static DEVICE int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
   return heads == 1 ? row * stride : row / heads * stride + row % heads * hidden_size;
 }
 
@@ -172,7 +167,9 @@ template <typename Element, bool ALIGNED, int HELD, bool MANY_THREADS, bool IS_L
 
 // Calls f with the RowKernel for these rows, and with the block: the threads of a row, and its rows.
 template <typename F>
-static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidden_size, F f) {
+static void with_row_kernel(std::initializer_list<Tensor> tensors, bool layer, int64_t hidden_size, F f) {
+  Dtype dtype = tensors.begin()->dtype;
+  bool aligned = rows_align(tensors, 16 / (int64_t)dtype_bytes(dtype));
   int64_t groups = aligned ? hidden_size * (int64_t)dtype_bytes(dtype) / 16 : hidden_size;
   int64_t max = aligned ? GROUPS<true> : GROUPS<false>;
   if (groups > MANY * max)
@@ -204,27 +201,26 @@ static void with_row_kernel(Dtype dtype, bool aligned, bool layer, int64_t hidde
 
 // As many as the device holds.
 template <typename Kernel> static int64_t blocks_at_once(Backend *backend, Kernel *kernel, dim3 block) {
-  int of_an_sm = 0;
-  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_an_sm, kernel, (int)(block.x * block.y), 0),
-             "counting blocks");
-  return (int64_t)of_an_sm * cuda_state(backend)->multiprocessors;
+  int blocks_per_sm = 0;
+  cuda_check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, (int)(block.x * block.y), 0),
+      "counting blocks");
+  return (int64_t)blocks_per_sm * cuda_state(backend)->multiprocessors;
 }
 
 void cuda_norm_forward(Backend *backend, const NormForward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
   if (rows == 0) return;
   bool layer = a->kind == NORM_LAYER;
-  int64_t width = 16 / (int64_t)dtype_bytes(a->x.dtype);
-  bool aligned = rows_align({a->x, a->out, a->weight, a->bias}, width);
-  with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
+  with_row_kernel({a->x, a->out, a->weight, a->bias}, layer, hidden_size, [&](auto kernel, dim3 block) {
     using K = decltype(kernel);
     using T = typename K::T;
     auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
     int64_t blocks = ceil_div(rows, block.y);
     if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
-    launch_kernel({"norm_forward", cuda_stream(backend), dim3((unsigned)blocks), block}, entry,
-                  data_of<T>(a->out), a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd),
-                  data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
+    launch_kernel({"norm_forward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->out),
+                  a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
+                  a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
                   (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
   });
 }
@@ -233,21 +229,18 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0], teams = 0;
   bool layer = a->kind == NORM_LAYER;
   float *partials = data_of<float>(a->workspace);
-  int64_t vectors = layer ? tensor_exists(a->dx_sum) ? 3 : 2 : 1, stride = vectors * hidden_size,
-          width = 16 / (int64_t)dtype_bytes(a->x.dtype);
+  int64_t vectors = layer ? tensor_exists(a->dx_sum) ? 3 : 2 : 1, stride = vectors * hidden_size;
   if (rows > 0) {
-    bool aligned = rows_align({a->x, a->dout, a->dx, a->weight}, width);
-    with_row_kernel(a->x.dtype, aligned, layer, hidden_size, [&](auto kernel, dim3 block) {
+    with_row_kernel({a->x, a->dout, a->dx, a->weight}, layer, hidden_size, [&](auto kernel, dim3 block) {
       using K = decltype(kernel);
       using T = typename K::T;
       auto *entry = norm_backward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
       teams = min_i64(cuda_norm_teams(rows, 32 * block.x), block.y * blocks_at_once(backend, entry, block));
-      dim3 blocks((unsigned)ceil_div(teams, block.y));
-      launch_kernel({"norm_backward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->dx),
-                    a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride, data_of<T>(a->x),
-                    a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean), data_of<float>(a->rstd),
-                    rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->accumulate_dx, teams,
-                    (int)vectors);
+      launch_kernel({"norm_backward", cuda_stream(backend), ceil_div(teams, block.y), block}, entry,
+                    data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride,
+                    data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean),
+                    data_of<float>(a->rstd), rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size,
+                    a->accumulate_dx, teams, (int)vectors);
     });
   }
   add_partials(backend, {a->dweight, a->dbias, a->dx_sum}, partials, teams, stride, 1.0f, a->accumulate);

@@ -1,32 +1,30 @@
 // AdamW over a slab, Muon's operations, the sum under the global norm, and the factor that clips it.
 //
-// AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient: with fp32
-// everywhere and a bf16 weight, 30 bytes a parameter, and the memory's bandwidth is the whole cost (on an H200: 4.2 TB/s;
-// with bf16 moments and no master 4.3; the sum of squares 4.4). A bf16 element that is the only copy is rounded
-// stochastically: rounded to nearest, steps smaller than half its last bit would never accumulate. The random bits come
-// from a counter, so a resumed run draws the same ones.
+// AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
+// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200 4.2
+// TB/s, the sum of squares 4.4). A bf16 element that is the only copy is rounded stochastically: to nearest,
+// small steps would never accumulate. A resumed run draws the same bits.
 #include <math.h>
 
 #include "kernels/cuda/cuda_common.cuh"
 
 // 32 bits for an element: 16 for the weight, 16 for its moments. Two neighbours share one draw.
-static __device__ __forceinline__ uint32_t element_bits(uint64_t key, uint64_t index) {
+static DEVICE uint32_t element_bits(uint64_t key, uint64_t index) {
   return (uint32_t)(random_bits_of(key, index / 2) >> (index % 2 * 32));
 }
 
-// Up with the probability that makes the mean right: 16 random bits below the bits that are kept. Infinity
-// and NaN stay what they are. An fp32 element is stored as it is.
-static __device__ __forceinline__ void store_stochastic(float *to, float x, uint32_t bits) {
+// Up with the probability that makes the mean right: 16 random bits below the bits that are kept.
+static DEVICE void store_stochastic(float *to, float x, uint32_t bits) {
   *to = x;
 }
-static __device__ __forceinline__ void store_stochastic(bf16 *to, float x, uint32_t bits) {
+static DEVICE void store_stochastic(bf16 *to, float x, uint32_t bits) {
   uint32_t word = __float_as_uint(x);
   if ((word & 0x7F800000u) != 0x7F800000u) x = __uint_as_float((word + (bits & 0xFFFFu)) & 0xFFFF0000u);
   *to = __float2bfloat16(x);
 }
 
 // Good to a unit in the last place or two; the exact ones would make a slab of bf16 wait for arithmetic.
-static __device__ __forceinline__ float root(float x) {
+static DEVICE float root(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -41,8 +39,7 @@ struct UpdateParams {
 };
 
 template <int W, typename T>
-static __device__ __forceinline__ void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W],
-                                                     int shift) {
+static DEVICE void store_rounded(T *to, const float (&x)[W], const uint32_t (&random)[W], int shift) {
   Group<T, W> group;
   EACH (k, W) store_stochastic(&group.at[k], x[k], random[k] >> shift);
   *reinterpret_cast<Group<T, W> *>(to) = group;
@@ -118,7 +115,7 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
             int64_t blocks = min_i64(ceil_div(end - first, THREADS * W), INT32_MAX);
-            launch_kernel({op, cuda_stream(backend), dim3((unsigned)blocks), THREADS},
+            launch_kernel({op, cuda_stream(backend), blocks, THREADS},
                           update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
                           data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m),
                           data_of<TM>(a->v), data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end,
@@ -148,17 +145,17 @@ void cuda_sgd(Backend *backend, const Update *a) {
 
 // A block's sum in a fixed order: each thread its own, then a tree over the threads. Thread 0 gets it.
 static __device__ double block_total(double sum) {
-  __shared__ double of_thread[256];
-  of_thread[threadIdx.x] = sum;
+  __shared__ double partial_sums[256];
+  partial_sums[threadIdx.x] = sum;
   for (int half = 128; half; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
+    if (threadIdx.x < half) partial_sums[threadIdx.x] += partial_sums[threadIdx.x + half];
   }
-  return threadIdx.x == 0 ? of_thread[0] : 0;
+  return threadIdx.x == 0 ? partial_sums[0] : 0;
 }
 
 template <typename T, int W, bool SQUARES>
-static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, const T *x, int64_t count) {
+static __global__ void __launch_bounds__(256) sum_blocks(double *partial, const T *x, int64_t count) {
   double total = 0;
   int64_t body = count / W * W, thread = (int64_t)blockIdx.x * 256 + threadIdx.x;
 #pragma unroll 4
@@ -177,7 +174,7 @@ static __global__ void __launch_bounds__(256) reduce_blocks(double *partial, con
 }
 
 static __global__ void __launch_bounds__(256)
-    reduce_partials(float *sum, const double *partial, int count, bool accumulate) {
+    sum_partials(float *sum, const double *partial, int count, bool accumulate) {
   double total = 0;
   for (int i = threadIdx.x; i < count; i += 256) total += partial[i];
   total = block_total(total);
@@ -191,23 +188,22 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
   int blocks = 0;
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    with_bool(rows_start_aligned(flat, WIDTH<T>), [&](auto wide) {
+    with_width<T>(rows_start_aligned(flat, WIDTH<T>), [&](auto width) {
       with_bool(a->squares, [&](auto squares) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
-        blocks = (int)max_i64(1, min_i64(CUDA_REDUCE_BLOCKS, ceil_div(count, 256 * W)));
-        launch_kernel({"sum_elements", cuda_stream(backend), dim3((unsigned)blocks), 256},
-                      reduce_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
+        constexpr int W = decltype(width)::value;
+        blocks = (int)max_i64(1, min_i64(CUDA_SUM_BLOCKS, ceil_div(count, 256 * W)));
+        launch_kernel({"sum_elements", cuda_stream(backend), blocks, 256},
+                      sum_blocks<T, W, decltype(squares)::value>, partial, data_of<T>(a->x), count);
       });
     });
   });
-  launch_kernel({"sum_elements", cuda_stream(backend), dim3(1), 256}, reduce_partials, data_of<float>(a->sum),
-                partial, blocks, a->accumulate);
+  launch_kernel({"sum_elements", cuda_stream(backend), 1, 256}, sum_partials, data_of<float>(a->sum), partial,
+                blocks, a->accumulate);
 }
 
 // --- batches of matrices -----------------------------------------------------------------------------------
 
-// Block (b, i) passes over some of matrix i: first it leaves a part of its sum of squares in `partial`, and then, with WRITE, it
-// makes out = x / |x|.
+// Block (b, i) passes over a part of matrix i: its sum of squares into `partial`, then, with WRITE, x / |x|.
 template <typename T, int W, bool WRITE>
 static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Matrices x, double *partial) {
   __shared__ float factor;
@@ -234,8 +230,7 @@ static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Mat
 }
 
 void cuda_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
-  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend),
-                         dim3(CUDA_NORM_BLOCKS, (unsigned)a->count), 256};
+  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend), Grid(CUDA_NORM_BLOCKS, a->count), 256};
   with_access(a->x.first.dtype, {a->x.first, a->out.first}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int W = decltype(width)::value;
@@ -263,6 +258,6 @@ static __global__ void clip_scale_kernel(float *norm, float *scale, const float 
 }
 
 void cuda_clip_scale(Backend *backend, const ClipScale *a) {
-  launch_kernel({"clip_scale", cuda_stream(backend), dim3(1), 1}, clip_scale_kernel, data_of<float>(a->norm),
+  launch_kernel({"clip_scale", cuda_stream(backend), 1, 1}, clip_scale_kernel, data_of<float>(a->norm),
                 data_of<float>(a->scale), data_of<float>(a->sum_of_squares), a->max_norm);
 }

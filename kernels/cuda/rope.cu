@@ -32,8 +32,7 @@ void cuda_rope(Backend *backend, const Rope *a) {
   with_float(a->qkv.dtype, [&](auto type) {
     using T = decltype(type);
     bool aligned = half % WIDTH<T> == 0 && rows_align({a->qkv, a->cos_sin}, WIDTH<T>);
-    with_bool(aligned, [&](auto wide) {
-      constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+    with_width<T>(aligned, [&](auto W) {
       launch_kernel(per_row(backend, "rope", rows, heads * half / W), rope_kernel<T, W>, data_of<T>(a->qkv),
                     a->qkv.stride, data_of<float>(a->cos_sin), a->cos_sin.stride,
                     data_of<int32_t>(a->positions), (int)a->shape.seq_len, heads, half,

@@ -3,8 +3,8 @@
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename Unit, bool GATHER>
-static __global__ void move_rows(Unit *out, const Unit *x, const int32_t *rows, int64_t units) {
-  int64_t row = blockIdx.x, indexed = rows[blockIdx.x];
+static __global__ void move_rows(Unit *out, const Unit *x, const int32_t *positions, int64_t units) {
+  int64_t row = blockIdx.x, indexed = positions[blockIdx.x];
   out += (GATHER ? row : indexed) * units;
   x += (GATHER ? indexed : row) * units;
   for (int64_t i = threadIdx.x; i < units; i += blockDim.x) out[i] = x[i];

@@ -1,5 +1,5 @@
-// The scratch that the CUDA backend's operations need, from shapes alone: a plan counts it on machines that
-// have no GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
+// The scratch of the CUDA backend's operations, from shapes alone: a plan counts it on machines without a
+// GPU, so this file includes no CUDA header. cuda_ops.h holds the sizes that the kernels share.
 #include <math.h>
 
 #include "kernels/cuda/cuda_ops.h"
@@ -43,8 +43,7 @@ size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
   return 0;
 }
 
-// At least a tile of so many rows, and never less for more rows: a chunk of fewer rows (how many tokens count depends
-// on the data) never needs more than a full one.
+// At least a tile of so many rows, and never less for more rows: fewer never need more.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
@@ -54,16 +53,14 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 // The tiles of logits; a row's sums so far in double, and its largest entry.
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
+  int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max);
   return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded(
-             (size_t)(rows * (1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max))) *
-             sizeof(double));
+         memory_padded((size_t)(rows * vectors) * sizeof(double));
 }
 
 // A tile of logits.
 size_t cuda_lce_logits_gradient_scratch(const LceLogitsGradient *a) {
-  if (!tensor_exists(a->x)) return 0;
-  return tile_bytes(a->x.shape[0], a->weight.shape[0]);
+  return tensor_exists(a->x) ? tile_bytes(a->x.shape[0], a->weight.shape[0]) : 0;
 }
 
 // dX's lists of k-steps, then sums over parts of V.
@@ -72,9 +69,8 @@ size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-// A chunk keeps no more tiles than this: a row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to
-// LCE_TILE_ROWS; q is at most sqrt(2) m / full_mass; and a row of tiles keeps as many as its sum of q, within one. (NaNs may
-// keep more, which are then left out.)
+// A row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to LCE_TILE_ROWS; q is at most
+// sqrt(2) m / full_mass; a row of tiles keeps its sum of q, within one. NaNs may exceed it.
 static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
   int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS);
   double kept = ceil(sqrt(2) * LCE_TILE_ROWS / (double)full_mass) + 1;
@@ -99,7 +95,7 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   k.panels = tensor_2d(panels, DTYPE_BF16, panel_rows, CUDA_PANEL_COLUMNS);
   k.x = tensor_2d(x, DTYPE_BF16, x_rows, hidden_size);
   k.slots = part(base, &k.bytes, tiles, sizeof *k.slots);
-  k.x_rows = part(base, &k.bytes, k.capacity, sizeof *k.x_rows);
+  k.x_begin = part(base, &k.bytes, k.capacity, sizeof *k.x_begin);
   k.starts = part(base, &k.bytes, CUDA_KEPT_CHUNKS * (across + 1), sizeof *k.starts);
   k.columns = part(base, &k.bytes, 1 + across, sizeof *k.columns);
   k.lists = part(base, &k.bytes, across, sizeof *k.lists);
@@ -129,7 +125,7 @@ size_t cuda_frobenius_normalize_scratch(const FrobeniusNormalize *a) {
 }
 
 size_t cuda_sum_elements_scratch(const SumElements *a) {
-  return CUDA_REDUCE_BLOCKS * sizeof(double);
+  return CUDA_SUM_BLOCKS * sizeof(double);
 }
 
 // Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs need.

@@ -1,16 +1,13 @@
 // Sampling the tiles of the softmax gradient on the GPU: the draws, and the two GEMMs over the kept tiles.
 //
-// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads and E stays where it is.
-//
-// The kept tiles then leave E for a buffer, scaled and one after the other, and both GEMMs read them there
-// (hopper_gemm.cu):
-//   E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW-->  dweight, when the buffer is full
-//                                    \--dX-->  dx_raw, in each chunk
-// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Which tiles are kept is known on the
-// device alone: the host launches the dW of a full buffer in every chunk, and a kernel of one block says whether there is
-// anything to do. Slots go to columns of tiles in their order, which makes the order of all sums fixed. kernels/lce/LCE.md
-// ("Sampling the gradient's tiles") says why tiles are copied.
-// Other GPUs do not come here: their gradients are exact (sampling.c).
+// The logits-exp pass has left each row's sum for each tile, so a tile's mass takes 128 reads. The kept tiles
+// leave E for a buffer, scaled and one after the other, where both GEMMs read them (hopper_gemm.cu):
+//  E [C, V]  --gather-->  panels of kept tiles, of up to CUDA_KEPT_CHUNKS chunks  --dW when full-->  dweight
+//                                   \--dX, in each chunk-->  dx_raw
+// A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Only the device
+// knows which tiles are kept: the host launches dW in every chunk, and a kernel of one block says whether
+// there is work. Slots go to columns of tiles in their order, which fixes the order of sums.
+// kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are copied. Other GPUs do not sample.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 
@@ -23,19 +20,19 @@ static __global__ void __launch_bounds__(THREADS)
     tile_masses_kernel(const __grid_constant__ LceSampledGradients a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  __shared__ float part[WARPS][32], of_row[LCE_TILE_ROWS]; // what a row's sums are multiplied with
+  __shared__ float part[WARPS][32], row_scale[LCE_TILE_ROWS]; // what a row's sums are multiplied with
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
   int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
   const float *row_sum = data_of<float>(a.softmax.row_sum), *target_e = data_of<float>(a.softmax.target_e);
   const float *tile_sums = data_of<float>(a.tile_sums);
   for (int64_t n = first + threadIdx.x; n < end; n += THREADS)
-    of_row[n - first] = read(a.softmax.rescale, n, 1) / (row_sum[n] + target_e[n]);
+    row_scale[n - first] = read(a.softmax.rescale, n, 1) / (row_sum[n] + target_e[n]);
   __syncthreads();
   float mass = 0;
 #pragma unroll 16
   for (int64_t n = first + warp; n < end; n += WARPS)
-    if (t < across) mass += tile_sums[n * across + t] * of_row[n - first];
+    if (t < across) mass += tile_sums[n * across + t] * row_scale[n - first];
   part[warp][lane] = mass;
   __syncthreads();
   if (warp || t >= across) return;
@@ -44,8 +41,8 @@ static __global__ void __launch_bounds__(THREADS)
   data_of<float>(a.tiles)[b * across + t] = mass;
 }
 
-// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a NaN.
-static __device__ __forceinline__ float keep_probability(float mass, float full_mass) {
+// min(1, mass / full_mass), rounded to a power of two, by at most sqrt(2), from 2^-32 on; 1 for a NaN.
+static DEVICE float keep_probability(float mass, float full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
   int exponent;
@@ -55,21 +52,21 @@ static __device__ __forceinline__ float keep_probability(float mass, float full_
 
 // The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
 static __device__ uint2 sum_before(uint2 mine, uint2 *all) {
-  __shared__ uint2 of_warp[ONE_BLOCK / 32];
+  __shared__ uint2 warp_sums[ONE_BLOCK / 32];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint2 sum = mine;
   for (int i = 1; i < 32; i *= 2) {
     unsigned x = __shfl_up_sync(~0u, sum.x, i), y = __shfl_up_sync(~0u, sum.y, i);
     if (lane >= i) sum.x += x, sum.y += y;
   }
-  __syncthreads(); // a call before has read of_warp
-  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads(); // a call before has read warp_sums
+  if (lane == 31) warp_sums[warp] = sum;
   __syncthreads();
   uint2 before = make_uint2(sum.x - mine.x, sum.y - mine.y);
   *all = make_uint2(0, 0);
   for (int i = 0; i < ONE_BLOCK / 32; i++) {
     if (i == warp) before.x += all->x, before.y += all->y;
-    all->x += of_warp[i].x, all->y += of_warp[i].y;
+    all->x += warp_sums[i].x, all->y += warp_sums[i].y;
   }
   return before;
 }
@@ -83,7 +80,7 @@ struct Columns {
   }
 };
 
-// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, of which only the fraction matters.
+// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, modulo 1.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     draw_tiles_kernel(float *tiles, int across, float full_mass, uint64_t key) {
   griddepcontrol_launch_dependents();
@@ -91,9 +88,9 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   float *row = tiles + (int64_t)blockIdx.x * across;
   Columns mine(across);
   auto step = [&](int t) { return (uint64_t)(keep_probability(row[t], full_mass) * 0x1p32f); };
-  uint2 of_mine = make_uint2(0, 0), all;
-  for (int t = mine.begin; t < mine.end; t++) of_mine.x += (uint32_t)step(t);
-  uint32_t sum = (uint32_t)(random_bits_of(key, blockIdx.x) >> 32) + sum_before(of_mine, &all).x;
+  uint2 own_sum = make_uint2(0, 0), all;
+  for (int t = mine.begin; t < mine.end; t++) own_sum.x += (uint32_t)step(t);
+  uint32_t sum = (uint32_t)(random_bits_of(key, blockIdx.x) >> 32) + sum_before(own_sum, &all).x;
   for (int t = mine.begin; t < mine.end; t++) {
     uint64_t q = step(t);
     row[t] = sum + q >= (uint64_t)1 << 32 ? 0x1p32f / (float)q : -row[t];
@@ -117,8 +114,8 @@ static __device__ void add_stats(float *stats, const float *tiles, int64_t count
 
 // --- the kept tiles apart ----------------------------------------------------------------------------------
 
-// dW's lists for what is in the buffer, which counts as empty afterwards. Columns without a tile have none, unless dweight is
-// written for the first time: then a step beyond A and B, which TMA fills with zeros. Run by a block.
+// dW's lists for what is in the buffer, which then counts as empty. Columns without a tile have none, unless
+// dweight is written for the first time: then a step beyond A and B, zeros from TMA. Run by a block.
 static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, int across) {
   int end_x = (int)k.x.shape[0], end_panels = (int)k.panels.shape[0];
   bool begun = state.begun;
@@ -145,7 +142,7 @@ static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, i
     for (int c = 0; c < state.chunks; c++)
       for (int slot = k.starts[c * (across + 1) + t]; slot < k.starts[c * (across + 1) + t + 1]; slot++)
         for (int half = 0; half < LCE_TILE_ROWS; half += 64)
-          k.steps[at.y++] = {k.x_rows[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
+          k.steps[at.y++] = {k.x_begin[slot] + half, slot * CUDA_TILE_PANELS * LCE_TILE_ROWS + half};
   }
   if (threadIdx.x) return;
   k.columns[0] = (int)all.x;
@@ -161,8 +158,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   make_dweight_lists(k, state, across);
 }
 
-// Gives each kept tile of a chunk a slot, column after column, and before that makes dW's lists if they do not fit beside
-// those of the chunks before. One block.
+// Gives a chunk's kept tiles slots, column after column; dW's lists first if they do not fit.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
                  int across, bool first, bool accumulate) {
@@ -176,9 +172,9 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   for (int t = mine.begin; t < mine.end; t++)
 #pragma unroll 8
     for (int b = 0; b < blocks; b++) count.x += tiles[(int64_t)b * across + t] > 0;
-  int slot = (int)sum_before(count, &all).x, of_chunk = (int)all.x;
-  // An empty buffer is not flushed: NaNs may keep more of one chunk than it holds, and dweight is not made before the second.
-  if (state.chunks && (state.kept + of_chunk > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
+  int slot = (int)sum_before(count, &all).x, chunk_tiles = (int)all.x;
+  // An empty buffer is not flushed: NaNs may keep more than fits, and dweight waits for a second chunk.
+  if (state.chunks && (state.kept + chunk_tiles > k.capacity || state.chunks == CUDA_KEPT_CHUNKS)) {
     make_dweight_lists(k, state, across);
     state = {.kept = 0, .chunks = 0, .begun = 1};
     __syncthreads();
@@ -192,16 +188,16 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
     for (int b = 0; b < blocks; b++) {
       bool kept = tiles[(int64_t)b * across + t] > 0 && slot < capacity;
       k.slots[(int64_t)b * across + t] = kept ? slot : -1;
-      if (kept) k.x_rows[slot++] = (int)(state.chunks * k.chunk_rows) + b * LCE_TILE_ROWS;
+      if (kept) k.x_begin[slot++] = (int)(state.chunks * k.chunk_rows) + b * LCE_TILE_ROWS;
     }
   }
   if (threadIdx.x) return;
-  starts[across] = min(capacity, state.kept + of_chunk);
+  starts[across] = min(capacity, state.kept + chunk_tiles);
   k.state->kept = starts[across], k.state->chunks = state.chunks + 1, k.state->begun = state.begun;
 }
 
 // 8 columns of a row of bf16 times factor; zeros beyond the row's end.
-static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
+static DEVICE void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
   float v[8] = {};
   if (columns >= 8)
     load(v, from);
@@ -211,8 +207,7 @@ static __device__ __forceinline__ void copy_group(bf16 *to, const bf16 *from, in
   store(to, v);
 }
 
-// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. Blocks (i, b): an X_BLOCKS-th of the rows of scaled_x that belong to
-// them, and zeros for what a last tile lacks.
+// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. (i, b): an X_BLOCKS-th of scaled_x, zeros beyond.
 enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 
 static __global__ void __launch_bounds__(THREADS)
@@ -252,20 +247,19 @@ void cuda_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) 
   int blocks = (int)a->tiles.shape[0], across = (int)a->tiles.shape[1];
   cudaStream_t stream = cuda_stream(backend);
   float *tiles = data_of<float>(a->tiles);
-  dim3 by_block((unsigned)blocks), by_part((unsigned)ceil_div(across, 32), (unsigned)blocks),
-      by_tile((unsigned)(X_BLOCKS + across), (unsigned)blocks);
+  Grid by_part(ceil_div(across, 32), blocks), by_tile(X_BLOCKS + across, blocks);
   KeptTiles k =
       cuda_kept_tiles(a->kept.data, a->kept_rows, a->weight.shape[0], a->weight.shape[1], a->full_mass);
   launch_kernel({"lce_sampled_gradients", stream, by_part, THREADS, true}, tile_masses_kernel, *a);
-  launch_kernel({"draws of tiles", stream, by_block, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
+  launch_kernel({"draws of tiles", stream, blocks, ONE_BLOCK, true}, draw_tiles_kernel, tiles, across,
                 a->full_mass, random_key(a->seed, a->stream));
-  launch_kernel({"slots of tiles", stream, dim3(1), ONE_BLOCK, true}, place_kernel, k,
-                data_of<float>(a->stats), tiles, blocks, across, a->first, a->accumulate);
+  launch_kernel({"slots of tiles", stream, 1, ONE_BLOCK, true}, place_kernel, k, data_of<float>(a->stats),
+                tiles, blocks, across, a->first, a->accumulate);
   if (!a->first) hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
   launch_kernel({"gathering of tiles", stream, by_tile, THREADS, true}, gather_kernel, k, a->exps,
                 a->scaled_x, tiles);
   if (a->flush) {
-    launch_kernel({"lists of tiles", stream, dim3(1), ONE_BLOCK, true}, flush_kernel, k, across);
+    launch_kernel({"lists of tiles", stream, 1, ONE_BLOCK, true}, flush_kernel, k, across);
     hopper_sampled_dweight(backend, a->dweight, &k, a->alpha);
   }
   hopper_sampled_dx(backend, a->dx_raw, &k, a->exps.shape[0], a->weight, a->workspace.data,

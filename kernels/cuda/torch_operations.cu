@@ -1,5 +1,4 @@
-// The operations that tools/torch alone calls, on any GPU from sm_80 on; on sm_90 with the GEMM of
-// hopper_logits_gradient.cu.
+// The operations that tools/torch alone calls; on Hopper with the GEMM of hopper_logits_gradient.cu.
 #include "kernels/torch_operations.h"
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -33,14 +32,14 @@ void cuda_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
                 *a, inverse_temperature(a->terms.temperature));
 }
 
-// fp32 logits of a tile of columns from `first` on, or without a tile the exponentials, into their gradient;
-// a block takes a row. W > 1: to the end of a strided row's last group.
+// fp32 logits of columns from `first` on (no tile: exponentials) into their gradient. One block a row. W > 1:
+// to the end of a strided row's last group.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     logits_gradient_kernel(const __grid_constant__ LceLogitsGradient a, const float *tile, int64_t first,
                            int columns, Capped<T> capped, float inv_temperature) {
   int64_t row = blockIdx.x;
-  int of_row = data_of<int32_t>(a.targets)[row], target = (int)(of_row - first);
+  int row_target = data_of<int32_t>(a.targets)[row], target = (int)(row_target - first);
   float lse = data_of<float>(a.factors.lse)[row], per_p = data_of<float>(a.factors.per_p)[row];
   float per_distance = data_of<float>(a.factors.per_distance)[row], scale = __expf(-lse);
   float at_target = data_of<float>(a.factors.at_target)[row];
@@ -63,7 +62,7 @@ static __global__ void __launch_bounds__(256)
       }
       d[k] = p * (per_p + per_distance * distance) * slope;
       if (i + k == target) d[k] = at_target;
-      if (of_row == IGNORE_INDEX || i + k >= columns) d[k] = 0;
+      if (row_target == IGNORE_INDEX || i + k >= columns) d[k] = 0;
     }
     store(out + i, d);
   }
@@ -76,8 +75,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   auto run = [&](const float *tile, int64_t first, int64_t columns) {
     with_float(a->dlogits.dtype, [&](auto type) {
       using T = decltype(type);
-      with_bool(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto wide) {
-        constexpr int W = decltype(wide)::value ? WIDTH<T> : 1;
+      with_width<T>(!tile && rows_start_aligned(a->dlogits, WIDTH<T>), [&](auto W) {
         launch_kernel(per_row(backend, "lce_logits_gradient", rows, ceil_div(columns, W)),
                       logits_gradient_kernel<T, W>, *a, tile, first, (int)columns,
                       Capped<T>{data_of<T>(a->bias), a->softcap}, inv_temperature);
@@ -113,11 +111,10 @@ void cuda_scale_by(Backend *backend, const ScaleBy *a) {
   int64_t count = a->x.shape[0];
   with_float(a->out.dtype, [&](auto out_type) {
     with_float(a->x.dtype, [&](auto type) {
-      with_bool(rows_align(a->x, WIDTH<bf16>) && rows_align(a->out, WIDTH<bf16>), [&](auto wide) {
+      with_width<bf16>(rows_align({a->x, a->out}, WIDTH<bf16>), [&](auto W) {
         using TO = decltype(out_type);
         using T = decltype(type);
-        constexpr int W = decltype(wide)::value ? WIDTH<bf16> : 1;
-        launch_kernel({"scale_by", cuda_stream(backend), dim3((unsigned)ceil_div(count, 256 * W)), 256},
+        launch_kernel({"scale_by", cuda_stream(backend), ceil_div(count, 256 * W), 256},
                       scale_by_kernel<TO, T, W>, data_of<TO>(a->out), data_of<T>(a->x),
                       data_of<float>(a->factor), count);
       });

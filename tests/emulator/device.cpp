@@ -22,8 +22,7 @@ namespace emulator {
 
 // --- what there is -----------------------------------------------------------------------------------------
 
-// Of a warp: the MMAs that it has begun and not finished, oldest first, and their accumulators' values until the last
-// of these has finished.
+// The MMAs that a warp has begun and not finished, oldest first, and their accumulators' values until then.
 struct Mma {
   float *d[32];
   int columns, group;
@@ -41,7 +40,7 @@ struct Warp {
   int index, live = 0;
   Thread *lanes[32] = {}; // as many as there are
   double pace = 1;        // the probability that it runs when it is drawn
-  // Of what its lanes do together: how many have come, and what each brings. `values` stays until all have come to the next.
+  // Of what its lanes do together: how many have come, and what each brings, until all come again.
   int arrived = 0;
   const char *what = "";
   uint64_t generation = 0, brought[32] = {}, values[32];
@@ -316,9 +315,9 @@ void mma(std::initializer_list<float *> c, std::initializer_list<uint32_t> a_b) 
   }
   for (int i = 0; i < 4; i++)
     for (int k = 0; k < 16; k++) {
-      int of_k = k % 8 / 2;
-      *c.begin()[i] += widened(r[k / 8 * 2 + i / 2][g * 4 + of_k], k % 2) *
-                       widened(r[4 + k / 8][(2 * q + i % 2) * 4 + of_k], k % 2);
+      int pair = k % 8 / 2;
+      *c.begin()[i] += widened(r[k / 8 * 2 + i / 2][g * 4 + pair], k % 2) *
+                       widened(r[4 + k / 8][(2 * q + i % 2) * 4 + pair], k % 2);
     }
 }
 
@@ -591,7 +590,7 @@ void wgmma_wait(int groups) {
 
 // --- the scheduler -----------------------------------------------------------------------------------------
 
-// Lets a warp's threads run until each waits, a few times over. With EMULATOR_LAG=1 one lane may lag behind the others.
+// Lets a warp's threads run until each waits, a few times over. With EMULATOR_LAG=1 one lane may lag behind.
 static void run_warp(Warp &warp) {
   static const bool lags = getenv("EMULATOR_LAG") != nullptr;
   const int lagging = lags && chance() < 0.25 ? (int)(random() % 32) : -1;
@@ -722,13 +721,13 @@ struct Cluster {
   }
 };
 
-void Launch::run(const std::function<void()> &of_thread) const {
+void Launch::run(const std::function<void()> &thread_body) const {
   const unsigned count = grid.x * grid.y * grid.z, size = block.x * block.y * block.z;
   if (count == 0 || size == 0) return;
   if (shared_bytes > SHARED_MAX) EMULATOR_FAILS("a launch with %zu bytes of shared memory", shared_bytes);
   const char *seed = getenv("EMULATOR_SEED");
   random.seed(seed ? (unsigned)atoi(seed) : 1);
-  kernel = &of_thread;
+  kernel = &thread_body;
   emulator::grid = {grid.x, grid.y, grid.z};
   threads_of_block = {block.x, block.y, block.z};
   for (unsigned first = 0; first < count; first += (unsigned)cluster) {

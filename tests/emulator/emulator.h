@@ -1,16 +1,16 @@
-// Runs the kernels of kernels/cuda/ on the CPU, so that tests of the CUDA backend need no GPU (`make VARIANT=emulated test`).
-// tests/emulator/nvcc includes this before each .cu file: what CUDA C has beyond C++, and a function for each instruction.
-// For small shapes, on x86-64: a thread is a fiber, and all run on one core.
+// Runs the kernels of kernels/cuda/ on the CPU, so that tests of the CUDA backend need no GPU (`make
+// VARIANT=emulated test`). tests/emulator/nvcc includes this before each .cu file: what CUDA C has beyond
+// C++, and a function for each instruction. For small shapes, on x86-64: threads are fibers on one core.
 //
-// Blocks run one after the other, those of a cluster together, and warps in a random order that leaves some far behind.
-// What the hardware does asynchronously happens at a random time between the instruction that starts it and the one that
-// waits for it; until then its destination holds NaN: wgmma's accumulators, and what TMA and cp.async load. So a wait that
-// is missing, a stage that is released or loaded too early and a barrier that is one arrival short give wrong results, an
-// error or a deadlock, which ends the program with what each thread waits for. EMULATOR_SEED=N chooses another order;
-// with EMULATOR_LAG=1 lanes of a warp lag too, which hardware does only where they branch.
+// Blocks run one after the other, those of a cluster together, and warps in a random order that leaves some
+// far behind. What the hardware does asynchronously happens at a random time between the instruction that
+// starts it and the one that waits for it; until then its destination holds NaN: wgmma's accumulators, and
+// what TMA and cp.async load. So a missing wait, a stage that is released or loaded too early and a barrier
+// that is one arrival short give wrong results, an error or a deadlock, which ends the program with what each
+// thread waits for. EMULATOR_SEED=N chooses another order; with EMULATOR_LAG=1 lanes of a warp lag too.
 //
-// Not emulated: fences, registers, memory order between blocks, streams (a call is done when it returns), and the order
-// in which a GPU adds up.
+// Not emulated: fences, registers, memory order between blocks, streams (a call is done when it returns), and
+// the order in which a GPU adds up.
 #pragma once
 
 #include <cuda.h>
@@ -52,7 +52,7 @@ struct Launch {
   size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
   int cluster = 1; // blocks that run at the same time
-  void run(const std::function<void()> &of_thread) const;
+  void run(const std::function<void()> &thread_body) const;
 };
 
 template <typename... Params, typename... Args>

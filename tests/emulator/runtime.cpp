@@ -1,4 +1,4 @@
-// The emulator's CUDA runtime and cuBLASLt (emulator.h): memory is the host's, and every call is done when it returns.
+// The emulator's CUDA runtime and cuBLASLt (emulator.h): memory is the host's, and every call is synchronous.
 #include "tests/emulator/emulator.h"
 
 #include <cublasLt.h>
@@ -223,24 +223,24 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
        aux_type = settings.get(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, CUDA_R_32F);
   void *aux = settings.get<void *>(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, nullptr);
   int64_t aux_stride = settings.get<int64_t>(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, 0);
-  float scale = *static_cast<const float *>(alpha), of_c = *static_cast<const float *>(beta);
+  float scale = *static_cast<const float *>(alpha), c_scale = *static_cast<const float *>(beta);
   for (int attribute : {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER})
     if (auto *operand_scale = settings.get<const float *>(attribute, nullptr)) scale *= *operand_scale;
   bool adds = epilogue == CUBLASLT_EPILOGUE_BIAS || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
        is_gelu = epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-  std::vector<float> of_a((size_t)(m * k)), sum((size_t)m); // [k, m]
+  std::vector<float> a_values((size_t)(m * k)), sum((size_t)m); // [k, m]
   for (int64_t i = 0; i < m; i++)
     for (int64_t l = 0; l < k; l++)
-      of_a[(size_t)(l * m + i)] = element(a, la.type, ta ? i * la.stride + l : l * la.stride + i);
+      a_values[(size_t)(l * m + i)] = element(a, la.type, ta ? i * la.stride + l : l * la.stride + i);
   for (int64_t j = 0; j < n; j++) {
     std::fill(sum.begin(), sum.end(), 0.0f);
     for (int64_t l = 0; l < k; l++) {
       float x = element(b, lb.type, tb ? l * lb.stride + j : j * lb.stride + l);
-      for (int64_t i = 0; i < m; i++) sum[(size_t)i] += of_a[(size_t)(l * m + i)] * x;
+      for (int64_t i = 0; i < m; i++) sum[(size_t)i] += a_values[(size_t)(l * m + i)] * x;
     }
     for (int64_t i = 0; i < m; i++) {
       float x = scale * sum[(size_t)i];
-      if (of_c != 0) x += of_c * element(c, lc.type, j * lc.stride + i);
+      if (c_scale != 0) x += c_scale * element(c, lc.type, j * lc.stride + i);
       if (adds) x += element(bias, bias_type, i);
       if (is_gelu) {
         put(aux, aux_type, j * aux_stride + i, x);

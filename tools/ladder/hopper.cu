@@ -1,6 +1,6 @@
-// Rung 6 of the ladder: the matmul with the exponential in its epilogue, with what Hopper has for it: TMA,
-// mbarriers, wgmma, a warp that loads and a warpgroup that multiplies. kernels/cuda/hopper_kernel.cuh adds a
-// second consumer, clusters and an order of tiles that spares memory.
+// Rung 6 of the ladder: the matmul with the exponential in its epilogue on Hopper: TMA, mbarriers, wgmma, a
+// warp that loads and a warpgroup that multiplies. kernels/cuda/hopper_kernel.cuh adds a second consumer,
+// clusters and an order of tiles that spares memory.
 #include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/ladder/ladder.h"
 
@@ -24,8 +24,7 @@ static __device__ int target_of(const Chunk &a, int64_t n) {
 }
 
 static __device__ float anchor_of(const Chunk &a, int64_t n) {
-  return target_of(a, n) == IGNORE_INDEX ? INFINITY
-                                         : at(a.softmax.target_z, n); // makes every exponential of the row 0
+  return target_of(a, n) == IGNORE_INDEX ? INFINITY : at(a.softmax.target_z, n); // infinity: exponentials 0
 }
 
 // x[n] . W[j], by one warp.
@@ -38,8 +37,8 @@ static __device__ float logit(const Chunk &a, int64_t n, int64_t j) {
 
 // A ring of stages in shared memory lies between two roles. The producer, one thread, has TMA copy tiles of X
 // and W into a stage that is empty. The consumer, a warpgroup, multiplies a stage that is full by wgmma,
-// which reads shared memory itself and adds up in registers. So neither waits for the other but at a full or
-// an empty ring, and the producer fills the stages of the next tile while the consumer is in its epilogue.
+// which reads shared memory itself and adds up in registers. So either waits only at a full or an empty ring,
+// and the producer fills the stages of the next tile while the consumer is in its epilogue.
 
 // A block makes tiles of 128 x 192, as many sums as the registers of a warpgroup hold, and a stage is 64 of
 // the hidden size. Blocks are as many as multiprocessors; block b makes tiles b, b + blocks, ...
@@ -143,8 +142,7 @@ static __global__ void __launch_bounds__(CONSUMER + 32, 1)
 #endif
 }
 
-// A row's sum from its parts. Where it is out of range the row is computed once more, with its maximum as
-// anchor: one block a row, and as a rule it returns before.
+// A row's sum from its parts. Out of range, the row is made again, anchored at its maximum. One block a row.
 static __global__ void __launch_bounds__(THREADS)
     row_sums_kernel(const __grid_constant__ Chunk a, const __grid_constant__ Tensor parts) {
   int64_t n = blockIdx.x, vocab = a.weight.shape[0];
@@ -193,10 +191,8 @@ void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStat
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor parts = memory_push_2d(&backend->memory, "parts of row sums", MEMORY_HEAD, DTYPE_F32, count, across);
   int64_t blocks = min_i64(ceil_div(count, ROWS) * across, cuda_state(backend)->multiprocessors);
-  launch_kernel(
-      {"exponentials", cuda_stream(backend), dim3((unsigned)blocks), CONSUMER + 32, false, HOPPER_SHARED},
-      exponentials_kernel, tiles_of(x, ROWS), tiles_of(weight, COLUMNS), a, parts);
-  launch_kernel({"row sums", cuda_stream(backend), dim3((unsigned)count), THREADS}, row_sums_kernel, a,
-                parts);
+  launch_kernel({"exponentials", cuda_stream(backend), blocks, CONSUMER + 32, false, HOPPER_SHARED},
+                exponentials_kernel, tiles_of(x, ROWS), tiles_of(weight, COLUMNS), a, parts);
+  launch_kernel({"row sums", cuda_stream(backend), count, THREADS}, row_sums_kernel, a, parts);
   memory_pop_to(&backend->memory, mark);
 }

@@ -1,9 +1,8 @@
-// The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the one
-// before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
+// The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the
+// one before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
-// rungs.c holds what a rung does: matmuls are the backend's linear_*, and what happens to single rows is in
-// rows_cpu.c. Rungs 1 to 5 run on the CPU. Rung 6 runs on Hopper GPUs (hopper.cu), and rung 7, the library
-// itself, on both.
+// rungs.c holds what a rung does: matmuls are the backend's linear_*, the work on single rows is in
+// rows_cpu.c. Rungs 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, the library itself, on both.
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -19,9 +18,9 @@ extern const char *const ladder_names[RUNGS];
 bool ladder_has(const Backend *backend, int rung);
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all
-// tokens at once) and scale; no rung but the last reads its other fields, except that rungs 4 and 5 sample.
-// Rung 0 is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides. What
-// a rung needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
+// tokens at once) and scale; only the last reads its other fields, except that rungs 4 and 5 sample. Rung 0
+// is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides. What a rung
+// needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows: rows_cpu.c, in fp32 -------------------------------------------------------------
@@ -63,8 +62,8 @@ void ladder_sample(const Anchored *a, const TileSampling *sampling);
 
 // --- hopper.cu ---------------------------------------------------------------------------------------------
 
-// E [C, V] from x and W, which are bf16, anchored at rows' target_z; anchor, target_e and row_sum. Rows whose
-// sum went out of range are repaired. Where ladder_hopper() alone.
+// E [C, V] from bf16 x and W, anchored at rows' target_z; anchor, target_e and row_sum. Rows whose sum went
+// out of range are repaired. Where ladder_hopper() alone.
 void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStatistics *softmax, Tensor x,
                                 Tensor weight, Tensor targets);
 bool ladder_hopper(void); // whether the GPU and the build have what it needs

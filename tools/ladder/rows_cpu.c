@@ -146,8 +146,8 @@ void ladder_add_targets(const Anchored *a) {
   }
 }
 
-// A tile's mass is its sum of probabilities, r E. The draws are independent, where those of linear_cross_entropy are
-// systematic, and what is dropped is multiplied as zeros: this shows what sampling does and saves no time.
+// A tile's mass is its sum of probabilities, r E. The draws are independent, those of linear_cross_entropy
+// systematic; dropped tiles are multiplied as zeros: this shows what sampling does and saves no time.
 void ladder_sample(const Anchored *a, const TileSampling *s) {
   const float *r = a->r.data;
   int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
@@ -155,7 +155,7 @@ void ladder_sample(const Anchored *a, const TileSampling *s) {
   for (int64_t top = 0; top < rows; top += LCE_TILE_ROWS)
     for (int64_t left = 0; left < vocab; left += LCE_TILE_COLUMNS, tile++) {
       int64_t bottom = min_i64(top + LCE_TILE_ROWS, rows), right = min_i64(left + LCE_TILE_COLUMNS, vocab);
-      // Exercise 5: keep the tile at random or drop it, so that E keeps its expectation. Likely tiles should stay.
+      // Exercise 5: keep the tile or drop it at random, keeping E's expectation. Likely tiles should stay.
       double mass = 0;
       for (int64_t n = top; n < bottom; n++)
         for (int64_t j = left; j < right; j++) mass += (double)r[n] * (double)cpu_row(a->exps, n)[j];

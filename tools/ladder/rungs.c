@@ -20,8 +20,8 @@ static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first
   int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
   LinearCrossEntropy c = *call;
   // Exercise 3: c's x, dx, loss and targets are the chunk's; its dweight is the sum over all chunks.
-  Tensor *const of_tokens[] = {&c.x, &c.dx, &c.loss, &c.targets};
-  for (int i = 0; i < 4; i++) *of_tokens[i] = tensor_rows(*of_tokens[i], first, count);
+  Tensor *const per_token[] = {&c.x, &c.dx, &c.loss, &c.targets};
+  for (int i = 0; i < 4; i++) *per_token[i] = tensor_rows(*per_token[i], first, count);
   c.accumulate = first > 0;
   // end of exercise 3
   c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
@@ -117,8 +117,8 @@ static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
 }
 
 // --- rungs 4 and 5: anchored at the target ----------------------------------------------------------------
-// The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot product,
-// known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
+// The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot
+// product, known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
 //
 //   R = sum_j E[j] (j != y),  loss = log1p(R),  r = 1 / (1 + R),  c = -R / (1 + R)
 //   dX = r (E W) + c W[y],    dW += E^T (r X),  dW[y] += c x
@@ -154,7 +154,7 @@ static void anchored_gradients(Backend *backend, const LinearCrossEntropy *c, co
   ladder_add_targets(a);
 }
 
-// Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass. No maximum, no second pass.
+// Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass, without a maximum.
 static void anchored(Backend *backend, const LinearCrossEntropy *l) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
@@ -169,8 +169,8 @@ static void anchored(Backend *backend, const LinearCrossEntropy *l) {
   }
 }
 
-// Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory, and
-// E takes half the bytes of fp32 logits where operands are bf16.
+// Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory,
+// and E takes half the bytes of fp32 logits where operands are bf16.
 static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
@@ -184,8 +184,7 @@ static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
 }
 
 // --- rung 6: rung 5 on Hopper ------------------------------------------------------------------------------
-// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu). What happens to rows is left to the
-// library.
+// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu); the library does the rest.
 
 #ifdef HAVE_CUDA
 static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
@@ -232,7 +231,7 @@ static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
 #define ladder_hopper() false
 #endif
 
-// --- all of them; rung 7 is linear_cross_entropy ------------------------------------------------------------
+// --- all of them; rung 7 is linear_cross_entropy -----------------------------------------------------------
 
 static void (*const runs[RUNGS])(Backend *, const LinearCrossEntropy *) = {
     matmuls, materialized, recomputed, gradient_in_forward, anchored, in_epilogue, on_hopper};
