@@ -1,4 +1,5 @@
-// Errors: one sentence that says what is wrong, where, and what to do about it. What it quotes from files is escaped.
+// Errors: one sentence that says what is wrong, where, and what to do about it. What it quotes from files is
+// escaped.
 #pragma once
 
 #include <stdbool.h>
@@ -14,18 +15,19 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // From here on warn() prints nothing: for processes that would repeat what another one prints.
 void warn_mute(void);
 
-// Whether standard output has taken all that was printed so far, which is flushed; warns the first time that it has not.
+// Whether standard output has taken all that was printed so far, which is flushed; warns the first time that
+// it has not.
 bool output_taken(void);
-// At exit the status is 1 where it has not, so that a full disk is not taken for success. Standard streams that were
-// closed are /dev/null from here on: no file that is opened later takes their place.
+// At exit the status is 1 where it has not, so that a full disk is not taken for success. Standard streams
+// that were closed are /dev/null from here on: no file that is opened later takes their place.
 void output_check_at_exit(void);
 
 // Replaces what fail() does with the sentence; it must not return (tests longjmp). NULL restores the default.
 typedef void (*FailHandler)(const char *sentence);
 void fail_set_handler(FailHandler handler);
 
-// The same for the calling thread, called before the handler above: a library's calls catch their own failures in any
-// number of threads. Returns the thread's handler so far; NULL: none.
+// The same for the calling thread, called before the handler above: a library's calls catch their own
+// failures in any number of threads. Returns the thread's handler so far; NULL: none.
 FailHandler fail_set_thread_handler(FailHandler handler);
 
 // Why something was refused, for callers that carry on without it.

@@ -1,6 +1,6 @@
-// The checked entry points: every operation checks here, once, that its tensors fit together, pushes the scratch that
-// the backend needs, and calls the backend. A backend therefore checks nothing, and a plan, whose operations are all
-// NULL, checks and counts exactly what a run does.
+// The checked entry points: every operation checks here, once, that its tensors fit together, pushes the
+// scratch that the backend needs, and calls the backend. A backend therefore checks nothing, and a plan,
+// whose operations are all NULL, checks and counts exactly what a run does.
 #include "kernels/kernels.h"
 
 #include <float.h>
@@ -18,8 +18,10 @@
 
 // A field of an operation and the form it must have, in the notation of kernels.h:
 //
-//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields of a call: the first field's, or SIZE's
-//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields; "any [...]": any type, any shape
+//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields of a call: the first field's, or
+//                    SIZE's
+//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields; "any [...]": any type,
+//                    any shape
 //   "... strided"    its rows may lie apart; without this word it is dense
 //   "... or absent"  it may be left out
 //   "absent: why"    it must be left out
@@ -132,7 +134,7 @@ static void check_fields(Op op, const Field *fields) {
   }
 }
 
-// --- what each operation needs: check_NAME of every operation, in the order of kernels.h --------------------
+// --- what each operation needs: check_NAME of every operation, in the order of kernels.h -------------------
 
 #define NEEDS(operation, Arguments, ...)                                                                     \
   static void check_##operation(Op op, Backend *backend, Arguments *a) {                                     \
@@ -160,7 +162,8 @@ NEEDS(embedding_backward, EmbeddingBackward, FIELD(dout, "T [N, H]"), FIELD(toke
 
 // --- normalisation -----------------------------------------------------------------------------------------
 
-// N rows of width W = M H, and their M heads (R of all rows); one that M H does not divide is no row of heads.
+// N rows of width W = M H, and their M heads (R of all rows); one that M H does not divide is no row of
+// heads.
 static int64_t heads_of(Tensor x, Tensor weight) {
   int64_t size = weight.shape[0];
   return size && x.shape[1] > size && x.shape[1] % size == 0 ? x.shape[1] / size : 1;
@@ -511,7 +514,7 @@ NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "
 #define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
 NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
-// --- the entry points ---------------------------------------------------------------------------------------
+// --- the entry points --------------------------------------------------------------------------------------
 
 // The watchdog reports where a rank waits for others.
 #define ENTRY(name, Arguments, group)                                                                        \

@@ -42,7 +42,8 @@ size_t memory_padded(size_t bytes);
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
   void (*release)(void *context, void *data, size_t bytes);
-  // The same of the host, at addresses that the device can access too. NULL: where the device's own come from.
+  // The same of the host, at addresses that the device can access too. NULL: where the device's own come
+  // from.
   void *(*allocate_host)(void *context, size_t bytes);
   void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
@@ -97,7 +98,8 @@ typedef struct Memory {
   int64_t pushed_count, pushed_capacity;
 } Memory;
 
-// What the program's user can do when memory runs out, which ends the sentence: "a smaller chunk needs less". Of all memories.
+// What the program's user can do when memory runs out, which ends the sentence: "a smaller chunk needs less".
+// Of all memories.
 void memory_set_advice(const char *advice);
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
@@ -111,8 +113,8 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
 // The same in the host's memory.
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 
-// Makes (or remakes) the stack; it must be empty. Where the memory is not there, it fails and the stack keeps its size. A
-// plan's stack is boundless and needs no call.
+// Makes (or remakes) the stack; it must be empty. Where the memory is not there, it fails and the stack keeps
+// its size. A plan's stack is boundless and needs no call.
 void memory_set_stack(Memory *memory, size_t capacity);
 
 // A dense tensor on top of the stack, uninitialised. Fails with a sentence when the stack is full.

@@ -12,8 +12,8 @@ double now_seconds(void); // monotonic
 // is none.
 size_t system_bytes(const char *path, const char *field);
 
-// memcpy with all threads where that pays: one thread alone neither saturates the memory's bandwidth nor handles the
-// page faults of a mapped file or of fresh memory fast enough.
+// memcpy with all threads where that pays: one thread alone neither saturates the memory's bandwidth nor
+// handles the page faults of a mapped file or of fresh memory fast enough.
 void copy_bytes(void *to, const void *from, size_t bytes);
 
 __END_DECLS

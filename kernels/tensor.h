@@ -50,8 +50,8 @@ TensorText tensor_text(Tensor t);
 uint16_t bf16_from_f32(float value);
 float bf16_to_f32(uint16_t bits);
 
-// e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to nearest
-// even, saturates at E4M3_MAX, and keeps NaN a NaN (0x7F); there is no infinity.
+// e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to
+// nearest even, saturates at E4M3_MAX, and keeps NaN a NaN (0x7F); there is no infinity.
 #define E4M3_MAX 448.0f
 uint8_t e4m3_from_f32(float value);
 float e4m3_to_f32(uint8_t code);

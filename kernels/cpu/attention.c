@@ -7,8 +7,9 @@
 // Backward, for a key/value head: walk its key tiles, and for each the query tiles from the diagonal on, of
 // every query head that reads it. P = exp(S - lse) is recomputed, then
 //   dV += P^T dO,   dS = P * (dO V^T - delta),   dQ += dS K / sqrt(D),   dK += dS^T Q / sqrt(D),
-// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread owns a key/value
-// head of a sequence, so nothing is shared and the sums have one order, whatever the number of threads.
+// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread
+// owns a key/value head of a sequence, so nothing is shared and the sums have one order, whatever the number
+// of threads.
 #include <math.h>
 #include <string.h>
 
@@ -41,8 +42,8 @@ static int64_t first_visible(Tensor documents, AttentionShape s, int64_t b, int6
   return tensor_exists(documents) ? t - ((const int32_t *)documents.data)[b * s.seq_len + t] : 0;
 }
 
-// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees, whose first visible key
-// is `visible`; first == end: none.
+// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees, whose
+// first visible key is `visible`; first == end: none.
 typedef struct {
   int64_t first, end;
 } Visible;
@@ -57,7 +58,8 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// Of all sequences, keys and values: a key/value head's row u lies at data + b of_sequence + head of_head + u of_row.
+// Of all sequences, keys and values: a key/value head's row u lies at data + b of_sequence + head of_head + u
+// of_row.
 typedef struct {
   float *keys, *values;
   int64_t of_sequence, of_head, of_row;
@@ -119,7 +121,8 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
           0);
 }
 
-// The new keys and values go into the cache, then every block of new queries walks the keys up to its positions.
+// The new keys and values go into the cache, then every block of new queries walks the keys up to its
+// positions.
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
   AttentionShape s = a->shape;
   int64_t kv_heads = s.num_key_value_heads;

@@ -1,9 +1,9 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R ranks is
-// an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
-// double, and rounds once; an all-gather returns the result. Each element is summed at one place, so all ranks
-// always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R
+// ranks is an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of
+// the ranks, in double, and rounds once; an all-gather returns the result. Each element is summed at one
+// place, so all ranks always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
 #include <stdlib.h>
 #include <string.h>
 

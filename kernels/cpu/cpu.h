@@ -3,7 +3,8 @@
 
 #include "kernels/kernels.h"
 
-// Loops over [0, count) whose iterations are independent: as vector instructions, and by all threads in equal parts.
+// Loops over [0, count) whose iterations are independent: as vector instructions, and by all threads in equal
+// parts.
 #define EACH_SIMD(i, count) _Pragma("omp simd") for (int64_t i = 0; i < (count); i++)
 #define EACH_PARALLEL(i, count)                                                                              \
   _Pragma("omp parallel for schedule(static)") for (int64_t i = 0; i < (count); i++)
@@ -30,8 +31,9 @@ typedef struct {
   bool transposed;
 } CpuMatrix;
 
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an OpenMP region it
-// runs on the calling thread alone: kernels multiply tiles that way, and use them while they are in cache.
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an
+// OpenMP region it runs on the calling thread alone: kernels multiply tiles that way, and use them while they
+// are in cache.
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride);
 
@@ -46,10 +48,10 @@ void cpu_amax(Tensor amax, Tensor x);
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- backend.c: what is asynchronous on a GPU ---------------------------------------------------------------
+// --- backend.c: what is asynchronous on a GPU --------------------------------------------------------------
 
-// Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
-// time, and not only now and then as on a GPU.
+// Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong
+// results every time, and not only now and then as on a GPU.
 typedef struct Deferred {
   const char *name; // for the watchdog
   StreamKind stream;
@@ -61,8 +63,8 @@ typedef struct Deferred {
 } Deferred;
 
 void cpu_defer(Backend *backend, Deferred deferred);
-// Runs what is queued for these two streams, in the order of the calls, up to the latest that is not among the last
-// `behind` of its stream; and with it what comes before.
+// Runs what is queued for these two streams, in the order of the calls, up to the latest that is not among
+// the last `behind` of its stream; and with it what comes before.
 void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind);
 
 // --- the loss's rows: vectors that may be absent -----------------------------------------------------------

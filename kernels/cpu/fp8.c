@@ -1,4 +1,5 @@
-// FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes stand for.
+// FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes
+// stand for.
 #include <float.h>
 #include <math.h>
 

@@ -1,16 +1,17 @@
 // The operations of linear_cross_entropy on the CPU. kernels/lce/linear_cross_entropy.c combines them.
 //
-// The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level cache, and does
-// with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
-// is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
-// the shares are added in the order of the slices. The cut follows from the shape alone, so losses and dX have the same bits
-// for any number of threads. dW is one sgemm, whose bits may depend on the number of threads (those of OpenBLAS's Haswell
-// kernels do). Blocks with a row whose sum is too large are computed again, with the row's maximum as its anchor.
+// The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level
+// cache, and does with it everything there is to do before R is known: logits, exponentials and row sums, and
+// the tile's share of E W. A chunk is cut into units of (up to 128 rows) x (a slice of the vocabulary), about
+// 16 of them; each unit sums its share of dx, and the shares are added in the order of the slices. The cut
+// follows from the shape alone, so losses and dX have the same bits for any number of threads. dW is one
+// sgemm, whose bits may depend on the number of threads (those of OpenBLAS's Haswell kernels do). Blocks with
+// a row whose sum is too large are computed again, with the row's maximum as its anchor.
 //
-// With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
-// pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
-// rows of W and dW that it meets.
-// kernels/lce/LCE.md ("What was tried") has the measurements.
+// With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
+// order. dW is made in pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped
+// tile is not touched again, nor are the rows of W and dW that it meets. kernels/lce/LCE.md ("What was
+// tried") has the measurements.
 #include <math.h>
 #include <string.h>
 
@@ -110,7 +111,8 @@ static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
   return false;
 }
 
-// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits take the place of their sums.
+// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits take the place of
+// their sums.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
@@ -250,7 +252,8 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 
 // --- sampling ----------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a NaN.
+// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a
+// NaN.
 static double keep_probability(double mass, double full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;

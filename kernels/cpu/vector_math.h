@@ -89,8 +89,8 @@ static inline float tanh_f32(float x) {
   return square < 0.04f ? small : large;
 }
 
-// e[j] = exp((z[j] - anchor) * inv_temperature) for j < count, and the sum of them. `e` may be z itself, or NULL
-// when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
+// e[j] = exp((z[j] - anchor) * inv_temperature) for j < count, and the sum of them. `e` may be z itself, or
+// NULL when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
 static inline double exp_and_sum(const float *z, float anchor, float inv_temperature, int64_t count,
                                  float *e) {
   enum { BLOCK = 1024 };
@@ -125,7 +125,8 @@ static inline double exp_times_distance(const float *z, float anchor, float inv_
   return total;
 }
 
-// u in place of z: bias is added, and with a cap above 0 u is cap tanh(z / cap), and slope du/dz; bias and slope may be NULL.
+// u in place of z: bias is added, and with a cap above 0 u is cap tanh(z / cap), and slope du/dz; bias and
+// slope may be NULL.
 static inline void bias_and_cap(float *z, const float *bias, float cap, int64_t count, float *slope) {
 #pragma omp simd
   for (int64_t j = 0; j < (bias ? count : 0); j++) z[j] += bias[j];

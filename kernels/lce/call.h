@@ -1,4 +1,5 @@
-// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one way:
+// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one
+// way:
 //
 //     linear_cross_entropy.c -> split_head.c -> sampling.c -> terms.c, steps.c
 //                            -> materialized.c
@@ -83,13 +84,14 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
   return range;
 }
 
-// --- steps.c: what the loops are made of. Of dx, dweight and dbias each step makes those that are asked for -----
+// --- steps.c: what the loops are made of. Of dx, dweight and dbias each step makes those that are asked for
 
 // Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
 // The part of the buffers that `rows` tokens need, without the tokens.
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
-// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all tokens are kept.
+// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all tokens
+// are kept.
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
@@ -109,13 +111,13 @@ void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor target
 // The same for all of the call's tokens.
 void lce_add_all_targets(const Call *c, const Chunk *buffers);
 
-// --- terms.c: what label smoothing and a bias add to the loops, and the mean's factor -------------------------
+// --- terms.c: what label smoothing and a bias add to the loops, and the mean's factor ----------------------
 
 void lce_terms_begin(Call *c);
 void lce_terms_add(const Call *c, const Chunk *k, bool first); // before lce_add_targets: it may write dbias
 void lce_terms_end(const Call *c);
 
-// --- sampling.c: a random part of E's tiles makes the gradients -----------------------------------------------
+// --- sampling.c: a random part of E's tiles makes the gradients --------------------------------------------
 
 typedef struct {
   Tensor stats;            // fp32 [3]
@@ -130,10 +132,11 @@ bool lce_samples(const Call *c);
 Sampling lce_push_sampling(const Call *c, int64_t rows);
 // E, R and the sums of E's tiles.
 void lce_sampled_exponentials(const Call *c, const Sampling *s, LceLogitsExp a);
-// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn. Chunks and ranks draw from streams of their own.
+// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn. Chunks and ranks draw from streams of their
+// own.
 void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
 
-// --- the ways to compute a call, each with a loop of its own --------------------------------------------------
+// --- the ways to compute a call, each with a loop of its own -----------------------------------------------
 
 void lce_materialized(const Call *c); // logits, not exponentials
 void lce_split_head(const Call *c);   // the head's rows are split over ranks

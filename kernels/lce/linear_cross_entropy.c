@@ -1,23 +1,25 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists what was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists
+// what was tried.
 //
-// A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So the fused
-// mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V] exponentials are at
-// hand. For a row with logits z and target y:
+// A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So
+// the fused mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's
+// [C, V] exponentials are at hand. For a row with logits z and target y:
 //
 //     a     = z[y]                                  the anchor: one dot product in fp32
-//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      logits-exp pass: final as soon as the GEMM's tile is there
+//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      logits-exp pass: final as soon as the GEMM's tile is
+//                                                   there
 //     R     = sum_j E[j]                            in fp32, before E is rounded for storage
 //     loss  = log1p(R)                              p_y = 1 / (1 + R)
 //     dX    = r (E W)  + c W[y]                     r = 1 / (1 + R),  c = p_y - 1 = -R / (1 + R)
 //     dW   += E^T (r X), and row y += c X
 //
-// No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of length H. Where R
-// exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
-// and `c` the call.)
+// No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
+// length H. Where R exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In
+// the code `a` is the call's arguments and `c` the call.)
 //
-// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c (logits, not
-// exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's gradient, the mean's
-// factor), check.c.
+// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c
+// (logits, not exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's
+// gradient, the mean's factor), check.c.
 #include "kernels/lce/call.h"
 
 static void fused(const Call *c) {

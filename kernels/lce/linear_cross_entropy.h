@@ -21,8 +21,8 @@ typedef struct {
   double
       full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
   uint64_t seed; // of the draws, to be changed from call to call; chunks and ranks draw apart
-  // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros where there
-  // are no gradients.
+  // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros where
+  // there are no gradients.
   Tensor stats;
 } TileSampling;
 
@@ -37,17 +37,19 @@ typedef struct {
 // reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
 // factor and weights of tokens; sums are the caller's (reduce).
 //
-// All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias
-// one over the exponentials. But label smoothing with a soft-cap needs the materialized mode.
+// All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one
+// over dweight, a bias one over the exponentials. But label smoothing with a soft-cap needs the materialized
+// mode.
 //
-// `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
-// expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
-// so only the fused mode has it, without a bias, a soft-cap, entropies, largest logits and predictions; dweight alone, without dx,
-// it does not make. Where it would save no time (sampling.c) the gradients are exact.
+// `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep
+// their expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts
+// on exponentials, so only the fused mode has it, without a bias, a soft-cap, entropies, largest logits and
+// predictions; dweight alone, without dx, it does not make. Where it would save no time (sampling.c) the
+// gradients are exact.
 //
-// With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
-// the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
-// chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard has no
+// With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It
+// gets the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms
+// and chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard has no
 // materialized mode.
 //
 // The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
@@ -59,8 +61,8 @@ typedef struct {
   Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs; // any of them
   Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written once: by one chunk,
-  // without sampling, label smoothing, shard or accumulate
+  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written
+  // once: by one chunk, without sampling, label smoothing, shard or accumulate
   Tensor dweight;
   Tensor dbias;          // fp32 [V]; there when bias and dweight are
   Tensor x;              // fp32/bf16 [N, H]
@@ -78,10 +80,10 @@ typedef struct {
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
-// The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below, the traffic of reading
-// W for each chunk is the bound); on a CPU a ninth, with which the layer holds less than an eighth of its logits, but at least 112;
-// and at most 4096 (beyond, a GEMM gains nothing more).
+// The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below, the
+// traffic of reading W for each chunk is the bound); on a CPU a ninth, with which the layer holds less than
+// an eighth of its logits, but at least 112; and at most 4096 (beyond, a GEMM gains nothing more).
 int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
-// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
-// of 128 where that is no more than `chunk`.
+// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size,
+// a multiple of 128 where that is no more than `chunk`.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);

@@ -1,14 +1,17 @@
-// linear_cross_entropy with the head split over G ranks. Tokens travel and W stays: every rank multiplies the chunk's G C
-// tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens against the whole head.
+// linear_cross_entropy with the head split over G ranks. Tokens travel and W stays: every rank multiplies the
+// chunk's G C tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens
+// against the whole head.
 //
-// For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but one add 0), the
-// pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's dX
-// is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/lce/LCE.md counts what is sent.
-// Most of it overlaps: dX leaves and the next x arrives while dW is computed.
+// For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but
+// one add 0), the pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each
+// rank the whole row's. A rank's dX is its part of a sum over V: a reduce_scatter gives every rank the sum
+// for its tokens. kernels/lce/LCE.md counts what is sent. Most of it overlaps: dX leaves and the next x
+// arrives while dW is computed.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
-// A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
+// A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W
+// add to it.
 typedef struct {
   Tokens local;
   Chunk all;                       // its rows have the sums over the whole vocabulary
@@ -33,7 +36,8 @@ static Split push_buffers(const Call *c, int64_t count) {
   return b;
 }
 
-// The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after collectives_join.
+// The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after
+// collectives_join.
 static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t count) {
   Split s = *buffers;
   int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.softmax) * rows;
@@ -59,7 +63,8 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   return s;
 }
 
-// E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row of W.
+// E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row
+// of W.
 static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
   shard_indices(c->backend, (ShardIndices){.out = k->targets,

@@ -1,5 +1,5 @@
-// The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient is two rank-one
-// updates, the mean's factor, and a bias's gradient.
+// The terms of linear_cross_entropy's loss that need more than a row's sums: label smoothing, whose gradient
+// is two rank-one updates, the mean's factor, and a bias's gradient.
 #include "kernels/lce/call.h"
 
 static void sum_class_weights(Call *c) {

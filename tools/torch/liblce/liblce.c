@@ -217,7 +217,7 @@ EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective 
   return leave(0);
 }
 
-// --- what a call may request  -------------------------------------------------------------------------------
+// --- what a call may request  ------------------------------------------------------------------------------
 
 #define CALL "lce_linear_cross_entropy"
 

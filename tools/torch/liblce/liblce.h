@@ -35,9 +35,10 @@
 // - When a kernel fails on the device (most often over an address that is not the device's), a later call of
 //   any CUDA user in the process shows it, lce_synchronize at the latest. CUDA then accepts no more work from
 //   the process; lce_destroy still returns.
-// - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA where
-//   check_targets asks for it, since the host then waits for the caller's stream and reads the targets. Unchecked,
-//   nothing outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
+// - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA
+//   where check_targets asks for it, since the host then waits for the caller's stream and reads the targets.
+//   Unchecked, nothing outside of the tensors is read for it, the token counts as one with -100, but its loss
+//   is NaN.
 #ifndef LCE_LIBLCE_H
 #define LCE_LIBLCE_H
 
