@@ -111,7 +111,6 @@ void lce_split_head(const Call *c) {
       lce_sampled_gradients_of(c, sampling, k, first / size, true);
     else if (first == 0)
       lce_add_non_targets(c, k, accumulate);
-    lce_terms_add(c, k, first == 0);
     lce_finish_dx(c, k);
     if (tensor_exists(a->dx))
       reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
@@ -122,5 +121,4 @@ void lce_split_head(const Call *c) {
     if (memory->planning) break;
   }
   collectives_join(c->backend, 0);
-  lce_terms_end(c);
 }

@@ -113,6 +113,7 @@ void lce_losses(const Call *c, Chunk *k) {
   if (c->backward) a.scaled_x = k->scaled_x = push_matrix(c, "scaled x", x->dtype, x->shape[0], x->shape[1]);
   if (targets_in_exps(c)) a.exps = k->exps;
   lce_row_losses(c->backend, a);
+  lce_add_smoothing(c, k);
 }
 
 void lce_finish_dx(const Call *c, const Chunk *k) {
@@ -127,12 +128,16 @@ void lce_finish_dx(const Call *c, const Chunk *k) {
 
 // The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
 void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
-  if (!tensor_exists(c->a->dweight)) return;
-  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
-                                                            .dout = k->exps,
-                                                            .x = k->scaled_x,
-                                                            .alpha = c->a->scale,
-                                                            .accumulate = accumulate});
+  const LinearCrossEntropy *a = c->a;
+  LinearBackwardWeight dweight = {
+      .dweight = a->dweight, .dout = k->exps, .x = k->scaled_x, .alpha = a->scale, .accumulate = accumulate};
+  if (tensor_exists(a->dweight)) linear_backward_weight(c->backend, dweight);
+  SumColumns dbias = {.sum = a->dbias,
+                      .x = k->exps,
+                      .coefficients = k->softmax.scale_non_target,
+                      .alpha = a->scale,
+                      .accumulate = accumulate};
+  if (tensor_exists(a->dbias)) sum_columns(c->backend, dbias);
 }
 
 void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {

@@ -277,9 +277,7 @@ static void check_argument(const Argument *t, const Argument *before) {
 
 // What a call requests, without its targets, which come from `ids`.
 typedef struct {
-  LinearCrossEntropy loss; // with known_log_prob its inputs and gradients alone
-  Tensor entropy_weights, known_log_prob, known_entropy;
-  Exponentials kept;
+  LogProbGradients known; // without known_log_prob for its `call`, entropy_weights and kept
   Tensor ids;
 } Request;
 
@@ -318,7 +316,8 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
          (long long)a->chunk);
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
   Request r = {0};
-  LinearCrossEntropy *c = &r.loss;
+  LogProbGradients *known = &r.known;
+  LinearCrossEntropy *c = &known->call;
   *c = (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
                             .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
                             .terms = {.label_smoothing = a->label_smoothing,
@@ -342,11 +341,11 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
       {"bias", a->bias, rows_of_head, 0, dtype, false, &c->bias},
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c->terms.class_weights},
       {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c->token_weights},
-      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &r.entropy_weights},
-      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &r.known_log_prob},
-      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &r.known_entropy},
-      {"exps", a->exps, n, stride, dtype, true, &r.kept.exps},
-      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &r.kept.row_sum},
+      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &known->entropy_weights},
+      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &known->log_prob},
+      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &known->entropy},
+      {"exps", a->exps, n, stride, dtype, true, &known->kept.exps},
+      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &known->kept.row_sum},
       {"dx", a->dx, n, h, dtype, true, &c->dx},
       {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c->dweight},
       {"dbias", a->dbias, rows_of_head, 0, DTYPE_F32, true, &c->dbias},
@@ -366,7 +365,7 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
     *t->tensor =
         t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
   }
-  if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);
+  if (a->exps) known->kept.exps = tensor_columns(known->kept.exps, 0, v);
   check_combination(a, c);
   check_bytes("the logits", a->materialized ? n : min_i64(c->chunk, n), v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
@@ -400,40 +399,19 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   call->dx = call->dweight = call->dbias = (Tensor){0};
 }
 
-static LogProbGradients gradients_of(const Request *r) {
-  const LinearCrossEntropy *a = &r->loss;
-  return (LogProbGradients){.dx = a->dx,
-                            .dweight = a->dweight,
-                            .dbias = a->dbias,
-                            .x = a->x,
-                            .weight = a->weight,
-                            .bias = a->bias,
-                            .targets = a->targets,
-                            .log_prob = r->known_log_prob,
-                            .entropy = r->known_entropy,
-                            .token_weights = a->token_weights,
-                            .entropy_weights = r->entropy_weights,
-                            .kept = r->kept,
-                            .terms = a->terms,
-                            .chunk = a->chunk,
-                            .scale = a->scale,
-                            .mean = a->mean,
-                            .accumulate = a->accumulate};
-}
-
 static void run(Backend *backend, Request r) {
-  LinearCrossEntropy *a = &r.loss;
+  LinearCrossEntropy *a = &r.known.call;
   int64_t vocab_size = a->shard.vocab_size ? a->shard.vocab_size : a->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
   a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, r.ids.shape[0]);
   read_targets(backend, (ReadTargets){.targets = a->targets, .ids = r.ids, .vocab_size = vocab_size});
   if (a->scale == 0) drop_gradients(backend, a);
-  if (tensor_exists(r.known_log_prob))
-    log_prob_gradients(backend, gradients_of(&r));
-  else if (tensor_exists(r.kept.exps))
-    keep_exponentials(backend, *a, r.kept);
-  else if (tensor_exists(r.entropy_weights))
-    materialized_with_entropies(backend, *a, r.entropy_weights);
+  if (tensor_exists(r.known.log_prob))
+    log_prob_gradients(backend, r.known);
+  else if (tensor_exists(r.known.kept.exps))
+    keep_exponentials(backend, *a, r.known.kept);
+  else if (tensor_exists(r.known.entropy_weights))
+    materialized_with_entropies(backend, *a, r.known.entropy_weights);
   else
     linear_cross_entropy(backend, *a);
   if (tensor_exists(a->loss))
@@ -443,10 +421,9 @@ static void run(Backend *backend, Request r) {
 
 // What the call will push, by a plan, which checks all that the backend does.
 static size_t planned_bytes(Backend *plan, Request r) {
-  float scale = r.loss.scale;
-  if (scale == 0) r.loss.scale = 1; // the tensors of gradients that are then dropped are checked too
-  run(plan, r);
-  r.loss.scale = scale;
+  Request checked = r;
+  if (r.known.call.scale == 0) checked.known.call.scale = 1; // checks the tensors of dropped gradients too
+  run(plan, checked);
   ledger_reset_peak(&plan->memory.ledger);
   run(plan, r);
   return plan->memory.ledger.stack_peak;
