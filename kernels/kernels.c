@@ -413,9 +413,9 @@ NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 
 NEEDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
       FIELD(columns, "fp32 [H]"))
 
-// Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.
+// Row i of `few` and row indices[i] of `many` change places; vectors count as matrices of one column.
 #define MOVED(few, many)                                                                                     \
-  FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, a->few.shape[0]), FIELD(rows, "int32 [C]"),        \
+  FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, a->few.shape[0]), FIELD(indices, "int32 [C]"),     \
       REFUSE(a->few.dtype != a->many.dtype || a->few.rank != a->many.rank || a->few.rank > 2 ||              \
                  (a->few.rank == 2 && a->few.shape[1] != a->many.shape[1]),                                  \
              "the rows of out and x differ")

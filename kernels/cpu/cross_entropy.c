@@ -62,14 +62,14 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   cpu_store(a->outputs.entropy, n, entropy);
   if (!a->backward) return;
 
-  double of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
+  double entropy_scale = alpha * cpu_read(a->entropy_weights, n, 0);
   double target_gradient = r.target - r.uniform * class_weight -
-                           of_entropy * (row.target_e / r.total) * (target_v - r.lse + entropy);
+                           entropy_scale * (row.target_e / r.total) * (target_v - r.lse + entropy);
   if (plain) {
     float scale = (float)(r.per_e * inv_temperature);
     EACH_SIMD (j, vocab) v[j] *= scale;
   } else {
-    float per_e = (float)r.per_e, entropy_per_e = (float)(of_entropy / r.total);
+    float per_e = (float)r.per_e, entropy_per_e = (float)(entropy_scale / r.total);
     float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
     EACH_SIMD (j, vocab) {
       float d = v[j] - anchor, e = exp_f32(d);

@@ -117,14 +117,14 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
                             const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
-  int64_t of_unit = slice * chunk + first_row; // its part of the scratch
+  int64_t offset = slice * chunk + first_row; // its part of the scratch
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->softmax.anchor.data + first_row;
-  double *sums = scratch->sums + of_unit;
-  double *distances = scratch->distances ? scratch->distances + of_unit : NULL;
-  double *max = scratch->max ? scratch->max + of_unit : NULL, *best = max ? scratch->best + of_unit : NULL;
+  double *sums = scratch->sums + offset;
+  double *distances = scratch->distances ? scratch->distances + offset : NULL;
+  double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
-  float *scratch_tile = scratch->wide + of_unit * LCE_TILE_COLUMNS, *dx = scratch->wide + of_unit * hidden;
+  float *scratch_tile = scratch->wide + offset * LCE_TILE_COLUMNS, *dx = scratch->wide + offset * hidden;
   float inv_temperature = inverse_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   const float *bias = a->bias.data;
@@ -378,16 +378,16 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
   bool distances = tensor_exists(r->e_distance), largest = tensor_exists(r->max);
-  int64_t of_rank = lce_row_parts(r) * rows;
+  int64_t rank_stride = lce_row_parts(r) * rows;
   double inv_temperature = inverse_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, max = -INFINITY;
     if (largest) ((int32_t *)r->best.data)[n] = 0;
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
-      anchor = fmax(anchor, (double)parts[rank * of_rank + n]);
+      anchor = fmax(anchor, (double)parts[rank * rank_stride + n]);
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++) {
-      const float *part = parts + rank * of_rank + n;
+      const float *part = parts + rank * rank_stride + n;
       double shift = ((double)part[0] - anchor) * inv_temperature, factor = exp(shift);
       sum += part[rows] * factor;
       if (distances && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);

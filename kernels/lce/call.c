@@ -1,5 +1,5 @@
-// Begins and ends a call: the mean's factor, and label smoothing, whose gradient is two rank-one updates of sums
-// over all rows of W and over all tokens.
+// Begins and ends a call: the mean's factor, and label smoothing, whose gradient is two rank-one updates of
+// sums over all rows of W and over all tokens.
 #include "kernels/lce/call.h"
 
 static void sum_class_weights(Call *c) {

@@ -1,4 +1,5 @@
-// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one way:
+// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one
+// way:
 //
 //     linear_cross_entropy.c -> split_head.c -> sampling.c -> steps.c -> call.c
 //                            -> materialized.c
@@ -95,13 +96,14 @@ void lce_add_smoothing(const Call *c, const Chunk *k);
 // Label smoothing's part of dweight and dbias; pops what the call has pushed.
 void lce_end(const Call *c);
 
-// --- steps.c: what the loops are made of. Each step makes those of dx, dweight and dbias that are given ------
+// --- steps.c: what the loops are made of. Each step makes those of dx, dweight and dbias that are given ----
 
 // Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
 // The part of the buffers that `rows` tokens need, without the tokens.
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
-// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all are kept.
+// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all are
+// kept.
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);

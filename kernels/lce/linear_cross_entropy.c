@@ -1,9 +1,9 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists what
-// was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists
+// what was tried.
 //
 // A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So
-// the fused mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V]
-// exponentials are at hand. For a row with logits z and target y:
+// the fused mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's
+// [C, V] exponentials are at hand. For a row with logits z and target y:
 //
 //     a     = z[y]                                  the anchor: one dot product in fp32
 //     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      final as soon as the GEMM's tile is there
@@ -15,9 +15,9 @@
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
 // length H. Where R exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor.
 //
-// This file has the plain loop; in it `a` is the call's arguments and `c` the call. sampling.c, split_head.c (a
-// head split over ranks) and materialized.c (logits, not exponentials) have loops of their own. steps.c has the
-// loops' steps, call.c what a call begins and ends with, check.c what it refuses.
+// This file has the plain loop; in it `a` is the call's arguments and `c` the call. sampling.c, split_head.c
+// (a head split over ranks) and materialized.c (logits, not exponentials) have loops of their own. steps.c
+// has the loops' steps, call.c what a call begins and ends with, check.c what it refuses.
 #include "kernels/lce/call.h"
 
 static void fused(const Call *c) {

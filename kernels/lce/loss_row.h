@@ -42,19 +42,19 @@ typedef struct {
 
 LOSS_ROW RowLoss loss_of_row(RowSums s) {
   RowLoss r;
-  LossReal share = s.label_smoothing / s.vocab_size, of_target = (1 - s.label_smoothing) * s.class_weight;
+  LossReal share = s.label_smoothing / s.vocab_size, target_scale = (1 - s.label_smoothing) * s.class_weight;
   r.total = s.row_sum + s.target_e;
   // A target that is nearly certain: no cancellation.
   r.nll = s.target_e == 1 ? log1p(s.row_sum) : s.offset + log(r.total);
   r.lse = s.target_v + r.nll;
-  r.loss = of_target * r.nll;
+  r.loss = target_scale * r.nll;
   if (s.label_smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
   r.z_loss = s.z_loss * r.lse * r.lse;
-  LossReal of_all =
+  LossReal p_scale =
       share * s.class_weight_sum + 2 * s.z_loss * r.lse; // what multiplies p besides the target's weight
-  r.per_e = s.scale * (of_target + of_all) / r.total;
+  r.per_e = s.scale * (target_scale + p_scale) / r.total;
   // p - 1 = -R / total, not computed from p.
-  r.target = s.scale * (of_all * (s.target_e / r.total) - of_target * (s.row_sum / r.total));
+  r.target = s.scale * (p_scale * (s.target_e / r.total) - target_scale * (s.row_sum / r.total));
   r.uniform = s.scale * share;
   return r;
 }

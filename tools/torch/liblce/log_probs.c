@@ -8,9 +8,9 @@
 //     dW of block = G^T X                          written once, over all tokens, in fp32 or in W's dtype
 //     dbias       = sum of G's rows
 //
-// Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and dW,
-// whose sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G takes E's
-// place, and the GEMMs are two.
+// Three GEMMs of N tokens, as a chunk loop has, but no sum of dW over chunks: nothing of [V, H] besides W and
+// dW, whose sum is the GEMM's own. Where the forward pass has kept E of all tokens, there is one block, G
+// takes E's place, and the GEMMs are two.
 #include "tools/torch/liblce/log_probs.h"
 
 #include "kernels/fail.h"

@@ -1,13 +1,14 @@
-// What liblce computes besides linear_cross_entropy: gradients of log-probabilities and entropies whose weights in
-// the objective are known only after the forward pass, as those of a policy gradient. kernels.h ("the loss")
-// defines the terms, and kernels/lce/LCE.md ("Gradients of known log-probabilities") derives the formulas. The
-// caller owns every tensor; what a call needs beyond them is pushed as MEMORY_HEAD and popped before it returns.
-// Wrong shapes fail with one sentence.
+// What liblce computes besides linear_cross_entropy: gradients of log-probabilities and entropies whose
+// weights in the objective are known only after the forward pass, as those of a policy gradient. kernels.h
+// ("the loss") defines the terms, and kernels/lce/LCE.md ("Gradients of known log-probabilities") derives the
+// formulas. The caller owns every tensor; what a call needs beyond them is pushed as MEMORY_HEAD and popped
+// before it returns. Wrong shapes fail with one sentence.
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E, so they serve one call.
+// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E, so they serve one
+// call.
 typedef struct {
   Tensor exps;    // x's dtype [N, V]; may be strided, best by BackendScratch.logits_stride
   Tensor row_sum; // fp32 [N]
@@ -21,13 +22,13 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
 //
 //   scale * factor * sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
-// with respect to x, W and bias, where log_prob and entropy are outputs of an earlier forward pass with the same
-// x, weight, bias, targets, soft-cap and temperature. factor is 1, or with `mean` 1 over the sum of the counted
-// tokens' class weights.
+// with respect to x, W and bias, where log_prob and entropy are outputs of an earlier forward pass with the
+// same x, weight, bias, targets, soft-cap and temperature. factor is 1, or with `mean` 1 over the sum of the
+// counted tokens' class weights.
 typedef struct {
   // Without loss, outputs, label smoothing, sampling and shard, whatever the mode. dx: fp32 or of x's dtype;
-  // dweight: fp32, or without `accumulate` of W's dtype. scale: finite and not 0. chunk: a block of W's rows takes
-  // half the memory of a chunk of so many tokens.
+  // dweight: fp32, or without `accumulate` of W's dtype. scale: finite and not 0. chunk: a block of W's rows
+  // takes half the memory of a chunk of so many tokens.
   LinearCrossEntropy call;
   Tensor log_prob;        // fp32 [N]
   Tensor entropy;         // fp32 [N]; given when entropy_weights are
@@ -37,6 +38,6 @@ typedef struct {
 
 void log_prob_gradients(Backend *backend, LogProbGradients a);
 
-// linear_cross_entropy in the materialized mode, whose objective has entropies added: each token's by its entry
-// of entropy_weights, fp32 [N], times scale and the mean's factor.
+// linear_cross_entropy in the materialized mode, whose objective has entropies added: each token's by its
+// entry of entropy_weights, fp32 [N], times scale and the mean's factor.
 void materialized_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor entropy_weights);
