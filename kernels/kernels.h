@@ -495,7 +495,8 @@ typedef struct {
   float alpha;
 } AddOuter;
 
-// out[i] = x[indices[i]] for i < C (gather);  out[indices[i]] = x[i], all distinct (scatter). 16 or 32 bits each.
+// out[i] = x[indices[i]] for i < C (gather);  out[indices[i]] = x[i], all distinct (scatter). 16 or 32 bits
+//                                             each.
 typedef struct {
   Tensor out, x;
   Tensor indices; // int32 [C]

@@ -1,6 +1,6 @@
-// A table of operations that calls the backend's own between two events. Events are recorded, not waited for,
-// and read at profile_collect. An operation on a stream of its own has a third event there: it begins when
-// the compute stream gets to the call and its own stream has done what it was given before.
+// A table of operations that calls the backend's own between two events, which profile_collect reads. An
+// operation on a stream of its own has a third event there: it begins when the compute stream gets to the
+// call and its own stream has done what it was given before.
 #include "kernels/profile.h"
 
 #include <math.h>

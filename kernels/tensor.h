@@ -33,14 +33,14 @@ size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
 bool tensor_is_dense(Tensor t); // rows follow one another without a gap
 bool tensor_same_shape(Tensor a, Tensor b);
 
-// Views. Rows [first, first + count) of the first axis; columns [first, first + count) of the last axis (the
-// stride stays); the same dense elements as one row, or as [rows, columns].
+// Views: rows or columns [first, first + count), the latter of the last axis; dense elements as one row, or
+// as [rows, columns].
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
 Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
 Tensor tensor_flat(Tensor t);
 Tensor tensor_reshape_2d(Tensor t, int64_t rows, int64_t columns);
 
-// "bf16 [4096, 128256]" or "absent", for messages. The text is part of the returned value.
+// "bf16 [4096, 128256]" or "absent", for messages.
 typedef struct {
   char text[96];
 } TensorText;

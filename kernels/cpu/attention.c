@@ -58,8 +58,8 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// Of all sequences, keys and values: a key/value head's row u lies at data + b sequence_stride + head head_stride + u
-// row_stride.
+// Of all sequences, keys and values: a key/value head's row u lies at data + b sequence_stride + head
+// head_stride + u row_stride.
 typedef struct {
   float *keys, *values;
   int64_t sequence_stride, head_stride, row_stride;
