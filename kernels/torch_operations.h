@@ -33,8 +33,8 @@ struct LceGradientFactors {
 };
 
 // The gradient of the logits of some of W's rows, each entry final as soon as its logit is there:
-//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]);  at_target[n] at j =
-//                   targets[n];  0 for IGNORE_INDEX
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n])
+//                   at_target[n] at j = targets[n];  0 for IGNORE_INDEX
 // Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
 // E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
 struct LceLogitsGradient {

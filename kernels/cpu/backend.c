@@ -1,5 +1,5 @@
-// The CPU backend: what the system reports about its memory, the queue of what is asynchronous on a GPU, and
-// the table of operations.
+// The CPU backend: the system's figures of memory, the queue of what is asynchronous on a GPU, the
+// operations.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -113,8 +113,7 @@ static size_t sum_elements_bytes(const SumElements *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
-// Rows start on a cache line. Their length is no multiple of 4096 bytes: a column would fall into few cache
-// sets.
+// Rows start on a cache line, and are no multiple of 4096 bytes: a column would fall into few cache sets.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
   return (ceil_div(vocab_size, line) | 1) * line;

@@ -1,9 +1,9 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R
-// ranks is an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of
-// the ranks, in double, and rounds once; an all-gather returns the result. Each element is summed at one
-// place, so all ranks always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+// MPI's own reductions may add in a different order from call to call. Here a sum over R ranks is an
+// all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
+// double, and rounds once; an all-gather returns the result. So all ranks get the same bits; 2 (R - 1) / R of
+// the tensor leaves each rank, as in a ring.
 #include <stdlib.h>
 #include <string.h>
 
@@ -109,7 +109,7 @@ static void all_gather_ranks(Backend *backend, const Deferred *d) {
   gather_in_place(a->out.data, tensor_count(a->x));
 }
 
-static void broadcast_ranks(Backend *backend, const Deferred *d) {
+static void broadcast_rank_0_ranks(Backend *backend, const Deferred *d) {
   const Collective *a = &d->collective;
   if (backend->rank == 0) copy_or_add(a);
   check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "MPI_Bcast");
@@ -163,21 +163,14 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #endif
 
-void cpu_all_reduce(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, all_reduce_ranks, "all_reduce");
-}
-
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, reduce_scatter_ranks, "reduce_scatter");
-}
-
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, all_gather_ranks, "all_gather");
-}
-
-void cpu_broadcast_rank_0(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, broadcast_ranks, "broadcast_rank_0");
-}
+#define COLLECTIVE(name)                                                                                     \
+  void cpu_##name(Backend *backend, const Collective *a) {                                                   \
+    run_or_defer(backend, a, name##_ranks, #name);                                                           \
+  }
+COLLECTIVE(all_reduce)
+COLLECTIVE(reduce_scatter)
+COLLECTIVE(all_gather)
+COLLECTIVE(broadcast_rank_0)
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {
   cpu_join(backend, STREAM_COLLECTIVES, behind, STREAM_COLLECTIVES, behind);

@@ -3,8 +3,7 @@
 // Three passes over a row, which stays in the second-level cache up to a few hundred thousand entries: the
 // largest non-target; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so
 // that its entry, p - 1 = -R / (R + e_target), and the loss of a nearly certain token do not cancel. The
-// plain loss keeps the exponentials of the second pass; the other terms recompute them, since they need v as
-// well.
+// plain loss keeps the exponentials of the second pass; the other terms need v as well, and recompute them.
 #include <math.h>
 #include <string.h>
 

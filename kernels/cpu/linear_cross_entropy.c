@@ -1,17 +1,16 @@
 // The operations of linear_cross_entropy on the CPU. kernels/lce/linear_cross_entropy.c combines them.
 //
 // The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level
-// cache, and does with it everything there is to do before R is known: logits, exponentials and row sums, and
-// the tile's share of E W. A chunk is cut into units of (up to 128 rows) x (a slice of the vocabulary), about
-// 16 of them; each unit sums its share of dx, and the shares are added in the order of the slices. The cut
-// follows from the shape alone, so losses and dX have the same bits for any number of threads. dW is one
-// sgemm, whose bits may depend on the number of threads (those of OpenBLAS's Haswell kernels do). Blocks with
-// a row whose sum is too large are computed again, with the row's maximum as its anchor.
+// cache, and does with it all that can be done before R is known: logits, exponentials, row sums, and the
+// tile's share of E W. A chunk is cut into about 16 units of (up to 128 rows) x (a slice of the vocabulary);
+// each sums its share of dx, and the shares are added in the order of the slices. The cut follows from the
+// shape alone, so losses and dX have the same bits for any number of threads. dW is one sgemm, whose bits may
+// depend on it. Blocks with a row whose sum is too large are computed again, with the row's maximum as its
+// anchor.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
-// order. dW is made in pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped
-// tile is not touched again, nor are the rows of W and dW that it meets. kernels/lce/LCE.md ("What was
-// tried") has the measurements.
+// order; dW over the kept tiles of a tile's columns, in the order of their rows. kernels/lce/LCE.md ("What
+// was tried") has the measurements.
 #include <math.h>
 #include <string.h>
 
@@ -111,8 +110,7 @@ static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
   return false;
 }
 
-// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits take the place of
-// their sums.
+// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits in place of sums.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
@@ -185,13 +183,18 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   }
 }
 
-// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
-static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
-  int64_t rows = a->x.shape[0];
+static void run_units(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s,
+                      bool maxima) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++)
     for (int64_t slice = 0; slice < g->slices; slice++)
-      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, false);
+      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, maxima);
+}
+
+// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
+static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
+  int64_t rows = a->x.shape[0];
+  run_units(backend, a, g, s, false);
 #pragma omp parallel for schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++) {
     if (!block_unfinished(a, block)) continue;
@@ -217,10 +220,7 @@ static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const G
   int64_t rows = a->x.shape[0];
   const float *target_z = a->softmax.target_z.data;
   float *anchor = a->softmax.anchor.data, *target_e = a->softmax.target_e.data;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t block = 0; block < g->blocks; block++)
-    for (int64_t slice = 0; slice < g->slices; slice++)
-      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, true);
+  run_units(backend, a, g, s, true);
   for (int64_t n = 0; n < rows; n++) {
     if (!unfinished(&a->softmax, n)) continue;
     for (int64_t slice = 0; slice < g->slices; slice++)
@@ -252,8 +252,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 
 // --- sampling ----------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a
-// NaN.
+// min(1, mass / full_mass), rounded to a power of two from 2^-32 on; 1 for a NaN.
 static double keep_probability(double mass, double full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
@@ -363,10 +362,8 @@ void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
   int32_t *out = a->out.data;
   for (int64_t n = 0; n < a->indices.shape[0]; n++) {
     int64_t local = indices[n] - a->first;
-    if (indices[n] != IGNORE_INDEX)
-      out[n] = local >= 0 && local < a->count ? (int32_t)local : ELSEWHERE;
-    else
-      out[n] = IGNORE_INDEX;
+    bool here = local >= 0 && local < a->count;
+    out[n] = indices[n] == IGNORE_INDEX ? IGNORE_INDEX : here ? (int32_t)local : ELSEWHERE;
   }
 }
 
@@ -419,15 +416,14 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
+    double weighted = 0;
+    if (smoothing && counts)
+      weighted = weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) + cpu_read(a->smoothing_bias, 0, 0);
     RowSums sums = {.row_sum = row_sum[n],
                     .target_e = target_e[n],
                     .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
                     .target_v = target_z[n] * inv_temperature,
-                    .weighted =
-                        smoothing && counts
-                            ? inv_temperature * (weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) +
-                                                 cpu_read(a->smoothing_bias, 0, 0))
-                            : 0,
+                    .weighted = inv_temperature * weighted,
                     .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
                     .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
                     .vocab_size = (double)a->vocab_size,

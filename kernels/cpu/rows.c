@@ -1,5 +1,4 @@
-// Rows: gather, scatter, sums of columns, the largest element, and the scatter-add of the embedding's and the
-// target's gradient.
+// Rows: gather, scatter, sums of columns, the largest element, the scatter-add of the embedding's gradient.
 #include <stdlib.h>
 #include <string.h>
 

@@ -2,11 +2,6 @@
 // sums over all rows of W and over all tokens.
 #include "kernels/lce/call.h"
 
-static void sum_class_weights(Call *c) {
-  c->terms.class_weight_sum = push_vector(c, "sum of class weights", DTYPE_F32, 1);
-  sum_elements(c->backend, (SumElements){.sum = c->terms.class_weight_sum, .x = c->terms.class_weights});
-}
-
 static void find_factor(Call *c) {
   Tensor targets = c->a->targets;
   c->factor = push_vector(c, "the mean's factor", DTYPE_F32, 1);
@@ -55,7 +50,10 @@ Call lce_begin(Backend *backend, const LinearCrossEntropy *a) {
   }
   if (tensor_exists(a->sampling.stats)) fill_zero(backend, a->sampling.stats);
   bool smoothing = a->terms.label_smoothing > 0;
-  if (smoothing && tensor_exists(a->terms.class_weights)) sum_class_weights(&c);
+  if (smoothing && tensor_exists(a->terms.class_weights)) {
+    c.terms.class_weight_sum = push_vector(&c, "sum of class weights", DTYPE_F32, 1);
+    sum_elements(backend, (SumElements){.sum = c.terms.class_weight_sum, .x = c.terms.class_weights});
+  }
   if (a->mean) find_factor(&c);
   if (smoothing && a->mode == LCE_FUSED) begin_smoothing(&c);
   return c;

@@ -1,6 +1,5 @@
 // What a row's sums over exponentials give: its loss, and what multiplies the entries of its gradient. One
-// formula for the fused and the in-place loss, in double on the CPU and in fp32 on a GPU; kernels.h ("the
-// loss") defines the terms.
+// formula for all modes, in double on the CPU and in fp32 on a GPU; kernels.h ("the loss") defines the terms.
 #pragma once
 
 #include <math.h>
@@ -13,9 +12,9 @@ typedef double LossReal;
 #define LOSS_ROW static inline
 #endif
 
-// A row whose sum R of exp(z - anchor) exceeds this is computed again with its maximum as anchor: one logit
-// that leads the target's by 66. It leaves E W a factor of 2^32 below fp32's overflow at 2^128, and r x with
-// r = 1 / (1 + R) a factor of 2^30 above the smallest normal number, 2^-126.
+// A row whose sum R exceeds this is computed again with its maximum as anchor: a logit leads the target's by
+// 66. It leaves E W a factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the smallest normal
+// number.
 #define LCE_LARGEST_SUM 0x1p96f
 
 static inline float inverse_temperature(float temperature) {

@@ -2,16 +2,14 @@
 // chunk's G C tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens
 // against the whole head.
 //
-// For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but
-// one add 0), the pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each
-// rank the whole row's. A rank's dX is its part of a sum over V: a reduce_scatter gives every rank the sum
-// for its tokens. kernels/lce/LCE.md counts what is sent. Most of it overlaps: dX leaves and the next x
-// arrives while dW is computed.
+// For each row, ranks share scalars: the target's logit is summed over them (all but one add 0), the pairs
+// (a_g, R_g), and what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's
+// dX is its part of a sum over V, which a reduce_scatter adds. kernels/lce/LCE.md counts what is sent. dX
+// leaves and the next x arrives while dW is computed.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
-// A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W
-// add to it.
+// A chunk: this rank's C tokens, and in `all` those of the G ranks, with this rank's part of dx.
 typedef struct {
   Tokens local;
   Chunk all;                       // its rows have the sums over the whole vocabulary
@@ -36,8 +34,7 @@ static Split push_buffers(const Call *c, int64_t count) {
   return b;
 }
 
-// The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after
-// collectives_join.
+// Starts to gather the chunk of `count` tokens from `first` on; it is there after collectives_join.
 static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t count) {
   Split s = *buffers;
   int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.softmax) * rows;
@@ -63,8 +60,7 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   return s;
 }
 
-// E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row
-// of W.
+// E, and each row's sums over the whole vocabulary. A target's logit comes from the rank with its row of W.
 static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
   shard_indices(c->backend, (ShardIndices){.out = k->targets,
@@ -86,11 +82,6 @@ static void exponentials(const Call *c, const Split *s, const Sampling *sampling
                                        .temperature = c->a->terms.temperature});
 }
 
-static void losses_of_local(const Call *c, const Split *s) {
-  int64_t count = s->local.x.shape[0];
-  lce_losses_alone(c, &s->local, softmax_statistics_range(&s->all.softmax, c->backend->rank * count, count));
-}
-
 void lce_split_head(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   Memory *memory = &c->backend->memory;
@@ -104,7 +95,8 @@ void lce_split_head(const Call *c) {
     MemoryMark mark = memory_mark(memory);
     collectives_join(c->backend, 0); // the chunk before has its dx, and this one its tokens
     exponentials(c, &now, sampling);
-    losses_of_local(c, &now);
+    int64_t count = now.local.x.shape[0];
+    lce_losses_alone(c, &now.local, softmax_statistics_range(&k->softmax, c->backend->rank * count, count));
     if (c->backward) lce_losses(c, k);
     // What writes dweight comes before what adds to it. Later chunks' GEMMs overlap the collectives.
     if (sampling)

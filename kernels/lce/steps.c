@@ -83,8 +83,7 @@ void lce_exponentials(const Call *c, const Chunk *k) {
   lce_logits_exp(c->backend, lce_logits_exp_of(c, k));
 }
 
-// A dweight of W's dtype is written once, by the GEMM of its only chunk, and E then has the targets' part,
-// too.
+// A dweight of W's dtype is written once, by the GEMM of its only chunk, and E then has the targets' part.
 static bool targets_in_exps(const Call *c) {
   return tensor_exists(c->a->dweight) && c->a->dweight.dtype != DTYPE_F32;
 }
@@ -155,8 +154,7 @@ void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor target
   lce_target_gradient(c->backend, of_bias);
 }
 
-// The targets' rows of W and dW are touched for thousands of tokens at a time, before the first chunk and
-// after the last: that keeps a GPU busy where a chunk of a thousand takes almost as long.
+// Thousands of tokens at a time: a chunk of a thousand would take a GPU almost as long.
 void lce_add_all_targets(const Call *c, const Chunk *buffers) {
   enum { AT_ONCE = 16384 };
   const LinearCrossEntropy *a = c->a;
