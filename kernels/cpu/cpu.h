@@ -10,9 +10,9 @@
 
 // backend->state.
 typedef struct {
-  bool no_blas;                       // plain loops in place of CBLAS
-  struct CpuCollectives *collectives; // NULL while there is one rank
-  struct Deferred *queue;             // what is to be joined, oldest first
+  bool no_blas;           // plain loops in place of CBLAS
+  float *received;        // collectives.c: the other ranks' slices
+  struct Deferred *queue; // what is to be joined, oldest first
   int64_t queued, capacity;
 } CpuState;
 
