@@ -34,8 +34,7 @@ enum {
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
 // out[n] = token_weight[tokens[n]] + position_weight[position].   Llama and Qwen have only the first.
-// A position is n mod T or, where a sequence packs several documents, the place in its document:
-// positions[n].
+// A position is n mod T or, where a sequence packs documents, the place in its document: positions[n].
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
@@ -139,8 +138,7 @@ typedef struct {
   Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of
-// pre_activation.
+// dx (+)= dout W or, where the input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
   Tensor dx;     // fp32/bf16 [N, P]; may be strided or, with a gated activation, pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
@@ -163,8 +161,7 @@ typedef struct {
   Tensor workspace;
 } LinearBackwardWeight;
 
-// sum[m] (+)= alpha * sum_n coefficients[n] x[n, m], in a fixed order: a bias's gradient, label smoothing's
-// sums.
+// sum[m] (+)= alpha * sum_n coefficients[n] x[n, m], in a fixed order: for biases and label smoothing.
 typedef struct {
   Tensor sum;          // fp32 or bf16 [M]
   Tensor x;            // fp32/bf16 [N, M]; may be strided
@@ -222,8 +219,8 @@ typedef struct {
 
 // Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = the logsumexp.
 // Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum. With `documents` a token attends to
-// its own, of which documents[0, n] tokens lie before it and documents[1, n] after it: t - documents[0, n] <=
-// u <= t.
+// its own, of which documents[0, n] tokens lie before it (t - documents[0, n] <= u) and documents[1, n] after
+// it.
 typedef struct {
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T], row b holds head after head
@@ -367,11 +364,9 @@ typedef struct {
 //   R      = sum_j E[j], in fp32 before E is rounded
 //   exps   = E, with a soft-cap times du/dz                dx_raw = exps W
 // Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j]
-// and target_e = exp((u[target] - anchor) / T). A row whose target is IGNORE_INDEX has E and R 0, and an
-// infinite anchor.
+// and target_e = exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
 typedef struct {
-  // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may follow the last column, up to a
-  // multiple of 16 bytes.
+  // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; excludes a soft-cap
@@ -395,8 +390,7 @@ typedef struct {
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   SoftmaxStatistics softmax; // reads target_z; writes all but the scales
-  // fp32 [R * P C]: from each rank C anchors, C row sums and, where given, C each of e_distance, max and best
-  // (int32)
+  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, max and best (int32)
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
@@ -477,8 +471,7 @@ typedef struct {
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * scale_target[n] * x[n], in a fixed order; nothing for IGNORE_INDEX,
-// ELSEWHERE.
+// dweight[target[n]] += alpha * scale_target[n] * x[n], in a fixed order; targets below 0 add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C], or absent: 1
@@ -698,8 +691,7 @@ typedef struct {
   double (*event_seconds)(void *from, void *to);
   void (*event_destroy)(void *event);
   void (*range)(const char *name); // begins a range that a profiler shows (NVTX); NULL: ends the last one
-  // Bytes that the process (CPU: VmHWM) or the GPU holds by the system's count, now and at most since
-  // peak_reset.
+  // Bytes that the process or the GPU holds by the system's count, now and at most since peak_reset.
   size_t (*device_bytes_now)(Backend *);
   size_t (*device_bytes_peak)(Backend *);
   void (*device_peak_reset)(Backend *);
@@ -709,13 +701,11 @@ typedef struct {
 #undef MEMBER
 } BackendOps;
 
-// The scratch bytes of an operation, from shapes and dtypes alone, so that a plan needs no device. NULL:
-// none.
+// Scratch bytes of operations, from shapes and dtypes alone, so that a plan needs no device. NULL: none.
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
-  // Of LceSampledGradients.kept, for chunks of at most `rows`; 0: such tensors are not sampled. NULL: all
-  // are.
+  // Of LceSampledGradients.kept, for chunks up to `rows`; 0: such tensors are not sampled. NULL: all are.
   size_t (*lce_kept_bytes)(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
@@ -753,8 +743,8 @@ struct Backend {
 
 // The reference: fp32, OpenMP, CBLAS where it was found at build time unless no_blas is set.
 Backend *cpu_backend_create(bool no_blas);
-// The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL where none can be used;
-// *reason then says why (static text).
+// The fast one, on CUDA device `ordinal`; in bf16 or fp32. NULL where none can be used; *reason then says
+// why.
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // Connects the backend to a job's ranks (kernels/ranks/ranks.h), through MPI or NCCL; fails with a sentence
 // where it cannot. Call it on all ranks at once; with one rank it does nothing.

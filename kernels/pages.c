@@ -1,6 +1,5 @@
 // The host's memory: zero pages from mmap, which cost nothing until they are touched, so that VmRSS and VmHWM
-// show what a step used. Large blocks request huge pages: a walk down a column of logits misses the TLB
-// otherwise.
+// show what a step used. Large blocks request huge pages, against TLB misses.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>

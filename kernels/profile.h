@@ -30,8 +30,8 @@ typedef struct {
     int64_t calls;
     double seconds;     // of the compute stream, with its waits for other streams
     double own_seconds; // on streams of their own, concurrently; the CPU has none, and copies at copies_join
-    // Of GEMMs and attention (forward: its causal half, backward: 2.5 times that), as if no tile were dropped
-    // and packed documents were one.
+    // Of GEMMs and attention (forward: its causal half, backward: 2.5 times that), as without sampling and
+    // documents.
     double flops;
     double bytes; // read and written by what does few flops; collectives: of the larger tensor
   } groups[PROFILE_GROUP_COUNT];
@@ -42,8 +42,7 @@ typedef struct {
 void profile_begin(Backend *backend);
 void profile_end(Backend *backend);
 
-// What runs from here on. A step begins at PHASE_STEP and ends at PHASE_NONE; the phases after it are its
-// parts.
+// What runs from here on. A step begins at PHASE_STEP, has the phases after it, and ends at PHASE_NONE.
 enum { PHASE_NONE, PHASE_EVAL, PHASE_STEP, PHASE_FORWARD, PHASE_LOSS, PHASE_BACKWARD, PHASE_UPDATE };
 void profile_phase(Backend *backend, int phase);
 

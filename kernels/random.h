@@ -1,5 +1,4 @@
-// Random numbers as a function of (seed, stream, index) alone: the same in any thread, rank, run and on a
-// GPU.
+// Random numbers as a function of (seed, stream, index) alone: the same in any thread, rank, run and device.
 #pragma once
 
 #include <stdint.h>

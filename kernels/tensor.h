@@ -33,8 +33,7 @@ size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
 bool tensor_is_dense(Tensor t); // rows follow one another without a gap
 bool tensor_same_shape(Tensor a, Tensor b);
 
-// Views: rows or columns [first, first + count), the latter of the last axis; dense elements as one row, or
-// as [rows, columns].
+// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix.
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
 Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
 Tensor tensor_flat(Tensor t);

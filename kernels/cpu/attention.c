@@ -8,8 +8,7 @@
 // every query head that reads it. P = exp(S - lse) is recomputed, then
 //   dV += P^T dO,   dS = P * (dO V^T - delta),   dQ += dS K / sqrt(D),   dK += dS^T Q / sqrt(D),
 // with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread
-// owns a key/value head of a sequence, so nothing is shared and the sums have one order, whatever the number
-// of threads.
+// owns a key/value head of a sequence, so the sums have one order for any number of threads.
 #include <math.h>
 #include <string.h>
 
@@ -122,8 +121,7 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
           0);
 }
 
-// The new keys and values go into the cache, then every block of new queries walks the keys up to its
-// positions.
+// Stores the new keys and values, then every block of new queries walks the keys up to its positions.
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
   AttentionShape s = a->shape;
   int64_t kv_heads = s.num_key_value_heads;

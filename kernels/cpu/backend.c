@@ -1,5 +1,4 @@
-// The CPU backend: the system's figures of memory, the queue of what is asynchronous on a GPU, the
-// operations.
+// The CPU backend: the system's figures of memory, the queue of what is asynchronous, the operations.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>

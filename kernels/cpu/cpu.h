@@ -31,8 +31,7 @@ typedef struct {
 } CpuMatrix;
 
 // out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an
-// OpenMP region it runs on the calling thread alone: kernels multiply tiles that way, and use them while in
-// cache.
+// OpenMP region it runs on the calling thread alone: kernels multiply tiles that way.
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride);
 
@@ -42,8 +41,8 @@ void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alp
 void cpu_amax(Tensor amax, Tensor x);
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count; negative ids name
-// no row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys`: scratch for
-// `count` keys.
+// no row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch
+// [count].
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 

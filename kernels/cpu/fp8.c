@@ -1,5 +1,4 @@
-// FP8 by its definition: every element is rounded to its code, and matmuls multiply the codes' values in
-// fp32.
+// FP8 by its definition: every element is rounded to its code, and matmuls multiply their values in fp32.
 #include <float.h>
 #include <math.h>
 

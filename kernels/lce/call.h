@@ -102,8 +102,7 @@ void lce_end(const Call *c);
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
 // The part of the buffers that `rows` tokens need, without the tokens.
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
-// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all are
-// kept.
+// The call's tokens from `first` on, as many as the buffers hold; target logits and scales of all stay.
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);

@@ -10,8 +10,7 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// `weight` is rows [first, first + weight.shape[0]) of a head of vocab_size rows, split over ranks. {0}: all
-// rows.
+// `weight` is rows [first, first + weight.shape[0]) of a head's vocab_size, split over ranks. {0}: all.
 typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
@@ -55,8 +54,8 @@ typedef struct {
   Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs; // any of them
   Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  // fp32 [V, H], or absent, likewise. Of W's dtype, too, where it is written once: by one chunk, without
-  // sampling, label smoothing, shard or accumulate.
+  // fp32 [V, H], or absent, likewise: sums over chunks drift in bf16. Of W's dtype, too, where it is written
+  // once: by one chunk, without sampling, label smoothing, shard or accumulate.
   Tensor dweight;
   Tensor dbias;          // fp32 [V]; given when bias and dweight are
   Tensor x;              // fp32/bf16 [N, H]
@@ -75,9 +74,8 @@ typedef struct {
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
 // The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below,
-// reading W for each chunk is the bound); on a CPU a ninth, but at least 112; and at most 4096 (a GEMM gains
-// nothing more).
+// reading W for each chunk is the bound); on a CPU a ninth, but at least 112; and at most 4096.
 int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
-// The chunk used for at most `chunk` tokens: the fewest chunks, of nearly equal size, a multiple of 128 where
-// that is no more than `chunk`.
+// The chunk used where `chunk` is asked for: the fewest chunks, nearly equal, of a multiple of 128 if that
+// fits.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);

@@ -31,16 +31,15 @@ bool ranks_have_mpi(void);
 void ranks_broadcast(void *bytes, int count);
 
 // The watchdog ends the job after `seconds` without progress; 300 before the first call. A process that waits
-// for others (between ranks_enter and ranks_leave) is given a few seconds more, so that the one that hangs
-// reports first.
+// for others (between ranks_enter and ranks_leave) has a few seconds more: the one that hangs reports first.
 void ranks_set_timeout(double seconds);
 void ranks_alive(void);                  // progress, reported by whatever may take long
 void ranks_enter(const char *operation); // a literal; waits for other ranks or the device
 void ranks_leave(void);
 
 // What the watchdog queries about the device from its own thread, five times a second: an error as a sentence
-// (true); or false, and how far the device is in collectives that it has not finished (empty: it has finished
-// all). NULL: nothing.
+// (true); or false, and how far the device is in collectives that it has not finished (empty: it has). NULL:
+// nothing.
 typedef bool (*RanksDevice)(void *context, char *text, size_t size);
 void ranks_watch_device(RanksDevice device, void *context);
 

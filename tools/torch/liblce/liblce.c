@@ -257,8 +257,7 @@ static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype d
          remedy);
 }
 
-// The tensor has possible sizes and an address for them, and shares nothing that is written with those
-// `before` it.
+// The tensor has possible sizes and address, and shares nothing that is written with those `before` it.
 static void check_argument(const Argument *t, const Argument *before) {
   check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
   uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
@@ -372,8 +371,7 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
   return r;
 }
 
-// Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's
-// stream.
+// Fails at the first target neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
 static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
   enum { PART = 4096 };
   union {

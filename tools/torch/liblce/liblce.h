@@ -90,8 +90,7 @@ typedef struct {
   const void *targets;        // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights; // [V], or NULL
   const float *token_weights; // [N], or NULL: what each token's gradient is multiplied by
-  // [N], or NULL: adds these times the entropies to what is differentiated; with known_entropy, or
-  // materialized
+  // [N], or NULL: adds these times the entropies to the objective; with known_entropy, or materialized
   const float *entropy_weights;
   // What a call of the same x, weight, bias, targets, softcap and temperature put out: this one then makes
   // the gradients alone, without a sum of dweight over chunks. known_entropy comes with entropy_weights.
@@ -106,8 +105,7 @@ typedef struct {
   void *dx;      // fp32/bf16 [N, H], or NULL: not computed
   void *dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the forward pass alone
   float *dbias;  // [V]; there when bias and dweight are
-  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether
-  // predicted is y.
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, max v[j], whether predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
@@ -119,8 +117,7 @@ typedef struct {
 // and waits for the device.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
-// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is
-// fine.
+// Waits for the context's calls, and frees it and what it holds, not the tensors. NULL is fine.
 void lce_destroy(lce_context *context);
 
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a

@@ -7,8 +7,7 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E, so they serve one
-// call.
+// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E.
 typedef struct {
   Tensor exps;    // x's dtype [N, V]; may be strided, best by BackendScratch.logits_stride
   Tensor row_sum; // fp32 [N]
