@@ -274,12 +274,6 @@ static void check_argument(const Argument *t, const Argument *before) {
            t->name);
 }
 
-// What a call requests, without its targets, which come from `ids`.
-typedef struct {
-  LogProbGradients known; // without known_log_prob for its `call`, entropy_weights and kept
-  Tensor ids;
-} Request;
-
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
   bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0 || a->rows;
@@ -299,8 +293,9 @@ static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
               "materialized mode");
 }
 
-// The call, checked but for what the functions that run() calls check.
-static Request checked_request(const lce_args *a, const Backend *backend) {
+// The call, checked but for what the functions that run() calls check. Its targets are the caller's ids.
+// Without log_prob it is `call` alone, or with entropy_weights or kept.
+static LogProbGradients checked_request(const lce_args *a, const Backend *backend) {
   Dtype dtype = backend->dtype;
   if (!a) fail(CALL ": args must be there");
   check_size("tokens", a->tokens);
@@ -314,9 +309,8 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
-  Request r = {0};
-  LogProbGradients *known = &r.known;
-  LinearCrossEntropy *c = &known->call;
+  LogProbGradients r = {0};
+  LinearCrossEntropy *c = &r.call;
   *c = (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
                             .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
                             .terms = {.label_smoothing = a->label_smoothing,
@@ -335,16 +329,16 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c->x},
       {"weight", a->weight, rows_of_head, h, dtype, false, &c->weight},
-      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, &r.ids},
+      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, &c->targets},
       {"loss", a->loss, n, 0, DTYPE_F32, true, &c->loss},
       {"bias", a->bias, rows_of_head, 0, dtype, false, &c->bias},
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c->terms.class_weights},
       {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c->token_weights},
-      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &known->entropy_weights},
-      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &known->log_prob},
-      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &known->entropy},
-      {"exps", a->exps, n, stride, dtype, true, &known->kept.exps},
-      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &known->kept.row_sum},
+      {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &r.entropy_weights},
+      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &r.log_prob},
+      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &r.entropy},
+      {"exps", a->exps, n, stride, dtype, true, &r.kept.exps},
+      {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &r.kept.row_sum},
       {"dx", a->dx, n, h, dtype, true, &c->dx},
       {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c->dweight},
       {"dbias", a->dbias, rows_of_head, 0, DTYPE_F32, true, &c->dbias},
@@ -364,7 +358,7 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
     *t->tensor =
         t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
   }
-  if (a->exps) known->kept.exps = tensor_columns(known->kept.exps, 0, v);
+  if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);
   check_combination(a, c);
   check_bytes("the logits", a->materialized ? n : min_i64(c->chunk, n), v, DTYPE_F32,
               a->materialized ? "materialized = 0 holds a chunk of them" : "a smaller chunk holds less");
@@ -397,30 +391,31 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   call->dx = call->dweight = call->dbias = (Tensor){0};
 }
 
-static void run(Backend *backend, Request r) {
-  LinearCrossEntropy *a = &r.known.call;
+static void run(Backend *backend, LogProbGradients r) {
+  LinearCrossEntropy *a = &r.call;
+  Tensor ids = a->targets;
   int64_t vocab_size = a->shard.vocab_size ? a->shard.vocab_size : a->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
-  a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, r.ids.shape[0]);
-  read_targets(backend, (ReadTargets){.targets = a->targets, .ids = r.ids, .vocab_size = vocab_size});
+  a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
+  read_targets(backend, (ReadTargets){.targets = a->targets, .ids = ids, .vocab_size = vocab_size});
   if (a->scale == 0) drop_gradients(backend, a);
-  if (tensor_exists(r.known.log_prob))
-    log_prob_gradients(backend, r.known);
-  else if (tensor_exists(r.known.kept.exps))
-    keep_exponentials(backend, *a, r.known.kept);
-  else if (tensor_exists(r.known.entropy_weights))
-    materialized_with_entropies(backend, *a, r.known.entropy_weights);
+  if (tensor_exists(r.log_prob))
+    log_prob_gradients(backend, r);
+  else if (tensor_exists(r.kept.exps))
+    keep_exponentials(backend, *a, r.kept);
+  else if (tensor_exists(r.entropy_weights))
+    materialized_with_entropies(backend, *a, r.entropy_weights);
   else
     linear_cross_entropy(backend, *a);
   if (tensor_exists(a->loss))
-    read_targets(backend, (ReadTargets){.loss = a->loss, .ids = r.ids, .vocab_size = vocab_size});
+    read_targets(backend, (ReadTargets){.loss = a->loss, .ids = ids, .vocab_size = vocab_size});
   memory_pop_to(&backend->memory, mark);
 }
 
 // What the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(Backend *plan, Request r) {
-  Request checked = r;
-  if (r.known.call.scale == 0) checked.known.call.scale = 1; // checks the tensors of dropped gradients too
+static size_t planned_bytes(Backend *plan, LogProbGradients r) {
+  LogProbGradients checked = r;
+  if (r.call.scale == 0) checked.call.scale = 1; // checks the tensors of dropped gradients too
   run(plan, checked);
   ledger_reset_peak(&plan->memory.ledger);
   run(plan, r);
@@ -451,7 +446,7 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   ENTER(context);
   Backend *backend = context->backend;
-  const Request request = checked_request(args, backend);
+  const LogProbGradients request = checked_request(args, backend);
   size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
   if (bytes > backend->memory.stack_capacity) {
@@ -459,7 +454,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     memory_set_stack(&backend->memory, bytes);
   }
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
-    check_targets(backend, request.ids, args->vocab_size);
+    check_targets(backend, request.call.targets, args->vocab_size);
   run(backend, request);
   end(context);
   context->held_bytes = bytes;
