@@ -1,4 +1,4 @@
-// Errors: one sentence that says what is wrong, where, and what to do about it. What it quotes from files is escaped.
+// Errors: one sentence that says what is wrong, where, and what to do. What it quotes from files is escaped.
 #pragma once
 
 #include <stdbool.h>
@@ -6,26 +6,25 @@
 
 __BEGIN_DECLS
 
-// Prints "lce: <sentence>" to stderr and exits with status 1. Never returns.
+// Prints "lce: <sentence>" to stderr and exits with status 1.
 void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
 // Prints "lce: <sentence>" to stderr and continues: for what the user should know but need not fix.
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// From here on warn() prints nothing: for processes that would repeat what another one prints.
+// From here on warn() prints nothing: another process prints the same.
 void warn_mute(void);
 
-// Whether standard output has taken all that was printed so far, which is flushed; warns the first time that it has not.
+// Flushes standard output. False where it has not taken all that was printed; warns the first time.
 bool output_taken(void);
-// At exit the status is 1 where it has not, so that a full disk is not taken for success. Standard streams that were
-// closed are /dev/null from here on: no file that is opened later takes their place.
+// The exit status becomes 1 where it has not, so that a full disk is no success. Opens closed standard
+// streams as /dev/null, so that no other file takes their place.
 void output_check_at_exit(void);
 
 // Replaces what fail() does with the sentence; it must not return (tests longjmp). NULL restores the default.
 typedef void (*FailHandler)(const char *sentence);
 void fail_set_handler(FailHandler handler);
 
-// The same for the calling thread, called before the handler above: a library's calls catch their own failures in any
-// number of threads. Returns the thread's handler so far; NULL: none.
+// The same for the calling thread, called before the handler above. Returns the thread's handler so far.
 FailHandler fail_set_thread_handler(FailHandler handler);
 
 // Why something was refused, for callers that carry on without it.

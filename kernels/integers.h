@@ -1,4 +1,3 @@
-// Small functions of integers.
 #pragma once
 
 #include <stdbool.h>
@@ -29,8 +28,7 @@ static inline size_t bytes_from_gib(double gib) {
 
 typedef bool (*Fits)(const void *budget, int64_t count);
 
-// The largest count from 1 to `max` that fits, where all below one that fits do; 0: none. fits() is called about twice
-// log2 of the answer times.
+// The largest count from 1 to `max` that fits, where all below one that fits do; 0: none. Searches in halves.
 static inline int64_t largest_that_fits(Fits fits, const void *budget, int64_t max) {
   int64_t known = 0, above = 1;
   for (; above <= max && fits(budget, above); above *= 2) known = above;

@@ -1,6 +1,6 @@
-// The checked entry points: every operation checks here, once, that its tensors fit together, pushes the scratch that
-// the backend needs, and calls the backend. A backend therefore checks nothing, and a plan, whose operations are all
-// NULL, checks and counts exactly what a run does.
+// The entry points: every operation checks that its tensors fit together, pushes the backend's scratch, and
+// calls the backend. So backends check nothing, and a plan, whose operations are NULL, checks and counts what
+// a run does.
 #include "kernels/kernels.h"
 
 #include <float.h>
@@ -18,11 +18,12 @@
 
 // A field of an operation and the form it must have, in the notation of kernels.h:
 //
-//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields of a call: the first field's, or SIZE's
-//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields; "any [...]": any type, any shape
+//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields: the first field's, or SIZE's
+//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields
+//   "any [...]"      any type, any shape
 //   "... strided"    its rows may lie apart; without this word it is dense
-//   "... or absent"  it may be left out
-//   "absent: why"    it must be left out
+//   "... or absent"  it may be absent
+//   "absent: why"    it must be absent
 //
 // or what the fields before it leave to be refused: a sentence with up to five numbers.
 typedef struct {
@@ -132,7 +133,7 @@ static void check_fields(Op op, const Field *fields) {
   }
 }
 
-// --- what each operation needs: check_NAME of every operation, in the order of kernels.h --------------------
+// --- what each operation needs: check_NAME of every operation, in the order of kernels.h -------------------
 
 #define NEEDS(operation, Arguments, ...)                                                                     \
   static void check_##operation(Op op, Backend *backend, Arguments *a) {                                     \
@@ -160,7 +161,7 @@ NEEDS(embedding_backward, EmbeddingBackward, FIELD(dout, "T [N, H]"), FIELD(toke
 
 // --- normalisation -----------------------------------------------------------------------------------------
 
-// N rows of width W = M H, and their M heads (R of all rows); one that M H does not divide is no row of heads.
+// N rows of width W = M H, and their M heads (R of all rows).
 static int64_t heads_of(Tensor x, Tensor weight) {
   int64_t size = weight.shape[0];
   return size && x.shape[1] > size && x.shape[1] % size == 0 ? x.shape[1] / size : 1;
@@ -185,7 +186,8 @@ NEEDS(norm_backward, NormBackward, NORM_FIELDS, FIELD(dout, "T [N, W] strided"),
 // --- linear layers -----------------------------------------------------------------------------------------
 
 #define COLUMNS_OF(activation, count) ((is_gated(activation) ? 2 : 1) * (count))
-#define PRE_ACTIVATION                FIELD(pre_activation, a->activation ? "T [N, P]" : "absent: it is for an activation")
+
+#define PRE_ACTIVATION FIELD(pre_activation, a->activation ? "T [N, P]" : "absent: it is for an activation")
 
 NEEDS(linear_forward, LinearForward, FIELD(x, "T [N, I] strided"),
       FIELD(out, is_gated(a->activation) ? "T [N, O]" : "T|fp32 [N, O] strided"),
@@ -300,7 +302,7 @@ bool token_outputs_need_max(const TokenOutputs *o) {
   return tensor_exists(o->max_logit) || tensor_exists(o->predicted) || tensor_exists(o->correct);
 }
 
-// Vectors that are there have C elements, and those named in `needed` are there.
+// Given vectors have C elements, and those named in `needed` are given.
 #define ROW(field, needed)                                                                                   \
   NAMED(#field, a->softmax.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
 #define SOFTMAX(needed)                                                                                      \
@@ -410,9 +412,9 @@ NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 
 NEEDS(add_outer, AddOuter, FIELD(out, "fp32 [V, H]"), FIELD(rows, "fp32 [V] or absent"),
       FIELD(columns, "fp32 [H]"))
 
-// Row i of `few` and row rows[i] of `many` change places; vectors count as matrices of one column.
+// Row i of `few` and row indices[i] of `many` change places; vectors count as matrices of one column.
 #define MOVED(few, many)                                                                                     \
-  FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, a->few.shape[0]), FIELD(rows, "int32 [C]"),        \
+  FIELD(out, "any [...]"), FIELD(x, "any [...]"), SIZE(C, a->few.shape[0]), FIELD(indices, "int32 [C]"),     \
       REFUSE(a->few.dtype != a->many.dtype || a->few.rank != a->many.rank || a->few.rank > 2 ||              \
                  (a->few.rank == 2 && a->few.shape[1] != a->many.shape[1]),                                  \
              "the rows of out and x differ")
@@ -511,7 +513,7 @@ NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "
 #define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
 NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
-// --- the entry points ---------------------------------------------------------------------------------------
+// --- the entry points --------------------------------------------------------------------------------------
 
 // The watchdog reports where a rank waits for others.
 #define ENTRY(name, Arguments, group)                                                                        \

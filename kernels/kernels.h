@@ -1,20 +1,21 @@
-// The arithmetic: every operation of a transformer's training step, one interface for all backends. An operation takes one
-// struct of tensors and scalars, whose comments give types and shapes:
+// The arithmetic: every operation of a transformer's training step, one interface for all backends. An
+// operation takes one struct of tensors and scalars, whose comments give types and shapes:
 //
-//     norm_forward(backend, (NormForward){.out = normed, .rstd = rstd, .x = x, .weight = w, .epsilon = 1e-5f});
+//     norm_forward(backend, (NormForward){.out = y, .rstd = rstd, .x = x, .weight = w, .epsilon = 1e-5f});
 //
-// A tensor left out is absent (its data is NULL); only fields marked "or absent" may be. The checked entry point of an
-// operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the scratch that the
-// backend needs (the field `workspace`, which is not a caller's), then calls the backend. So the backends check nothing.
+// An absent tensor's data is NULL; only fields marked "or absent" may be absent. The entry point of an
+// operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
+// backend's scratch (`workspace`, which is not a caller's field), and calls the backend, which checks
+// nothing.
 //
-// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and statistics), plan (runs
-// nothing; the ledger counts). Calls are asynchronous in the order of one stream: only backend_to_host and
-// backend_synchronize wait. Results are bitwise repeatable on one machine and build.
+// Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
+// statistics), plan (runs nothing; the ledger counts). Calls are asynchronous in the order of one stream:
+// only backend_to_host and backend_synchronize wait. Results are bitwise repeatable on one machine and build.
 //
-// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate size, C rows of a
-// chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise; a tensor is dense unless it "may be
-// strided". Gradients of weights are written, or added to with `accumulate`; they may be fp32 where the operands are bf16.
-// Sums run in fp32 or wider everywhere.
+// Letters: N rows (tokens; N = B*T), B sequences, T positions, H hidden size, V vocabulary, F intermediate
+// size, C rows of a chunk. "fp32/bf16" is one of the two, the same within one call unless said otherwise; a
+// tensor is dense unless it "may be strided". Gradients of weights are written, or added to with
+// `accumulate`; they may be fp32 where the operands are bf16. Sums run in fp32 or wider.
 #pragma once
 
 #include "kernels/integers.h"
@@ -32,8 +33,8 @@ enum {
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
-// out[n] = token_weight[tokens[n]] + position_weight[position].   GPT-2 has both, Llama and Qwen only the first.
-// A token's position is n mod T or, where a sequence packs several documents, its place in its document: positions[n].
+// out[n] = token_weight[tokens[n]] + position_weight[position].   Llama and Qwen have only the first.
+// A position is n mod T or, where a sequence packs documents, the place in its document: positions[n].
 typedef struct {
   Tensor out;             // fp32/bf16 [N, H]
   Tensor tokens;          // int32 [N], each in [0, V)
@@ -43,8 +44,8 @@ typedef struct {
   int64_t seq_len;        // T, divides N
 } EmbeddingForward;
 
-// dtoken_weight[v] (+)= sum of dout[n] over n with tokens[n] = v;  dposition_weight[t] (+)= sum over n with position t.
-// Sorted, then summed segment by segment: no floating-point atomics. Without accumulate, rows that nothing names become 0.
+// dtoken_weight[v] (+)= sum of dout[n] with tokens[n] = v;  dposition_weight[t] (+)= sum of those at t.
+// Sorted, then summed segment by segment: no atomics. Without accumulate, rows that nothing names become 0.
 typedef struct {
   Tensor dtoken_weight;    // fp32 or bf16 [V, H]; absent: the positions' alone
   Tensor dposition_weight; // fp32 or bf16 [P, H], or absent
@@ -57,8 +58,8 @@ typedef struct {
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
-// The residual additions around the norms are done by the GEMMs before them (LinearForward.residual).
-// A row may hold M heads of H elements each, every one normalised on its own with the same weight (Qwen3's q and k).
+// The GEMM before a norm adds the residual (LinearForward.residual). A row may hold M heads of H elements,
+// each normalised on its own with the same weight (Qwen3's q and k).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
@@ -77,7 +78,7 @@ typedef struct {
 // With g = dout * weight and xhat = (x - mean) * rstd (mean 0 for NORM_RMS):
 //   dx (+)= rstd * (g - [mean(g)] - xhat * mean(g * xhat)),  mean(g) only for NORM_LAYER
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
-//   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that x ends with
+//   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that made x
 typedef struct {
   NormKind kind;
   Tensor dx; // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
@@ -104,8 +105,7 @@ static inline bool is_gated(Activation activation) {
   return activation == ACTIVATION_SWIGLU;
 }
 
-// out = activation(x). As a rule part of LinearForward, and its gradient of LinearBackwardInput; on its own where out was
-// not kept, and where amax is wanted.
+// out = activation(x). On its own where out was not kept or amax is wanted; else a part of LinearForward.
 typedef struct {
   Activation activation;
   Tensor out;  // fp32/bf16 [N, F]
@@ -123,10 +123,10 @@ typedef struct {
 } ActivationBackward;
 
 // --- linear layers -----------------------------------------------------------------------------------------
-// Three GEMMs. `in_out_layout` is the weight's: false is torch.nn.Linear's [out, in], true GPT-2's Conv1D [in, out].
+// Three GEMMs. `in_out_layout`: the weight is [in, out], as GPT-2's Conv1D, not torch.nn.Linear's [out, in].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if requested. P as the
-// activation has it; without one it is O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual where given.
+// P as the activation has it; without one it is O.
 typedef struct {
   Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
   Tensor x;      // fp32/bf16 [N, I]; may be strided
@@ -134,18 +134,18 @@ typedef struct {
   bool in_out_layout;
   Tensor bias; // fp32/bf16 [P], or absent
   Activation activation;
-  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation; receives pre, for the backward pass
+  Tensor pre_activation; // fp32/bf16 [N, P]; given with an activation; receives pre, for the backward
   Tensor residual;       // fp32/bf16 [N, O], or absent; may be out itself. Not together with pre_activation
 } LinearForward;
 
-// dx (+)= dout W or, where the layer's input is the activation of pre_activation, the gradient of pre_activation.
+// dx (+)= dout W or, where the input is the activation of pre_activation, the gradient of pre_activation.
 typedef struct {
   Tensor dx;     // fp32/bf16 [N, P]; may be strided or, with a gated activation, pre_activation itself
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
   Activation activation; // whose output the layer's input is; of I columns
-  Tensor pre_activation; // fp32/bf16 [N, P]; there with an activation
+  Tensor pre_activation; // fp32/bf16 [N, P]; given with an activation
   Tensor dactivation;    // fp32/bf16 [N, I] with a gated activation, else absent: scratch, may hold dout W
   bool accumulate;       // not together with pre_activation
 } LinearBackwardInput;
@@ -161,7 +161,7 @@ typedef struct {
   Tensor workspace;
 } LinearBackwardWeight;
 
-// sum[m] (+)= alpha * sum_n coefficients[n] x[n, m], in a fixed order: the gradient of a bias, and label smoothing's sums.
+// sum[m] (+)= alpha * sum_n coefficients[n] x[n, m], in a fixed order: for biases and label smoothing.
 typedef struct {
   Tensor sum;          // fp32 or bf16 [M]
   Tensor x;            // fp32/bf16 [N, M]; may be strided
@@ -217,10 +217,10 @@ typedef struct {
   bool inverse;
 } Rope;
 
-// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = logsumexp of that row. Never a
-// T x T matrix (Dao et al. 2022): tiles, running maximum and sum.
-// With `documents` the sum is over the token's own document, a run of tokens of one sequence: t - documents[0, n] <= u <= t.
-// A token has documents[0, n] of its own before it and documents[1, n] after it.
+// Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = the logsumexp.
+// Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum. With `documents` a token attends to
+// its own, of which documents[0, n] tokens lie before it (t - documents[0, n] <= u) and documents[1, n] after
+// it.
 typedef struct {
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T], row b holds head after head
@@ -242,8 +242,8 @@ typedef struct {
   Tensor workspace;
 } AttentionBackward;
 
-// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and values
-// the caches hold: position u of key/value head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
+// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and
+// values the caches hold: position u of head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
 // The new tokens' keys and values are stored at positions past .. past + S - 1, then
 //   out[b, s, h] = sum_{u <= past + s} softmax_u(q_s . k_u / sqrt(D)) v_u.
 typedef struct {
@@ -255,12 +255,11 @@ typedef struct {
 } AttentionDecode;
 
 // --- the loss ----------------------------------------------------------------------------------------------
-// One definition for every mode and backend. With z = x W^T + bias for a token, y its target:
+// One definition, PyTorch's, for every mode and backend. With z = x W^T + bias for a token, y its target:
 //
 //   u       = c tanh(z / c)  (soft-cap c; none: u = z)       v = u / T  (temperature T)
 //   p       = softmax(v)                                     lse = logsumexp(v)
-//   loss    = (1 - eps) w[y] (lse - v[y]) + eps / V sum_j w[j] (lse - v[j])   (class weights w, smoothing eps; as
-//             torch.nn.functional.cross_entropy)
+//   loss    = (1 - eps) w[y] (lse - v[y]) + eps / V sum_j w[j] (lse - v[j])   (class weights w, smoothing)
 //   z_loss  = lambda lse^2                                                    (PaLM; Chowdhery et al. 2022)
 //   entropy = lse - sum_j p[j] v[j]
 //
@@ -269,6 +268,7 @@ typedef struct {
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
+//
 
 typedef struct {
   float label_smoothing;   // eps, in [0, 1]
@@ -276,7 +276,7 @@ typedef struct {
   float softcap;           // c; 0 for none
   float temperature;       // T; 0 is read as 1
   Tensor class_weights;    // w: fp32 [V], or absent
-  Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; there when class_weights and label_smoothing are
+  Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; given when class_weights and label_smoothing are
 } LossTerms;
 
 // What a call can output for each token besides its loss: fp32 [N] each (predicted: int32), or absent.
@@ -293,9 +293,9 @@ typedef union {
   Tensor all[7];
 } TokenOutputs;
 
-bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is there
+bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is given
 
-// The materialized mode's one pass: logits become their own gradient in place, and loss and outputs are written.
+// The materialized mode's one pass: logits become their own gradient in place. Writes loss and outputs.
 typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
@@ -309,7 +309,7 @@ typedef struct {
   float alpha;
 } CrossEntropyInPlace;
 
-// factor[0] = 1 / sum of w[targets[n]] over the tokens that count, 0 when none does: what makes a sum their (weighted) mean.
+// factor[0] = 1 / sum of w[targets[n]] over the tokens that count, 0 when none does: makes a sum their mean.
 typedef struct {
   Tensor factor;        // fp32 [1]
   Tensor targets;       // int32 [N]
@@ -317,11 +317,11 @@ typedef struct {
 } LossFactor;
 
 // --- the fused LM head and loss ----------------------------------------------------------------------------
-// linear_cross_entropy.c puts these together and says why the arithmetic is anchored at the target. z, u and v are those of the
-// loss, above.
+// linear_cross_entropy.c combines these and says why the anchor is the target. z, u and v as above.
 
-// For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or for a vocabulary that is split
-// over ranks LceCombine, writes anchor, row_sum, target_e and, where they are there, e_distance, max and best; LceRowLosses the scales.
+// For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or
+// LceCombine for a vocabulary split over ranks, writes anchor, row_sum, target_e and, where given,
+// e_distance, max and best; LceRowLosses writes the scales.
 typedef union {
   struct {
     Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -337,19 +337,19 @@ typedef union {
   Tensor all[11];
 } SoftmaxStatistics;
 
-// Rows [first, first + count) of every vector that is there.
+// Rows [first, first + count) of every vector given.
 SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count);
 // How many vectors the ranks of a split vocabulary exchange (LceCombine.parts).
 int64_t lce_row_parts(const SoftmaxStatistics *softmax);
 
 // Each rank's part of a vocabulary that is split over ranks:
-//   out[n] = indices[n] - first where that lies in [0, count), ELSEWHERE where it does not; IGNORE_INDEX stays
+//   out[n] = indices[n] - first where that lies in [0, count), else ELSEWHERE; IGNORE_INDEX stays
 typedef struct {
   Tensor out, indices;  // int32 [N]; may be the same tensor
   int64_t first, count; // of the part's rows
 } ShardIndices;
 
-// target_z[n] = u of z = x[n] . W[targets[n]] + bias[targets[n]], in fp32; 0 where the target is ELSEWHERE or IGNORE_INDEX.
+// target_z[n] = u of z = x[n] . W[targets[n]] + bias[targets[n]], in fp32; 0 for ELSEWHERE and IGNORE_INDEX.
 typedef struct {
   Tensor target_z;  // fp32 [C]
   Tensor x, weight; // fp32/bf16 [C, H] and [V, H]
@@ -358,20 +358,20 @@ typedef struct {
   float softcap;    // c; 0 for none
 } LceTargetLogits;
 
-// z = x W^T + bias, u and T as above;  anchor a = u[target];  E[j] = exp((u[j] - a) / T) for j != target, E[target] = 0;  R =
-// sum_j E[j] in fp32 before E is rounded;  exps = E, with a soft-cap times du/dz;  dx_raw = exps W;  target_e = 1. Where R exceeds
-// LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j] and target_e = exp((u[target] -
-// anchor) / T). A row whose target is IGNORE_INDEX has E and R 0, and an infinite anchor. One whose target is ELSEWHERE has no
-// E[target] to leave out.
+// With z = x W^T + bias, u and T as above:
+//   a      = u[target], the anchor                         target_e = 1
+//   E[j]   = exp((u[j] - a) / T), j != target;  E[target] = 0, unless the target is ELSEWHERE
+//   R      = sum_j E[j], in fp32 before E is rounded
+//   exps   = E, with a soft-cap times du/dz                dx_raw = exps W
+// Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j]
+// and target_e = exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
 typedef struct {
-  // fp32/bf16 [C, V] (may be strided), or absent: forward only, nothing of width V is kept. Where rows are stored
-  // in pieces of 16 bytes, zeros may follow the last column, up to such a piece's end.
+  // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
-  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; with exps, and without a soft-cap
+  // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; excludes a soft-cap
   Tensor tile_sums;
-  SoftmaxStatistics
-      softmax; // reads target_z; writes anchor, row_sum, target_e; without tile_sums e_distance, max, best
+  SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, e_distance, max, best
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
@@ -380,61 +380,64 @@ typedef struct {
   Tensor workspace;
 } LceLogitsExp;
 
-// The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own anchor:
-//   a = max_r a_r;  row_sum = sum_r R_r exp((a_r - a) / T), in the order of the ranks;  target_e = exp((target_z - a) / T);
-//   rescale = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
-//   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T);  max, best: the largest, of the lowest rank
+// The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own
+// anchor a_r. In the order of the ranks:
+//   a          = max_r a_r                                 target_e = exp((target_z - a) / T)
+//   row_sum    = sum_r R_r exp((a_r - a) / T)
+//   rescale    = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
+//   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T)
+//   max, best  = the largest, of the lowest rank
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
-  SoftmaxStatistics softmax; // reads target_z; writes all that are there but the scales
-  // fp32 [R * P C]: from each rank C anchors, C row sums and, as far as rows has them, C each of e_distance, max and best (whose
-  // int32 bits are kept as they are)
+  SoftmaxStatistics softmax; // reads target_z; writes all but the scales
+  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, max and best (int32)
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
 } LceCombine;
 
-// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n], omega = (1 - eps) w[y] +
-// eps / V sum w, and smoothing_row S = sum_j w[j] W[j]:
-//   lse = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1;  sum_j w[j] v[j] = x . S / T
-//   scale_non_target  = s/T (omega + 2 lambda lse) / D  (multiplies E; times rescale, where that is there)
-//   scale_target  = s/T (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
-//                                                   (the target's own entry: p - 1 without the cancellation)
-//   scale_uniform = -s/T eps / V                    (multiplies S in dx, and w x in dweight)
-// With a bias b, sum_j w[j] v[j] has sum_j w[j] b[j] / T added. With a soft-cap scale_target is multiplied by du/dz of the target,
-// and there is no label smoothing.
-//   scaled_x      = scale_non_target * x
+// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n] / T, omega = (1 -
+// eps) w[y] + eps / V sum w, and smoothing_row S = sum_j w[j] W[j], smoothing_bias = sum_j w[j] b[j]:
+//   lse              = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1
+//   sum_j w[j] v[j]  = (x . S + smoothing_bias) / T
+//   scale_non_target = s (omega + 2 lambda lse) / D               multiplies E; times rescale, where given
+//   scale_target     = s (-(1 - eps) w[y] R / D + (eps / V sum w + 2 lambda lse) target_e / D)
+//                                                the target's own entry: p - 1 without the cancellation
+//   scale_uniform    = -s eps / V                                 multiplies S in dx, and w x in dweight
+//   scaled_x         = scale_non_target * x
+// With a soft-cap scale_target is multiplied by du/dz of the target, and there is no label smoothing.
 typedef struct {
-  Tensor loss;          // fp32 [C], or absent where scaled_x is there
+  Tensor loss;          // fp32 [C], or absent where scaled_x is given
   TokenOutputs outputs; // any; entropy needs softmax.e_distance, the last three softmax.max and softmax.best
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
-  // fp32/bf16 [C, V], may be strided, or absent: E[target] = scale_target / scale_non_target, the targets' part of E^T scaled_x
+  // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target
   Tensor exps;
-  SoftmaxStatistics
-      softmax;           // reads the first eight; writes the scales, scale_uniform with label smoothing alone
-  Tensor x, targets;     // fp32/bf16 [C, H]; int32 [C]
-  Tensor token_weights;  // fp32 [C], or absent
-  Tensor factor;         // fp32 [1], or absent; alpha comes later, through the GEMMs
-  Tensor smoothing_row;  // fp32 [H]; there when terms.label_smoothing is
-  Tensor smoothing_bias; // fp32 [1], or absent: sum_j w[j] b[j]
+  SoftmaxStatistics softmax; // reads the first eight; writes the scales (scale_uniform: with label smoothing)
+  Tensor x, targets;         // fp32/bf16 [C, H]; int32 [C]
+  Tensor token_weights;      // fp32 [C], or absent
+  Tensor factor;             // fp32 [1], or absent; alpha comes later, through the GEMMs
+  Tensor smoothing_row;      // fp32 [H]; given when terms.label_smoothing is
+  Tensor smoothing_bias;     // fp32 [1], or absent: sum_j w[j] b[j]
   LossTerms terms;
   int64_t vocab_size;
 } LceRowLosses;
 
-// Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of LCE_TILE_ROWS
-// rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass is its sum of probabilities,
+// Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of
+// LCE_TILE_ROWS rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass
+// is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)
-// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on (by at most a factor
-// of sqrt(2)), and then multiplied by 1 / q; else it is dropped. A NaN keeps its tile, a mass of 0 drops it. With S the E that results,
-//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry lies outside of E and is always added)
+// It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on (by at most
+// a factor of sqrt(2)), and then multiplied by 1 / q; else it is dropped. A NaN keeps its tile, a mass of 0
+// drops it. With S the E that results,
+//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry is always added apart)
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
-// The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device. Let u be the upper 32 bits of
-// random_bits(seed, stream, b), as a fraction, and S(t) = u + q[b, 0] + ... + q[b, t]: tile t is kept where S passes a whole
-// number. What E holds afterwards is unspecified.
+// The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device: with u the
+// upper 32 bits of random_bits(seed, stream, b) as a fraction and S(t) = u + q[b, 0] + ... + q[b, t], tile t
+// is kept where S passes a whole number. What E holds afterwards is unspecified.
 //
-// A call takes the chunks of its tokens one after the other. A backend may keep tiles of several chunks in `kept` and add
-// them to dweight together: only after a chunk with `flush` is dweight complete.
+// A call takes its chunks in turn. A backend may keep tiles of several chunks in `kept` and add them
+// together: dweight is complete only after a chunk with `flush`.
 enum { LCE_TILE_ROWS = 128, LCE_TILE_COLUMNS = 192 };
 
 typedef struct {
@@ -444,7 +447,7 @@ typedef struct {
   Tensor stats;     // fp32 [3]
   Tensor exps;      // fp32/bf16 [C, V], may be strided: as LceLogitsExp left it, with zeros that may follow
   Tensor tile_sums; // fp32 [C, B], from LceLogitsExp
-  SoftmaxStatistics softmax; // reads row_sum, target_e, and rescale where it is there
+  SoftmaxStatistics softmax; // reads row_sum, target_e, and rescale where given
   Tensor weight;             // fp32/bf16 [V, H]
   Tensor scaled_x;           // fp32/bf16 [C, H]
   float full_mass;           // above 0: the mass from which a tile is always kept
@@ -457,8 +460,8 @@ typedef struct {
   Tensor workspace;
 } LceSampledGradients;
 
-// dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over dx_raw.
-// Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
+// dx = alpha (scale_non_target dx_raw + scale_target W[target] + scale_uniform smoothing_row), in place over
+// dx_raw. Without the second term where the target is ELSEWHERE; 0 where it is IGNORE_INDEX.
 typedef struct {
   Tensor dx;                 // [C, H], holds dx_raw
   SoftmaxStatistics softmax; // reads the scales
@@ -468,7 +471,7 @@ typedef struct {
   float alpha;
 } LceInputGradient;
 
-// dweight[target[n]] += alpha * scale_target[n] * x[n], deterministically; IGNORE_INDEX and ELSEWHERE add nothing.
+// dweight[target[n]] += alpha * scale_target[n] * x[n], in a fixed order; targets below 0 add nothing.
 typedef struct {
   Tensor dweight;      // fp32 or bf16 [V, H]
   Tensor scale_target; // fp32 [C], or absent: 1
@@ -485,10 +488,11 @@ typedef struct {
   float alpha;
 } AddOuter;
 
-// out[i] = x[rows[i]] for i < C (gather);  out[rows[i]] = x[i], rows distinct (scatter). 32 or 16 bits each.
+// out[i] = x[indices[i]] for i < C (gather);  out[indices[i]] = x[i], all distinct (scatter). 16 or 32 bits
+//                                             each.
 typedef struct {
   Tensor out, x;
-  Tensor rows; // int32 [C]
+  Tensor indices; // int32 [C]
 } MoveRows;
 
 // --- the optimizer -----------------------------------------------------------------------------------------
@@ -497,9 +501,9 @@ typedef struct {
 // With g = grad * grad_scale[0]:
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
-// in fp32, on `master` if it is there (weight then receives the rounded copy), else on weight itself. Where a
-// bf16 element is the only copy (weight without master, bf16 moments) it is rounded stochastically, by bits
-// that depend on (seed, step, first + index) alone.
+// in fp32, on `master` where given (weight then receives the rounded copy), else on weight itself. Where a
+// bf16 element is the only copy (no master, bf16 moments) it is rounded stochastically, by bits of (seed,
+// step, first + index) alone.
 //
 // Muon (Jordan et al. 2024; torch.optim.Muon) is nesterov, orthogonalize (below) and sgd:
 //   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
@@ -556,20 +560,19 @@ typedef struct {
 
 // With R ranks, x of n elements:
 //   all_reduce        out [n] = the sum of all ranks' x; out may be x itself
-//   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice of x
+//   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice
 //   all_gather        out [n R] = the ranks' x one after the other; x may be out's slice r
 //   broadcast_rank_0  out [n] = rank 0's x
 // All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
 typedef struct {
   Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast_rank_0: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
-  // It runs concurrently with the operations that follow, which must leave out and x alone until collectives_join.
-  bool async;
+  bool async; // it overlaps the operations that follow; they leave out and x alone until collectives_join
 } Collective;
 
-// copy_in: out = x, where out lies in the device's memory and x was reserved with memory_reserve_host; copy_out: the other
-// way. A copy begins when the operations that were called before it are done. It runs concurrently with the operations that
-// follow, which must leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
+// copy_in: out = x, with out in the device's memory and x reserved with memory_reserve_host; copy_out: the
+// other way. A copy begins when the operations before it are done, and overlaps those that follow, which must
+// leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
 typedef struct {
   Tensor out, x;  // of one type and size, dense
   bool after_out; // copy_in alone: it begins when the copies out before it are done, too
@@ -577,61 +580,62 @@ typedef struct {
 
 // --- the operations ----------------------------------------------------------------------------------------
 
-// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need scratch. Entry points,
-// tables of backends and of the profile come from here. Beside each: the functions of the backends, which macros name.
+// Every operation once: X(name, its struct, its group in a profile), or S(...) where a backend may need
+// scratch. Entry points and the tables of backends and profile come from here. cpu_NAME and cuda_NAME
+// implement NAME.
 // clang-format off
 #define OPERATIONS(X, S) \
-  X(embedding_forward, EmbeddingForward, EMBEDDING)              /* cpu_embedding_forward cuda_embedding_forward */ \
-  S(embedding_backward, EmbeddingBackward, EMBEDDING)            /* cpu_embedding_backward cuda_embedding_backward */ \
-  X(norm_forward, NormForward, ELEMENTWISE)                      /* cpu_norm_forward cuda_norm_forward */ \
-  S(norm_backward, NormBackward, ELEMENTWISE)                    /* cpu_norm_backward cuda_norm_backward */ \
-  X(linear_forward, LinearForward, GEMMS)                        /* cpu_linear_forward cuda_linear_forward */ \
-  X(linear_backward_input, LinearBackwardInput, GEMMS)           /* cpu_linear_backward_input cuda_linear_backward_input */ \
-  S(linear_backward_weight, LinearBackwardWeight, GEMMS)         /* cpu_linear_backward_weight cuda_linear_backward_weight */ \
-  S(sum_columns, SumColumns, ELEMENTWISE)                        /* cpu_sum_columns cuda_sum_columns */ \
-  X(quantize, Quantize, QUANTIZING)                              /* cpu_quantize cuda_quantize */ \
-  S(matmul_fp8, MatmulFp8, GEMMS)                                /* cpu_matmul_fp8 cuda_matmul_fp8 */ \
-  X(activation_forward, ActivationForward, ELEMENTWISE)          /* cpu_activation_forward cuda_activation_forward */ \
-  X(activation_backward, ActivationBackward, ELEMENTWISE)        /* cpu_activation_backward cuda_activation_backward */ \
-  X(rope, Rope, ELEMENTWISE)                                     /* cpu_rope cuda_rope */ \
-  S(attention_forward, AttentionForward, ATTENTION_FORWARD)      /* cpu_attention_forward cuda_attention_forward */ \
-  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD)   /* cpu_attention_backward cuda_attention_backward */ \
-  X(attention_decode, AttentionDecode, ATTENTION_FORWARD)        /* cpu_attention_decode cuda_attention_decode */ \
-  X(shard_indices, ShardIndices, EMBEDDING)                      /* cpu_shard_indices cuda_shard_indices */ \
-  X(lce_target_logits, LceTargetLogits, HEAD_LOSS)               /* cpu_lce_target_logits cuda_lce_target_logits */ \
-  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS)                     /* cpu_lce_logits_exp cuda_lce_logits_exp */ \
-  X(lce_combine, LceCombine, HEAD_LOSS)                          /* cpu_lce_combine cuda_lce_combine */ \
-  X(lce_row_losses, LceRowLosses, HEAD_LOSS)                                /* cpu_lce_row_losses cuda_lce_row_losses */ \
-  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS)       /* cpu_lce_sampled_gradients cuda_lce_sampled_gradients */ \
-  X(lce_input_gradient, LceInputGradient, HEAD_LOSS)             /* cpu_lce_input_gradient cuda_lce_input_gradient */ \
-  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS)           /* cpu_lce_target_gradient cuda_lce_target_gradient */ \
-  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS)      /* cpu_cross_entropy_in_place cuda_cross_entropy_in_place */ \
-  X(loss_factor, LossFactor, HEAD_LOSS)                          /* cpu_loss_factor cuda_loss_factor */ \
-  X(add_outer, AddOuter, HEAD_LOSS)                              /* cpu_add_outer cuda_add_outer */ \
-  X(gather_rows, MoveRows, HEAD_LOSS)                            /* cpu_gather_rows cuda_gather_rows */ \
-  X(scatter_rows, MoveRows, HEAD_LOSS)                           /* cpu_scatter_rows cuda_scatter_rows */ \
-  X(adamw, Update, OPTIMIZER)                                    /* cpu_adamw cuda_adamw */ \
-  X(nesterov, Update, OPTIMIZER)                                 /* cpu_nesterov cuda_nesterov */ \
-  S(frobenius_normalize, FrobeniusNormalize, OPTIMIZER)                             /* cpu_frobenius_normalize cuda_frobenius_normalize */ \
-  X(batched_gemm, BatchedGemm, OPTIMIZER)                          /* cpu_batched_gemm cuda_batched_gemm */ \
-  X(sgd, Update, OPTIMIZER)                                  /* cpu_sgd cuda_sgd */ \
-  S(sum_elements, SumElements, OPTIMIZER)                     /* cpu_sum_elements cuda_sum_elements */ \
-  X(clip_scale, ClipScale, OPTIMIZER)                            /* cpu_clip_scale cuda_clip_scale */ \
-  X(fill_zero, Tensor, ELEMENTWISE)                              /* cpu_fill_zero cuda_fill_zero */ \
-  X(all_reduce, Collective, COMMUNICATION)                       /* cpu_all_reduce cuda_all_reduce */ \
-  X(reduce_scatter, Collective, COMMUNICATION)                   /* cpu_reduce_scatter cuda_reduce_scatter */ \
-  X(all_gather, Collective, COMMUNICATION)                       /* cpu_all_gather cuda_all_gather */ \
-  X(broadcast_rank_0, Collective, COMMUNICATION)          /* cpu_broadcast_rank_0 cuda_broadcast_rank_0 */ \
-  X(copy_in, Copy, COPIES)                                       /* cpu_copy_in cuda_copy_in */ \
-  X(copy_out, Copy, COPIES)                                      /* cpu_copy_out cuda_copy_out */ \
+  X(embedding_forward, EmbeddingForward, EMBEDDING) \
+  S(embedding_backward, EmbeddingBackward, EMBEDDING) \
+  X(norm_forward, NormForward, ELEMENTWISE) \
+  S(norm_backward, NormBackward, ELEMENTWISE) \
+  X(linear_forward, LinearForward, GEMMS) \
+  X(linear_backward_input, LinearBackwardInput, GEMMS) \
+  S(linear_backward_weight, LinearBackwardWeight, GEMMS) \
+  S(sum_columns, SumColumns, ELEMENTWISE) \
+  X(quantize, Quantize, QUANTIZING) \
+  S(matmul_fp8, MatmulFp8, GEMMS) \
+  X(activation_forward, ActivationForward, ELEMENTWISE) \
+  X(activation_backward, ActivationBackward, ELEMENTWISE) \
+  X(rope, Rope, ELEMENTWISE) \
+  S(attention_forward, AttentionForward, ATTENTION_FORWARD) \
+  S(attention_backward, AttentionBackward, ATTENTION_BACKWARD) \
+  X(attention_decode, AttentionDecode, ATTENTION_FORWARD) \
+  X(shard_indices, ShardIndices, EMBEDDING) \
+  X(lce_target_logits, LceTargetLogits, HEAD_LOSS) \
+  S(lce_logits_exp, LceLogitsExp, HEAD_LOSS) \
+  X(lce_combine, LceCombine, HEAD_LOSS) \
+  X(lce_row_losses, LceRowLosses, HEAD_LOSS) \
+  S(lce_sampled_gradients, LceSampledGradients, HEAD_LOSS) \
+  X(lce_input_gradient, LceInputGradient, HEAD_LOSS) \
+  S(lce_target_gradient, LceTargetGradient, HEAD_LOSS) \
+  X(cross_entropy_in_place, CrossEntropyInPlace, HEAD_LOSS) \
+  X(loss_factor, LossFactor, HEAD_LOSS) \
+  X(add_outer, AddOuter, HEAD_LOSS) \
+  X(gather_rows, MoveRows, HEAD_LOSS) \
+  X(scatter_rows, MoveRows, HEAD_LOSS) \
+  X(adamw, Update, OPTIMIZER) \
+  X(nesterov, Update, OPTIMIZER) \
+  S(frobenius_normalize, FrobeniusNormalize, OPTIMIZER) \
+  X(batched_gemm, BatchedGemm, OPTIMIZER) \
+  X(sgd, Update, OPTIMIZER) \
+  S(sum_elements, SumElements, OPTIMIZER) \
+  X(clip_scale, ClipScale, OPTIMIZER) \
+  X(fill_zero, Tensor, ELEMENTWISE) \
+  X(all_reduce, Collective, COMMUNICATION) \
+  X(reduce_scatter, Collective, COMMUNICATION) \
+  X(all_gather, Collective, COMMUNICATION) \
+  X(broadcast_rank_0, Collective, COMMUNICATION) \
+  X(copy_in, Copy, COPIES) \
+  X(copy_out, Copy, COPIES) \
   TORCH_OPERATIONS(X, S)
 
 // What tools/torch alone calls; kernels/torch_operations.h defines the structs.
 #define TORCH_OPERATIONS(X, S) \
-  X(lce_gradient_factors, LceGradientFactors, HEAD_LOSS)         /* cpu_lce_gradient_factors cuda_lce_gradient_factors */ \
-  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS)           /* cpu_lce_logits_gradient cuda_lce_logits_gradient */ \
-  X(read_targets, ReadTargets, HEAD_LOSS)                        /* cpu_read_targets cuda_read_targets */ \
-  X(scale_by, ScaleBy, HEAD_LOSS)                                /* cpu_scale_by cuda_scale_by */
+  X(lce_gradient_factors, LceGradientFactors, HEAD_LOSS) \
+  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS) \
+  X(read_targets, ReadTargets, HEAD_LOSS) \
+  X(scale_by, ScaleBy, HEAD_LOSS)
 // clang-format on
 typedef struct LceGradientFactors LceGradientFactors;
 typedef struct LceLogitsGradient LceLogitsGradient;
@@ -646,8 +650,8 @@ typedef struct ScaleBy ScaleBy;
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 
-// x = scale NS(x) of each matrix, by frobenius_normalize and batched_gemm (newton_schulz.c): all singular values become about `scale`. There
-// are `count` of each kind, all kinds of one shape.
+// x = scale NS(x) of each matrix (newton_schulz.c): all singular values become about `scale`. There are
+// `count` of each kind, all kinds of one shape.
 void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale);
 
 // What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
@@ -656,14 +660,13 @@ void collectives_join(Backend *backend, int64_t behind);
 // What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
-// Copies of dense tensors between the host and the backend's memory. `host` may change when to_device returns; to_host waits
-// for everything before it.
+// Copies of dense tensors. `host` may change when to_device returns; to_host waits for everything before it.
 void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
 
-// For callers with a stream of their own (a cudaStream_t of the backend's device; NULL: the device's default one).
-// Operations after backend_follow wait for what the stream holds by then, and what the stream is given after
+// For callers with a stream of their own (a cudaStream_t of the backend's device; NULL: the default one).
+// Operations after backend_follow wait for what the stream holds by then, and what it is given after
 // backend_precede waits for the operations before it: on the device, not the host. The CPU has no streams.
 void backend_follow(Backend *backend, void *stream);
 void backend_precede(Backend *backend, void *stream);
@@ -682,14 +685,13 @@ typedef struct {
   void (*synchronize)(Backend *);
   void (*follow)(Backend *, void *stream);
   void (*precede)(Backend *, void *stream);
-  // For profile.c; all NULL where the host computes, whose clock then serves. The time at which a stream has done what it
-  // holds is kept in *event (NULL: a new one); false where there is no such stream. event_seconds waits.
+  // For profile.c; all NULL on the CPU, whose clock serves. *event (NULL: a new one) keeps the time at which
+  // a stream has done what it holds; false where there is no such stream. event_seconds waits.
   bool (*event_record)(Backend *, void **event, StreamKind stream);
   double (*event_seconds)(void *from, void *to);
   void (*event_destroy)(void *event);
   void (*range)(const char *name); // begins a range that a profiler shows (NVTX); NULL: ends the last one
-  // What the system, not the ledger, says about memory: bytes the process (CPU: VmHWM) or the device (GPU)
-  // holds now, and at most since peak_reset.
+  // Bytes that the process or the GPU holds by the system's count, now and at most since peak_reset.
   size_t (*device_bytes_now)(Backend *);
   size_t (*device_bytes_peak)(Backend *);
   void (*device_peak_reset)(Backend *);
@@ -699,13 +701,11 @@ typedef struct {
 #undef MEMBER
 } BackendOps;
 
-// The scratch bytes that an operation needs, from its shapes and dtypes alone, so that a plan can count for a device that is
-// not there. NULL members need none.
+// Scratch bytes of operations, from shapes and dtypes alone, so that a plan needs no device. NULL: none.
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
-  // Of LceSampledGradients.kept, where chunks have at most C rows; 0: tensors like these are not sampled. NULL: all are, and
-  // need none.
+  // Of LceSampledGradients.kept, for chunks up to `rows`; 0: such tensors are not sampled. NULL: all are.
   size_t (*lce_kept_bytes)(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
@@ -743,18 +743,17 @@ struct Backend {
 
 // The reference: fp32, OpenMP, CBLAS where it was found at build time unless no_blas is set.
 Backend *cpu_backend_create(bool no_blas);
-// The fast one, on CUDA device `ordinal`; dtype is DTYPE_BF16 or DTYPE_F32. NULL when there is no usable
-// device or the program was built without CUDA; *reason then says why (a literal or static text).
+// The fast one, on CUDA device `ordinal`; in bf16 or fp32. NULL where none can be used; *reason then says
+// why.
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
-// Makes the backend this process's part of a job of several ranks (kernels/ranks/ranks.h), through MPI or NCCL. Call
-// it on all ranks at once; with one rank it does nothing. Fails in a sentence when the ranks cannot be connected.
+// Connects the backend to a job's ranks (kernels/ranks/ranks.h), through MPI or NCCL; fails with a sentence
+// where it cannot. Call it on all ranks at once; with one rank it does nothing.
 void cpu_backend_join_ranks(Backend *backend);
 void cuda_backend_join_ranks(Backend *backend);
 // Runs nothing and counts what the given kind of device would need.
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
-// Releases the memory and everything else.
 void backend_destroy(Backend *backend);
-// What creates a backend begins and ends with these: one of one rank, with `state_bytes` of zeros as its state. Where a
+// What creates a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. Where a
 // failure between them is caught, backend_abandon destroys what this thread has begun.
 Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes);
 Backend *backend_finish(Backend *backend);

@@ -4,16 +4,17 @@
 
 #include "kernels/lce/loss_row.h"
 
-// `scale` multiplies the gradient of loss and z-loss, `of_entropy` that of the entropy.
+// `scale` multiplies the gradient of loss and z-loss, `entropy_scale` that of the entropy.
 typedef struct {
   LossReal lse, per_p, per_distance, at_target;
 } TokenFactors;
 
 LOSS_ROW TokenFactors token_factors(LossReal target_v, LossReal nll, LossReal entropy, LossReal class_weight,
-                                    LossReal z_loss, LossReal scale, LossReal of_entropy) {
-  LossReal lse = target_v + nll, of_all = 2 * z_loss * lse, p = exp(-nll);
-  return (TokenFactors){lse, scale * (class_weight + of_all) - of_entropy * entropy, -of_entropy,
-                        scale * (class_weight * expm1(-nll) + of_all * p) - of_entropy * p * (entropy - nll)};
+                                    LossReal z_loss, LossReal scale, LossReal entropy_scale) {
+  LossReal lse = target_v + nll, p_scale = 2 * z_loss * lse, p = exp(-nll);
+  return (TokenFactors){lse, scale * (class_weight + p_scale) - entropy_scale * entropy, -entropy_scale,
+                        scale * (class_weight * expm1(-nll) + p_scale * p) -
+                            entropy_scale * p * (entropy - nll)};
 }
 
 // log(R + target_e), where target_e / (R + target_e) = p[y].

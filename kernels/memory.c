@@ -59,7 +59,6 @@ static void ledger_add(Ledger *ledger, const MemoryBlock *block, bool on_stack) 
   ledger_event(ledger, block->name);
 }
 
-// Of the stack; what is reserved stays.
 static void ledger_remove(Ledger *ledger, const MemoryBlock *block) {
   ledger->now[block->category] -= block->bytes;
   ledger->total -= block->bytes;
@@ -82,7 +81,6 @@ Memory memory_create(const MemorySource *source) {
   return memory;
 }
 
-// NULL where there are not so many within the limit.
 static void *source_allocate(const Memory *memory, size_t bytes) {
   size_t used = memory->ledger.total - memory->ledger.stack + memory->stack_capacity;
   if (memory->limit && (used > memory->limit || bytes > memory->limit - used)) return NULL;

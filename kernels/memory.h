@@ -1,12 +1,10 @@
 // Memory with names.
 //
 // What lives as long as the program (weights, gradients, optimizer state, tables) is reserved once. What
-// lives within a step (activations, logits chunks, workspaces) is pushed on and popped off one stack, in the
-// order in which forward and backward need it; the stack is a single allocation whose size the plan has found
-// out. Every reservation and every push has a name and a category, so the ledger always knows who holds how
-// many bytes, the high-water mark, and the timeline of a step.
-//
-// What is offloaded is reserved in the host's memory, which the ledger counts apart.
+// lives within a step (activations, logits chunks, workspaces) is pushed on and popped off one stack, a
+// single allocation whose size the plan finds. Every reservation and push has a name and a category, so the
+// ledger knows who holds how many bytes, the high-water mark, and the timeline of a step. It counts what is
+// offloaded to the host's memory apart.
 //
 // On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
 // the same stream order, so nothing has to wait.
@@ -38,11 +36,11 @@ const char *memory_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min
 enum { MEMORY_ALIGNMENT = 256 };
 size_t memory_padded(size_t bytes);
 
-// Where bytes come from. A plan has no source: its addresses only count.
+// Where bytes come from. A plan has no source.
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
   void (*release)(void *context, void *data, size_t bytes);
-  // The same of the host, at addresses that the device can access too. NULL: where the device's own come from.
+  // The same of the host, at addresses that the device can access too. NULL: as the device's own.
   void *(*allocate_host)(void *context, size_t bytes);
   void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
@@ -97,22 +95,19 @@ typedef struct Memory {
   int64_t pushed_count, pushed_capacity;
 } Memory;
 
-// What the program's user can do when memory runs out, which ends the sentence: "a smaller chunk needs less". Of all memories.
+// What the user can do when any memory runs out, which ends the sentence: "a smaller chunk needs less".
 void memory_set_advice(const char *advice);
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
 Memory memory_create(const MemorySource *source);
-// Gives everything back to the source. Tensors made from this memory are dead afterwards.
 void memory_destroy(Memory *memory);
 
-// Zeroed bytes that stay until memory_destroy. Names must outlive the memory (literals).
-// When the source has no more, the program fails with a sentence that says who holds what.
+// Zeroed bytes that stay until memory_destroy, on the device or the host. Names must outlive the memory. When
+// the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
-// The same in the host's memory.
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 
-// Makes (or remakes) the stack; it must be empty. Where the memory is not there, it fails and the stack keeps its size. A
-// plan's stack is boundless and needs no call.
+// Makes (or remakes) the empty stack; where it fails the stack keeps its size. A plan's is boundless without.
 void memory_set_stack(Memory *memory, size_t capacity);
 
 // A dense tensor on top of the stack, uninitialised. Fails with a sentence when the stack is full.

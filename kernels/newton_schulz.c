@@ -1,6 +1,7 @@
-// Newton-Schulz: the nearest matrix whose singular values are all equal, nearly, by GEMMs alone (Jordan et al. 2024). Five steps
-// of an odd polynomial, a s + b s^3 + c s^5, bring singular values from anywhere in (0, 1] to between 0.7 and 1.2; with
-// A = y y^T it is (a + b A + c A A) y. Where x has more rows than columns the same is done to its transpose: A = y^T y.
+// Newton-Schulz: the nearest matrix whose singular values are all equal, nearly, by GEMMs alone (Jordan et
+// al. 2024). Five steps of an odd polynomial, a s + b s^3 + c s^5, bring singular values from anywhere in (0,
+// 1] to between 0.7 and 1.2; with A = y y^T it is (a + b A + c A A) y. Where x has more rows than columns the
+// same is done to its transpose: A = y^T y.
 #include "kernels/kernels.h"
 
 static Matrices push_matrices(Backend *backend, Dtype dtype, int64_t count, int64_t rows, int64_t columns) {

@@ -1,6 +1,5 @@
-// The host's memory: zero pages from mmap, which cost nothing until they are touched, so that VmRSS and VmHWM show what a step
-// used. Large blocks lie on 2 MiB boundaries and request huge pages: a row of logits is half a megabyte long, and a walk
-// down its columns would otherwise miss the TLB at every step.
+// The host's memory: zero pages from mmap, which cost nothing until they are touched, so that VmRSS and VmHWM
+// show what a step used. Large blocks request huge pages, against TLB misses.
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>

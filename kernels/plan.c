@@ -1,6 +1,5 @@
-// The plan: a backend that runs nothing. The entry points check the same shapes and push the same scratch
-// as for any backend, onto a memory that only counts, so one training step through it gives what that step would need,
-// to the byte, for a device that need not be there.
+// The plan: a backend that runs nothing. The entry points check and push as for any backend, onto a memory
+// that only counts: a training step through it gives what the step needs, to the byte.
 #include <stdio.h>
 
 #include "kernels/kernels.h"

@@ -1,6 +1,6 @@
-// A table of operations that calls the backend's own between two events. Events are recorded, not waited for, and read at
-// profile_collect. An operation on a stream of its own has a third event there: it begins when the compute stream gets to
-// the call and its own stream has done what it was given before.
+// A table of operations that calls the backend's own between two events, which profile_collect reads. An
+// operation on a stream of its own has a third event there: it begins when the compute stream gets to the
+// call and its own stream has done what it was given before.
 #include "kernels/profile.h"
 
 #include <math.h>
@@ -146,8 +146,8 @@ static const BackendOps *enter(Backend *backend, int op, const void *arguments) 
   p->records = host_grow(p->records, p->count, &p->capacity, sizeof *p->records, "the profile");
   memset(p->records + old, 0, (size_t)(p->capacity - old) * sizeof *p->records);
   Record *r = &p->records[p->count++];
-  bool of_loss = p->phase == PHASE_LOSS && operations[op].group < PROFILE_COMMUNICATION;
-  r->op = op, r->group = of_loss ? PROFILE_HEAD_LOSS : operations[op].group, r->stream = STREAM_COMPUTE;
+  bool in_loss = p->phase == PHASE_LOSS && operations[op].group < PROFILE_COMMUNICATION;
+  r->op = op, r->group = in_loss ? PROFILE_HEAD_LOSS : operations[op].group, r->stream = STREAM_COMPUTE;
   r->amount = amount_of(op, arguments);
   mark(backend, r, BEGIN, STREAM_COMPUTE);
   return p->wrapped;

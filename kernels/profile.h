@@ -1,10 +1,10 @@
-// Where the time of a step goes: every operation runs between two events on its stream (on the CPU: readings of the clock).
+// Where the time of a step goes: every operation runs between two events on its stream (CPU: clock readings).
 #pragma once
 
 #include "kernels/kernels.h"
 
-// What operations are summed by: the third column of OPERATIONS. LM head + loss is all that runs in PHASE_LOSS, the GEMMs
-// too, except for communication and copies. Idle is the compute stream between operations.
+// The third column of OPERATIONS. LM head + loss is all that runs in PHASE_LOSS but communication and copies;
+// idle the compute stream between operations.
 #define PROFILE_GROUPS(X)                                                                                    \
   X(GEMMS, "GEMMs")                                                                                          \
   X(ATTENTION_FORWARD, "attention forward")                                                                  \
@@ -28,22 +28,21 @@ typedef struct {
   struct {
     const char *name;
     int64_t calls;
-    // Of the compute stream; what runs on other streams of a GPU counts while the compute stream waits for it.
-    double seconds;
+    double seconds;     // of the compute stream, with its waits for other streams
     double own_seconds; // on streams of their own, concurrently; the CPU has none, and copies at copies_join
-    // Of GEMMs and attention, whose forward pass counts its causal half and whose backward pass counts 2.5 times that;
-    // sampled gradients count as if no tile were dropped, packed documents as if they were one.
+    // Of GEMMs and attention (forward: its causal half, backward: 2.5 times that), as without sampling and
+    // documents.
     double flops;
     double bytes; // read and written by what does few flops; collectives: of the larger tensor
   } groups[PROFILE_GROUP_COUNT];
 } ProfileTotals;
 
-// Replaces the backend's table of operations by one that times them, until profile_end, which backend_destroy calls.
-// The functions below do nothing without. Where there is NVTX steps, phases and operations are ranges of it.
+// Replaces the backend's table of operations by one that times them, until profile_end (backend_destroy calls
+// it). The functions below do nothing without. Steps, phases and operations become NVTX ranges.
 void profile_begin(Backend *backend);
 void profile_end(Backend *backend);
 
-// What runs from here on. A step begins at PHASE_STEP and ends at PHASE_NONE; the phases after it are parts of a step.
+// What runs from here on. A step begins at PHASE_STEP, has the phases after it, and ends at PHASE_NONE.
 enum { PHASE_NONE, PHASE_EVAL, PHASE_STEP, PHASE_FORWARD, PHASE_LOSS, PHASE_BACKWARD, PHASE_UPDATE };
 void profile_phase(Backend *backend, int phase);
 

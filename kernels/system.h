@@ -8,12 +8,10 @@ __BEGIN_DECLS
 
 double now_seconds(void); // monotonic
 
-// A figure of the system's, in bytes: in /proc/self/status or /proc/meminfo a line such as "VmHWM:   12345 kB"; 0 when there
-// is none.
+// A line such as "VmHWM:   12345 kB" of /proc/self/status or /proc/meminfo, in bytes; 0 when there is none.
 size_t system_bytes(const char *path, const char *field);
 
-// memcpy with all threads where that pays: one thread alone neither saturates the memory's bandwidth nor handles the
-// page faults of a mapped file or of fresh memory fast enough.
+// memcpy with all threads where it is large: one alone saturates neither the memory nor its page faults.
 void copy_bytes(void *to, const void *from, size_t bytes);
 
 __END_DECLS

@@ -80,13 +80,11 @@ Tensor tensor_reshape_2d(Tensor t, int64_t rows, int64_t columns) {
 }
 
 TensorText tensor_text(Tensor t) {
-  TensorText out;
-  if (!tensor_exists(t)) {
-    strcpy(out.text, "absent");
-    return out;
-  }
-  snprintf(out.text, sizeof out.text, t.rank == 1 ? "%s [%lld]" : "%s [%lld, %lld]", dtype_name(t.dtype),
-           (long long)t.shape[0], (long long)t.shape[1]);
+  TensorText out = {"absent"};
+  const char *format = t.rank == 1 ? "%s [%lld]" : "%s [%lld, %lld]";
+  if (tensor_exists(t))
+    snprintf(out.text, sizeof out.text, format, dtype_name(t.dtype), (long long)t.shape[0],
+             (long long)t.shape[1]);
   return out;
 }
 

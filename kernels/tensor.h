@@ -33,14 +33,13 @@ size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
 bool tensor_is_dense(Tensor t); // rows follow one another without a gap
 bool tensor_same_shape(Tensor a, Tensor b);
 
-// Views. Rows [first, first + count) of the first axis; columns [first, first + count) of the last axis (the
-// stride stays); the same dense elements as one row, or as [rows, columns].
+// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix.
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
 Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
 Tensor tensor_flat(Tensor t);
 Tensor tensor_reshape_2d(Tensor t, int64_t rows, int64_t columns);
 
-// "bf16 [4096, 128256]" or "absent", for messages. The text is part of the returned value.
+// "bf16 [4096, 128256]" or "absent", for messages.
 typedef struct {
   char text[96];
 } TensorText;
@@ -50,8 +49,8 @@ TensorText tensor_text(Tensor t);
 uint16_t bf16_from_f32(float value);
 float bf16_to_f32(uint16_t bits);
 
-// e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to nearest
-// even, saturates at E4M3_MAX, and keeps NaN a NaN (0x7F); there is no infinity.
+// e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to
+// nearest even, saturates at E4M3_MAX, and keeps NaN a NaN (0x7F); there is no infinity.
 #define E4M3_MAX 448.0f
 uint8_t e4m3_from_f32(float value);
 float e4m3_to_f32(uint8_t code);

@@ -4,16 +4,14 @@
 
 #include "kernels/kernels.h"
 
-// What makes the gradients of a token's logits, from its log p[y] and, with entropy_weights, its entropy,
-// both of an earlier forward pass. With nll = -log p[y], s = alpha factor[0] token_weights[n] / T and t =
-// alpha factor[0] entropy_weights[n] / T:
-//   lse          = v[y] + nll
-//   per_p        = s (w[y] + 2 lambda lse) - t entropy
+// What makes the gradients of a token's logits, from log_prob = log p[y] and entropy of an earlier forward
+// pass. With nll = -log_prob, s = alpha factor[0] token_weights[n] / T and t = alpha factor[0]
+// entropy_weights[n] / T:
+//   lse          = v[y] + nll, or with row_sum log(R + target_e), where target_e = p[y] (R + target_e)
+//   per_p        = s (w[y] + 2 lambda (v[y] + nll)) - t entropy
 //   per_distance = -t
-//   at_target    = s (w[y] (p[y] - 1) + 2 lambda lse p[y]) - t p[y] (entropy - nll),  p[y] - 1 = expm1(-nll)
-// with a soft-cap times du/dz of the target; and 0, with an lse of 0, where the target is IGNORE_INDEX. With
-// row_sum, lse alone is instead log(R + target_e), relative to the anchor, where target_e = p[y] (R +
-// target_e).
+//   at_target    = s (w[y] expm1(-nll) + 2 lambda (v[y] + nll) p[y]) - t p[y] (entropy - nll)
+// with a soft-cap times du/dz of the target; all 0 where the target is IGNORE_INDEX.
 typedef union {
   struct {
     Tensor lse, per_p, per_distance, at_target; // fp32 [N]
@@ -25,7 +23,7 @@ struct LceGradientFactors {
   GradientFactors factors;               // written
   Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
   Tensor row_sum;                        // fp32 [N], as LceLogitsExp leaves it with E, or absent
-  Tensor entropy;                        // fp32 [N]; there when entropy_weights are
+  Tensor entropy;                        // fp32 [N]; given when entropy_weights are
   Tensor targets;                        // int32 [N], each in [0, V) or IGNORE_INDEX
   Tensor token_weights, entropy_weights; // fp32 [N], or absent
   Tensor factor;                         // fp32 [1], or absent
@@ -34,9 +32,9 @@ struct LceGradientFactors {
   float alpha;
 };
 
-// The gradient of the logits that some of W's rows make, each entry final as soon as its logit is there:
-//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n]),  v = u / T of z = x[n] . W[j] +
-//                   bias[j];  at_target[n] at j = targets[n];  0 where that is IGNORE_INDEX
+// The gradient of the logits of some of W's rows, each entry final as soon as its logit is there:
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n])
+//                   at_target[n] at j = targets[n];  0 for IGNORE_INDEX
 // Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
 // E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
 struct LceLogitsGradient {
@@ -55,9 +53,8 @@ struct ScaleBy {
   Tensor factor; // fp32 [1], or absent: 1
 };
 
-// Token ids from outside, as the layer takes them: targets[n] = ids[n] where that is in [0, V), else
-// IGNORE_INDEX. And once the losses are written: loss[n] = NaN where ids[n] is neither, so that the mistake
-// shows in every sum.
+// A caller's token ids: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX. And once the losses
+// are written: loss[n] = NaN where ids[n] is neither, so that the mistake shows in every sum.
 struct ReadTargets {
   Tensor targets; // int32 [N], or absent
   Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone

@@ -26,7 +26,7 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
     Norm norm = final_norm(&p, stream, none);
     Tensor picked = memory_push_2d(&backend->memory, "rows to predict from", MEMORY_ACTIVATIONS,
                                    backend->dtype, indices.shape[0], model->config.hidden_size);
-    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .rows = indices});
+    gather_rows(backend, (MoveRows){.out = picked, .x = norm.out.x, .indices = indices});
     linear_forward(backend, (LinearForward){.out = logits, .x = picked, .weight = model->head.value});
   }
   pass_end(&p);

@@ -29,7 +29,7 @@ static Tensor push_counted(Backend *backend, Tensor t, int64_t counted) {
 static void scatter(Backend *backend, Tensor out, Tensor x, Tensor indices) {
   if (!tensor_exists(out)) return;
   fill_zero(backend, out);
-  scatter_rows(backend, (MoveRows){.out = out, .x = x, .rows = indices});
+  scatter_rows(backend, (MoveRows){.out = out, .x = x, .indices = indices});
 }
 
 void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor indices, int64_t counted) {
@@ -53,8 +53,8 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   few.loss = push_counted(backend, a.loss, counted);
   for (int i = 0; i < OUTPUTS; i++) few.outputs.all[i] = push_counted(backend, a.outputs.all[i], counted);
   plan_all_tokens(backend, a);
-  gather_rows(backend, (MoveRows){.out = few.x, .x = a.x, .rows = indices});
-  gather_rows(backend, (MoveRows){.out = few.targets, .x = a.targets, .rows = indices});
+  gather_rows(backend, (MoveRows){.out = few.x, .x = a.x, .indices = indices});
+  gather_rows(backend, (MoveRows){.out = few.targets, .x = a.targets, .indices = indices});
   linear_cross_entropy(backend, few);
   scatter(backend, a.dx, few.dx, indices);
   scatter(backend, a.loss, few.loss, indices);

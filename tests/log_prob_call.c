@@ -6,21 +6,8 @@ Tensor entropy_weights_of(Harness *h, const ReferenceLoss *r) {
 
 LogProbGradients log_prob_call(Harness *h, LinearCrossEntropy *a, Tensor entropy_weights, bool kept) {
   int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
-  LogProbGradients g = {.dx = a->dx,
-                        .dweight = a->dweight,
-                        .dbias = a->dbias,
-                        .x = a->x,
-                        .weight = a->weight,
-                        .bias = a->bias,
-                        .targets = a->targets,
-                        .log_prob = poisoned_vector(h, DTYPE_F32, rows),
-                        .token_weights = a->token_weights,
-                        .entropy_weights = entropy_weights,
-                        .terms = a->terms,
-                        .chunk = a->chunk,
-                        .scale = a->scale,
-                        .mean = a->mean,
-                        .accumulate = a->accumulate};
+  LogProbGradients g = {
+      .call = *a, .log_prob = poisoned_vector(h, DTYPE_F32, rows), .entropy_weights = entropy_weights};
   if (tensor_exists(entropy_weights)) g.entropy = poisoned_vector(h, DTYPE_F32, rows);
   LinearCrossEntropy forward = *a;
   forward.outputs = (TokenOutputs){.log_prob = g.log_prob, .entropy = g.entropy};

@@ -7,8 +7,8 @@
 // Backward, for a key/value head: walk its key tiles, and for each the query tiles from the diagonal on, of
 // every query head that reads it. P = exp(S - lse) is recomputed, then
 //   dV += P^T dO,   dS = P * (dO V^T - delta),   dQ += dS K / sqrt(D),   dK += dS^T Q / sqrt(D),
-// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread owns a key/value
-// head of a sequence, so nothing is shared and the sums have one order, whatever the number of threads.
+// with delta = rowsum(dO * O). Tiles whose keys lie before the queries' documents are skipped. One thread
+// owns a key/value head of a sequence, so the sums have one order for any number of threads.
 #include <math.h>
 #include <string.h>
 
@@ -17,18 +17,18 @@
 
 enum { TILE = 64 };
 
-// Where one head's rows lie: row t starts at data + t * stride.
+// One head's rows: row t starts at data + t * stride.
 typedef struct {
   float *data;
   int64_t stride;
-} Rows;
+} Strided;
 
 // From token `first` of sequence b on.
-static Rows head_rows(Tensor t, AttentionShape s, int64_t b, int64_t head, int64_t first) {
-  return (Rows){.data = cpu_row(t, b * s.seq_len + first) + head * s.head_dim, .stride = t.stride};
+static Strided head_of(Tensor t, AttentionShape s, int64_t b, int64_t head, int64_t first) {
+  return (Strided){.data = cpu_row(t, b * s.seq_len + first) + head * s.head_dim, .stride = t.stride};
 }
 
-static CpuMatrix matrix(Rows rows, bool transposed) {
+static CpuMatrix matrix(Strided rows, bool transposed) {
   return (CpuMatrix){.data = rows.data, .stride = rows.stride, .transposed = transposed};
 }
 
@@ -41,8 +41,8 @@ static int64_t first_visible(Tensor documents, AttentionShape s, int64_t b, int6
   return tensor_exists(documents) ? t - ((const int32_t *)documents.data)[b * s.seq_len + t] : 0;
 }
 
-// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees, whose first visible key
-// is `visible`; first == end: none.
+// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees, whose
+// first visible key is `visible`; first == end: none.
 typedef struct {
   int64_t first, end;
 } Visible;
@@ -57,10 +57,11 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// Of all sequences, keys and values: a key/value head's row u lies at data + b of_sequence + head of_head + u of_row.
+// Of all sequences, keys and values: a key/value head's row u lies at data + b sequence_stride + head
+// head_stride + u row_stride.
 typedef struct {
   float *keys, *values;
-  int64_t of_sequence, of_head, of_row;
+  int64_t sequence_stride, head_stride, row_stride;
 } KeyValues;
 
 // The queries of one head from `first` on, up to TILE; query t is at position past + t.
@@ -69,14 +70,14 @@ static void forward_block(const Backend *backend, const AttentionForward *a, Key
   AttentionShape s = a->shape;
   float scores[TILE][TILE], maximum[TILE], sum[TILE], scale = 1.0f / sqrtf((float)s.head_dim);
   int64_t queries = min_i64(TILE, s.seq_len - first), end = past + first + queries;
-  int64_t offset = b * kv.of_sequence + h / (s.num_heads / s.num_key_value_heads) * kv.of_head;
-  Rows q = head_rows(a->qkv, s, b, h, first), out = head_rows(a->out, s, b, h, first);
+  int64_t offset = b * kv.sequence_stride + h / (s.num_heads / s.num_key_value_heads) * kv.head_stride;
+  Strided q = head_of(a->qkv, s, b, h, first), out = head_of(a->out, s, b, h, first);
   for (int64_t i = 0; i < queries; i++) maximum[i] = -INFINITY, sum[i] = 0.0f;
   int64_t start = first_visible(a->documents, s, b, first) / TILE * TILE;
   for (int64_t first_key = start; first_key < end; first_key += TILE) {
-    int64_t keys = min_i64(TILE, end - first_key), at = offset + first_key * kv.of_row;
+    int64_t keys = min_i64(TILE, end - first_key), at = offset + first_key * kv.row_stride;
     cpu_gemm(backend, queries, keys, s.head_dim, scale, matrix(q, false),
-             matrix((Rows){kv.keys + at, kv.of_row}, true), false, &scores[0][0], TILE);
+             matrix((Strided){kv.keys + at, kv.row_stride}, true), false, &scores[0][0], TILE);
     for (int64_t i = 0; i < queries; i++) {
       int64_t visible = first_visible(a->documents, s, b, first + i);
       Visible v = visible_keys(visible, past + first + i, first_key, keys);
@@ -92,7 +93,8 @@ static void forward_block(const Backend *backend, const AttentionForward *a, Key
       EACH_SIMD (d, s.head_dim) row[d] *= shrink;
     }
     cpu_gemm(backend, queries, s.head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-             matrix((Rows){kv.values + at, kv.of_row}, false), first_key > start, out.data, out.stride);
+             matrix((Strided){kv.values + at, kv.row_stride}, false), first_key > start, out.data,
+             out.stride);
   }
   for (int64_t i = 0; i < queries; i++) {
     float *row = out.data + i * out.stride, factor = 1.0f / sum[i];
@@ -119,7 +121,7 @@ void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
           0);
 }
 
-// The new keys and values go into the cache, then every block of new queries walks the keys up to its positions.
+// Stores the new keys and values, then every block of new queries walks the keys up to its positions.
 void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
   AttentionShape s = a->shape;
   int64_t kv_heads = s.num_key_value_heads;
@@ -146,12 +148,12 @@ static void backward_tile(const Backend *backend, const AttentionBackward *a, in
   int64_t queries = min_i64(TILE, s.seq_len - first_query), keys = min_i64(TILE, s.seq_len - first_key);
   int64_t key_head = s.num_heads + h / (s.num_heads / s.num_key_value_heads),
           value_head = key_head + s.num_key_value_heads;
-  CpuMatrix q = matrix(head_rows(a->qkv, s, b, h, first_query), false),
-            dout = matrix(head_rows(a->dout, s, b, h, first_query), false);
-  Rows k = head_rows(a->qkv, s, b, key_head, first_key), v = head_rows(a->qkv, s, b, value_head, first_key);
-  Rows dk = head_rows(a->dqkv, s, b, key_head, first_key),
-       dv = head_rows(a->dqkv, s, b, value_head, first_key);
-  Rows dq = head_rows(a->dqkv, s, b, h, first_query), out = head_rows(a->out, s, b, h, first_query);
+  CpuMatrix q = matrix(head_of(a->qkv, s, b, h, first_query), false),
+            dout = matrix(head_of(a->dout, s, b, h, first_query), false);
+  Strided k = head_of(a->qkv, s, b, key_head, first_key), v = head_of(a->qkv, s, b, value_head, first_key);
+  Strided dk = head_of(a->dqkv, s, b, key_head, first_key),
+          dv = head_of(a->dqkv, s, b, value_head, first_key);
+  Strided dq = head_of(a->dqkv, s, b, h, first_query), out = head_of(a->out, s, b, h, first_query);
   const float *lse = cpu_row(a->lse, b) + h * s.seq_len + first_query;
   cpu_gemm(backend, queries, keys, s.head_dim, scale, q, matrix(k, true), false, &p[0][0], TILE);
   cpu_gemm(backend, queries, keys, s.head_dim, 1.0f, dout, matrix(v, true), false, &ds[0][0], TILE);

@@ -1,5 +1,4 @@
-// The CPU backend: what the system reports about its memory, the queue of what is asynchronous on a GPU, and the table of
-// operations.
+// The CPU backend: the system's figures of memory, the queue of what is asynchronous, the operations.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,7 +52,7 @@ static void destroy(Backend *backend) {
   free(((CpuState *)backend->state)->queue);
 }
 
-// --- what is asynchronous on a GPU: copies, collectives and some updates -------------------------------------
+// --- what is asynchronous on a GPU: copies, collectives and some updates -----------------------------------
 
 void cpu_defer(Backend *backend, Deferred deferred) {
   CpuState *state = backend->state;
@@ -99,7 +98,7 @@ void cpu_copies_join(Backend *backend, int64_t in, int64_t out) {
   cpu_join(backend, STREAM_COPY_IN, in, STREAM_COPY_OUT, out);
 }
 
-// --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere --------
+// --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere -----
 
 static size_t embedding_backward_bytes(const EmbeddingBackward *a) {
   return (size_t)a->dout.shape[0] * sizeof(uint64_t); // sort keys
@@ -113,7 +112,7 @@ static size_t sum_elements_bytes(const SumElements *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
-// Rows start on a cache line. Their length is no multiple of 4096 bytes: a column would fall into few cache sets.
+// Rows start on a cache line, and are no multiple of 4096 bytes: a column would fall into few cache sets.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
   return (ceil_div(vocab_size, line) | 1) * line;

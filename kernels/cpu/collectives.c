@@ -1,9 +1,9 @@
 // Collectives over the processes that mpirun started.
 //
-// MPI's own reductions may add in any order, and in a different one from call to call. Here a sum over R ranks is
-// an all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
-// double, and rounds once; an all-gather returns the result. Each element is summed at one place, so all ranks
-// always get the same bits; 2 (R - 1) / R of the tensor leaves each rank, as in a ring.
+// MPI's own reductions may add in a different order from call to call. Here a sum over R ranks is an
+// all-to-all and a loop: rank r receives slice r of every rank, adds the slices in the order of the ranks, in
+// double, and rounds once; an all-gather returns the result. So all ranks get the same bits; 2 (R - 1) / R of
+// the tensor leaves each rank, as in a ring.
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,17 +29,6 @@ static void copy_or_add(const Collective *a) {
 
 enum { SLICE = 1 << 16 }; // elements that a rank sums at a time: what it receives stays in the cache
 
-struct CpuCollectives {
-  int rank, ranks;
-  int *counts, *offsets, *received_offsets; // [ranks] each, of MPI_Alltoallv
-  float *received;                          // [ranks * SLICE]
-};
-
-// NULL while there is one rank.
-static struct CpuCollectives *collectives_of(const Backend *backend) {
-  return ((const CpuState *)backend->state)->collectives;
-}
-
 static void check(int error, const char *operation) {
   if (error == MPI_SUCCESS) return;
   char text[MPI_MAX_ERROR_STRING] = "";
@@ -54,26 +43,33 @@ static void require_words(const Collective *a) {
          tensor_text(a->x).text);
 }
 
+// NULL while there is one rank, and where a caller has collectives of its own.
+static float *received(const Backend *backend) {
+  return ((const CpuState *)backend->state)->received;
+}
+
 // out [count] (+)= the sum over r of received[r], in that order.
-static void sum(const struct CpuCollectives *c, int count, bool accumulate, float *out) {
+static void sum(const Backend *backend, int count, bool accumulate, float *out) {
+  const float *parts = received(backend);
   EACH_PARALLEL (i, count) {
     double total = accumulate ? out[i] : 0.0;
-    for (int r = 0; r < c->ranks; r++) total += c->received[r * count + i];
+    for (int r = 0; r < backend->ranks; r++) total += parts[r * count + i];
     out[i] = (float)total;
   }
 }
 
 // out [slice] (+)= the sum over all ranks of this rank's slice of x [ranks, slice].
-static void sum_of_slices(const struct CpuCollectives *c, const float *x, int64_t slice, bool accumulate,
+static void sum_of_slices(const Backend *backend, const float *x, int64_t slice, bool accumulate,
                           float *out) {
+  int ranks = backend->ranks, counts[ranks], offsets[ranks], received_offsets[ranks];
   for (int64_t first = 0; first < slice; first += SLICE) {
     int count = (int)min_i64(SLICE, slice - first);
-    for (int r = 0; r < c->ranks; r++)
-      c->counts[r] = count, c->offsets[r] = (int)(r * slice + first), c->received_offsets[r] = r * count;
-    check(MPI_Alltoallv(x, c->counts, c->offsets, MPI_FLOAT, c->received, c->counts, c->received_offsets,
-                        MPI_FLOAT, MPI_COMM_WORLD),
+    for (int r = 0; r < ranks; r++)
+      counts[r] = count, offsets[r] = (int)(r * slice + first), received_offsets[r] = r * count;
+    check(MPI_Alltoallv(x, counts, offsets, MPI_FLOAT, received(backend), counts, received_offsets, MPI_FLOAT,
+                        MPI_COMM_WORLD),
           "MPI_Alltoallv");
-    sum(c, count, accumulate, out + first);
+    sum(backend, count, accumulate, out + first);
     ranks_alive();
   }
 }
@@ -85,21 +81,21 @@ static void gather_in_place(float *out, int64_t count) {
 
 // By whole slices; what is left over is fewer than the ranks, and each sums all of it.
 static void all_reduce_ranks(Backend *backend, const Deferred *d) {
-  const struct CpuCollectives *c = collectives_of(backend);
   const float *x = d->collective.x.data;
   float *out = d->collective.out.data;
-  int64_t total = tensor_count(d->collective.x), slice = total / c->ranks, whole = slice * c->ranks;
-  sum_of_slices(c, x, slice, false, out + c->rank * slice);
+  int64_t total = tensor_count(d->collective.x), slice = total / backend->ranks;
+  int64_t whole = slice * backend->ranks;
+  sum_of_slices(backend, x, slice, false, out + backend->rank * slice);
   gather_in_place(out, slice);
   int rest = (int)(total - whole);
-  check(MPI_Allgather(x + whole, rest, MPI_FLOAT, c->received, rest, MPI_FLOAT, MPI_COMM_WORLD),
+  check(MPI_Allgather(x + whole, rest, MPI_FLOAT, received(backend), rest, MPI_FLOAT, MPI_COMM_WORLD),
         "MPI_Allgather");
-  sum(c, rest, false, out + whole);
+  sum(backend, rest, false, out + whole);
 }
 
 static void reduce_scatter_ranks(Backend *backend, const Deferred *d) {
   const Collective *a = &d->collective;
-  sum_of_slices(collectives_of(backend), a->x.data, tensor_count(a->out), a->accumulate, a->out.data);
+  sum_of_slices(backend, a->x.data, tensor_count(a->out), a->accumulate, a->out.data);
 }
 
 static void all_gather_ranks(Backend *backend, const Deferred *d) {
@@ -109,7 +105,7 @@ static void all_gather_ranks(Backend *backend, const Deferred *d) {
   gather_in_place(a->out.data, tensor_count(a->x));
 }
 
-static void broadcast_ranks(Backend *backend, const Deferred *d) {
+static void broadcast_rank_0_ranks(Backend *backend, const Deferred *d) {
   const Collective *a = &d->collective;
   if (backend->rank == 0) copy_or_add(a);
   check(MPI_Bcast(a->out.data, (int)tensor_count(a->x), MPI_FLOAT, 0, MPI_COMM_WORLD), "MPI_Bcast");
@@ -117,7 +113,7 @@ static void broadcast_ranks(Backend *backend, const Deferred *d) {
 
 static void run_or_defer(Backend *backend, const Collective *a, void (*run)(Backend *, const Deferred *),
                          const char *name) {
-  if (!collectives_of(backend)) {
+  if (!received(backend)) {
     copy_or_add(a);
     return;
   }
@@ -127,14 +123,11 @@ static void run_or_defer(Backend *backend, const Collective *a, void (*run)(Back
 }
 
 void cpu_collectives_end(Backend *backend) {
-  struct CpuCollectives *c = collectives_of(backend);
-  if (!c) return;
+  if (!received(backend)) return;
   ranks_enter("MPI_Barrier"); // no rank exits, maybe with an error that ends the job, before all are done
   MPI_Barrier(MPI_COMM_WORLD);
   ranks_leave();
-  free(c->counts);
-  free(c->received);
-  free(c);
+  free(received(backend));
 }
 
 static void join_ranks(Backend *backend, const Launch *l) {
@@ -142,11 +135,8 @@ static void join_ranks(Backend *backend, const Launch *l) {
     fail("%d ranks on the CPU need MPI, and %s does not start it: use mpirun -n %d ./train ...; ranks on "
          "GPUs need --device cuda",
          l->ranks, l->launcher, l->ranks);
-  struct CpuCollectives *c = host_alloc(1, sizeof *c, "collectives");
-  int *ints = host_alloc(3 * l->ranks, sizeof *ints, "collectives");
-  float *received = host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives");
-  *c = (struct CpuCollectives){l->rank, l->ranks, ints, ints + l->ranks, ints + 2 * l->ranks, received};
-  ((CpuState *)backend->state)->collectives = c;
+  ((CpuState *)backend->state)->received =
+      host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives");
 }
 
 #else // there is one rank; what the operations below would call is not compiled
@@ -163,21 +153,14 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 #endif
 
-void cpu_all_reduce(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, all_reduce_ranks, "all_reduce");
-}
-
-void cpu_reduce_scatter(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, reduce_scatter_ranks, "reduce_scatter");
-}
-
-void cpu_all_gather(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, all_gather_ranks, "all_gather");
-}
-
-void cpu_broadcast_rank_0(Backend *backend, const Collective *a) {
-  run_or_defer(backend, a, broadcast_ranks, "broadcast_rank_0");
-}
+#define COLLECTIVE(name)                                                                                     \
+  void cpu_##name(Backend *backend, const Collective *a) {                                                   \
+    run_or_defer(backend, a, name##_ranks, #name);                                                           \
+  }
+COLLECTIVE(all_reduce)
+COLLECTIVE(reduce_scatter)
+COLLECTIVE(all_gather)
+COLLECTIVE(broadcast_rank_0)
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {
   cpu_join(backend, STREAM_COLLECTIVES, behind, STREAM_COLLECTIVES, behind);

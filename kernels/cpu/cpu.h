@@ -3,16 +3,16 @@
 
 #include "kernels/kernels.h"
 
-// Loops over [0, count) whose iterations are independent: as vector instructions, and by all threads in equal parts.
+// Loops of independent iterations: as vector instructions, and by all threads in equal parts.
 #define EACH_SIMD(i, count) _Pragma("omp simd") for (int64_t i = 0; i < (count); i++)
 #define EACH_PARALLEL(i, count)                                                                              \
   _Pragma("omp parallel for schedule(static)") for (int64_t i = 0; i < (count); i++)
 
 // backend->state.
 typedef struct {
-  bool no_blas;                       // plain loops in place of CBLAS
-  struct CpuCollectives *collectives; // NULL while there is one rank
-  struct Deferred *queue;             // what is to be joined, oldest first
+  bool no_blas;           // plain loops in place of CBLAS
+  float *received;        // collectives.c: the other ranks' slices
+  struct Deferred *queue; // what is to be joined, oldest first
   int64_t queued, capacity;
 } CpuState;
 
@@ -30,8 +30,8 @@ typedef struct {
   bool transposed;
 } CpuMatrix;
 
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an OpenMP region it
-// runs on the calling thread alone: kernels multiply tiles that way, and use them while they are in cache.
+// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an
+// OpenMP region it runs on the calling thread alone: kernels multiply tiles that way.
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride);
 
@@ -40,16 +40,15 @@ void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alp
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
-// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count, where several n may
-// name the same row, and IGNORE_INDEX none: sorted by id, then each row's terms are summed in the order of n,
-// in double. `keys` is scratch for `count` keys.
+// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count; negative ids name
+// no row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch
+// [count].
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- backend.c: what is asynchronous on a GPU ---------------------------------------------------------------
+// --- backend.c: what is asynchronous on a GPU --------------------------------------------------------------
 
-// Here it gains nothing and runs when it is joined: a caller that uses its tensors too early gets wrong results every
-// time, and not only now and then as on a GPU.
+// It runs when it is joined: a caller that uses its tensors too early gets wrong results every time.
 typedef struct Deferred {
   const char *name; // for the watchdog
   StreamKind stream;
@@ -61,8 +60,7 @@ typedef struct Deferred {
 } Deferred;
 
 void cpu_defer(Backend *backend, Deferred deferred);
-// Runs what is queued for these two streams, in the order of the calls, up to the latest that is not among the last
-// `behind` of its stream; and with it what comes before.
+// Runs what is queued for these two streams, in the order of the calls, but for the last `behind` of either.
 void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind);
 
 // --- the loss's rows: vectors that may be absent -----------------------------------------------------------

@@ -1,9 +1,9 @@
 // Logits become their own gradient in place, row by row: all terms of the loss, as kernels.h defines them.
 //
-// Three passes over a row, which stays in the second-level cache up to a few hundred thousand entries: the largest
-// non-target; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so that its entry,
-// p - 1 = -R / (R + e_target), and the loss of a nearly certain token do not cancel. The plain loss keeps the
-// exponentials of the second pass; the other terms recompute them, since they need v as well.
+// Three passes over a row, which stays in the second-level cache up to a few hundred thousand entries: the
+// largest non-target; the sums over exp(v - anchor); the gradient. The target is kept out of the sums, so
+// that its entry, p - 1 = -R / (R + e_target), and the loss of a nearly certain token do not cancel. The
+// plain loss keeps the exponentials of the second pass; the other terms need v as well, and recompute them.
 #include <math.h>
 #include <string.h>
 
@@ -61,14 +61,14 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   cpu_store(a->outputs.entropy, n, entropy);
   if (!a->backward) return;
 
-  double of_entropy = alpha * cpu_read(a->entropy_weights, n, 0);
+  double entropy_scale = alpha * cpu_read(a->entropy_weights, n, 0);
   double target_gradient = r.target - r.uniform * class_weight -
-                           of_entropy * (row.target_e / r.total) * (target_v - r.lse + entropy);
+                           entropy_scale * (row.target_e / r.total) * (target_v - r.lse + entropy);
   if (plain) {
     float scale = (float)(r.per_e * inv_temperature);
     EACH_SIMD (j, vocab) v[j] *= scale;
   } else {
-    float per_e = (float)r.per_e, entropy_per_e = (float)(of_entropy / r.total);
+    float per_e = (float)r.per_e, entropy_per_e = (float)(entropy_scale / r.total);
     float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
     EACH_SIMD (j, vocab) {
       float d = v[j] - anchor, e = exp_f32(d);

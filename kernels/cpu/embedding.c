@@ -1,5 +1,5 @@
-// Tokens to vectors. The backward pass adds rows that several tokens may share: it sorts the tokens, and one thread
-// sums each row's terms (rows.c), so that the bits do not depend on the number of threads.
+// Tokens to vectors. The backward pass sorts the tokens, and one thread sums each row's terms (rows.c), so
+// that the bits do not depend on the number of threads.
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"

@@ -1,4 +1,4 @@
-// FP8 by its definition: every element is rounded to its code, and matmuls multiply in fp32 what the codes stand for.
+// FP8 by its definition: every element is rounded to its code, and matmuls multiply their values in fp32.
 #include <float.h>
 #include <math.h>
 

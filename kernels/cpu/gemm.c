@@ -1,5 +1,4 @@
-// The GEMM behind every layer: CBLAS where it was found at build time, plain loops otherwise or on request, to measure what a
-// tuned GEMM is worth.
+// The GEMM behind every layer: CBLAS where it was found at build time, plain loops otherwise or on request.
 #include <limits.h>
 #include <string.h>
 

@@ -1,7 +1,8 @@
-// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. Batches of GEMMs.
+// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. Batches of
+// GEMMs.
 //
-// Bias and residual are one more pass over the rows that the GEMM has just written, and an activation another. A residual
-// that is added in place costs nothing: the GEMM starts from it (accumulate).
+// Bias and residual are one more pass over the rows, and an activation another. A residual in place costs
+// nothing: the GEMM starts from it (accumulate).
 #include <math.h>
 
 #include "kernels/cpu/cpu.h"

@@ -1,16 +1,15 @@
 // The operations of linear_cross_entropy on the CPU. kernels/lce/linear_cross_entropy.c combines them.
 //
-// The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level cache, and does
-// with it everything there is to do before R is known: logits, exponentials and row sums, and the tile's share of E W. A chunk
-// is cut into units of (up to 128 rows) x (a slice of the vocabulary), about 16 of them; each unit sums its share of dx, and
-// the shares are added in the order of the slices. The cut follows from the shape alone, so losses and dX have the same bits
-// for any number of threads. dW is one sgemm, whose bits may depend on the number of threads (those of OpenBLAS's Haswell
-// kernels do). Blocks with a row whose sum is too large are computed again, with the row's maximum as its anchor.
+// The logits-exp pass takes LCE_TILE_COLUMNS rows of W at a time, a tile that stays in a core's second-level
+// cache, and does with it all that can be done before R is known: logits, exponentials, row sums, and the
+// tile's share of E W. A chunk is cut into about 16 units of (up to 128 rows) x (a slice of the vocabulary);
+// each sums its share of dx, and the shares are added in the order of the slices. The cut follows from the
+// shape alone, so losses and dX have the same bits for any number of threads. dW is one sgemm, whose bits may
+// depend on it. Blocks with a row whose sum is too large are computed again, with the row's maximum as its
+// anchor.
 //
-// With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and order. dW is made in
-// pieces of a tile's columns, from the kept tiles in the order of their rows. A dropped tile is not touched again, nor are the
-// rows of W and dW that it meets.
-// kernels/lce/LCE.md ("What was tried") has the measurements.
+// With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
+// order; dW over the kept tiles of a tile's columns, in the order of their rows. LCE.md has measurements.
 #include <math.h>
 #include <string.h>
 
@@ -110,19 +109,19 @@ static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
   return false;
 }
 
-// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits take the place of their sums.
+// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits in place of sums.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
   int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
-  int64_t of_unit = slice * chunk + first_row; // its part of the scratch
+  int64_t offset = slice * chunk + first_row; // its part of the scratch
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
   const float *anchor = (const float *)a->softmax.anchor.data + first_row;
-  double *sums = scratch->sums + of_unit;
-  double *distances = scratch->distances ? scratch->distances + of_unit : NULL;
-  double *max = scratch->max ? scratch->max + of_unit : NULL, *best = max ? scratch->best + of_unit : NULL;
+  double *sums = scratch->sums + offset;
+  double *distances = scratch->distances ? scratch->distances + offset : NULL;
+  double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
-  float *scratch_tile = scratch->wide + of_unit * LCE_TILE_COLUMNS, *dx = scratch->wide + of_unit * hidden;
+  float *scratch_tile = scratch->wide + offset * LCE_TILE_COLUMNS, *dx = scratch->wide + offset * hidden;
   float inv_temperature = inverse_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   const float *bias = a->bias.data;
@@ -183,13 +182,18 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   }
 }
 
-// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
-static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
-  int64_t rows = a->x.shape[0];
+static void run_units(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s,
+                      bool maxima) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++)
     for (int64_t slice = 0; slice < g->slices; slice++)
-      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, false);
+      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, maxima);
+}
+
+// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
+static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
+  int64_t rows = a->x.shape[0];
+  run_units(backend, a, g, s, false);
 #pragma omp parallel for schedule(dynamic)
   for (int64_t block = 0; block < g->blocks; block++) {
     if (!block_unfinished(a, block)) continue;
@@ -215,10 +219,7 @@ static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const G
   int64_t rows = a->x.shape[0];
   const float *target_z = a->softmax.target_z.data;
   float *anchor = a->softmax.anchor.data, *target_e = a->softmax.target_e.data;
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t block = 0; block < g->blocks; block++)
-    for (int64_t slice = 0; slice < g->slices; slice++)
-      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, true);
+  run_units(backend, a, g, s, true);
   for (int64_t n = 0; n < rows; n++) {
     if (!unfinished(&a->softmax, n)) continue;
     for (int64_t slice = 0; slice < g->slices; slice++)
@@ -250,7 +251,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 
 // --- sampling ----------------------------------------------------------------------------------------------
 
-// min(1, mass / full_mass), rounded to a power of two, by at most a factor of sqrt(2), from 2^-32 on; 1 for a NaN.
+// min(1, mass / full_mass), rounded to a power of two from 2^-32 on; 1 for a NaN.
 static double keep_probability(double mass, double full_mass) {
   if (!(mass < full_mass)) return 1;
   if (mass <= 0) return 0;
@@ -360,10 +361,8 @@ void cpu_shard_indices(Backend *backend, const ShardIndices *a) {
   int32_t *out = a->out.data;
   for (int64_t n = 0; n < a->indices.shape[0]; n++) {
     int64_t local = indices[n] - a->first;
-    if (indices[n] != IGNORE_INDEX)
-      out[n] = local >= 0 && local < a->count ? (int32_t)local : ELSEWHERE;
-    else
-      out[n] = IGNORE_INDEX;
+    bool here = local >= 0 && local < a->count;
+    out[n] = indices[n] == IGNORE_INDEX ? IGNORE_INDEX : here ? (int32_t)local : ELSEWHERE;
   }
 }
 
@@ -375,16 +374,16 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
   bool distances = tensor_exists(r->e_distance), largest = tensor_exists(r->max);
-  int64_t of_rank = lce_row_parts(r) * rows;
+  int64_t rank_stride = lce_row_parts(r) * rows;
   double inv_temperature = inverse_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
     double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, max = -INFINITY;
     if (largest) ((int32_t *)r->best.data)[n] = 0;
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
-      anchor = fmax(anchor, (double)parts[rank * of_rank + n]);
+      anchor = fmax(anchor, (double)parts[rank * rank_stride + n]);
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++) {
-      const float *part = parts + rank * of_rank + n;
+      const float *part = parts + rank * rank_stride + n;
       double shift = ((double)part[0] - anchor) * inv_temperature, factor = exp(shift);
       sum += part[rows] * factor;
       if (distances && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
@@ -416,15 +415,14 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   EACH_PARALLEL (n, a->targets.shape[0]) {
     bool counts = targets[n] != IGNORE_INDEX;
     const float *x = cpu_row(a->x, n);
+    double weighted = 0;
+    if (smoothing && counts)
+      weighted = weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) + cpu_read(a->smoothing_bias, 0, 0);
     RowSums sums = {.row_sum = row_sum[n],
                     .target_e = target_e[n],
                     .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
                     .target_v = target_z[n] * inv_temperature,
-                    .weighted =
-                        smoothing && counts
-                            ? inv_temperature * (weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) +
-                                                 cpu_read(a->smoothing_bias, 0, 0))
-                            : 0,
+                    .weighted = inv_temperature * weighted,
                     .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
                     .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
                     .vocab_size = (double)a->vocab_size,

@@ -1,4 +1,4 @@
-// Rows: gather, scatter, sums of columns, the largest element, and the scatter-add of the embedding's and the target's gradient.
+// Rows: gather, scatter, sums of columns, the largest element, the scatter-add of the embedding's gradient.
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,11 +16,11 @@ static Tensor as_rows(Tensor t) {
 }
 
 static void move_rows(const MoveRows *a, bool scatter) {
-  const int32_t *rows = a->rows.data;
+  const int32_t *indices = a->indices.data;
   Tensor out = as_rows(a->out), x = as_rows(a->x);
   size_t bytes = (size_t)x.shape[1] * dtype_bytes(x.dtype);
-  EACH_PARALLEL (i, a->rows.shape[0])
-    memcpy(row_address(out, scatter ? rows[i] : i), row_address(x, scatter ? i : rows[i]), bytes);
+  EACH_PARALLEL (i, a->indices.shape[0])
+    memcpy(row_address(out, scatter ? indices[i] : i), row_address(x, scatter ? i : indices[i]), bytes);
 }
 
 void cpu_gather_rows(Backend *backend, const MoveRows *a) {

@@ -30,8 +30,7 @@ void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
   }
 }
 
-// Logits of tile t of a block of rows, or the exponentials that are there, in place of which their gradient
-// stays.
+// Tile t of a block: logits, or kept exponentials, become their gradient.
 static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient *a, int64_t block,
                                  int64_t t) {
   int64_t row = block * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, a->dlogits.shape[0] - row);

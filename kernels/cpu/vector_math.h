@@ -77,8 +77,7 @@ static inline float gelu_derivative_f32(float x) {
   return multiply_add(x * s * (1.0f - s), du, s);
 }
 
-// tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) would lose the digits of a small x, for which the series
-// up to x^7 has them all.
+// tanh(x), to within a few ulp: 1 - 2 / (1 + e^2x) loses digits of a small x; the series up to x^7 does not.
 static inline float tanh_f32(float x) {
   float square = x * x;
   float small =
@@ -89,8 +88,8 @@ static inline float tanh_f32(float x) {
   return square < 0.04f ? small : large;
 }
 
-// e[j] = exp((z[j] - anchor) * inv_temperature) for j < count, and the sum of them. `e` may be z itself, or NULL
-// when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
+// e[j] = exp((z[j] - anchor) * inv_temperature) for j < count, and the sum of them. `e` may be z itself, or
+// NULL when only the sum is wanted. Blocks are summed in fp32 lanes, the blocks in double.
 static inline double exp_and_sum(const float *z, float anchor, float inv_temperature, int64_t count,
                                  float *e) {
   enum { BLOCK = 1024 };
@@ -125,7 +124,7 @@ static inline double exp_times_distance(const float *z, float anchor, float inv_
   return total;
 }
 
-// u in place of z: bias is added, and with a cap above 0 u is cap tanh(z / cap), and slope du/dz; bias and slope may be NULL.
+// u in place of z: z + bias and, with a cap above 0, cap tanh of that / cap; slope = du/dz. Both may be NULL.
 static inline void bias_and_cap(float *z, const float *bias, float cap, int64_t count, float *slope) {
 #pragma omp simd
   for (int64_t j = 0; j < (bias ? count : 0); j++) z[j] += bias[j];

@@ -11,7 +11,7 @@ static __global__ void move_rows(Unit *out, const Unit *x, const int32_t *positi
 }
 
 template <bool GATHER> static void move(Backend *backend, const MoveRows *a) {
-  int64_t count = a->rows.shape[0];
+  int64_t count = a->indices.shape[0];
   size_t row_bytes = (size_t)(a->x.rank == 1 ? 1 : a->x.shape[1]) * dtype_bytes(a->x.dtype);
   uintptr_t bits = (uintptr_t)a->out.data | (uintptr_t)a->x.data | row_bytes;
   auto launch = [&](auto unit) {
@@ -19,7 +19,7 @@ template <bool GATHER> static void move(Backend *backend, const MoveRows *a) {
     int64_t units = (int64_t)(row_bytes / sizeof(Unit));
     launch_kernel(per_row(backend, GATHER ? "gather_rows" : "scatter_rows", count, units),
                   move_rows<Unit, GATHER>, data_of<Unit>(a->out), data_of<Unit>(a->x),
-                  data_of<int32_t>(a->rows), units);
+                  data_of<int32_t>(a->indices), units);
   };
   if (bits % sizeof(uint4) == 0)
     launch(uint4());

@@ -1,6 +1,7 @@
-// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one way:
+// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one
+// way:
 //
-//     linear_cross_entropy.c -> split_head.c -> sampling.c -> terms.c, steps.c
+//     linear_cross_entropy.c -> split_head.c -> sampling.c -> steps.c -> call.c
 //                            -> materialized.c
 #pragma once
 
@@ -20,7 +21,7 @@ typedef union {
 
 enum { TOKENS_READ = 3, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
-// Label smoothing's sums over all rows of W and over all tokens (terms.c). All are absent without it.
+// Label smoothing's sums over all rows of W and over all tokens. All are absent without it.
 typedef struct {
   Tensor row, bias; // fp32 [H], [1]: sum_j w[j] W[j] and w[j] b[j], over all rows of W
   Tensor local_row; // fp32 [H]: over this rank's rows
@@ -31,13 +32,14 @@ typedef struct {
 typedef struct {
   Backend *backend;
   const LinearCrossEntropy *a;
+  MemoryMark mark;
   Tokens tokens;        // all of the call's
   int ranks;            // that the head's rows are split over; 1: all are here
   bool backward;        // dx, dweight or both
   int64_t vocab_size;   // of the whole head
   Tensor class_weights; // of this rank's rows of W
   LossTerms terms;      // with the sum of the class weights
-  Tensor factor;        // fp32 [1], or absent
+  Tensor factor;        // the mean's, fp32 [1], or absent
   Smoothing smoothing;
 } Call;
 
@@ -83,39 +85,43 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
   return range;
 }
 
-// --- steps.c: what the loops are made of. Of dx, dweight and dbias each step makes those that are asked for -----
+// --- call.c, check.c ---------------------------------------------------------------------------------------
+
+// Fails with a sentence where the call cannot be.
+void lce_check(const Backend *backend, const LinearCrossEntropy *a);
+// `a` must outlive the call.
+Call lce_begin(Backend *backend, const LinearCrossEntropy *a);
+// Label smoothing's sums over the chunk's tokens.
+void lce_add_smoothing(const Call *c, const Chunk *k);
+// Label smoothing's part of dweight and dbias; pops what the call has pushed.
+void lce_end(const Call *c);
+
+// --- steps.c: what the loops are made of. Each step makes those of dx, dweight and dbias that are given ----
 
 // Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
 Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
 // The part of the buffers that `rows` tokens need, without the tokens.
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
-// The call's tokens from `first` on, as many as the buffers are for. Target logits and scales of all tokens are kept.
+// The call's tokens from `first` on, as many as the buffers hold; target logits and scales of all stay.
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
-// E, R, dX = E W: the operation, and what a chunk gives to it.
+// E, R, dX = E W: the operation, and its arguments.
 void lce_exponentials(const Call *c, const Chunk *k);
 LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);
-// Pushes scaled_x, where there are gradients. loss and outputs; r, c, r X.
+// loss and outputs; with gradients r, c, and r X in scaled_x, which it pushes.
 void lce_losses(const Call *c, Chunk *k);
-// loss and outputs alone of the tokens, from the rows' sums.
+// loss and outputs alone.
 void lce_losses_alone(const Call *c, const Tokens *t, SoftmaxStatistics softmax);
-// dW (+)= E^T (r X).
+// dW (+)= E^T (r X), db (+)= E^T r.
 void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);
 // dX = r dX + c W[y].
 void lce_finish_dx(const Call *c, const Chunk *k);
-// dW[y] += c X, and with a bias db[y] += c.
+// dW[y] += c X, db[y] += c: of these tokens, and of all.
 void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets);
-// The same for all of the call's tokens.
 void lce_add_all_targets(const Call *c, const Chunk *buffers);
 
-// --- terms.c: what label smoothing and a bias add to the loops, and the mean's factor -------------------------
-
-void lce_terms_begin(Call *c);
-void lce_terms_add(const Call *c, const Chunk *k, bool first); // before lce_add_targets: it may write dbias
-void lce_terms_end(const Call *c);
-
-// --- sampling.c: a random part of E's tiles makes the gradients -----------------------------------------------
+// --- sampling.c: a random part of E's tiles makes the gradients --------------------------------------------
 
 typedef struct {
   Tensor stats;            // fp32 [3]
@@ -124,20 +130,16 @@ typedef struct {
   int64_t rows;            // C of the largest chunk
 } Sampling;
 
-// Whether that is asked for and saves time; else the gradients are exact.
+// Whether it is asked for and saves time; else the gradients are exact.
 bool lce_samples(const Call *c);
-// Buffers for `rows` tokens.
 Sampling lce_push_sampling(const Call *c, int64_t rows);
 // E, R and the sums of E's tiles.
 void lce_sampled_exponentials(const Call *c, const Sampling *s, LceLogitsExp a);
-// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn. Chunks and ranks draw from streams of their own.
+// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn, from a stream of the chunk and rank.
 void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
 
-// --- the ways to compute a call, each with a loop of its own --------------------------------------------------
+// --- the ways to compute a call, each with a loop of its own -----------------------------------------------
 
-void lce_materialized(const Call *c); // logits, not exponentials
-void lce_split_head(const Call *c);   // the head's rows are split over ranks
-void lce_sampled(const Call *c);      // gradients of a part of E
-
-// check.c: fails with a sentence where the call cannot be.
-void lce_check(const Backend *backend, const LinearCrossEntropy *a);
+void lce_materialized(const Call *c, Tensor entropy_weights); // logits; the weights fp32 [N], or absent
+void lce_split_head(const Call *c);                           // the head's rows are split over ranks
+void lce_sampled(const Call *c);                              // gradients of a part of E

@@ -1,23 +1,23 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists what was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists
+// what was tried.
 //
-// A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So the fused
-// mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's [C, V] exponentials are at
-// hand. For a row with logits z and target y:
+// A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So
+// the fused mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's
+// [C, V] exponentials are at hand. For a row with logits z and target y:
 //
 //     a     = z[y]                                  the anchor: one dot product in fp32
-//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      logits-exp pass: final as soon as the GEMM's tile is there
+//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      final as soon as the GEMM's tile is there
 //     R     = sum_j E[j]                            in fp32, before E is rounded for storage
 //     loss  = log1p(R)                              p_y = 1 / (1 + R)
 //     dX    = r (E W)  + c W[y]                     r = 1 / (1 + R),  c = p_y - 1 = -R / (1 + R)
 //     dW   += E^T (r X), and row y += c X
 //
-// No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of length H. Where R
-// exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor. (In the code `a` is the call's arguments
-// and `c` the call.)
+// No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
+// length H. Where R exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor.
 //
-// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c (logits, not
-// exponentials) have loops of their own. Below them: steps.c, terms.c (label smoothing, a bias's gradient, the mean's
-// factor), check.c.
+// This file has the plain loop; in it `a` is the call's arguments and `c` the call. sampling.c, split_head.c
+// (a head split over ranks) and materialized.c (logits, not exponentials) have loops of their own. steps.c
+// has the loops' steps, call.c what a call begins and ends with, check.c what it refuses.
 #include "kernels/lce/call.h"
 
 static void fused(const Call *c) {
@@ -33,49 +33,22 @@ static void fused(const Call *c) {
     lce_losses(c, &k);                                      // loss = log1p(R), r, c, r X
     lce_add_non_targets(c, &k, a->accumulate || first > 0); // dW += E^T (r X)
     lce_finish_dx(c, &k);                                   // dX = r dX + c W[y]
-    lce_terms_add(c, &k, first == 0);                       // label smoothing and a bias
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
   }
   lce_add_all_targets(c, &buffers); // dW[y] += c X
-  lce_terms_end(c);
-}
-
-static Call begin_call(Backend *backend, const LinearCrossEntropy *a) {
-  Call c = {.backend = backend,
-            .a = a,
-            .tokens = {.x = a->x,
-                       .targets = a->targets,
-                       .token_weights = a->token_weights,
-                       .loss = a->loss,
-                       .dx = a->dx,
-                       .outputs = a->outputs},
-            .ranks = 1,
-            .backward = tensor_exists(a->dx) || tensor_exists(a->dweight),
-            .vocab_size = a->weight.shape[0],
-            .class_weights = a->terms.class_weights,
-            .terms = a->terms};
-  if (a->shard.vocab_size) {
-    c.ranks = backend->ranks;
-    c.vocab_size = a->shard.vocab_size;
-    c.class_weights = first_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
-  }
-  if (tensor_exists(a->sampling.stats)) fill_zero(backend, a->sampling.stats);
-  lce_terms_begin(&c);
-  return c;
 }
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
   lce_check(backend, &a);
-  MemoryMark mark = memory_mark(&backend->memory);
-  Call c = begin_call(backend, &a);
+  Call c = lce_begin(backend, &a);
   if (a.mode == LCE_MATERIALIZED)
-    lce_materialized(&c);
+    lce_materialized(&c, (Tensor){0});
   else if (a.shard.vocab_size)
     lce_split_head(&c);
   else if (lce_samples(&c))
     lce_sampled(&c);
   else
     fused(&c);
-  memory_pop_to(&backend->memory, mark);
+  lce_end(&c);
 }

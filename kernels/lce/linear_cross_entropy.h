@@ -10,20 +10,16 @@ typedef enum {
 
 const char *lce_mode_name(LceMode mode); // "fused", "materialized"
 
-// Which rows of a head `weight` is, where its rows are split over the backend's ranks:
-// [first, first + weight.shape[0]) of vocab_size. {0, 0}: all of them.
+// `weight` is rows [first, first + weight.shape[0]) of a head's vocab_size, split over ranks. {0}: all.
 typedef struct {
   int64_t first, vocab_size;
 } VocabShard;
 
 // Which tiles of the softmax gradient count (LceSampledGradients).
 typedef struct {
-  double
-      full_mass; // the probability mass from which a tile is always kept; 0: no sampling, every tile counts
-  uint64_t seed; // of the draws, to be changed from call to call; chunks and ranks draw apart
-  // fp32 [3], or absent: {tiles dropped, all tiles, the mass dropped}, summed over the tokens; zeros where there
-  // are no gradients.
-  Tensor stats;
+  double full_mass; // the probability mass from which a tile is always kept; 0: every tile counts
+  uint64_t seed;    // of the draws, to be changed from call to call; chunks and ranks draw apart
+  Tensor stats;     // fp32 [3], or absent: {tiles dropped, all tiles, mass dropped}; zeros without gradients
 } TileSampling;
 
 // The loss of every token, and the gradients of
@@ -31,38 +27,37 @@ typedef struct {
 //   scale * factor * sum_n token_weights[n] (loss[n] + z_loss[n])
 //
 // with respect to x, W and bias; kernels.h ("the loss") defines the terms. factor is 1, or with `mean` 1 over
-// the sum of the counted tokens' class weights, found on the device; scale is the caller's. So `scale = 1
-// / (tokens counted in the whole optimizer step)` makes the gradients of a mean over several calls, `mean`
-// those of one call's (reduction="mean" of torch.nn.functional.cross_entropy), token_weights those of
-// reduction="none" with any upstream gradient. Loss and outputs are per token and before scale,
-// factor and weights of tokens; sums are the caller's (reduce).
+// the sum of the counted tokens' class weights, found on the device. So `scale = 1 / (tokens counted in the
+// optimizer step)` makes the gradients of a mean over several calls, `mean` those of one call's (PyTorch's
+// reduction="mean"), token_weights those of reduction="none" with any upstream gradient. Loss and outputs are
+// per token and before scale, factor and token weights; their sums are the caller's.
 //
-// All terms act on whole rows or on the logits as they pass: label smoothing costs one pass over W and one over dweight, a bias
-// one over the exponentials. But label smoothing with a soft-cap needs the materialized mode.
+// Label smoothing costs one pass over W and one over dweight, a bias one over the exponentials. Label
+// smoothing together with a soft-cap needs the materialized mode.
 //
-// `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep their
-// expectation (LceSampledGradients says how); losses and outputs stay as they are to the bit. It acts on exponentials,
-// so only the fused mode has it, without a bias, a soft-cap, entropies, largest logits and predictions; dweight alone, without dx,
-// it does not make. Where it would save no time (sampling.c) the gradients are exact.
+// `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep
+// their expectation; losses and outputs stay the same to the bit. Only the fused mode has it, without a bias,
+// a soft-cap, entropies, largest logits and predictions, and not for dweight without dx. Where it would save
+// no time (sampling.c) the gradients are exact.
 //
-// With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It gets
-// the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms and
-// chunk (tokens of each rank) are the same on all ranks. `mean` is over all ranks' tokens. A shard has no
+// With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It
+// gets the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms
+// and chunk (tokens of each rank) are the same on all ranks; `mean` is over all ranks' tokens. There is no
 // materialized mode.
 //
-// The caller owns every tensor; what the layer needs beyond them is pushed as MEMORY_HEAD and popped before
-// it returns. Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no
-// other's, and so does a bias of minus infinity at its target.
+// The caller owns every tensor; what else is needed is pushed as MEMORY_HEAD and popped before the return.
+// Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's, and so
+// does a bias of minus infinity at its target.
 typedef struct {
   LceMode mode;
   int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything
   Tensor loss;          // fp32 [N]; 0 where the target is IGNORE_INDEX
   TokenOutputs outputs; // any of them
   Tensor dx;            // [N, H] of x's dtype (fused: or fp32), or absent: its GEMM is left out
-  // fp32 [V, H], or absent, likewise: sums over chunks in bf16 drift. Of W's dtype, too, where it is written once: by one chunk,
-  // without sampling, label smoothing, shard or accumulate
+  // fp32 [V, H], or absent, likewise: sums over chunks drift in bf16. Of W's dtype, too, where it is written
+  // once: by one chunk, without sampling, label smoothing, shard or accumulate.
   Tensor dweight;
-  Tensor dbias;          // fp32 [V]; there when bias and dweight are
+  Tensor dbias;          // fp32 [V]; given when bias and dweight are
   Tensor x;              // fp32/bf16 [N, H]
   Tensor weight;         // fp32/bf16 [V, H]
   Tensor bias;           // [V] of W's dtype, or absent
@@ -78,10 +73,9 @@ typedef struct {
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
 
-// The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below, the traffic of reading
-// W for each chunk is the bound); on a CPU a ninth, with which the layer holds less than an eighth of its logits, but at least 112;
-// and at most 4096 (beyond, a GEMM gains nothing more).
+// The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below,
+// reading W for each chunk is the bound); on a CPU a ninth, but at least 112; and at most 4096.
 int64_t lce_default_chunk(DeviceKind device, int64_t tokens);
-// The chunk that is used when at most `chunk` tokens are asked for: the fewest chunks, of nearly equal size, a multiple
-// of 128 where that is no more than `chunk`.
+// The chunk used where `chunk` is asked for: the fewest chunks, nearly equal, of a multiple of 128 if that
+// fits.
 int64_t lce_used_chunk(int64_t tokens, int64_t chunk);

@@ -1,5 +1,5 @@
-// What a row's sums over exponentials give: its loss, and what multiplies the entries of its gradient. One formula for the
-// fused and the in-place loss, in double on the CPU and in fp32 on a GPU; kernels.h ("the loss") defines the terms.
+// What a row's sums over exponentials give: its loss, and what multiplies the entries of its gradient. One
+// formula for all modes, in double on the CPU and in fp32 on a GPU; kernels.h ("the loss") defines the terms.
 #pragma once
 
 #include <math.h>
@@ -12,9 +12,8 @@ typedef double LossReal;
 #define LOSS_ROW static inline
 #endif
 
-// A row whose sum R of exp(z - anchor) exceeds this is computed again with its maximum as anchor: one logit that leads the
-// target's by 66. It leaves E W a factor of 2^32 below fp32's overflow at 2^128, and r x with r = 1 / (1 + R) a factor of 2^30
-// above the smallest normal number, 2^-126.
+// A row whose sum R exceeds this is computed again with its maximum as anchor: a logit leads the target's by
+// 66. It leaves E W a factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
 #define LCE_LARGEST_SUM 0x1p96f
 
 static inline float inverse_temperature(float temperature) {
@@ -41,19 +40,19 @@ typedef struct {
 
 LOSS_ROW RowLoss loss_of_row(RowSums s) {
   RowLoss r;
-  LossReal share = s.label_smoothing / s.vocab_size, of_target = (1 - s.label_smoothing) * s.class_weight;
+  LossReal share = s.label_smoothing / s.vocab_size, target_scale = (1 - s.label_smoothing) * s.class_weight;
   r.total = s.row_sum + s.target_e;
   // A target that is nearly certain: no cancellation.
   r.nll = s.target_e == 1 ? log1p(s.row_sum) : s.offset + log(r.total);
   r.lse = s.target_v + r.nll;
-  r.loss = of_target * r.nll;
+  r.loss = target_scale * r.nll;
   if (s.label_smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
   r.z_loss = s.z_loss * r.lse * r.lse;
-  LossReal of_all =
+  LossReal p_scale =
       share * s.class_weight_sum + 2 * s.z_loss * r.lse; // what multiplies p besides the target's weight
-  r.per_e = s.scale * (of_target + of_all) / r.total;
+  r.per_e = s.scale * (target_scale + p_scale) / r.total;
   // p - 1 = -R / total, not computed from p.
-  r.target = s.scale * (of_all * (s.target_e / r.total) - of_target * (s.row_sum / r.total));
+  r.target = s.scale * (p_scale * (s.target_e / r.total) - target_scale * (s.row_sum / r.total));
   r.uniform = s.scale * share;
   return r;
 }

@@ -1,8 +1,8 @@
-// linear_cross_entropy with the logits of all tokens, in x's type, which become their own gradient in place: what a plain trainer
-// does, with every term of the loss. It is the baseline.
+// linear_cross_entropy with the logits of all tokens, in x's type, which become their own gradient in place:
+// what a plain trainer does, with every term of the loss. It is the baseline.
 #include "kernels/lce/call.h"
 
-void lce_materialized(const Call *c) {
+void lce_materialized(const Call *c, Tensor entropy_weights) {
   const LinearCrossEntropy *a = c->a;
   Tensor logits = push_logits(c, "logits", a->x.shape[0]);
   linear_forward(c->backend, (LinearForward){.out = logits, .x = a->x, .weight = a->weight});
@@ -13,6 +13,7 @@ void lce_materialized(const Call *c) {
                                                            .bias = a->bias,
                                                            .targets = a->targets,
                                                            .token_weights = a->token_weights,
+                                                           .entropy_weights = entropy_weights,
                                                            .factor = c->factor,
                                                            .terms = c->terms,
                                                            .alpha = a->scale});
@@ -24,6 +25,5 @@ void lce_materialized(const Call *c) {
                                                               .dbias = a->dbias,
                                                               .dout = logits,
                                                               .x = a->x,
-                                                              .alpha = 1,
                                                               .accumulate = a->accumulate});
 }

@@ -1,14 +1,15 @@
-// linear_cross_entropy with the head split over G ranks. Tokens travel and W stays: every rank multiplies the chunk's G C
-// tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens against the whole head.
+// linear_cross_entropy with the head split over G ranks. Tokens travel and W stays: every rank multiplies the
+// chunk's G C tokens with its V / G rows, which takes as much memory for E and as many flops as C tokens
+// against the whole head.
 //
-// For each row of logits, ranks share nothing but scalars: the target's logit is summed over them (all but one add 0), the
-// pairs (a_g, R_g), and with them what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's dX
-// is its part of a sum over V: a reduce_scatter gives every rank the sum for its tokens. kernels/lce/LCE.md counts what is sent.
-// Most of it overlaps: dX leaves and the next x arrives while dW is computed.
+// For each row, ranks share scalars: the target's logit is summed over them (all but one add 0), the pairs
+// (a_g, R_g), and what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's
+// dX is its part of a sum over V, which a reduce_scatter adds. kernels/lce/LCE.md counts what is sent. dX
+// leaves and the next x arrives while dW is computed.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
-// A chunk: this rank's C tokens, and in `all` those of the G ranks, whose dx is what this rank's rows of W add to it.
+// A chunk: this rank's C tokens, and in `all` those of the G ranks, with this rank's part of dx.
 typedef struct {
   Tokens local;
   Chunk all;                       // its rows have the sums over the whole vocabulary
@@ -33,7 +34,7 @@ static Split push_buffers(const Call *c, int64_t count) {
   return b;
 }
 
-// The chunk of `count` tokens from `first` on, which start for all ranks, and have arrived after collectives_join.
+// Starts to gather the chunk of `count` tokens from `first` on; it is there after collectives_join.
 static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t count) {
   Split s = *buffers;
   int64_t rows = count * c->ranks, parts = lce_row_parts(&buffers->all.softmax) * rows;
@@ -59,7 +60,7 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   return s;
 }
 
-// E, and each row's sums over the whole vocabulary. The targets' logits come from the rank that has their row of W.
+// E, and each row's sums over the whole vocabulary. A target's logit comes from the rank with its row of W.
 static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
   shard_indices(c->backend, (ShardIndices){.out = k->targets,
@@ -81,11 +82,6 @@ static void exponentials(const Call *c, const Split *s, const Sampling *sampling
                                        .temperature = c->a->terms.temperature});
 }
 
-static void losses_of_local(const Call *c, const Split *s) {
-  int64_t count = s->local.x.shape[0];
-  lce_losses_alone(c, &s->local, softmax_statistics_range(&s->all.softmax, c->backend->rank * count, count));
-}
-
 void lce_split_head(const Call *c) {
   const LinearCrossEntropy *a = c->a;
   Memory *memory = &c->backend->memory;
@@ -99,14 +95,14 @@ void lce_split_head(const Call *c) {
     MemoryMark mark = memory_mark(memory);
     collectives_join(c->backend, 0); // the chunk before has its dx, and this one its tokens
     exponentials(c, &now, sampling);
-    losses_of_local(c, &now);
+    int64_t count = now.local.x.shape[0];
+    lce_losses_alone(c, &now.local, softmax_statistics_range(&k->softmax, c->backend->rank * count, count));
     if (c->backward) lce_losses(c, k);
     // What writes dweight comes before what adds to it. Later chunks' GEMMs overlap the collectives.
     if (sampling)
       lce_sampled_gradients_of(c, sampling, k, first / size, true);
     else if (first == 0)
       lce_add_non_targets(c, k, accumulate);
-    lce_terms_add(c, k, first == 0);
     lce_finish_dx(c, k);
     if (tensor_exists(a->dx))
       reduce_scatter(c->backend, (Collective){.out = now.local.dx, .x = k->tokens.dx, .async = true});
@@ -117,5 +113,4 @@ void lce_split_head(const Call *c) {
     if (memory->planning) break;
   }
   collectives_join(c->backend, 0);
-  lce_terms_end(c);
 }

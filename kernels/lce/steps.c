@@ -83,7 +83,7 @@ void lce_exponentials(const Call *c, const Chunk *k) {
   lce_logits_exp(c->backend, lce_logits_exp_of(c, k));
 }
 
-// A dweight of W's dtype is written once, by the GEMM of its only chunk, and E then has the targets' part, too.
+// A dweight of W's dtype is written once, by the GEMM of its only chunk, and E then has the targets' part.
 static bool targets_in_exps(const Call *c) {
   return tensor_exists(c->a->dweight) && c->a->dweight.dtype != DTYPE_F32;
 }
@@ -112,6 +112,7 @@ void lce_losses(const Call *c, Chunk *k) {
   if (c->backward) a.scaled_x = k->scaled_x = push_matrix(c, "scaled x", x->dtype, x->shape[0], x->shape[1]);
   if (targets_in_exps(c)) a.exps = k->exps;
   lce_row_losses(c->backend, a);
+  lce_add_smoothing(c, k);
 }
 
 void lce_finish_dx(const Call *c, const Chunk *k) {
@@ -126,12 +127,16 @@ void lce_finish_dx(const Call *c, const Chunk *k) {
 
 // The caller's scale is the GEMM's alpha, so that r X stays within the normal numbers.
 void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate) {
-  if (!tensor_exists(c->a->dweight)) return;
-  linear_backward_weight(c->backend, (LinearBackwardWeight){.dweight = c->a->dweight,
-                                                            .dout = k->exps,
-                                                            .x = k->scaled_x,
-                                                            .alpha = c->a->scale,
-                                                            .accumulate = accumulate});
+  const LinearCrossEntropy *a = c->a;
+  LinearBackwardWeight dweight = {
+      .dweight = a->dweight, .dout = k->exps, .x = k->scaled_x, .alpha = a->scale, .accumulate = accumulate};
+  if (tensor_exists(a->dweight)) linear_backward_weight(c->backend, dweight);
+  SumColumns dbias = {.sum = a->dbias,
+                      .x = k->exps,
+                      .coefficients = k->softmax.scale_non_target,
+                      .alpha = a->scale,
+                      .accumulate = accumulate};
+  if (tensor_exists(a->dbias)) sum_columns(c->backend, dbias);
 }
 
 void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets) {
@@ -149,8 +154,7 @@ void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor target
   lce_target_gradient(c->backend, of_bias);
 }
 
-// The targets' rows of W and dW are touched for thousands of tokens at a time, before the first chunk and after the last: that
-// keeps a GPU busy where a chunk of a thousand takes almost as long.
+// Thousands of tokens at a time: a chunk of a thousand would take a GPU almost as long.
 void lce_add_all_targets(const Call *c, const Chunk *buffers) {
   enum { AT_ONCE = 16384 };
   const LinearCrossEntropy *a = c->a;

@@ -17,7 +17,7 @@ static int number(const char *name, int otherwise) {
   return (int)value;
 }
 
-// The variables of one launcher. It has started this process where `rank`, `ranks` and `required` are all set.
+// A launcher's variables. It has started this process where `rank`, `ranks` and `required` are all set.
 typedef struct {
   const char *name, *rank, *ranks, *local_rank, *local_ranks, *required;
 } Launcher;
@@ -47,8 +47,7 @@ void launch_first_host(const char *list, char *host, int size) {
   snprintf(host, (size_t)size, "%.*s%.*s", stem, list, (int)strcspn(numbers, "-,]"), numbers);
 }
 
-// From a job step's id, so that steps on one machine differ: hashed, since ids that follow a pattern (every 200th job)
-// would meet.
+// From a job step's id, so that steps on one machine differ; hashed, since ids in a pattern would meet.
 static int slurm_port(void) {
   const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID");
   uint64_t id = strtoull(job ? job : "0", NULL, 10) << 32 ^ strtoull(step ? step : "0", NULL, 10);

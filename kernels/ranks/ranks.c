@@ -19,7 +19,7 @@
 #include <mpi.h>
 #endif
 
-// Waits: of a rank other than 0 before it prints why it fails; between two looks of the watchdog; for MPI_Abort.
+// Waits: of other ranks than 0 before they print why they fail; of the watchdog between looks; for MPI_Abort.
 enum { RANK_0_FIRST_MILLISECONDS = 1500, WATCH_MILLISECONDS = 200, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};
@@ -84,8 +84,9 @@ void ranks_broadcast(void *bytes, int count) {}
 
 // --- failing -----------------------------------------------------------------------------------------------
 
-// When several threads fail, only the first prints. `sentence` may be NULL on rank 0. Other ranks wait, one a little longer
-// than the other. The process ends by _exit: libraries that wait for other ranks at exit would never return.
+// When several threads fail, only the first prints. `sentence` may be NULL on rank 0. Other ranks wait, one a
+// little longer than the other. The process ends by _exit: libraries that wait for other ranks at exit would
+// never return.
 static void end_job(const char *sentence, int status, int milliseconds, int more_each) {
   static pthread_mutex_t printing = PTHREAD_MUTEX_INITIALIZER;
   pthread_mutex_lock(&printing);

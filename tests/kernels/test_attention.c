@@ -355,11 +355,11 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
       of_piece[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
     Tensor rows = ids_from(h, of_piece, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
            out = poisoned(h, h->dtype, count, p.out_width);
-    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .rows = rows});
+    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .indices = rows});
     attention_decode(
         h->backend, (AttentionDecode){
                         .out = out, .keys = keys, .values = values, .qkv = qkv, .shape = step, .past = past});
-    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .rows = rows});
+    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .indices = rows});
   }
   check_values(h, "decoded attention", r.out, p.out,
                of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));

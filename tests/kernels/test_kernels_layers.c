@@ -530,7 +530,7 @@ TEST(test_refusals) {
           .vocab_size = 5);
   REFUSED("loss is int32 [3] where fp32", read_targets, ReadTargets, .loss = ids, .ids = ids,
           .vocab_size = 5);
-  REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .rows = ids);
+  REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .indices = ids);
   REFUSED("steps count from 1", adamw, Update, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
   REFUSED("lie 12 elements apart", frobenius_normalize, FrobeniusNormalize, .out = {m34, 12}, .x = {m34, 12},
           .count = 2);

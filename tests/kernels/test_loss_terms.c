@@ -139,7 +139,8 @@ typedef struct {
 } Way;
 
 static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights, LogProbGradients gradients) {
-  gradients.dx = a->dx, gradients.dweight = a->dweight, gradients.dbias = a->dbias;
+  LinearCrossEntropy *call = &gradients.call;
+  call->dx = a->dx, call->dweight = a->dweight, call->dbias = a->dbias;
   if (tensor_exists(gradients.log_prob))
     log_prob_gradients(h->backend, gradients);
   else if (tensor_exists(entropy_weights))

@@ -35,18 +35,20 @@ TEST(test_refusals) {
     change;                                                                                                  \
     assert_fails(h, part, log_prob_gradients(h->backend, a));                                                \
   } while (0)
-  GRADIENTS_REFUSED("a chunk of 0 tokens", a.chunk = 0);
+  GRADIENTS_REFUSED("a chunk of 0 tokens", a.call.chunk = 0);
   GRADIENTS_REFUSED("log_prob is fp32 [2] where [3] is needed", a.log_prob = two);
   GRADIENTS_REFUSED("entropy is missing", a.entropy_weights = a.log_prob);
-  GRADIENTS_REFUSED("label smoothing does not follow", a.terms.label_smoothing = 0.1f);
+  GRADIENTS_REFUSED("label smoothing does not follow", a.call.terms.label_smoothing = 0.1f);
   GRADIENTS_REFUSED("row_sum is absent for a weight of", a.kept.exps = exps);
-  GRADIENTS_REFUSED("[3, 4] and row_sum is fp32 [3] for", (a.kept.exps = a.x, a.kept.row_sum = a.log_prob));
+  GRADIENTS_REFUSED("[3, 4] and row_sum is fp32 [3] for",
+                    (a.kept.exps = a.call.x, a.kept.row_sum = a.log_prob));
   GRADIENTS_REFUSED("row_sum is fp32 [2] where [3]", (a.kept.exps = exps, a.kept.row_sum = two));
   GRADIENTS_REFUSED("exponentials under a soft-cap",
-                    (a.kept = (Exponentials){exps, a.log_prob}, a.terms.softcap = 30));
-  GRADIENTS_REFUSED("a bias has a gradient where weight has one", a.dbias = two);
-  GRADIENTS_REFUSED("dweight is fp32 [3, 5] for a weight of", (a.dweight = poisoned(h, DTYPE_F32, 3, 5)));
-  GRADIENTS_REFUSED("nothing is added to it", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
+                    (a.kept = (Exponentials){exps, a.log_prob}, a.call.terms.softcap = 30));
+  GRADIENTS_REFUSED("a bias has a gradient where weight has one", a.call.dbias = two);
+  GRADIENTS_REFUSED("dweight is fp32 [3, 5] for a weight of",
+                    (a.call.dweight = poisoned(h, DTYPE_F32, 3, 5)));
+  GRADIENTS_REFUSED("nothing is added to it", (a.call.dweight.dtype = DTYPE_BF16, a.call.accumulate = true));
   LinearCrossEntropy forward = all;
   forward.mode = LCE_FUSED, forward.dx = forward.dweight = (Tensor){0};
   Exponentials kept = {exps, g.log_prob};

@@ -217,7 +217,7 @@ EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective 
   return leave(0);
 }
 
-// --- what a call may request  -------------------------------------------------------------------------------
+// --- what a call may request  ------------------------------------------------------------------------------
 
 #define CALL "lce_linear_cross_entropy"
 
@@ -257,8 +257,7 @@ static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype d
          remedy);
 }
 
-// The tensor has possible sizes and an address for them, and shares nothing that is written with those
-// `before` it.
+// The tensor has possible sizes and address, and shares nothing that is written with those `before` it.
 static void check_argument(const Argument *t, const Argument *before) {
   check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
   uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
@@ -274,14 +273,6 @@ static void check_argument(const Argument *t, const Argument *before) {
       fail(CALL ": %s and %s share memory, and at least one of them is written; give each its own", u->name,
            t->name);
 }
-
-// What a call requests, without its targets, which come from `ids`.
-typedef struct {
-  LinearCrossEntropy loss; // with known_log_prob its inputs and gradients alone
-  Tensor entropy_weights, known_log_prob, known_entropy;
-  Exponentials kept;
-  Tensor ids;
-} Request;
 
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
@@ -302,8 +293,9 @@ static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
               "materialized mode");
 }
 
-// The call, checked but for what the functions that run() calls check.
-static Request checked_request(const lce_args *a, const Backend *backend) {
+// The call, checked but for what the functions that run() calls check. Its targets are the caller's ids.
+// Without log_prob it is `call` alone, or with entropy_weights or kept.
+static LogProbGradients checked_request(const lce_args *a, const Backend *backend) {
   Dtype dtype = backend->dtype;
   if (!a) fail(CALL ": args must be there");
   check_size("tokens", a->tokens);
@@ -317,8 +309,8 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
-  Request r = {0};
-  LinearCrossEntropy *c = &r.loss;
+  LogProbGradients r = {0};
+  LinearCrossEntropy *c = &r.call;
   *c = (LinearCrossEntropy){.mode = a->materialized ? LCE_MATERIALIZED : LCE_FUSED,
                             .chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, a->tokens),
                             .terms = {.label_smoothing = a->label_smoothing,
@@ -337,14 +329,14 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
   const Argument tensors[] = {
       {"x", a->x, n, h, dtype, false, &c->x},
       {"weight", a->weight, rows_of_head, h, dtype, false, &c->weight},
-      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, &r.ids},
+      {"targets", a->targets, n, 0, a->targets_int64 ? DTYPE_I64 : DTYPE_I32, false, &c->targets},
       {"loss", a->loss, n, 0, DTYPE_F32, true, &c->loss},
       {"bias", a->bias, rows_of_head, 0, dtype, false, &c->bias},
       {"class_weights", a->class_weights, v, 0, DTYPE_F32, false, &c->terms.class_weights},
       {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &c->token_weights},
       {"entropy_weights", a->entropy_weights, n, 0, DTYPE_F32, false, &r.entropy_weights},
-      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &r.known_log_prob},
-      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &r.known_entropy},
+      {"known_log_prob", a->known_log_prob, n, 0, DTYPE_F32, false, &r.log_prob},
+      {"known_entropy", a->known_entropy, n, 0, DTYPE_F32, false, &r.entropy},
       {"exps", a->exps, n, stride, dtype, true, &r.kept.exps},
       {"the end of exps", a->exps ? (void *)sums : NULL, n, 0, DTYPE_F32, true, &r.kept.row_sum},
       {"dx", a->dx, n, h, dtype, true, &c->dx},
@@ -373,8 +365,7 @@ static Request checked_request(const lce_args *a, const Backend *backend) {
   return r;
 }
 
-// Fails at the first target that is neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's
-// stream.
+// Fails at the first target neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
 static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
   enum { PART = 4096 };
   union {
@@ -400,36 +391,16 @@ static void drop_gradients(Backend *backend, LinearCrossEntropy *call) {
   call->dx = call->dweight = call->dbias = (Tensor){0};
 }
 
-static LogProbGradients gradients_of(const Request *r) {
-  const LinearCrossEntropy *a = &r->loss;
-  return (LogProbGradients){.dx = a->dx,
-                            .dweight = a->dweight,
-                            .dbias = a->dbias,
-                            .x = a->x,
-                            .weight = a->weight,
-                            .bias = a->bias,
-                            .targets = a->targets,
-                            .log_prob = r->known_log_prob,
-                            .entropy = r->known_entropy,
-                            .token_weights = a->token_weights,
-                            .entropy_weights = r->entropy_weights,
-                            .kept = r->kept,
-                            .terms = a->terms,
-                            .chunk = a->chunk,
-                            .scale = a->scale,
-                            .mean = a->mean,
-                            .accumulate = a->accumulate};
-}
-
-static void run(Backend *backend, Request r) {
-  LinearCrossEntropy *a = &r.loss;
+static void run(Backend *backend, LogProbGradients r) {
+  LinearCrossEntropy *a = &r.call;
+  Tensor ids = a->targets;
   int64_t vocab_size = a->shard.vocab_size ? a->shard.vocab_size : a->weight.shape[0];
   MemoryMark mark = memory_mark(&backend->memory);
-  a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, r.ids.shape[0]);
-  read_targets(backend, (ReadTargets){.targets = a->targets, .ids = r.ids, .vocab_size = vocab_size});
+  a->targets = memory_push_1d(&backend->memory, "targets", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
+  read_targets(backend, (ReadTargets){.targets = a->targets, .ids = ids, .vocab_size = vocab_size});
   if (a->scale == 0) drop_gradients(backend, a);
-  if (tensor_exists(r.known_log_prob))
-    log_prob_gradients(backend, gradients_of(&r));
+  if (tensor_exists(r.log_prob))
+    log_prob_gradients(backend, r);
   else if (tensor_exists(r.kept.exps))
     keep_exponentials(backend, *a, r.kept);
   else if (tensor_exists(r.entropy_weights))
@@ -437,16 +408,15 @@ static void run(Backend *backend, Request r) {
   else
     linear_cross_entropy(backend, *a);
   if (tensor_exists(a->loss))
-    read_targets(backend, (ReadTargets){.loss = a->loss, .ids = r.ids, .vocab_size = vocab_size});
+    read_targets(backend, (ReadTargets){.loss = a->loss, .ids = ids, .vocab_size = vocab_size});
   memory_pop_to(&backend->memory, mark);
 }
 
 // What the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(Backend *plan, Request r) {
-  float scale = r.loss.scale;
-  if (scale == 0) r.loss.scale = 1; // the tensors of gradients that are then dropped are checked too
-  run(plan, r);
-  r.loss.scale = scale;
+static size_t planned_bytes(Backend *plan, LogProbGradients r) {
+  LogProbGradients checked = r;
+  if (r.call.scale == 0) checked.call.scale = 1; // checks the tensors of dropped gradients too
+  run(plan, checked);
   ledger_reset_peak(&plan->memory.ledger);
   run(plan, r);
   return plan->memory.ledger.stack_peak;
@@ -476,7 +446,7 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   ENTER(context);
   Backend *backend = context->backend;
-  const Request request = checked_request(args, backend);
+  const LogProbGradients request = checked_request(args, backend);
   size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
   if (bytes > backend->memory.stack_capacity) {
@@ -484,7 +454,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
     memory_set_stack(&backend->memory, bytes);
   }
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
-    check_targets(backend, request.ids, args->vocab_size);
+    check_targets(backend, request.call.targets, args->vocab_size);
   run(backend, request);
   end(context);
   context->held_bytes = bytes;

@@ -10,9 +10,9 @@
 // Memory. The caller owns every tensor. Pointers are to the context's device (a GPU's memory, or the host's
 // for "cpu"), tensors dense and row-major, each at a multiple of its elements' size. What is written (loss
 // and what follows it in lce_args) shares no memory with another tensor of the call; what is only read may.
-// On a GPU tensors are in use until the work of the call is over, on the device. What the layer needs beyond
-// them it allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than
-// all before it waits for them.
+// On a GPU tensors are in use until the device has done the call's work. What the layer needs beyond them it
+// allocates once for the largest call so far and keeps until lce_destroy; a call that needs more than all
+// before it waits for them.
 //
 // Streams. A call on CUDA is asynchronous and takes its place on the caller's stream (args.stream), as a
 // kernel launched there would: it reads what earlier work of that stream has written, later work of that
@@ -28,16 +28,15 @@
 // sentence.
 // - An argument that cannot be right (a size, an address, a shape, a term) is refused before anything is read
 //   or written. So is a call whose memory cannot be had. The context is as good as before.
-// - When CUDA fails while a call gives it work, between joining the caller's stream and leaving it, the call
-//   waits, on the host, for what it has queued, and the stream is not made to wait for it. So nothing of the
-//   call runs after its return and the stream may go on, but what the call writes is then unspecified,
-//   dweight with accumulate included.
+// - When CUDA fails while a call gives it work, the call waits, on the host, for what it has queued. So
+//   nothing of it runs after its return and the stream may go on, but what the call writes is then
+//   unspecified, dweight with accumulate included.
 // - When a kernel fails on the device (most often over an address that is not the device's), a later call of
 //   any CUDA user in the process shows it, lce_synchronize at the latest. CUDA then accepts no more work from
 //   the process; lce_destroy still returns.
-// - A target that is neither in [0, V) nor -100 is refused like any wrong argument on the CPU, and on CUDA where
-//   check_targets asks for it, since the host then waits for the caller's stream and reads the targets. Unchecked,
-//   nothing outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
+// - A target that is neither in [0, V) nor -100 is refused on the CPU, and on CUDA where check_targets asks
+//   for it, since the host then waits for the caller's stream and reads the targets. Unchecked, nothing
+//   outside of the tensors is read for it, the token counts as one with -100, but its loss is NaN.
 #ifndef LCE_LIBLCE_H
 #define LCE_LIBLCE_H
 
@@ -91,13 +90,11 @@ typedef struct {
   const void *targets;        // int32 or int64 [N], each in [0, V) or -100, which does not count
   const float *class_weights; // [V], or NULL
   const float *token_weights; // [N], or NULL: what each token's gradient is multiplied by
-  // [N], or NULL: adds these times the entropies to what is differentiated; with known_entropy, or
-  // materialized
+  // [N], or NULL: adds these times the entropies to the objective; with known_entropy, or materialized
   const float *entropy_weights;
-  // What a call of the same x, weight, bias, targets, softcap and temperature put out: then this one makes
-  // the gradients alone, in a loop over weight's rows without a sum of dweight over chunks. known_entropy
-  // comes with entropy_weights. There is no loss and no other output, no materialized, sample,
-  // label_smoothing and no split head.
+  // What a call of the same x, weight, bias, targets, softcap and temperature put out: this one then makes
+  // the gradients alone, without a sum of dweight over chunks. known_entropy comes with entropy_weights.
+  // There is no loss and no other output, no materialized, sample, label_smoothing and no split head.
   const float *known_log_prob, *known_entropy; // [N], or NULL
   // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of
   // 128. A call for losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in
@@ -108,8 +105,7 @@ typedef struct {
   void *dx;      // fp32/bf16 [N, H], or NULL: not computed
   void *dweight; // fp32 [V, H] (see narrow_dweight), or NULL, likewise; without both the forward pass alone
   float *dbias;  // [V]; there when bias and dweight are
-  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, the largest v[j], and whether
-  // predicted is y.
+  // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, max v[j], whether predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
   int32_t *predicted; // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
@@ -121,8 +117,7 @@ typedef struct {
 // and waits for the device.
 lce_context *lce_create(const char *device, int ordinal, const char *dtype);
 
-// Waits for the context's calls, and frees it and what it holds; the tensors are the caller's still. NULL is
-// fine.
+// Waits for the context's calls, and frees it and what it holds, not the tensors. NULL is fine.
 void lce_destroy(lce_context *context);
 
 // A head whose rows are split over the R ranks of a job, each with a context of its own: the tokens that a

@@ -7,8 +7,7 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E, so they serve one
-// such call.
+// E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E.
 typedef struct {
   Tensor exps;    // x's dtype [N, V]; may be strided, best by BackendScratch.logits_stride
   Tensor row_sum; // fp32 [N]
@@ -26,20 +25,14 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
 // same x, weight, bias, targets, soft-cap and temperature. factor is 1, or with `mean` 1 over the sum of the
 // counted tokens' class weights.
 typedef struct {
-  Tensor dx;                       // [N, H], fp32 or of x's dtype, or absent: its GEMM is left out
-  Tensor dweight;                  // [V, H], fp32 or without `accumulate` of W's dtype, or absent, likewise
-  Tensor dbias;                    // fp32 [V]; given when bias and dweight are
-  Tensor x, weight, bias, targets; // as above
-  Tensor log_prob;                 // fp32 [N]
-  Tensor entropy;                  // fp32 [N]; given when entropy_weights are
-  Tensor token_weights;            // fp32 [N], or absent: 1
-  Tensor entropy_weights;          // fp32 [N], or absent: 0
-  Exponentials kept; // by keep_exponentials, and overwritten; or absent: the logits are computed again
-  LossTerms terms;   // without label smoothing
-  int64_t chunk;     // at least 1: a block of W's rows takes half the memory of a chunk of so many tokens
-  float scale;       // finite and not 0
-  bool mean;
-  bool accumulate; // add to dweight and dbias rather than write them
+  // Without loss, outputs, label smoothing, sampling and shard, whatever the mode. dx: fp32 or of x's dtype;
+  // dweight: fp32, or without `accumulate` of W's dtype. scale: finite and not 0. chunk: a block of W's rows
+  // takes half the memory of a chunk of so many tokens.
+  LinearCrossEntropy call;
+  Tensor log_prob;        // fp32 [N]
+  Tensor entropy;         // fp32 [N]; given when entropy_weights are
+  Tensor entropy_weights; // fp32 [N], or absent: 0
+  Exponentials kept;      // by keep_exponentials, and overwritten; or absent: the logits are computed again
 } LogProbGradients;
 
 void log_prob_gradients(Backend *backend, LogProbGradients a);
