@@ -41,7 +41,8 @@ Source *open_counting(const char *name, int64_t count);
 // The number of files of the directory that are mapped now.
 int mappings(void);
 
-// The stream equals `tokens`, and as targets `targets`, read whole and from any place to any other. The second: all count.
+// The stream equals `tokens`, and as targets `targets`, read whole and from any place to any other. The
+// second: all count.
 void assert_stream_and_targets(const Source *source, const int32_t *tokens, const int32_t *targets,
                                int64_t count);
 void assert_stream(const Source *source, const int32_t *expected, int64_t count);

@@ -9,8 +9,8 @@ typedef struct {
   char *text; // all that they wrote; the caller frees it
 } Output;
 
-// As `ranks` ranks, started by mpirun without a GPU or, where LCE_GPU_RANKS is set, by tools/launch. After two minutes they
-// are killed.
+// As `ranks` ranks, started by mpirun without a GPU or, where LCE_GPU_RANKS is set, by tools/launch. After
+// two minutes they are killed.
 Output launch_self(int ranks, const char *arguments);
 // Whether launch_self can start anything here; prints why not.
 bool can_launch(void);

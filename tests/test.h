@@ -1,5 +1,5 @@
-// What every test program includes: cmocka with the headers that it needs, and TEST, which defines a test and puts it on the
-// program's list.
+// What every test program includes: cmocka with the headers that it needs, and TEST, which defines a test and
+// puts it on the program's list.
 #pragma once
 
 #include <math.h>

@@ -1,5 +1,5 @@
-// Token ids that change while a run reads them: the fuzzer's bytes go over the tokens of a shard that was valid when it was
-// opened. Every id of every batch must then lie in the vocabulary, or the read must fail.
+// Token ids that change while a run reads them: the fuzzer's bytes go over the tokens of a shard that was
+// valid when it was opened. Every id of every batch must then lie in the vocabulary, or the read must fail.
 #include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>

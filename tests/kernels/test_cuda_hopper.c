@@ -1,7 +1,7 @@
 // The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
-// direction, rows with gaps, more tiles than a round holds and fewer, row sums in groups of rows, outputs that hold
-// NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
-// run. Skipped on other devices.
+// direction, rows with gaps, more tiles than a round holds and fewer, row sums in groups of rows, outputs
+// that hold NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits
+// on every run. Skipped on other devices.
 
 #include "tests/loss_problem.h"
 
@@ -143,8 +143,8 @@ TEST(test_nearly_certain) {
                l.sum_want[n]);
 }
 
-// A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is zeros, whatever
-// its anchor holds; a NaN stays in its row; and the others are as before.
+// A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is
+// zeros, whatever its anchor holds; a NaN stays in its row; and the others are as before.
 TEST(test_special_rows) {
   enum { OVERFLOWS = 3, IGNORED = 7, NAN_ROW = 17 }; // every third, every seventh, this one
   Harness *h = *state;
@@ -221,8 +221,8 @@ TEST(test_gradient_of_many_tiles) {
     RUN_CASES(*state, gradient_case, large);
 }
 
-// The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what was stored
-// of them. The operations give the same bits, so they take these kernels.
+// The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what
+// was stored of them. The operations give the same bits, so they take these kernels.
 static void swiglu_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape, rows = sizes[0], hidden = sizes[1], width = sizes[2], in_place = sizes[3];
   double scale = 1.5 / sqrt((double)hidden);
@@ -269,7 +269,8 @@ static void swiglu_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "the layer's gradients", again, first);
 }
 
-// The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one step.
+// The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one
+// step.
 TEST(test_swiglu) {
   static const int64_t small[][4] = {{300, 72, 328, 0}, {257, 136, 200, 1}}; // enough for a device of few SMs
   static const int64_t large[][4] = {

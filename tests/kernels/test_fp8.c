@@ -152,8 +152,8 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   reference_linear(want, x, w, false, variant & BIAS ? bias : NULL, tensor_exists(m.residual) ? terms : NULL,
                    rows, inputs, outputs);
   matmul_fp8(h->backend, m);
-  // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a bf16
-  // result that is added to may be rounded before, too.
+  // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a
+  // bf16 result that is added to may be rounded before, too.
   Tolerance t = within(4, (double)inputs);
   if (cuda) t.operations = 0x1p-13;
   if (cuda && tensor_exists(m.residual) && dtype == DTYPE_BF16) t = (Tolerance){1, 1, 0x1p-7, 1};

@@ -1,5 +1,6 @@
-// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several chunks) and the
-// materialized one, with and without ignored targets, on shapes that nothing divides; and the float64 reference against PyTorch.
+// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
+// chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides; and the
+// float64 reference against PyTorch.
 
 #include <cjson/cJSON.h>
 

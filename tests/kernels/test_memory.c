@@ -99,8 +99,8 @@ static void check_events(const Memory *m) {
   }
 }
 
-// The stack hands out the same bytes again in the order last in, first out. A plan counts as what it plans for does, and its
-// tensors lie as far apart.
+// The stack hands out the same bytes again in the order last in, first out. A plan counts as what it plans
+// for does, and its tensors lie as far apart.
 static void check_memory(Memory *m) {
   memory_set_stack(m, 4096);
   char *weights = memory_reserve(m, "weights", MEMORY_WEIGHTS, 1000);
@@ -418,7 +418,8 @@ static void count_destroyed(Backend *backend) {
   destroyed++;
 }
 
-// A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let be.
+// A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let
+// be.
 TEST(test_abandoned_backend) {
   static const BackendOps ops = {.destroy = count_destroyed};
   backend_abandon(); // nothing has begun

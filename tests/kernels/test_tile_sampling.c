@@ -1,6 +1,6 @@
-// Tile sampling against float64 that draws by the same rule: tiles that are ragged in both directions, several chunks, ignored
-// tokens, the terms that may be combined with it; all tiles kept, or none; the mean over many seeds;
-// stats; and the operation by itself.
+// Tile sampling against float64 that draws by the same rule: tiles that are ragged in both directions,
+// several chunks, ignored tokens, the terms that may be combined with it; all tiles kept, or none; the mean
+// over many seeds; stats; and the operation by itself.
 
 #include <omp.h>
 
@@ -60,7 +60,8 @@ static LinearCrossEntropy without_sampling(Harness *h, LinearCrossEntropy a) {
   return with_outputs(h, a);
 }
 
-// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels alone. Else gradients are exact.
+// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels alone. Else gradients are
+// exact.
 static bool samples(Harness *h, int64_t hidden, int64_t chunk) {
   if (h->backend->device == ON_CPU) return true;
   return !h->backend->no_sampling && h->dtype == DTYPE_BF16 && hidden % 8 == 0 && chunk >= LCE_TILE_ROWS;
@@ -119,7 +120,8 @@ TEST(test_cases) {
 
 // --- the ends ----------------------------------------------------------------------------------------------
 
-// Below a full mass of 2^-5 gradients are exact, as with 0 and for dx alone; with 2^-5 every tile here is kept.
+// Below a full mass of 2^-5 gradients are exact, as with 0 and for dx alone; with 2^-5 every tile here is
+// kept.
 TEST(test_all_kept) {
   Harness *h = *state;
   const Case c = {301, 40, 1401, 128, 128, .terms = false};
@@ -153,8 +155,8 @@ TEST(test_all_dropped) {
   assert_true(p.r.sampled[0] == p.r.sampled[1]);
 }
 
-// A NaN keeps its tiles, more of the first chunk than a buffer holds, and spoils no other row of dx; dweight is written all the
-// same.
+// A NaN keeps its tiles, more of the first chunk than a buffer holds, and spoils no other row of dx; dweight
+// is written all the same.
 TEST(test_nan) {
   Harness *h = *state;
   enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
@@ -205,8 +207,8 @@ TEST(test_redone_row) {
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// The same bits again, with more threads; others with another seed; losses are those without sampling; zero stats without
-// gradients.
+// The same bits again, with more threads; others with another seed; losses are those without sampling; zero
+// stats without gradients.
 TEST(test_repeats) {
   Harness *h = *state;
   if (!samples(h, 72, 150)) skip();
@@ -261,8 +263,8 @@ typedef struct {
   double q, mass;
 } Chance;
 
-// Tile (b, t) is kept where 5 b + 3 t is a multiple of `every` (0: none), by masses that decide by themselves; but every fourth
-// one has a probability of 1/4.
+// Tile (b, t) is kept where 5 b + 3 t is a multiple of `every` (0: none), by masses that decide by
+// themselves; but every fourth one has a probability of 1/4.
 static Chance chance_of(int64_t every, int64_t b, int64_t t, int64_t i) {
   bool some = every && (5 * b + 3 * t) % every == 0;
   double q = !some ? 0 : i % 4 == 1 ? 0.25 : 1;

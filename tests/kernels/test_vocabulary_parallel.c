@@ -1,6 +1,6 @@
-// linear_cross_entropy with its head split over ranks, against float64 on one: this program starts itself as 1 to 4
-// ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each). Every rank draws
-// all tokens and the whole head, takes its own, and checks what it gets.
+// linear_cross_entropy with its head split over ranks, against float64 on one: this program starts itself as
+// 1 to 4 ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each).
+// Every rank draws all tokens and the whole head, takes its own, and checks what it gets.
 
 #include "kernels/ranks/ranks.h"
 #include "tests/loss_problem.h"
@@ -89,7 +89,8 @@ static void check_case(Harness *h, const Case *c) {
              of_size(within_stored(h, 8, 0), r->scale * (c->hopeless ? 300 : 1 + 8 * r->z_loss)));
 }
 
-// A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help it.
+// A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help
+// it.
 static void check_nan(Harness *h, const Case *c, ReferenceLoss *p, int64_t part) {
   p->x[2 * c->hidden + 5] = NAN; // rank 0's
   LinearCrossEntropy a = local_call(h, c, p, part);
@@ -103,8 +104,8 @@ static void check_nan(Harness *h, const Case *c, ReferenceLoss *p, int64_t part)
   }
 }
 
-// Twice the same bits. With sampling every rank draws for its rows; below 2^-5, and on a GPU with chunks this short, gradients
-// are exact.
+// Twice the same bits. With sampling every rank draws for its rows; below 2^-5, and on a GPU with chunks this
+// short, gradients are exact.
 static void check_repeats(Harness *h, const Case *c, ReferenceLoss *p, int64_t part) {
   Backend *b = h->backend;
   LinearCrossEntropy exact = local_call(h, c, p, part), again = local_call(h, c, p, part);

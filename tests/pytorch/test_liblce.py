@@ -181,7 +181,7 @@ def sampling_and_errors(lce):
     lce.lce_destroy(context)
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------
+# --- on a GPU -----------------------------------------------------------------------------------------------
 
 class Gpu:
     """The CUDA runtime that the library brings along, as far as a caller with a stream needs it."""

@@ -37,7 +37,8 @@ SIZES = dict(vocab_size=211, hidden_size=32, intermediate_size=64, num_hidden_la
              num_key_value_heads=2, max_position_embeddings=32)
 GPT2 = dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-# What is special of each model_type: soft-caps and scales of its logits, another loss added, biases, tied heads.
+# What is special of each model_type: soft-caps and scales of its logits, another loss added, biases, tied
+# heads.
 FAMILIES = dict(gpt2={}, llama={}, mistral={}, qwen2={}, qwen3={}, gemma2=dict(head_dim=8, final_logit_softcapping=2.0),
                 gemma3_text=dict(head_dim=8, final_logit_softcapping=3.0), phi3=TOKENS, olmo2={}, smollm3=TOKENS,
                 granite=dict(logits_scaling=8.0), cohere=dict(logit_scale=0.25), glm=dict(head_dim=8, **TOKENS),
@@ -255,7 +256,7 @@ def compiled_model():
     close("compiled", torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------
+# --- two ranks ----------------------------------------------------------------------------------------------
 
 class Net(torch.nn.Module if torch else object):
     def __init__(self):
@@ -406,7 +407,7 @@ def a_head_split_over_ranks():
         on_ranks(split_rank_main, ranks)
 
 
-# --- the package ------------------------------------------------------------------------------------------------
+# --- the package --------------------------------------------------------------------------------------------
 
 def examples_of_the_readme():
     text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()
