@@ -54,7 +54,7 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
 static LceLogitsExp call_from(const Logits *l, int64_t first, bool keep) {
   int64_t count = l->rows - first;
   return (LceLogitsExp){.exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0},
-                        .rows = {.target_z = tensor_rows(l->anchor, first, count)},
+                        .softmax = {.target_z = tensor_rows(l->anchor, first, count)},
                         .x = tensor_rows(l->x, first, count),
                         .weight = l->weight,
                         .targets = tensor_rows(l->targets, first, count)};
@@ -288,7 +288,8 @@ TEST(test_refuses) {
   Tensor anchor = poisoned_vector(h, DTYPE_F32, 100), targets = ids_from(h, random_ids(h, 100, 100), 100);
   Tensor unfit[] = {odd, full};
   for (int i = 0; i < 2; i++) {
-    LceLogitsExp call = {.rows = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
+    LceLogitsExp call = {
+        .softmax = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
     assert_int_equal(hopper_logits_exp(h->backend, &call, full.data, 1 << 12, 1), 0);
   }
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
