@@ -30,6 +30,7 @@ typedef struct {
 extern const LossField loss_fields[]; // a name of NULL ends it
 double **loss_values(const ReferenceLoss *r, const LossField *f);
 int64_t loss_count(const ReferenceLoss *r, const LossField *f);
+Tensor *loss_tensor(const LinearCrossEntropy *a, const LossField *f);
 
 // A problem whose arrays are host values of the harness: its outputs are there, its gradients once
 // reference_gradients has been called. x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits
@@ -39,12 +40,11 @@ void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
 // Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n
 // mod hidden, so that W[column] and W[target] alone decide.
 void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
-// Makes tiles of the softmax differ in mass: tokens come in runs of `run` of three kinds, and the logits of
-// kind k are 0 in every third tile of the vocabulary from the k-th on, 2 less in all others, but for a little
-// noise.
-void loss_problem_tiles(ReferenceLoss *p, int64_t run);
+// A problem for tile sampling in chunks of this size: tokens come in runs of three kinds, and the logits of
+// kind k are 0 in every third tile of the vocabulary from the k-th on, 2 less in all others, but for noise.
+ReferenceLoss loss_problem_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk);
 // Positions of the tokens that count, then of those that do not; *counted of them count.
-int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
+Tensor counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
 
 void reference_outputs(Harness *h, ReferenceLoss *r); // gives r arrays for its losses and outputs
 void reference_gradients(Harness *h,
@@ -57,7 +57,7 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
 // What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part);
-// With the other outputs: entropy, max_logit, predicted, correct.
+// With the other outputs: entropy, max_logit, correct, predicted.
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
 // With dweight and dbias that are added to what they hold before.
 typedef struct {
@@ -68,6 +68,15 @@ void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
 // are filled in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
+// What both calls give has the same bits.
+void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
+// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels alone. Else gradients are
+// exact.
+bool samples(const Harness *h, int64_t hidden, int64_t chunk);
+// Results and stats of a call with sampling against float64, which this computes.
+void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, LossBefore before);
+// Where r was sampled, some tiles were dropped, some kept, and none by a hair's breadth.
+void assert_some_dropped(const ReferenceLoss *r);
 // The mean of the sampled gradients over so many seeds is off from the exact call's by what it should be, one
 // seed's distance over the root of their number; losses are the exact ones. Returns the share of tiles that
 // were dropped.

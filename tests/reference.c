@@ -132,6 +132,7 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   store(r->logsumexp, n, lse);
   store(r->entropy, n, entropy);
   store(r->max_logit, n, maximum);
+  store(r->correct, n, best == y);
   store(r->predicted, n, best);
   double s = scale * or_else(r->token_weights, n, 1), b = scale * or_else(r->entropy_weights, n, 0);
   r->objective += s * (loss + z_loss) + b * entropy;
@@ -224,7 +225,7 @@ void reference_loss(ReferenceLoss *r) {
   double *v = malloc((size_t)(2 * r->vocab) * sizeof *v), normaliser = 0;
   if (!v) fail("out of host memory for a test");
   double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
-                               r->entropy, r->max_logit,    r->predicted};
+                               r->entropy, r->max_logit,    r->correct,  r->predicted};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
   zero(r->dx, r->rows * r->hidden);
   zero(r->dweight, r->vocab * r->hidden);

@@ -46,8 +46,8 @@ typedef struct {
   bool counted_alone;
   double sampled[3]; // its stats
   double margin;     // how near the log2 of a mass comes to where its probability changes, at least
-  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit,
-      *predicted; // [rows]; loss is needed
+  // [rows]; loss is needed.
+  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct, *predicted;
   double *dx, *dweight, *dbias;
   double objective;
 } ReferenceLoss;
