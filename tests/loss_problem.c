@@ -132,13 +132,6 @@ void reference_gradients(Harness *h, ReferenceLoss *r) {
       *loss_values(r, f) = host_values(h, loss_count(r, f));
 }
 
-double reference_objective(void *reference) {
-  ReferenceLoss r = *(ReferenceLoss *)reference;
-  r.dx = r.dweight = r.dbias = NULL;
-  reference_loss(&r);
-  return r.objective;
-}
-
 static Tensor unwritten(Harness *h, const ReferenceLoss *r, const LossField *f) {
   bool ids = !strcmp(f->name, "predicted"), dx = !strcmp(f->name, "dx");
   Tensor t = poisoned(h,

@@ -48,8 +48,7 @@ Tensor counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64
 
 void reference_outputs(Harness *h, ReferenceLoss *r); // gives r arrays for its losses and outputs
 void reference_gradients(Harness *h,
-                         ReferenceLoss *r);  // and for dx, dweight and, where there is a bias, dbias
-double reference_objective(void *reference); // for check_gradient: r->objective, without gradients
+                         ReferenceLoss *r); // and for dx, dweight and, where there is a bias, dbias
 
 // The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss,
 // z_loss, log_prob and logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.

@@ -57,6 +57,7 @@ static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool ke
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
   a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
   log_prob_gradients(h->backend, log_prob_call(h, &a, (Tensor){0}, kept));
+  a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
   return a;
 }
 

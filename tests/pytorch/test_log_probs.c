@@ -1,26 +1,7 @@
-// What liblce computes besides linear_cross_entropy (tools/torch/liblce/log_probs.h): the outputs of a
-// forward pass that keeps its exponentials, and what is refused. tests/kernels has the gradients: every term
-// in test_loss_terms.c, hard rows in test_linear_cross_entropy.c.
+// What tools/torch/liblce/log_probs.h refuses. tests/kernels has the values: every term in test_loss_terms.c,
+// hard rows in test_linear_cross_entropy.c.
 
 #include "tests/log_prob_call.h"
-
-// Losses and all outputs, where the forward pass keeps its exponentials, are those of linear_cross_entropy.
-TEST(test_outputs) {
-  Harness *h = *state;
-  enum { ROWS = 67, HIDDEN = 33, VOCAB = 1031 };
-  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 2);
-  loss_problem_add(h, &p, TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_BIAS);
-  for (int n = 1; n < ROWS; n += 3) p.targets[n] = IGNORE_INDEX;
-  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, ROWS);
-  loss_call_all_outputs(h, &a, &p);
-  Exponentials kept = {.exps = poisoned_strided(h, h->dtype, ROWS, VOCAB, VOCAB + 3),
-                       .row_sum = poisoned_vector(h, DTYPE_F32, ROWS)};
-  keep_exponentials(h->backend, a, kept);
-  reference_loss(&p);
-  Tolerance close = of_size(within(16, HIDDEN + VOCAB), 8);
-  check_loss(h, "with kept exponentials", &a, &p, 0, (LossBefore){0}, close, close);
-  check_gaps(h, "E", kept.exps);
-}
 
 TEST(test_refusals) {
   Harness *h = *state;
