@@ -1,5 +1,4 @@
-// One problem of the loss for all its tests: random or given inputs, the float64 solution (ReferenceLoss),
-// and the call of linear_cross_entropy that has to find it.
+// A problem of the loss: its inputs, the float64 solution (ReferenceLoss), the call that has to find it.
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -63,22 +62,19 @@ typedef struct {
   double *dweight, *dbias;
 } LossBefore;
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
-// Whatever the call gives against r's from token `first` and the shard's first row on. The terms of gradients
-// are filled in.
+// What the call gives against r from token `first` and the shard's first row on. Fills gradients.terms in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
 // What both calls give has the same bits.
 void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
-// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels alone. Else gradients are
-// exact.
+// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.
 bool samples(const Harness *h, int64_t hidden, int64_t chunk);
 // Results and stats of a call with sampling against float64, which this computes.
 void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, LossBefore before);
 // Where r was sampled, some tiles were dropped, some kept, and none by a hair's breadth.
 void assert_some_dropped(const ReferenceLoss *r);
-// The mean of the sampled gradients over so many seeds is off from the exact call's by what it should be, one
-// seed's distance over the root of their number; losses are the exact ones. Returns the share of tiles that
-// were dropped.
+// Losses are the exact ones; the mean gradient over so many seeds is off by no more than one seed's distance
+// over the root of their number. Returns the share of tiles dropped.
 double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), LinearCrossEntropy sampled,
                       const LinearCrossEntropy *exact, int seeds);
 

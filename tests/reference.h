@@ -1,6 +1,5 @@
 // The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
-// The tests compare the backends' forward results with these, and the gradients with finite differences of
-// these. All arrays are dense and row-major; letters as in kernels.h.
+// All arrays are dense and row-major; letters as in kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -38,8 +37,7 @@ typedef struct {
   double label_smoothing, z_loss, softcap, temperature; // temperature 0 is read as 1
   double scale;
   bool mean; // scale by 1 / sum of the counted targets' class weights as well
-  // Sampling of the gradients' tiles (TileSampling), full_mass 0 for none: of chunks of so many tokens, or of
-  // counted tokens alone.
+  // TileSampling, full_mass 0 for none: of chunks of so many tokens, or of counted tokens alone.
   double full_mass;
   uint64_t seed;
   int64_t chunk;

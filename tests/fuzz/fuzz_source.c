@@ -11,8 +11,6 @@
 // Smaller files would be copied when they are opened.
 enum { VOCABULARY = 300, TOKENS = 33000, SEQ_LEN = 255, BATCH = 3 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static jmp_buf failed;
 static char path[] = "/tmp/fuzz_source.XXXXXX.bin";
 

@@ -1,8 +1,6 @@
-// How exact is the fused layer? Its loss and gradients against float64 where rounding hurts most: at weights
-// as at initialisation, sharp, very sharp, and such as training leaves, with operands in the backend's dtype
-// (bf16 on CUDA) and N no power of two. The bounds are those that the anchored arithmetic was designed for: E
-// and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A layer that stores bf16 logits
-// misses all of them by one to two orders of magnitude.
+// The fused layer's error where rounding hurts most: weights as at initialisation, sharp, very sharp, and
+// such as training leaves. E and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A
+// layer that stores bf16 logits misses all bounds by one to two orders of magnitude.
 
 #include "tests/loss_problem.h"
 
@@ -47,8 +45,7 @@ static void check(Harness *h, const char *name, double deviation, double lead, d
   print_message("%s: loss %.2f; off by %.2e in dX, %.2e in dW, %.1e in the mean loss, %.1e in a token's\n",
                 name, mean(p.loss, TOKENS), dx, dweight, fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1),
                 worst);
-  // The few elements that dominate where weights are sharp round up or down by the draw: by a tenth, as
-  // measured.
+  // The few elements that dominate sharp weights round up or down by the draw: by a tenth, as measured.
   assert_true(dx <= 1.15 * dx_bound);
   assert_true(dweight <= 1.15 * dweight_bound);
   assert_true(fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1) < 1e-6);

@@ -1,7 +1,6 @@
-// Rotary embedding and attention against float64, on every backend: lengths around the tiles' edges, whole
-// sequences and packed documents, grouped heads, decoding, the sizes of heads that have kernels of their own
-// and odd ones, with outputs that hold NaN beforehand; on a GPU also the kernels that other devices take; and
-// the same bits from run to run.
+// Rotary embedding and attention against float64: lengths around the tiles' edges, packed documents, grouped
+// heads, decoding, every head size that has a kernel and odd ones; on a GPU the portable kernels, too; twice
+// the same bits.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
@@ -37,8 +36,7 @@ typedef struct {
   double *before; // what dbias is added to, or NULL
 } Problem;
 
-// Documents of one token, up to, at and past the edges of tiles, and of several tiles; another one first in
-// each sequence.
+// Documents up to, at and past the edges of tiles; each sequence begins with another one.
 static int32_t *cut_into_documents(Harness *h, AttentionShape s) {
   static const int64_t lengths[] = {1, 1, 63, 64, 65, 2, 129, 37, 300, 128, 7};
   enum { LENGTHS = sizeof lengths / sizeof *lengths };
@@ -198,8 +196,7 @@ static Run run_make(Harness *h, Problem *p) {
                .accumulate = p->before};
 }
 
-// Both passes, by the kernels for this device or by the tensor-core kernels that devices other than Hopper
-// take.
+// Both passes, by this device's kernels or by the tensor-core kernels that devices before Hopper take.
 static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
   AttentionForward forward = {.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
   AttentionBackward backward = {.dqkv = r.dqkv,
@@ -230,8 +227,8 @@ static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
 
 enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
 
-// Checks the first `kinds`, on whole sequences and packed documents, and that they give the same bits again.
-// The reference, which takes longest, is computed once for all.
+// Checks the first `kinds` of kernels, and that they repeat their bits. The reference takes longest: once for
+// all.
 static void check_shape(Harness *h, AttentionShape s, int kinds) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, s, packed);

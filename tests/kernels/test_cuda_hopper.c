@@ -1,7 +1,6 @@
-// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
-// direction, rows with gaps, more tiles than a round holds and fewer, row sums in groups of rows, outputs
-// that hold NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits
-// on every run. Skipped on other devices.
+// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: ragged tiles, rows with gaps, rounds and
+// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again. Skipped on other
+// devices.
 
 #include "tests/loss_problem.h"
 
@@ -269,8 +268,7 @@ static void swiglu_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "the layer's gradients", again, first);
 }
 
-// The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one
-// step.
+// Tiles that fill the device, ragged ends, tiles of fewer columns, rounds that keep pace, K of one step.
 TEST(test_swiglu) {
   static const int64_t small[][4] = {{300, 72, 328, 0}, {257, 136, 200, 1}}; // enough for a device of few SMs
   static const int64_t large[][4] = {

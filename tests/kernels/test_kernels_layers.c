@@ -1,7 +1,5 @@
-// The layers' operations against float64: forward results against tests/reference.c, gradients against finite
-// differences, on shapes that nothing divides, with outputs that hold NaN beforehand; on a GPU also against
-// the CPU on shapes for which its kernels have ways of their own; and the arguments that operations refuse.
-// Runs on every backend of this build and machine. Attention has test_attention.c.
+// The layers' operations: results against tests/reference.c, gradients against finite differences; on a GPU
+// also against the CPU on shapes for which its kernels have ways of their own; and refusals.
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
@@ -262,8 +260,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
   check_gaps(h, "linear out", a.out);
 }
 
-// dx through the activation before the matmul, of which pre is [rows, inputs] or, of SwiGLU,
-// [rows, 2 inputs].
+// dx through the activation before the matmul; pre is [rows, inputs] or, of SwiGLU, [rows, 2 inputs].
 static double activated_objective(void *context) {
   LinearCase *c = context;
   LinearShape s = c->s;
@@ -347,8 +344,7 @@ static void sum_columns_case(Harness *h, const void *shape) {
   }
 }
 
-// Every size in every variant, against float64 and, for the sizes from `mirrored` on, on a GPU against the
-// CPU.
+// Every size in every variant, against float64; from `mirrored` on, on a GPU against the CPU.
 static const LinearShape linear_sizes[] = {
     {.rows = 1, .inputs = 1, .outputs = 1, .alpha = 1},
     {.rows = 1, .inputs = 67, .outputs = 1, .alpha = 1},

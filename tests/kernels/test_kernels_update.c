@@ -1,5 +1,4 @@
-// What surrounds the layers, as in test_kernels_layers.c: rows and targets, the optimizer, copies, and the
-// memory that the system or the GPU counts.
+// What surrounds the layers: rows and targets, the optimizer, copies, and the memory that is counted.
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
@@ -165,8 +164,7 @@ static Update plain_update(Harness *h, Dtype dtype, double gradient, float lr, i
                   .seed = 3};
 }
 
-// A thousand steps of 1/64 of bf16's last bit: to nearest, nothing would ever move. At random, the mean is
-// right, and the deviation is that of draws which are new in each step.
+// 1000 steps of 1/64 ulp of bf16: to nearest nothing moves; at random mean and deviation are right.
 TEST(test_drift) {
   Harness *h = *state;
   enum { COUNT = 4096, STEPS = 1000 };
@@ -183,8 +181,7 @@ TEST(test_drift) {
 
 enum { DRAWS = 1 << 14 };
 
-// Which of the weights (state 1: of m, 2: of v, their square), 1.5 plus half of bf16's last bit each, are
-// rounded up: +1, else -1. At `first` of what shares the seed.
+// Which weights (state 1: m, 2: v, squared), 1.5 plus half an ulp of bf16, are rounded up: +1, else -1.
 static double *draws(Harness *h, uint64_t seed, int64_t step, int64_t first, int state) {
   Update a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
   a.seed = seed, a.step = step, a.first = first;
@@ -307,8 +304,7 @@ TEST(test_copies) {
   }
 }
 
-// More bytes than a GPU's ring of pinned memory holds, and more uploads than it has places; the host's buffer
-// is overwritten as soon as each call returns.
+// More bytes and uploads than a GPU's ring of pinned memory holds. The host's buffer is free after each call.
 TEST(test_uploads) {
   Harness *h = *state;
   enum { LARGE = 11 << 20, SMALL = 1003, UPLOADS = 300 };
@@ -352,8 +348,7 @@ TEST(test_device_memory) {
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);
 }
 
-// Measuring the algorithms of the loss's dW must not change a bit: a backend that takes the library's first
-// choice computes the same.
+// Measuring the algorithms of the loss's dW changes no bit: the library's first choice computes the same.
 TEST(test_measuring_keeps_bits) {
   enum { TOKENS = 256, VOCAB = 1 << 14, HIDDEN = 1 << 10 }; // measured from 2^24 elements on
   Harness *measured = *state;

@@ -1,5 +1,4 @@
-// linear_cross_entropy against float64: the fused and the materialized mode, on shapes that nothing divides
-// and on rows that ordinary softmax code gets wrong.
+// linear_cross_entropy against float64, in both modes, on ragged shapes and rows that are hard.
 
 #include <omp.h>
 
@@ -51,8 +50,7 @@ TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
-// The gradients again, from log-probabilities, and maybe from the exponentials that the forward pass has
-// kept.
+// The gradients again, from log-probabilities, and maybe from exponentials that the forward pass has kept.
 static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool kept) {
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
   a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
@@ -92,8 +90,7 @@ TEST(test_overflow_repair) {
              gradients);
 }
 
-// Every logit far below the target's: the loss is tiny and all its digits count, as those of p - 1, which is
-// all that row y[n] of dW holds in column n.
+// A tiny loss keeps its digits, and so does p - 1, which is all that row y[n] of dW holds in column n.
 TEST(test_nearly_certain) {
   Harness *h = *state;
   ReferenceLoss p = make_problem(h, 5, 13, 17, 0.02);
@@ -119,8 +116,7 @@ TEST(test_nearly_certain) {
   }
 }
 
-// An offset common to all logits of a row, in which bf16 logits would differ by 32: it costs the digits that
-// fp32 lacks at 6400.
+// An offset of all logits in a row, at which bf16 logits would differ by 32: it costs fp32's digits at 6400.
 TEST(test_common_offset) {
   Harness *h = *state;
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
@@ -136,8 +132,8 @@ TEST(test_common_offset) {
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
 
-// Entries that a bias of minus infinity masks, and a soft-cap in whose saturation many logits are equal:
-// entropies stay finite, and of equal ones the first is predicted.
+// A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
+// predicted.
 TEST(test_masked_and_saturated) {
   Harness *h = *state;
   enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
@@ -172,8 +168,8 @@ TEST(test_masked_and_saturated) {
   }
 }
 
-// Targets as the model's own probabilities have them: then the targets' part of dweight and the rest nearly
-// cancel, and must be added before they are rounded to W's dtype.
+// Targets drawn from the model nearly cancel the rest of dweight: they are added before rounding to W's
+// dtype.
 TEST(test_narrow_dweight) {
   Harness *h = *state;
   enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
@@ -211,8 +207,7 @@ static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntrop
   }
 }
 
-// One row holds a NaN, then one whose logits beat its target's by hundreds and which is computed again:
-// neither shows in the others' bits.
+// A row with a NaN, then one that is computed again: neither shows in the others' bits.
 static void wrong_rows_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape, hidden = sizes[1], last = sizes[2] - 1;
   ReferenceLoss p = make_problem(h, sizes[0], hidden, sizes[2], 1);
@@ -322,10 +317,9 @@ static void layer_case(Harness *h, const void *shape) {
   if (!s.materialized) check_bitwise_equal(h, "loss of the forward pass alone", forward.loss, a.loss);
   if (!h->recording) reference_loss(&p);
   for (int64_t i = 0; i < s.vocab * s.hidden && s.accumulate; i++) p.dweight[i] += before.dweight[i];
-  // Against float64: a random walk over all terms. Beside the CPU: logits reach about four deviations, and
-  // their error multiplies the exponential. Fused, that is the error of a sum of `hidden` products in fp32;
-  // materialized, half a unit of the dtype in which they are stored. E (or the gradient of the logits) and r
-  // x are stored, too: a unit more.
+  // Against float64: a random walk over all terms. Beside the CPU: logits reach four deviations, their error
+  // multiplies the exponential. Fused, that error is of `hidden` products in fp32; materialized, half a unit
+  // of the stored dtype. E (or the logits' gradient) and r x are stored, too: a unit more.
   double size = 4 * deviation, terms = terms_of(&p);
   Tolerance loss = s.materialized ? within_stored(h, 8, terms) : within(8, terms);
   Tolerance dx = of_size(within_stored(h, 8, terms), p.scale);
@@ -387,9 +381,8 @@ TEST(test_layer) {
     }
 }
 
-// The same bits again. How a chunk is cut depends on its shape alone, so the number of threads does not show
-// in the bits either: not in loss and dx, and in dweight, which is one GEMM over the chunk, where the GEMM is
-// our own.
+// How a chunk is cut depends on its shape alone: the number of threads shows in no bit of loss and dx, nor of
+// dweight where its one GEMM over the chunk is our own.
 TEST(test_bitwise_repeatable) {
   Harness *h = *state;
   ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);

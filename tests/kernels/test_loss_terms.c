@@ -1,6 +1,5 @@
-// Every term of the loss against float64: alone, in pairs, and all at once, in the fused mode (several
-// chunks) and the materialized one, with and without ignored targets, on shapes that nothing divides; and the
-// float64 reference against PyTorch.
+// Every term of the loss against float64: alone, in pairs, all at once, in both modes; and the float64
+// reference against PyTorch.
 
 #include <cjson/cJSON.h>
 
@@ -33,9 +32,9 @@ static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t h
   return p;
 }
 
-// --- the reference itself: PyTorch's losses and gradients of one small problem, every term alone and combined,
-// in float64 with autograd (tests/golden/make_loss_golden.py) -----------------------------------------------
+// --- the reference itself ----------------------------------------------------------------------------------
 
+// PyTorch's values and autograd's gradients, every term alone and combined (tests/golden/make_loss_golden.py).
 static double number(const cJSON *object, const char *key) {
   const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
   if (!cJSON_IsNumber(item)) fail_msg("loss.json lacks the number %s", key);

@@ -1,5 +1,4 @@
-// Muon's operations: against torch.optim.Muon (tests/golden/make_muon_golden.py), and Newton-Schulz of
-// batches and of parts of matrices against float64.
+// Muon against torch.optim.Muon (tests/golden/make_muon_golden.py), Newton-Schulz of batches against float64.
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -68,8 +67,7 @@ typedef struct {
   int64_t rows, columns, blocks, count; // blocks: such matrices side by side
 } Batch;
 
-// Every matrix of every block against float64, and against the same one on its own. What lies between stays
-// as it is.
+// Every matrix of every block against float64. What lies between them stays.
 static void orthogonalize_case(Harness *h, const void *shape) {
   Batch s = *(const Batch *)shape;
   int64_t stride = s.blocks * s.columns, apart = round_up(s.rows * stride + 1, 128);

@@ -1,6 +1,5 @@
-// Tile sampling against float64 that draws by the same rule: tiles that are ragged in both directions,
-// several chunks, ignored tokens, the terms that may be combined with it; all tiles kept, or none; the mean
-// over many seeds; stats; and the operation by itself.
+// Tile sampling against float64 that draws by the same rule: ragged tiles, chunks, ignored tokens, terms; all
+// tiles kept, or none; the mean over seeds; stats; and the operation by itself.
 
 #include <omp.h>
 
@@ -98,8 +97,7 @@ TEST(test_cases) {
 
 // --- the ends ----------------------------------------------------------------------------------------------
 
-// Below a full mass of 2^-5 gradients are exact, as with 0 and for dx alone; with 2^-5 every tile here is
-// kept.
+// Below a full mass of 2^-5 gradients are exact, as for dx alone; with 2^-5 all tiles here are kept.
 TEST(test_all_kept) {
   Harness *h = *state;
   const Case c = {301, 40, 1401, 128, 128, .terms = false};
@@ -131,8 +129,7 @@ TEST(test_all_dropped) {
   assert_true(p.r.sampled[0] == p.r.sampled[1]);
 }
 
-// A NaN keeps its tiles, more of the first chunk than a buffer holds, and spoils no other row of dx; dweight
-// is written all the same.
+// A NaN keeps its tiles, more than a buffer holds, and spoils no other row of dx; dweight is still written.
 TEST(test_nan) {
   Harness *h = *state;
   enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
@@ -183,8 +180,7 @@ TEST(test_redone_row) {
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// The same bits again, with more threads; others with another seed; losses are those without sampling; zero
-// stats without gradients.
+// Threads change no bit, another seed does; losses are those without sampling; without gradients stats are 0.
 TEST(test_repeats) {
   Harness *h = *state;
   if (!samples(h, 72, 150)) skip();

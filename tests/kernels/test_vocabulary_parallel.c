@@ -1,5 +1,5 @@
-// linear_cross_entropy with its head split over ranks, against float64 on one. Every rank draws all tokens and
-// the whole head, takes its own, and checks what it gets.
+// linear_cross_entropy with its head split over ranks, against float64 on one. Every rank draws all tokens
+// and the whole head, takes its own, and checks what it gets.
 
 #include "tests/loss_problem.h"
 #include "tests/process.h"
@@ -85,7 +85,8 @@ static void check_case(Harness *h, const void *shape) {
              of_size(within_stored(h, 8, 0), p.scale * (c->hopeless ? 300 : 1 + 8 * p.z_loss)));
 }
 
-// A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help it.
+// A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help
+// it.
 static void check_nan(Harness *h, const void *shape) {
   const Case *c = shape;
   ReferenceLoss p = make_problem(h, c);

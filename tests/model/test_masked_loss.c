@@ -1,5 +1,4 @@
-// The loss of the counted tokens alone against float64 for all tokens, some of whose targets are ignored;
-// sampled; and with a head split over ranks.
+// The loss of the counted tokens alone against float64; sampled; and with a head split over ranks.
 #include "model/masked_loss.h"
 #include "tests/loss_problem.h"
 #include "tests/process.h"
@@ -50,8 +49,7 @@ static void check_zeros(Harness *h, const char *what, const LinearCrossEntropy *
   }
 }
 
-// The call, which takes `counted` positions, gives r's values from token `first` on. What x holds of ignored
-// tokens is not read.
+// The call gives r's values from token `first` on. What x holds of ignored tokens is not read.
 static void check_call(Harness *h, const char *what, LinearCrossEntropy a, ReferenceLoss *r, int64_t first,
                        LossBefore before, Tensor positions, int64_t counted) {
   masked_linear_cross_entropy(h->backend, a, positions, counted);
@@ -97,8 +95,7 @@ TEST(test_as_with_all_tokens) {
     }
 }
 
-// Without a list of positions, and materialized, it is the call itself. Fused, x and dx change places and have
-// one type.
+// Without positions, or materialized, it is the call itself. Fused, x and dx need one type.
 TEST(test_nothing_masked) {
   Harness *h = *state;
   static const Case cases[] = {{29, 17, 101, 7, .outputs = true},
@@ -187,8 +184,8 @@ TEST(test_sampled) {
   check_tiles(*state, 900, 40, 900, 500, 384, true);
 }
 
-// On every rank another part of the tokens is ignored, and all of the last rank's; `positions` names ignored
-// tokens after the counted ones, as many as count on the rank that has most.
+// Ranks ignore different tokens, the last all. `positions` go on with ignored tokens, up to the most that
+// count.
 static void split_case(Harness *h, const void *shape) {
   const Case *c = shape;
   Backend *b = h->backend;

@@ -1,7 +1,6 @@
-// The C interface (tools/torch/liblce/liblce.h) called directly: every value against float64, wrong arguments
-// that give a sentence and write nothing, targets that are out of range, several contexts and threads at a
-// time. All tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes
-// outside them.
+// The C interface (tools/torch/liblce/liblce.h): every value against float64, wrong arguments, targets out of
+// range, contexts, threads. Tensors are allocations of exactly their size, so that AddressSanitizer sees what
+// lies outside.
 
 #include <pthread.h>
 #include <sys/resource.h>
@@ -15,8 +14,7 @@ static _Noreturn void fail_sentence(const char *sentence) {
 
 // --- problems ----------------------------------------------------------------------------------------------
 
-// The tensors of a call, those that it must have first: where they and what they come from or should be lie
-// in lce_args and ReferenceLoss, and their size, as letters of N, H, V.
+// A call's tensors, needed ones first: places in lce_args and ReferenceLoss, sizes as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
   const char *name, *size;
@@ -231,8 +229,7 @@ TEST(test_gradients) {
   lce_destroy(context);
 }
 
-// With sampling losses stay the same to the bit; the seed alone decides which gradients there are
-// (test_tile_sampling has their mean). Below 1/32 they are the exact ones.
+// Losses stay the same to the bit; the seed alone decides the gradients. Below 1/32 they are exact.
 TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
@@ -303,8 +300,7 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
     refused(context, &p, part, a);                                                                           \
   } while (0)
 
-// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were
-// ignored.
+// A target out of range is refused; unchecked, its loss is NaN, and all else as if it were ignored.
 TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   lce_context *context = context_on_cpu();
@@ -452,8 +448,7 @@ TEST(test_impossible_sizes) {
   lce_destroy(context);
 }
 
-// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the
-// two is written.
+// Each tensor absent, misaligned, beyond the last address, or overlapping another if one of them is written.
 TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
   Problem p = small_problem(*state, true);
@@ -593,8 +588,7 @@ static void catch_sentence(const char *sentence) {
   longjmp(caught, 1);
 }
 
-// Threads with errors of their own, in a program that has its own fail handler. Some make their context,
-// others get one; all contexts end in one more thread.
+// Threads with errors of their own beside the program's fail handler. Contexts begin and end in any thread.
 TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};

@@ -1,5 +1,4 @@
-// What tools/torch/liblce/log_probs.h refuses. tests/kernels has the values: every term in test_loss_terms.c,
-// hard rows in test_linear_cross_entropy.c.
+// What log_probs.h refuses. test_loss_terms.c and test_linear_cross_entropy.c test the values.
 
 #include "tests/log_prob_call.h"
 
