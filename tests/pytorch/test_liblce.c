@@ -211,20 +211,16 @@ TEST(test_gradients) {
       if (is(f, "dweight") || is(f, "dbias")) assert_true(unwritten(&both, f));
     run(context, &of_weight);
     check_results(&p);
-    p.args.accumulate = true;
-    run(context, &p.args);
-    scale_values(p.want.dweight, 101 * 17, 2);
-    scale_values(p.want.dbias, 101, 2);
-    check_results(&p);
-    p.args.scale = 0;
-    run(context, &p.args);
-    scale_values(p.want.dx, 29 * 17, 0);
-    check_results(&p);
-    p.args.accumulate = false;
-    run(context, &p.args);
-    scale_values(p.want.dweight, 101 * 17, 0);
-    scale_values(p.want.dbias, 101, 0);
-    check_results(&p);
+    for (int i = 0; i < 3; i++) {
+      const double weights[] = {2, 1, 0}, xs[] = {1, 0, 0};
+      p.args.accumulate = i < 2;
+      if (i) p.args.scale = 0;
+      run(context, &p.args);
+      scale_values(p.want.dweight, 101 * 17, weights[i]);
+      scale_values(p.want.dbias, 101, weights[i]);
+      scale_values(p.want.dx, 29 * 17, xs[i]);
+      check_results(&p);
+    }
   }
   lce_destroy(context);
 }

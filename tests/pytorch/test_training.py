@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 
-from setting import DEVICE, ROOT, all_close, close, raises, run, torch
+from setting import DEVICE, ROOT, all_close, calls_of_the_operator, close, raises, run, torch
 from tap import Skip
 
 if torch:
@@ -231,12 +231,8 @@ def trainers():
                                                       use_cpu=DEVICE == "cpu", per_device_train_batch_size=4),
                 train_dataset=data, eval_dataset=data, compute_metrics=lambda p: shapes.append(p.predictions.shape) or {})
             return trainer.evaluate()["eval_loss"], trainer.train().training_loss, shapes
-    calls, real = [], lce.functional.operator
-    lce.functional.operator = lambda *a: calls.append(1) or real(*a)
-    try:
+    with calls_of_the_operator() as calls:
         want, got = evaluated(model_of("llama")), evaluated(lce.patch_transformers(model_of("llama")))
-    finally:
-        lce.functional.operator = real
     all_close("Trainer", *(torch.tensor(losses[:2]) for losses in (got, want)), 1e-3)
     assert got[2] == want[2] == [(4, 16, 211)] and calls
     spread = accelerate.dispatch_model(model_of("llama"), {"": DEVICE}, force_hooks=True)
