@@ -36,7 +36,15 @@ int run_on_backend(const char *backend);
 // The same on "cpu", "cpu-plain", "cuda-fp32" and "cuda", each a group.
 int run_on_backends(void);
 const char *harness_backend(void); // the name of the group's
-int harness_pop(void **state);     // what a test has pushed so far
+void harness_clear(Harness *h);    // pops what a test has pushed so far
+
+// TEST of such a program: h is the group's.
+#define HARNESS_TEST(name)                                                                                   \
+  static void name##_on(Harness *h);                                                                         \
+  TEST(name) {                                                                                               \
+    name##_on(*state);                                                                                       \
+  }                                                                                                          \
+  static void name##_on(__attribute__((unused)) Harness *h)
 
 // Runs a case on every shape of a table. RUN_MIRRORED is for shapes whose kernels are a GPU's alone: it runs
 // the case twice there and once on the CPU, compares what the case checks instead of checking it, and the two

@@ -52,11 +52,11 @@ static void check(Harness *h, const char *name, double deviation, double lead, d
   memory_pop_to(&h->backend->memory, 0);
 }
 
-TEST(test_weight_scales) {
-  check(*state, "as at initialisation", 0.02 * sqrt(HIDDEN), 0, 1.1e-5, 1.6e-5);
-  check(*state, "sharp", 3.1, 0, 3.5e-4, 4.9e-4);
-  check(*state, "very sharp", 9.6, 0, 1.0e-3, 1.4e-3);
-  check(*state, "as training leaves it", 1.5, 9, 5.7e-5, 1.4e-3);
+HARNESS_TEST(test_weight_scales) {
+  check(h, "as at initialisation", 0.02 * sqrt(HIDDEN), 0, 1.1e-5, 1.6e-5);
+  check(h, "sharp", 3.1, 0, 3.5e-4, 4.9e-4);
+  check(h, "very sharp", 9.6, 0, 1.0e-3, 1.4e-3);
+  check(h, "as training leaves it", 1.5, 9, 5.7e-5, 1.4e-3);
 }
 
 int main(void) {

@@ -251,7 +251,7 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
         check_bitwise_equal(h, results[i].what, results[i].got, results[i].again);
       }
     }
-    harness_pop((void **)&h);
+    harness_clear(h);
   }
 }
 
@@ -259,11 +259,11 @@ static bool has_tensor_cores(const Harness *h) {
   return h->dtype == DTYPE_BF16;
 }
 
-TEST(test_tensor_cores) {
-  if (!has_tensor_cores(*state)) skip();
+HARNESS_TEST(test_tensor_cores) {
+  if (!has_tensor_cores(h)) skip();
   if (small_shapes()) {
-    check_shape(*state, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
-    check_shape(*state, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
+    check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
+    check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
     return;
   }
   static const int64_t lengths[] = {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 320, 385},
@@ -271,20 +271,20 @@ TEST(test_tensor_cores) {
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
       const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
-      check_shape(*state, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
+      check_shape(h, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
     }
   // More work tiles than SMs, so that who does what differs between the runs.
-  check_shape(*state, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
-  check_shape(*state, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
+  check_shape(h, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
+  check_shape(h, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
 }
 
 // Heads that have no tensor-core kernel; in fp32 none has.
-TEST(test_other_shapes) {
+HARNESS_TEST(test_other_shapes) {
   static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},    {2, 33, 6, 2, 10},
                                           {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96},  {1, 70, 2, 1, 256},
                                           {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128},
                                           {1, 1, 3, 1, 64},  {3, 5, 4, 2, 2},    {2, 67, 6, 2, 10}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(*state, shapes[i], 1);
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(h, shapes[i], 1);
 }
 
 // The float64 gradients are the derivatives of the float64 results.
@@ -299,8 +299,7 @@ static double attention_objective(void *context) {
   return reference_dot(p->out, p->dout, (int64_t)outs);
 }
 
-TEST(test_reference_gradients) {
-  Harness *h = *state;
+HARNESS_TEST(test_reference_gradients) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, (AttentionShape){2, 67, 4, 2, 6}, packed);
     problem_solve(&p, DTYPE_F32);
@@ -333,10 +332,10 @@ static void rope_case(Harness *h, const void *shape) {
   check_values(h, "rope and back", turned, original, of_size(within_stored(h, 2, 4), 1));
 }
 
-TEST(test_rope) {
+HARNESS_TEST(test_rope) {
   static const AttentionShape shapes[] = {
       {2, 7, 4, 2, 6}, {1, 1, 1, 1, 2}, {1, 5, 3, 1, 64}, {2, 9, 12, 4, 64}, {3, 5, 2, 1, 10}};
-  RUN_CASES(*state, rope_case, shapes);
+  RUN_CASES(h, rope_case, shapes);
 }
 
 // Decoding in pieces of any length gives the rows that attending to the whole sequence gives.
@@ -365,11 +364,11 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
                of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
 }
 
-TEST(test_attention_decode) {
-  decode_case(*state, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
-  decode_case(*state, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
-  decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
-  decode_case(*state, (AttentionShape){2, 9, 8, 1, 128}, 11, (const int64_t[]){4, 1, 1, 3});
+HARNESS_TEST(test_attention_decode) {
+  decode_case(h, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
+  decode_case(h, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
+  decode_case(h, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
+  decode_case(h, (AttentionShape){2, 9, 8, 1, 128}, 11, (const int64_t[]){4, 1, 1, 3});
 }
 
 // Tokens of packed documents count their positions from their document's first: as its documents alone would.
@@ -421,10 +420,10 @@ static void positions_case(Harness *h, const void *shape) {
                of_size(within(4, (double)rows), 1));
 }
 
-TEST(test_positions) {
+HARNESS_TEST(test_positions) {
   static const AttentionShape shapes[] = {
       {2, 7, 2, 1, 6}, {1, 9, 1, 1, 2}, {3, 200, 4, 2, 64}, {1, 333, 2, 2, 128}};
-  RUN_CASES(*state, positions_case, shapes);
+  RUN_CASES(h, positions_case, shapes);
 }
 
 int main(void) {

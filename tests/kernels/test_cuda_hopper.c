@@ -103,17 +103,16 @@ static void logits_case(Harness *h, const void *shape) {
   logits_check(h, &l, 12);
 }
 
-TEST(test_logits) {
+HARNESS_TEST(test_logits) {
   // The last: X in two rasterisation groups, of clusters that keep pace over more than a round.
   static const int64_t shapes[][3] = {{1, 8, 8},        {5, 64, 100},     {128, 72, 193},  {129, 136, 192},
                                       {257, 64, 1000},  {256, 256, 384},  {700, 24, 3001}, {33, 1000, 517},
                                       {1030, 16, 6007}, {8448, 1000, 400}};
-  RUN_CASES(*state, logits_case, shapes);
+  RUN_CASES(h, logits_case, shapes);
 }
 
 // Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
-TEST(test_logits_in_groups) {
-  Harness *h = *state;
+HARNESS_TEST(test_logits_in_groups) {
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
   double *sums = copied_values(h, l.sums, l.rows);
@@ -129,8 +128,7 @@ TEST(test_logits_in_groups) {
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
 // which must not show; what log2(e) itself lacks in fp32 does, 1.4e-8 for each unit of the exponent.
-TEST(test_nearly_certain) {
-  Harness *h = *state;
+HARNESS_TEST(test_nearly_certain) {
   Logits l = logits_make(h, 130, 64, 500, 0.01);
   double *anchor = host_values(h, l.rows);
   for (int64_t n = 0; n < l.rows; n++) anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
@@ -144,9 +142,8 @@ TEST(test_nearly_certain) {
 
 // A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is
 // zeros, whatever its anchor holds; a NaN stays in its row; and the others are as before.
-TEST(test_special_rows) {
+HARNESS_TEST(test_special_rows) {
   enum { OVERFLOWS = 3, IGNORED = 7, NAN_ROW = 17 }; // every third, every seventh, this one
-  Harness *h = *state;
   Logits l = logits_make(h, 200, 64, 700, 0.2);
   double *anchor = values_of(h, l.anchor);
   int32_t *targets = random_ids(h, l.rows, l.vocab);
@@ -196,28 +193,28 @@ static void gradient_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "dX again", again, out);
 }
 
-TEST(test_gradient) {
+HARNESS_TEST(test_gradient) {
   static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193}, {300, 200, 1000},
                                       {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int k = 0; k < 4; k++) { // split-K, and without scratch for partials
       const Gradient shape[] = {{shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
                                  k / 2 ? SCRATCH_BYTES : 4096}};
-      RUN_CASES(*state, gradient_case, shape);
+      RUN_CASES(h, gradient_case, shape);
     }
 }
 
 // More tiles than run at once, with a remainder: whole tiles and slices in one call.
-TEST(test_gradient_of_many_tiles) {
+HARNESS_TEST(test_gradient_of_many_tiles) {
   static const Gradient small[] = {{700, 600, 130, DTYPE_BF16, SCRATCH_BYTES}};
   static const Gradient large[] = {
       {5200, 1600, 130, DTYPE_BF16, SCRATCH_BYTES},
       {5200, 1600, 130, DTYPE_F32, SCRATCH_BYTES},
       {6800, 960, 800, DTYPE_BF16, 4096}}; // long enough to keep pace, over two rounds
   if (small_shapes())
-    RUN_CASES(*state, gradient_case, small);
+    RUN_CASES(h, gradient_case, small);
   else
-    RUN_CASES(*state, gradient_case, large);
+    RUN_CASES(h, gradient_case, large);
 }
 
 // The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what
@@ -269,18 +266,17 @@ static void swiglu_case(Harness *h, const void *shape) {
 }
 
 // Tiles that fill the device, ragged ends, tiles of fewer columns, rounds that keep pace, K of one step.
-TEST(test_swiglu) {
+HARNESS_TEST(test_swiglu) {
   static const int64_t small[][4] = {{300, 72, 328, 0}, {257, 136, 200, 1}}; // enough for a device of few SMs
   static const int64_t large[][4] = {
       {3000, 72, 1352, 0}, {2049, 136, 1544, 1}, {8500, 1000, 200, 0}, {5000, 64, 2048, 1}};
   if (small_shapes())
-    RUN_CASES(*state, swiglu_case, small);
+    RUN_CASES(h, swiglu_case, small);
   else
-    RUN_CASES(*state, swiglu_case, large);
+    RUN_CASES(h, swiglu_case, large);
 }
 
-TEST(test_refuses) {
-  Harness *h = *state;
+HARNESS_TEST(test_refuses) {
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
   Tensor full = poisoned(h, DTYPE_F32, 100, 32);
   Tensor anchor = poisoned_vector(h, DTYPE_F32, 100), targets = ids_from(h, random_ids(h, 100, 100), 100);

@@ -65,7 +65,7 @@ static void embedding_case(Harness *h, const void *shape) {
                    embedding_objective, &c, of_size(within(4, (double)s.batch), 1));
 }
 
-TEST(test_embedding) {
+HARNESS_TEST(test_embedding) {
   static const EmbeddingShape shapes[] = {
       {3, 7, 13, 11, .positions = true},
       {3, 7, 13, 11, .positions = true, .accumulate = true},
@@ -79,8 +79,8 @@ TEST(test_embedding) {
       {2, 64, 77, 3, .positions = true, .popular = true, .accumulate = true},
       {1, 32, 2056, 1, .positions = true, .popular = true, .narrow = true},
       {3, 11, 8, 70001, .positions = true, .popular = true, .narrow = true, .accumulate = true}};
-  RUN_CASES(*state, embedding_case, shapes);
-  RUN_MIRRORED(*state, embedding_case, mirrored);
+  RUN_CASES(h, embedding_case, shapes);
+  RUN_MIRRORED(h, embedding_case, mirrored);
 }
 
 // --- normalisation -----------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ static void norm_case(Harness *h, const void *shape) {
 #define BOTH_NORMS(...) NORM(NORM_LAYER, __VA_ARGS__), NORM(NORM_RMS, __VA_ARGS__)
 #define ADDS            .accumulate_dx = true, .accumulate = true
 
-TEST(test_norm) {
+HARNESS_TEST(test_norm) {
   static const NormShape shapes[] = {BOTH_NORMS(7, 1, 13),
                                      BOTH_NORMS(7, 1, 13, ADDS),
                                      BOTH_NORMS(1, 1, 5, .accumulate = true),
@@ -173,8 +173,8 @@ TEST(test_norm) {
       BOTH_NORMS(5, 1, 8200, ADDS), // sums of a layer norm outgrow 48 KiB
       BOTH_NORMS(3, 1, 13001),      // both kinds' do, and nothing is aligned
       BOTH_NORMS(301, 16, 128),       BOTH_NORMS(7, 3, 10)};
-  RUN_CASES(*state, norm_case, shapes);
-  RUN_MIRRORED(*state, norm_case, mirrored);
+  RUN_CASES(h, norm_case, shapes);
+  RUN_MIRRORED(h, norm_case, mirrored);
 }
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ static void each_linear(Harness *h, TestCase run, const LinearShape *variants, s
 }
 #define EACH_LINEAR(h, run, variants) each_linear(h, run, variants, sizeof variants / sizeof *(variants))
 
-TEST(test_linear_forward) {
+HARNESS_TEST(test_linear_forward) {
   static const LinearShape variants[] = {{.bias = false},
                                          {.bias = true},
                                          {.residual = true},
@@ -386,10 +386,10 @@ TEST(test_linear_forward) {
                                          {.activation = ACTIVATION_SWIGLU},
                                          {.bias = true, .activation = ACTIVATION_SWIGLU},
                                          {.bias = true, .wide = true}};
-  EACH_LINEAR(*state, linear_forward_case, variants);
+  EACH_LINEAR(h, linear_forward_case, variants);
 }
 
-TEST(test_linear_backward) {
+HARNESS_TEST(test_linear_backward) {
   static const LinearShape of_input[] = {{.bias = false},
                                          {.accumulate = true},
                                          {.activation = ACTIVATION_GELU},
@@ -401,15 +401,14 @@ TEST(test_linear_backward) {
                                           {.bias = true, .accumulate = true},
                                           {.bias = true, .narrow = true},
                                           {.bias = true, .narrow = true, .accumulate = true}};
-  EACH_LINEAR(*state, linear_backward_input_case, of_input);
-  EACH_LINEAR(*state, linear_backward_weight_case, of_weight);
+  EACH_LINEAR(h, linear_backward_input_case, of_input);
+  EACH_LINEAR(h, linear_backward_weight_case, of_weight);
   static const LinearShape of_columns[] = {
       {.bias = true}, {.accumulate = true}, {.narrow = true}, {.narrow = true, .accumulate = true}};
-  EACH_LINEAR(*state, sum_columns_case, of_columns);
+  EACH_LINEAR(h, sum_columns_case, of_columns);
 }
 
-TEST(test_no_rows) {
-  Harness *h = *state;
+HARNESS_TEST(test_no_rows) {
   double *zeros = host_values(h, 6 * 8);
   Tensor x = poisoned(h, h->dtype, 0, 8), dout = poisoned(h, h->dtype, 0, 6);
   Tensor dweight = poisoned(h, DTYPE_F32, 6, 8), dbias = poisoned_vector(h, DTYPE_F32, 6),
@@ -469,7 +468,7 @@ static void activation_case(Harness *h, const void *shape) {
   check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, of_size(within(16, 1), 1));
 }
 
-TEST(test_activations) {
+HARNESS_TEST(test_activations) {
   static const ActivationShape shapes[] = {
       {5, 37, ACTIVATION_SWIGLU, false}, {5, 37, ACTIVATION_SWIGLU, true}, {1, 1, ACTIVATION_SWIGLU, false},
       {7, 37, ACTIVATION_GELU, false},   {7, 37, ACTIVATION_GELU, true},   {1, 1, ACTIVATION_GELU, false}};
@@ -477,8 +476,8 @@ TEST(test_activations) {
                                              {5, 333, ACTIVATION_SWIGLU, true},
                                              {33, 3072, ACTIVATION_GELU, true},
                                              {5, 333, ACTIVATION_GELU, false}};
-  RUN_CASES(*state, activation_case, shapes);
-  RUN_MIRRORED(*state, activation_case, mirrored);
+  RUN_CASES(h, activation_case, shapes);
+  RUN_MIRRORED(h, activation_case, mirrored);
 }
 
 // --- arguments that are refused ----------------------------------------------------------------------------
@@ -488,8 +487,7 @@ TEST(test_activations) {
   assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
 
 // What more than one tensor decides, or what it holds; tests/refusals.c tries the rest in every operation.
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   Dtype dtype = h->dtype;
   Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
   Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),

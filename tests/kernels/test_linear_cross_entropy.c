@@ -24,8 +24,7 @@ static double terms_of(const ReferenceLoss *p) {
 }
 
 // The operation by itself: what lies between the rows of E stays; without E its scratch has no width of V.
-TEST(test_logits_exp) {
-  Harness *h = *state;
+HARNESS_TEST(test_logits_exp) {
   enum { ROWS = 131, HIDDEN = 3, VOCAB = 40009 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, ROWS);
@@ -61,8 +60,7 @@ static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool ke
 
 // --- rows that are hard ------------------------------------------------------------------------------------
 
-TEST(test_overflow_repair) {
-  Harness *h = *state;
+HARNESS_TEST(test_overflow_repair) {
   ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 5);
@@ -91,8 +89,7 @@ TEST(test_overflow_repair) {
 }
 
 // A tiny loss keeps its digits, and so does p - 1, which is all that row y[n] of dW holds in column n.
-TEST(test_nearly_certain) {
-  Harness *h = *state;
+HARNESS_TEST(test_nearly_certain) {
   ReferenceLoss p = make_problem(h, 5, 13, 17, 0.02);
   for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)n;
@@ -117,8 +114,7 @@ TEST(test_nearly_certain) {
 }
 
 // An offset of all logits in a row, at which bf16 logits would differ by 32: it costs fp32's digits at 6400.
-TEST(test_common_offset) {
-  Harness *h = *state;
+HARNESS_TEST(test_common_offset) {
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
   for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
@@ -134,8 +130,7 @@ TEST(test_common_offset) {
 
 // A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
 // predicted.
-TEST(test_masked_and_saturated) {
-  Harness *h = *state;
+HARNESS_TEST(test_masked_and_saturated) {
   enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
   for (int capped = 0; capped < 2; capped++) {
     ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, capped ? 60 : 1);
@@ -170,8 +165,7 @@ TEST(test_masked_and_saturated) {
 
 // Targets drawn from the model nearly cancel the rest of dweight: they are added before rounding to W's
 // dtype.
-TEST(test_narrow_dweight) {
-  Harness *h = *state;
+HARNESS_TEST(test_narrow_dweight) {
   enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
   double *z = host_values(h, (int64_t)ROWS * VOCAB);
@@ -227,11 +221,11 @@ static void wrong_rows_case(Harness *h, const void *shape) {
   check_other_rows(h, a, clean, 1);
 }
 
-TEST(test_wrong_rows_stay_alone) {
+HARNESS_TEST(test_wrong_rows_stay_alone) {
   static const int64_t shapes[][3] = {{7, 11, 1301}, {9, 31, 1511}, {7, 33, 777}, {5, 64, 1000}},
                        tiles[][3] = {{40, 128, 30011}};
-  RUN_CASES(*state, wrong_rows_case, shapes);
-  if (!small_shapes()) RUN_CASES(*state, wrong_rows_case, tiles);
+  RUN_CASES(h, wrong_rows_case, shapes);
+  if (!small_shapes()) RUN_CASES(h, wrong_rows_case, tiles);
 }
 
 // --- the materialized pass ---------------------------------------------------------------------------------
@@ -281,12 +275,12 @@ static void cross_entropy_case(Harness *h, const void *shape) {
   for (int64_t j = 0; j < vocab; j++) assert_true(gradient[vocab + j] == 0);
 }
 
-TEST(test_cross_entropy_in_place) {
+HARNESS_TEST(test_cross_entropy_in_place) {
   static const int64_t shapes[][3] = {{1, 1, 0}, {5, 13, 3}, {3, 5003, 1}};
   // Rows wider than shared memory, and misaligned ones.
   static const int64_t mirrored[][3] = {{5, 50257, 47}, {3, 128256, 0}, {7, 1001, 0}, {4, 3, 5}, {1, 1, 0}};
-  RUN_CASES(*state, cross_entropy_case, shapes);
-  RUN_MIRRORED(*state, cross_entropy_case, mirrored);
+  RUN_CASES(h, cross_entropy_case, shapes);
+  RUN_MIRRORED(h, cross_entropy_case, mirrored);
 }
 
 // --- the whole layer ---------------------------------------------------------------------------------------
@@ -336,7 +330,7 @@ static void layer_case(Harness *h, const void *shape) {
   check_values(h, "layer dweight", a.dweight, p.dweight, dweight);
 }
 
-TEST(test_layer) {
+HARNESS_TEST(test_layer) {
   static const LayerShape shapes[] = {
       {1, 1, 1, 1, .ignored = 0},
       {1, 7, 13, 5, .ignored = 0},
@@ -371,20 +365,19 @@ TEST(test_layer) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
       LayerShape shape[] = {shapes[i]};
       shape->materialized = variant & 1, shape->accumulate = variant & 2;
-      RUN_CASES(*state, layer_case, shape);
+      RUN_CASES(h, layer_case, shape);
     }
   for (int materialized = 0; materialized < 2; materialized++)
     for (size_t i = 0; i < sizeof mirrored / sizeof *mirrored; i++) {
       LayerShape shape[] = {mirrored[i]};
       shape->materialized = materialized;
-      if (!small_shapes() || shape->rows * shape->vocab < 300000) RUN_MIRRORED(*state, layer_case, shape);
+      if (!small_shapes() || shape->rows * shape->vocab < 300000) RUN_MIRRORED(h, layer_case, shape);
     }
 }
 
 // How a chunk is cut depends on its shape alone: the number of threads shows in no bit of loss and dx, nor of
 // dweight where its one GEMM over the chunk is our own.
-TEST(test_bitwise_repeatable) {
-  Harness *h = *state;
+HARNESS_TEST(test_bitwise_repeatable) {
   ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);
   for (int64_t n = 0; n < p.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
   int own = omp_get_max_threads(), threads[] = {own, own, 1, 3};
@@ -400,8 +393,7 @@ TEST(test_bitwise_repeatable) {
   omp_set_num_threads(own);
 }
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   ReferenceLoss p = make_problem(h, 3, 4, 5, 1);
   reference_gradients(h, &p);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 1);

@@ -69,15 +69,15 @@ static void check_double(const char *name, const char *what, const double *got, 
       fail_msg("%s: the reference's %s of %d is %.17g, should be %.17g", name, what, (int)i, got[i], want[i]);
 }
 
-TEST(test_reference_is_as_in_torch) {
+HARNESS_TEST(test_reference_is_as_in_torch) {
   char *text = read_text("tests/golden/loss.json");
   cJSON *document = cJSON_Parse(text), *item;
   int count = 0;
   cJSON_ArrayForEach(item, cJSON_GetObjectItemCaseSensitive(document, "cases")) {
     const char *name = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, "name"));
-    ReferenceLoss want = golden_case(*state, document, item), r = want;
-    reference_outputs(*state, &r);
-    reference_gradients(*state, &r);
+    ReferenceLoss want = golden_case(h, document, item), r = want;
+    reference_outputs(h, &r);
+    reference_gradients(h, &r);
     reference_loss(&r);
     check_double(name, "objective", &r.objective, &want.objective, 1);
     for (const LossField *f = loss_fields; f->name; f++)
@@ -143,11 +143,11 @@ static bool is_fused(int terms) {
   return !(terms & TERM_ENTROPY) && !(terms & TERM_SMOOTHING && terms & TERM_SOFTCAP);
 }
 
-static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
+static void check_both_modes(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
   for (int mode = is_fused(terms) ? LCE_FUSED : LCE_MATERIALIZED; mode <= LCE_MATERIALIZED; mode++) {
     way.mode = (LceMode)mode;
-    check_case(*state, terms, rows, hidden, vocab, way);
-    harness_pop(state);
+    check_case(h, terms, rows, hidden, vocab, way);
+    harness_clear(h);
   }
   way.mode = LCE_FUSED;
   way.narrow = !way.accumulate;
@@ -156,22 +156,22 @@ static void check_both_modes(void **state, int terms, int64_t rows, int64_t hidd
   bool may_keep = !way.apart && !(terms & TERM_SOFTCAP); // the exponentials serve once
   for (int kept = 0; kept < 1 + may_keep; kept++) {
     way.kept = kept;
-    check_case(*state, terms, rows, hidden, vocab, way);
-    harness_pop(state);
+    check_case(h, terms, rows, hidden, vocab, way);
+    harness_clear(h);
   }
 }
 
-TEST(test_alone_and_in_pairs) {
-  check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7});
-  check_both_modes(state, 0, 29, 17, 101, (Way){.chunk = 7, .apart = true});
+HARNESS_TEST(test_alone_and_in_pairs) {
+  check_both_modes(h, 0, 29, 17, 101, (Way){.chunk = 7});
+  check_both_modes(h, 0, 29, 17, 101, (Way){.chunk = 7, .apart = true});
   for (int i = 0; i < TERMS; i++)
     for (int j = i; j < TERMS; j++)
-      check_both_modes(state, 1 << i | 1 << j, 29, 17, 101, (Way){.chunk = 7, .outputs = (i + j) % 2});
+      check_both_modes(h, 1 << i | 1 << j, 29, 17, 101, (Way){.chunk = 7, .outputs = (i + j) % 2});
   for (int i = 1; i < TERMS; i++) // in one chunk
-    check_both_modes(state, 1 << i, 29, 17, 101, (Way){.chunk = 32, .narrow = true});
+    check_both_modes(h, 1 << i, 29, 17, 101, (Way){.chunk = 32, .narrow = true});
 }
 
-TEST(test_all_at_once) {
+HARNESS_TEST(test_all_at_once) {
   const int64_t shapes[][4] = {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
@@ -188,22 +188,20 @@ TEST(test_all_at_once) {
                                 log_probs & ~TERM_SOFTCAP}[variant / 2];
       way.outputs = variant < 8;
       way.apart = i % 2;
-      check_both_modes(state, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);
+      check_both_modes(h, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);
     }
 }
 
-TEST(test_forward_only) {
+HARNESS_TEST(test_forward_only) {
   const int terms[] = {0, TERM_SMOOTHING | TERM_Z_LOSS | TERM_IGNORED, TERM_SOFTCAP | TERM_IGNORED,
                        TERM_BIAS | TERM_SMOOTHING | TERM_CLASS_WEIGHTS | TERM_TEMPERATURE};
   for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
     for (int outputs = 0; outputs < 2; outputs++)
-      check_both_modes(state, terms[i], 31, 19, 203,
-                       (Way){.chunk = 8, .forward_only = true, .outputs = outputs});
+      check_both_modes(h, terms[i], 31, 19, 203, (Way){.chunk = 8, .forward_only = true, .outputs = outputs});
 }
 
 // No token counts: nothing is divided by the sum of no weights.
-TEST(test_nothing_counts) {
-  Harness *h = *state;
+HARNESS_TEST(test_nothing_counts) {
   double *zeros = host_values(h, 10 * 6);
   for (int way = 0; way < 4; way++) {
     ReferenceLoss p = loss_problem(h, 4, 6, 10, 1);

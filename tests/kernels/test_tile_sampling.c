@@ -80,7 +80,7 @@ static void sampled_case(Harness *h, const void *shape) {
               0.1 * euclidean_distance(whole.dweight, p.r.dweight, dweight));
 }
 
-TEST(test_cases) {
+HARNESS_TEST(test_cases) {
   static const Case cases[] = {
       {150, 24, 768, 150, 150, .terms = false},
       {150, 24, 768, 40, 38, .terms = false},
@@ -92,14 +92,13 @@ TEST(test_cases) {
       {1500, 72, 900, 128, 128, .accumulate = true},
       {700, 40, 1283, 100, 100, .ignored = true},
       {900, 40, 900, 500, 450, .ignored = true, .terms = true, .mean = true, .accumulate = true}};
-  RUN_CASES(*state, sampled_case, cases);
+  RUN_CASES(h, sampled_case, cases);
 }
 
 // --- the ends ----------------------------------------------------------------------------------------------
 
 // Below a full mass of 2^-5 gradients are exact, as for dx alone; with 2^-5 all tiles here are kept.
-TEST(test_all_kept) {
-  Harness *h = *state;
+HARNESS_TEST(test_all_kept) {
   const Case c = {301, 40, 1401, 128, 128, .terms = false};
   Problem p = make_problem(h, c);
   LinearCrossEntropy plain = without_sampling(h, p.call), exact[3];
@@ -119,8 +118,7 @@ TEST(test_all_kept) {
 }
 
 // What remains is the target's own entry.
-TEST(test_all_dropped) {
-  Harness *h = *state;
+HARNESS_TEST(test_all_dropped) {
   if (!samples(h, 40, 151)) skip();
   const Case c = {301, 40, 1401, 200, 151, .terms = false};
   Problem p = make_problem(h, c);
@@ -130,8 +128,7 @@ TEST(test_all_dropped) {
 }
 
 // A NaN keeps its tiles, more than a buffer holds, and spoils no other row of dx; dweight is still written.
-TEST(test_nan) {
-  Harness *h = *state;
+HARNESS_TEST(test_nan) {
   enum { ROWS = 200, HIDDEN = 16, VOCAB = 1401 };
   if (!samples(h, HIDDEN, ROWS)) skip();
   Problem p = make_problem(h, (Case){ROWS, HIDDEN, VOCAB, ROWS, ROWS, .terms = false});
@@ -150,8 +147,7 @@ TEST(test_nan) {
 }
 
 // A target with certainty: the mass underflows, or is 0.
-TEST(test_certain) {
-  Harness *h = *state;
+HARNESS_TEST(test_certain) {
   if (!samples(h, 16, 140)) skip();
   ReferenceLoss sure = loss_problem(h, 140, 16, 500, 1);
   for (int64_t n = 0; n < 140; n++) sure.targets[n] = 3;
@@ -165,8 +161,7 @@ TEST(test_certain) {
 }
 
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
-TEST(test_redone_row) {
-  Harness *h = *state;
+HARNESS_TEST(test_redone_row) {
   if (!samples(h, 24, 130)) skip();
   ReferenceLoss p = loss_problem(h, 130, 24, 500, 0x1p-7);
   p.temperature = 0x1p-7;
@@ -181,8 +176,7 @@ TEST(test_redone_row) {
 // --- draws -------------------------------------------------------------------------------------------------
 
 // Threads change no bit, another seed does; losses are those without sampling; without gradients stats are 0.
-TEST(test_repeats) {
-  Harness *h = *state;
+HARNESS_TEST(test_repeats) {
   if (!samples(h, 72, 150)) skip();
   const Case c = {450, 72, 2003, 150, 150, .terms = false};
   Problem p = make_problem(h, c);
@@ -206,9 +200,8 @@ TEST(test_repeats) {
   check_values(h, "stats of the forward pass", forward.sampling.stats, (double[]){0, 0, 0}, within(0, 1));
 }
 
-TEST(test_unbiased) {
+HARNESS_TEST(test_unbiased) {
   if (small_shapes()) skip(); // 256 seeds
-  Harness *h = *state;
   if (!samples(h, 16, 300)) skip();
   const Case c = {600, 16, 1500, 300, 300, .terms = false};
   Problem p = make_problem(h, c);
@@ -336,8 +329,7 @@ static void check_operation(Harness *h, Shape s, Chance (*chance)(int64_t, int64
 }
 
 // All tiles are kept, some, the first alone, or none.
-TEST(test_operation) {
-  Harness *h = *state;
+HARNESS_TEST(test_operation) {
   static const Shape shapes[] = {
       {1, 1, 1, 1, .alpha = 0.5f},           {5, 25, 8, 65, .accumulate = true},
       {128, 8, 192, 192, .alpha = 0.5f},     {129, 16, 193, 200, .alpha = 2, .accumulate = true},
@@ -350,28 +342,27 @@ TEST(test_operation) {
       for (int dtype = 0; dtype < (h->dtype == DTYPE_F32 ? 1 : 2); dtype++) {
         if (shapes[i].vocab > 2000 && every[k] != 3) continue;
         check_operation(h, shapes[i], chance_of, every[k], dtype ? h->dtype : DTYPE_F32);
-        harness_pop(state);
+        harness_clear(h);
       }
 }
 
-TEST(test_most_tiles_of_a_row) {
-  check_operation(*state, (Shape){128, 8, 188 * LCE_TILE_COLUMNS, 188 * LCE_TILE_COLUMNS, .alpha = 1},
+HARNESS_TEST(test_most_tiles_of_a_row) {
+  check_operation(h, (Shape){128, 8, 188 * LCE_TILE_COLUMNS, 188 * LCE_TILE_COLUMNS, .alpha = 1},
                   chance_of_most, 0, DTYPE_F32);
 }
 
 // With a draw so close to the next whole number that any larger probabilities would keep a tile.
-TEST(test_least_probability) {
+HARNESS_TEST(test_least_probability) {
   enum { TILES = 40 };
   uint64_t seed = 1, room;
   do {
     room = ((uint64_t)1 << 32) - (random_bits(++seed, 2, 0) >> 32);
   } while (room <= 2 * TILES || room > 0x1p12 * TILES); // of 2^-32: a mass adds 2
-  check_operation(*state, (Shape){128, 8, TILES * LCE_TILE_COLUMNS, TILES * LCE_TILE_COLUMNS, .seed = seed},
+  check_operation(h, (Shape){128, 8, TILES * LCE_TILE_COLUMNS, TILES * LCE_TILE_COLUMNS, .seed = seed},
                   chance_of_least, 0, DTYPE_F32);
 }
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   Problem p = make_problem(h, (Case){3, 4, 5, 3, 3, .terms = false});
   ASSERT_REFUSED(h, p.call, "sampling.full_mass is -1, which is not 0 or more and finite",
                  a.sampling.full_mass = -1);

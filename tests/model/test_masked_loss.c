@@ -74,7 +74,7 @@ static void check_case(Harness *h, const Case *c, Pattern pattern) {
   check_call(h, what, a, &p, 0, before, positions, counted);
 }
 
-TEST(test_as_with_all_tokens) {
+HARNESS_TEST(test_as_with_all_tokens) {
   enum {
     SMOOTHED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_BIAS | TERM_MEAN,
     CAPPED = TERM_SOFTCAP | TERM_Z_LOSS | TERM_BIAS
@@ -90,14 +90,13 @@ TEST(test_as_with_all_tokens) {
                                {300, 16, 700, 128, .accumulate = true}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
     for (int pattern = 0; pattern < PATTERNS; pattern++) {
-      check_case(*state, &cases[i], (Pattern)pattern);
-      harness_pop(state);
+      check_case(h, &cases[i], (Pattern)pattern);
+      harness_clear(h);
     }
 }
 
 // Without positions, or materialized, it is the call itself. Fused, x and dx need one type.
-TEST(test_nothing_masked) {
-  Harness *h = *state;
+HARNESS_TEST(test_nothing_masked) {
   static const Case cases[] = {{29, 17, 101, 7, .outputs = true},
                                {29, 17, 101, 7, .terms = TERM_SMOOTHING | TERM_SOFTCAP, .outputs = true},
                                {29, 17, 101, 7, .accumulate = true},
@@ -120,7 +119,7 @@ TEST(test_nothing_masked) {
       linear_cross_entropy(h->backend, want);
       masked_linear_cross_entropy(h->backend, got, mode == LCE_FUSED ? (Tensor){0} : positions, counted);
       check_same_bits(h, &got, &want);
-      harness_pop(state);
+      harness_clear(h);
     }
   }
   ReferenceLoss p = make_problem(h, &cases[0], ALL);
@@ -130,8 +129,7 @@ TEST(test_nothing_masked) {
 }
 
 // The memory is the same however many tokens count.
-TEST(test_memory) {
-  Harness *h = *state;
+HARNESS_TEST(test_memory) {
   if (!strcmp(harness_backend(), "cpu")) skip(); // where operations are watched, and push more (refusals.c)
   Ledger *ledger = &h->backend->memory.ledger;
   const Case cases[] = {{300, 16, 700, 128, .outputs = true},
@@ -152,7 +150,7 @@ TEST(test_memory) {
         peak[pattern] = ledger->peak - before;
         assert_int_equal(ledger->total, before);
         assert_int_equal(peak[pattern], peak[ALL]);
-        harness_pop(state);
+        harness_clear(h);
       }
     }
 }
@@ -179,9 +177,9 @@ static void check_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab,
   check_zeros(h, "sampled", &a, p.targets);
 }
 
-TEST(test_sampled) {
-  check_tiles(*state, 450, 16, 1030, 225, 150, false);
-  check_tiles(*state, 900, 40, 900, 500, 384, true);
+HARNESS_TEST(test_sampled) {
+  check_tiles(h, 450, 16, 1030, 225, 150, false);
+  check_tiles(h, 900, 40, 900, 500, 384, true);
 }
 
 // Ranks ignore different tokens, the last all. `positions` go on with ignored tokens, up to the most that
@@ -222,7 +220,7 @@ static void rank_cases(Harness *h) {
   RUN_CASES(h, split_case, cases);
 }
 
-TEST(test_split_head) {
+HARNESS_TEST(test_split_head) {
   if (strcmp(harness_backend(), "cpu") != 0) skip();
   check_on_ranks();
 }

@@ -161,13 +161,13 @@ static lce_context *context_on_cpu(void) {
 // --- results -----------------------------------------------------------------------------------------------
 
 // Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
-TEST(test_values) {
+HARNESS_TEST(test_values) {
   static const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
   lce_context *context = context_on_cpu();
   for (int i = 0; i < 4; i++)
     for (int bits = 0; bits < 32; bits++) {
-      Problem p = make_problem(*state, (Shape){shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3],
-                                               bits & 1, bits & 2, bits & 4, bits & 8, bits & 16});
+      Problem p = make_problem(h, (Shape){shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], bits & 1,
+                                          bits & 2, bits & 4, bits & 8, bits & 16});
       run(context, &p.args);
       check_results(&p);
       assert_true(lce_held_bytes(context) > 0);
@@ -176,13 +176,13 @@ TEST(test_values) {
 }
 
 // A forward pass keeps what the gradients need, and neither call then holds anything of width V.
-TEST(test_kept_exponentials) {
+HARNESS_TEST(test_kept_exponentials) {
   enum { N = 29, V = 101, ROW = 512 }; // V floats, rounded up to a multiple of 128 bytes
   lce_context *context = context_on_cpu();
-  Problem p = make_problem(*state, (Shape){N, 17, V, .chunk = N});
+  Problem p = make_problem(h, (Shape){N, 17, V, .chunk = N});
   lce_args forward = p.args, backward = p.args;
   forward.dx = backward.loss = NULL, forward.dweight = NULL;
-  forward.exps = backward.exps = elements(*state, N * (ROW / 4 + 1));
+  forward.exps = backward.exps = elements(h, N * (ROW / 4 + 1));
   backward.known_log_prob = p.args.log_prob;
   backward.token_z_loss = backward.log_prob = backward.logsumexp = NULL;
   const lce_args *calls[] = {&forward, &backward};
@@ -199,11 +199,11 @@ static void scale_values(double *values, int64_t count, double factor) {
 }
 
 // Gradients that are added up; that a scale of 0 leaves alone, or makes 0; and one without the other.
-TEST(test_gradients) {
+HARNESS_TEST(test_gradients) {
   lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 4; bits++) {
-    Problem p = make_problem(
-        *state, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
+    Problem p =
+        make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
     lce_args both = p.args, of_x = p.args, of_weight = p.args;
     of_x.dweight = of_x.dbias = NULL, of_weight.dx = NULL;
     run(context, &of_x);
@@ -226,16 +226,16 @@ TEST(test_gradients) {
 }
 
 // Losses stay the same to the bit; the seed alone decides the gradients. Below 1/32 they are exact.
-TEST(test_sampling) {
+HARNESS_TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
   lce_context *context = context_on_cpu();
-  Problem p[CALLS] = {make_problem(*state, (Shape){N, H, V, 150, .terms = true})};
+  Problem p[CALLS] = {make_problem(h, (Shape){N, H, V, 150, .terms = true})};
   for (int i = 0; i < CALLS; i++) {
     p[i] = p[0];
-    p[i].args.loss = elements(*state, N);
-    p[i].args.dx = elements(*state, N * H);
-    p[i].args.dweight = elements(*state, V * H);
+    p[i].args.loss = elements(h, N);
+    p[i].args.dx = elements(h, N * H);
+    p[i].args.dweight = elements(h, V * H);
     p[i].args.sample = masses[i];
     p[i].args.sample_seed = i == 2 ? UINT64_C(3) << 40 : 0;
     run(context, &p[i].args);
@@ -251,7 +251,7 @@ TEST(test_sampling) {
   lce_destroy(context);
 }
 
-TEST(test_scale) {
+HARNESS_TEST(test_scale) {
   lce_context *context = context_on_cpu();
   float x[3] = {1, -2, 4}, out[3] = {7, 7, 7}, half = 0.5f;
   assert_int_equal(lce_scale(context, out, 0, x, 0, 0, &half, NULL), 0);
@@ -297,13 +297,13 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
   } while (0)
 
 // A target out of range is refused; unchecked, its loss is NaN, and all else as if it were ignored.
-TEST(test_targets_out_of_range) {
+HARNESS_TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 8; bits++) {
     bool wide = bits & 4;
-    Problem p = make_problem(*state, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1,
-                                             .materialized = bits & 2, .wide = wide});
+    Problem p = make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1,
+                                        .materialized = bits & 2, .wide = wide});
     int count = wide ? 7 : 5;
     for (int i = 0; i < count; i++) { // in the place of tokens that are ignored
       if (wide)
@@ -321,7 +321,7 @@ TEST(test_targets_out_of_range) {
     }
     check_results(&p);
   }
-  Problem p = make_problem(*state, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
+  Problem p = make_problem(h, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
   ((int32_t *)p.args.targets)[4998] = 3;
   REFUSED("targets[4998] is 3", a.mean = 0);
   lce_destroy(context);
@@ -340,9 +340,9 @@ static void *nowhere(int number) {
   return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
 }
 
-TEST(test_wrong_arguments) {
+HARNESS_TEST(test_wrong_arguments) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, false);
+  Problem p = small_problem(h, false);
   static const struct {
     const char *name;
     size_t at;
@@ -374,7 +374,7 @@ TEST(test_wrong_arguments) {
   gradients.known_log_prob = a_row, gradients.loss = NULL;
   gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;
   REFUSED("leave out loss and outputs", a.known_log_prob = a_row);
-  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(*state, 7)));
+  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(h, 7)));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.label_smoothing = 0.1f));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.materialized = 1));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.sample = 1));
@@ -411,9 +411,9 @@ TEST(test_wrong_arguments) {
 }
 
 // Sizes that no tensor can have, or whose product overflows 64 bits.
-TEST(test_impossible_sizes) {
+HARNESS_TEST(test_impossible_sizes) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, false);
+  Problem p = small_problem(h, false);
   const int64_t impossible[] = {
       0, -1, INT64_MIN, INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 32, (INT64_C(1) << 32) + 3, INT64_MAX};
   for (size_t i = 0; i < sizeof impossible / sizeof *impossible; i++) {
@@ -445,9 +445,9 @@ TEST(test_impossible_sizes) {
 }
 
 // Each tensor absent, misaligned, beyond the last address, or overlapping another if one of them is written.
-TEST(test_impossible_addresses) {
+HARNESS_TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, true);
+  Problem p = small_problem(h, true);
   char part[64];
   for (const Field *f = fields; f->name; f++) {
     float *place = *in_call(&p.args, f);
@@ -471,7 +471,7 @@ TEST(test_impossible_addresses) {
   }
   REFUSED("targets lies at", (a.targets = moved(nowhere(1), 4), a.targets_int64 = true));
   // Neighbours share nothing, and what is only read may be read twice.
-  p.args.log_prob = elements(*state, 14), p.args.logsumexp = p.args.log_prob + 7;
+  p.args.log_prob = elements(h, 14), p.args.logsumexp = p.args.log_prob + 7;
   p.args.entropy_weights = p.args.token_weights;
   p.want.entropy_weights = p.want.token_weights;
   reference_loss(&p.want);
@@ -482,7 +482,7 @@ TEST(test_impossible_addresses) {
 
 // --- contexts and threads ----------------------------------------------------------------------------------
 
-TEST(test_wrong_contexts) {
+HARNESS_TEST(test_wrong_contexts) {
   const struct {
     const char *device, *dtype, *part;
   } wrong[] = {{"abacus", "fp32", "neither"},
@@ -520,13 +520,13 @@ static int copy_and_call(void *user, int kind, void *out, const void *x, int64_t
   return ++r->calls == r->failing;
 }
 
-TEST(test_collectives) {
+HARNESS_TEST(test_collectives) {
   Rank rank = {.context = context_on_cpu(), .other = context_on_cpu()};
   assert_int_equal(lce_join(rank.context, 0, 1, copy_and_call, &rank), 0);
-  Problem inner = small_problem(*state, true);
+  Problem inner = small_problem(h, true);
   rank.args = &inner.args;
   for (rank.failing = 1;; rank.failing++) { // until all have failed once
-    Problem p = make_problem(*state, (Shape){20 + rank.failing, 17, 101, .chunk = 8}); // needs more each time
+    Problem p = make_problem(h, (Shape){20 + rank.failing, 17, 101, .chunk = 8}); // needs more each time
     p.args.rows = 101;
     rank.calls = 0;
     if (!lce_linear_cross_entropy(rank.context, &p.args)) break;
@@ -534,7 +534,7 @@ TEST(test_collectives) {
     assert_int_equal(rank.calls, rank.failing);
   }
   rank.failing = 0;
-  Problem p = make_problem(*state, (Shape){100, 17, 101, .chunk = 8});
+  Problem p = make_problem(h, (Shape){100, 17, 101, .chunk = 8});
   p.args.rows = 101;
   run(rank.context, &p.args);
   check_results(&p);
@@ -585,13 +585,13 @@ static void catch_sentence(const char *sentence) {
 }
 
 // Threads with errors of their own beside the program's fail handler. Contexts begin and end in any thread.
-TEST(test_threads) {
+HARNESS_TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};
   Worker workers[WORKERS];
   for (int i = 0; i < WORKERS; i++) {
     Shape s = {29 + i, 17 - i, 101, 8, .terms = i & 1, .logits = i & 2};
-    workers[i] = (Worker){make_problem(*state, s), i % 2 ? context_on_cpu() : NULL, dtypes[i], 0};
+    workers[i] = (Worker){make_problem(h, s), i % 2 ? context_on_cpu() : NULL, dtypes[i], 0};
   }
   lce_context *context = context_on_cpu(); // which must leave nothing behind in this thread
   catcher = pthread_self();

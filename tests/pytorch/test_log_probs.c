@@ -2,8 +2,7 @@
 
 #include "tests/log_prob_call.h"
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   ReferenceLoss p = loss_problem(h, 3, 4, 5, 1);
   reference_gradients(h, &p);
   LinearCrossEntropy all = loss_call(h, &p, LCE_MATERIALIZED, 3), loss = all;
