@@ -1,9 +1,5 @@
 #include "tests/log_prob_call.h"
 
-Tensor entropy_weights_of(Harness *h, const ReferenceLoss *r) {
-  return r->entropy_weights ? vector_from(h, DTYPE_F32, r->entropy_weights, r->rows) : (Tensor){0};
-}
-
 LogProbGradients log_prob_call(Harness *h, LinearCrossEntropy *a, Tensor entropy_weights, bool kept) {
   int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
   TokenOutputs *outputs = &a->outputs;

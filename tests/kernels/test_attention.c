@@ -349,16 +349,16 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
     AttentionShape step = s;
     step.seq_len = *pieces;
     int64_t count = s.batch * step.seq_len;
-    int32_t *of_piece = random_ids(h, count, 1);
+    int32_t *places = random_ids(h, count, 1);
     for (int64_t i = 0; i < count; i++)
-      of_piece[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
-    Tensor rows = ids_from(h, of_piece, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
+      places[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
+    Tensor positions = ids_from(h, places, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
            out = poisoned(h, h->dtype, count, p.out_width);
-    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .rows = rows});
+    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .rows = positions});
     attention_decode(
         h->backend, (AttentionDecode){
                         .out = out, .keys = keys, .values = values, .qkv = qkv, .shape = step, .past = past});
-    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .rows = rows});
+    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .rows = positions});
   }
   check_values(h, "decoded attention", r.out, p.out,
                of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
@@ -391,10 +391,9 @@ static void positions_case(Harness *h, const void *shape) {
     dpositions[alone] = poisoned(h, DTYPE_F32, s.seq_len, HIDDEN);
     for (int64_t at = 0; at < rows; at += length) {
       length = alone ? places[rows + at] + 1 : rows; // of the document
-      AttentionShape part = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
-      if (!alone) part = s;
-      Tensor named = {0};
-      if (!alone) named = positions;
+      AttentionShape document = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
+      AttentionShape part = alone ? document : s;
+      Tensor named = alone ? (Tensor){0} : positions;
       rope(h->backend, (Rope){.qkv = tensor_rows(qkv[alone], at, length),
                               .cos_sin = cos_sin,
                               .positions = named,

@@ -390,22 +390,22 @@ HARNESS_TEST(test_linear_forward) {
 }
 
 HARNESS_TEST(test_linear_backward) {
-  static const LinearShape of_input[] = {{.bias = false},
-                                         {.accumulate = true},
-                                         {.activation = ACTIVATION_GELU},
-                                         {.activation = ACTIVATION_SWIGLU},
-                                         {.activation = ACTIVATION_SWIGLU, .in_place = true},
-                                         {.wide = true}};
-  static const LinearShape of_weight[] = {{.bias = false},
-                                          {.bias = true},
-                                          {.bias = true, .accumulate = true},
-                                          {.bias = true, .narrow = true},
-                                          {.bias = true, .narrow = true, .accumulate = true}};
-  EACH_LINEAR(h, linear_backward_input_case, of_input);
-  EACH_LINEAR(h, linear_backward_weight_case, of_weight);
-  static const LinearShape of_columns[] = {
+  static const LinearShape input_variants[] = {{.bias = false},
+                                               {.accumulate = true},
+                                               {.activation = ACTIVATION_GELU},
+                                               {.activation = ACTIVATION_SWIGLU},
+                                               {.activation = ACTIVATION_SWIGLU, .in_place = true},
+                                               {.wide = true}};
+  static const LinearShape weight_variants[] = {{.bias = false},
+                                                {.bias = true},
+                                                {.bias = true, .accumulate = true},
+                                                {.bias = true, .narrow = true},
+                                                {.bias = true, .narrow = true, .accumulate = true}};
+  EACH_LINEAR(h, linear_backward_input_case, input_variants);
+  EACH_LINEAR(h, linear_backward_weight_case, weight_variants);
+  static const LinearShape column_variants[] = {
       {.bias = true}, {.accumulate = true}, {.narrow = true}, {.narrow = true, .accumulate = true}};
-  EACH_LINEAR(h, sum_columns_case, of_columns);
+  EACH_LINEAR(h, sum_columns_case, column_variants);
 }
 
 HARNESS_TEST(test_no_rows) {

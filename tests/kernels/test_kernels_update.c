@@ -12,10 +12,10 @@ static void rows_case(Harness *h, const void *shape) {
   double *x, *spread, *want = host_values(h, PICKED * width);
   int32_t picks[PICKED], *ids = random_ids(h, ROWS, 1000);
   for (int k = 0; k < PICKED; k++) picks[k] = (k * 29 + 5) % ROWS;
-  Tensor rows = ids_from(h, picks, PICKED), source = random_tensor(h, &x, ROWS, width, 1);
+  Tensor positions = ids_from(h, picks, PICKED), source = random_tensor(h, &x, ROWS, width, 1);
   Tensor out = poisoned(h, h->dtype, PICKED, width), target = random_tensor(h, &spread, ROWS, width, 1);
-  gather_rows(h->backend, (MoveRows){.out = out, .x = source, .rows = rows});
-  scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .rows = rows});
+  gather_rows(h->backend, (MoveRows){.out = out, .x = source, .rows = positions});
+  scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .rows = positions});
   for (int k = 0; k < PICKED; k++) {
     memcpy(want + k * width, x + picks[k] * width, (size_t)width * sizeof *want);
     memcpy(spread + picks[k] * width, x + picks[k] * width, (size_t)width * sizeof *want);
@@ -24,7 +24,7 @@ static void rows_case(Harness *h, const void *shape) {
   check_values(h, "scatter", target, spread, within(0, 1));
 
   Tensor few = poisoned_vector(h, DTYPE_I32, PICKED);
-  gather_rows(h->backend, (MoveRows){.out = few, .x = ids_from(h, ids, ROWS), .rows = rows});
+  gather_rows(h->backend, (MoveRows){.out = few, .x = ids_from(h, ids, ROWS), .rows = positions});
   double *got = values_of(h, few);
   for (int k = 0; k < PICKED; k++) assert_true(got[k] == ids[picks[k]]);
 }

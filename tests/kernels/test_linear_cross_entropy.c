@@ -264,9 +264,9 @@ static void cross_entropy_case(Harness *h, const void *shape) {
     cross_entropy_objective(&c);
     check_values(h, "loss", a.loss, c.loss, of_size(within(8, h->recording ? 32 : (double)vocab), 1));
   }
-  Tolerance of_logits = within(32, 1);
-  if (!h->recording) of_logits = of_size(within_stored(h, 8, (double)vocab), c.alpha);
-  check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, of_logits);
+  Tolerance bound = within(32, 1);
+  if (!h->recording) bound = of_size(within_stored(h, 8, (double)vocab), c.alpha);
+  check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, bound);
   check_gaps(h, "the gradient", a.logits);
   if (rows <= 2) return;
   cross_entropy_objective(&c); // the loss at the point itself again

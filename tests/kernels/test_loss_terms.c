@@ -120,14 +120,15 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (way.outputs) loss_call_all_outputs(h, &a, r);
   LossBefore before = {0};
   if (way.accumulate && !way.forward_only) loss_call_adds(h, &a, &before);
-  Tensor entropy_weights = entropy_weights_of(h, r);
+  Tensor entropy_weights = {0};
+  if (r->entropy_weights) entropy_weights = vector_from(h, DTYPE_F32, r->entropy_weights, rows);
   LogProbGradients gradients = {0};
   if (way.log_probs) gradients = log_prob_call(h, &a, entropy_weights, way.kept);
   if (way.narrow) a.dweight = poisoned(h, h->dtype, vocab, hidden);
-  LinearCrossEntropy of_x = a, of_weight = a;
-  of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
-  run(h, way.apart ? &of_x : &a, entropy_weights, gradients);
-  if (way.apart) run(h, &of_weight, entropy_weights, gradients);
+  LinearCrossEntropy x_alone = a, weight_alone = a;
+  x_alone.dweight = x_alone.dbias = weight_alone.dx = (Tensor){0};
+  run(h, way.apart ? &x_alone : &a, entropy_weights, gradients);
+  if (way.apart) run(h, &weight_alone, entropy_weights, gradients);
   reference_loss(r);
   // Where logits are stored their rounding shows; the anchored form and fp32 have none.
   bool stored = way.mode == LCE_MATERIALIZED;

@@ -72,10 +72,10 @@ static void check_case(Harness *h, const void *shape) {
   LossBefore before = {0};
   if (c->wide_dx) a.dx = poisoned(h, DTYPE_F32, c->rows, c->hidden);
   if (c->accumulate) loss_call_adds(h, &a, &before);
-  LinearCrossEntropy of_x = a, of_weight = a;
-  of_x.dweight = of_x.dbias = of_weight.dx = (Tensor){0};
-  linear_cross_entropy(b, c->apart ? of_x : a);
-  if (c->apart) linear_cross_entropy(b, of_weight);
+  LinearCrossEntropy x_alone = a, weight_alone = a;
+  x_alone.dweight = x_alone.dbias = weight_alone.dx = (Tensor){0};
+  linear_cross_entropy(b, c->apart ? x_alone : a);
+  if (c->apart) linear_cross_entropy(b, weight_alone);
   reference_loss(&p);
   double size = (c->hopeless ? 300 : 8) + 64 * p.z_loss;
   char what[96];

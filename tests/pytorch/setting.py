@@ -1,4 +1,4 @@
-"""What the tests of tools/torch share: PyTorch, or the reason why there is none; and the package on a library of its own."""
+"""What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
 import os
 import sys
@@ -29,7 +29,7 @@ def run(tests):
 
 
 def close(what, got, want, most):
-    """The largest difference, as a share of the largest wanted value; `most` is the CPU's, and a GPU's exp is coarser."""
+    """The largest difference over the largest wanted value. `most` is the CPU's: a GPU's exp is coarser."""
     most *= 20 if DEVICE == "cuda" else 1
     assert got.shape == want.shape, f"{what} has the shape {list(got.shape)}, not {list(want.shape)}"
     got, want = got.detach().double(), want.detach().double()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations, in float64 and float32."""
+"""linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations in float64."""
 import array
 import itertools
 
@@ -135,7 +135,7 @@ def any_upstream_gradient_and_twice():
 
 
 def no_second_derivative():
-    """Refused, and not taken for 0, whatever is differentiated: a penalty on a gradient of x, of weight, with upstream ones."""
+    """Refused, and not taken for 0, for a penalty on a gradient of x, of weight, with upstream ones."""
     for reduction in REDUCTIONS:
         x, weight, _, target = problem()
         for first, factor in ((x, 1), (weight, weight.sum())):
@@ -216,7 +216,7 @@ def bf16():
 
 
 def autocast():
-    """ParameterSet in fp32 get fp32 gradients, that were not rounded on their way; x may be of either dtype."""
+    """Parameters in fp32 get fp32 gradients that were not rounded on their way; x is of either dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, bias, target = problem(bias=True)
         x = x.detach().to(dtype).requires_grad_()
@@ -330,7 +330,7 @@ def outputs():
 
 
 def names_of_pytorchs_function():
-    """Those of torch.nn.functional.linear_cross_entropy, whose values an older PyTorch has by cross_entropy."""
+    """Those of torch.nn.functional.linear_cross_entropy; an older PyTorch has its values by cross_entropy."""
     x, weight, bias, target = problem(bias=True, ignored=4)
     x, target, classes = x.detach().flatten(0, -2), target.flatten(), torch.rand(V, device=DEVICE)
     pytorchs = getattr(F, "linear_cross_entropy", lambda x, w, y, *, linear_bias, weight, ignore_index, **more:

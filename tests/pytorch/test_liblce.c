@@ -8,10 +8,6 @@
 #include "tests/loss_problem.h"
 #include "tools/torch/liblce/liblce.h"
 
-static _Noreturn void fail_sentence(const char *sentence) {
-  fail("%s", sentence);
-}
-
 // --- problems ----------------------------------------------------------------------------------------------
 
 // A call's tensors, needed ones first: places in lce_args and ReferenceLoss, sizes as letters of N, H, V.
@@ -105,8 +101,8 @@ static Problem make_problem(Harness *h, Shape s) {
                .want = l};
   for (const Field *f = fields; f->name; f++) {
     double *same = in_reference(&p.want, f);
-    bool of_logits = f->at > offsetof(lce_args, logsumexp);
-    if (!same || (of_logits && !s.logits) || is(f, "targets")) continue;
+    bool per_logit = f->at > offsetof(lce_args, logsumexp);
+    if (!same || (per_logit && !s.logits) || is(f, "targets")) continue;
     int64_t count = count_of(&p.args, f);
     float *data = elements(h, count);
     for (int64_t i = 0; i < count; i++) {
@@ -204,12 +200,12 @@ HARNESS_TEST(test_gradients) {
   for (int bits = 0; bits < 4; bits++) {
     Problem p =
         make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
-    lce_args both = p.args, of_x = p.args, of_weight = p.args;
-    of_x.dweight = of_x.dbias = NULL, of_weight.dx = NULL;
-    run(context, &of_x);
+    lce_args both = p.args, x_alone = p.args, weight_alone = p.args;
+    x_alone.dweight = x_alone.dbias = NULL, weight_alone.dx = NULL;
+    run(context, &x_alone);
     for (const Field *f = fields; f->name; f++)
       if (is(f, "dweight") || is(f, "dbias")) assert_true(unwritten(&both, f));
-    run(context, &of_weight);
+    run(context, &weight_alone);
     check_results(&p);
     for (int i = 0; i < 3; i++) {
       const double weights[] = {2, 1, 0}, xs[] = {1, 0, 0};
@@ -600,7 +596,7 @@ HARNESS_TEST(test_threads) {
   for (int i = 0; i < WORKERS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
   for (sentences = 0; sentences < FAILURES;) {
     assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
-    if (!setjmp(caught)) fail_sentence("the program's own");
+    if (!setjmp(caught)) fail("the program's own");
   }
   for (int i = 0; i < WORKERS; i++) pthread_join(threads[i], NULL);
   fail_set_handler(NULL);
