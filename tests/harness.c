@@ -255,7 +255,7 @@ Tolerance within_stored(const Harness *h, double units, double terms) {
   return (Tolerance){.units = units, .terms = terms, .operations = dtype_epsilon(h->dtype)};
 }
 
-Tolerance of_size(Tolerance tolerance, double size) {
+Tolerance with_size(Tolerance tolerance, double size) {
   tolerance.size = size;
   return tolerance;
 }

@@ -98,7 +98,7 @@ typedef struct {
 
 Tolerance within(double units, double terms);                          // fp32 arithmetic
 Tolerance within_stored(const Harness *h, double units, double terms); // intermediates in the operands' dtype
-Tolerance of_size(Tolerance tolerance, double size);
+Tolerance with_size(Tolerance tolerance, double size);
 
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance);
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);

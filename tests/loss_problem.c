@@ -56,8 +56,8 @@ void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, Lo
   if (!(stats[0] == want[0] && stats[1] == want[1] && fabs(stats[2] - want[2]) <= rounding * want[2]))
     fail_msg("%g of %g tiles and a mass of %.9g are dropped, not %g of %g and %.9g", stats[0], stats[1],
              stats[2], want[0], want[1], want[2]);
-  check_loss(h, "sampled", a, r, 0, before, of_size(within(16, (double)(r->hidden + r->vocab)), 8),
-             of_size(within_stored(h, 8, 0), r->scale));
+  check_loss(h, "sampled", a, r, 0, before, with_size(within(16, (double)(r->hidden + r->vocab)), 8),
+             with_size(within_stored(h, 8, 0), r->scale));
 }
 
 void assert_some_dropped(const ReferenceLoss *r) {

@@ -307,7 +307,7 @@ HARNESS_TEST(test_reference_gradients) {
     Tensor dqkv =
         tensor_from(h, DTYPE_F32, copied_values(h, p.dqkv, p.rows * p.qkv_width), p.rows, p.qkv_width);
     check_gradient(h, "reference dqkv", dqkv, before, p.qkv, attention_objective, &p,
-                   of_size(within(4, 1), 1));
+                   with_size(within(4, 1), 1));
   }
 }
 
@@ -326,10 +326,10 @@ static void rope_case(Harness *h, const void *shape) {
   double *original = copied_values(h, qkv, count);
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
   reference_rope(qkv, table, s, false);
-  check_values(h, "rope", turned, qkv, of_size(within(2, 2), 1));
+  check_values(h, "rope", turned, qkv, with_size(within(2, 2), 1));
   // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});
-  check_values(h, "rope and back", turned, original, of_size(within_stored(h, 2, 4), 1));
+  check_values(h, "rope and back", turned, original, with_size(within_stored(h, 2, 4), 1));
 }
 
 HARNESS_TEST(test_rope) {
@@ -361,7 +361,7 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
     scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .rows = positions});
   }
   check_values(h, "decoded attention", r.out, p.out,
-               of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
+               with_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
 }
 
 HARNESS_TEST(test_attention_decode) {
@@ -416,7 +416,7 @@ static void positions_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "rope of documents", qkv[0], qkv[1]);
   check_bitwise_equal(h, "embeddings of documents", stream[0], stream[1]);
   check_values(h, "dposition_weight of documents", dpositions[0], values_of(h, dpositions[1]),
-               of_size(within(4, (double)rows), 1));
+               with_size(within(4, (double)rows), 1));
 }
 
 HARNESS_TEST(test_positions) {

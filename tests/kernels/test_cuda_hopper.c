@@ -255,7 +255,7 @@ static void swiglu_case(Harness *h, const void *shape) {
     dpre[gate + width] = product[i] * g * p;
   }
   assert_true(hopper_swiglu_gradient(h->backend, first, gate_up, douts, down));
-  check_values(h, "gradients of gate and up", first, dpre, of_size(within(8, (double)hidden), 4));
+  check_values(h, "gradients of gate and up", first, dpre, with_size(within(8, (double)hidden), 4));
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = again,
                                                           .dout = douts,
                                                           .weight = down,

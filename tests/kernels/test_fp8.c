@@ -155,7 +155,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   Tolerance t = within(4, (double)inputs);
   if (cuda) t.operations = 0x1p-13;
   if (cuda && tensor_exists(m.residual) && dtype == DTYPE_BF16) t = (Tolerance){1, 1, 0x1p-7, 1};
-  check_values(h, "FP8 matmul", m.out, want, of_size(t, sqrt((double)inputs) * 0.02));
+  check_values(h, "FP8 matmul", m.out, want, with_size(t, sqrt((double)inputs) * 0.02));
   check_gaps(h, "FP8 matmul", m.out);
   memory_pop_to(&h->backend->memory, 0);
 }

@@ -57,12 +57,12 @@ static void embedding_case(Harness *h, const void *shape) {
   embedding_forward(h->backend, forward);
   embedding_backward(h->backend, a);
   embedding_objective(&c);
-  check_values(h, "embedding out", forward.out, c.out, of_size(within(1, 1), 1));
+  check_values(h, "embedding out", forward.out, c.out, with_size(within(1, 1), 1));
   check_gradient(h, "dtoken_weight", a.dtoken_weight, token_before, c.token_weight, embedding_objective, &c,
-                 of_size(within(4, (double)rows), 1));
+                 with_size(within(4, (double)rows), 1));
   if (s.positions)
     check_gradient(h, "dposition_weight", a.dposition_weight, position_before, c.position_weight,
-                   embedding_objective, &c, of_size(within(4, (double)s.batch), 1));
+                   embedding_objective, &c, with_size(within(4, (double)s.batch), 1));
 }
 
 HARNESS_TEST(test_embedding) {
@@ -134,7 +134,7 @@ static void norm_case(Harness *h, const void *shape) {
   check_values(h, "norm out", forward.out, c.out, tolerance);
   check_gaps(h, "norm out", forward.out);
   check_values(h, "rstd", forward.rstd, c.rstd, tolerance);
-  if (layer) check_values(h, "mean", forward.mean, c.mean, of_size(tolerance, 2));
+  if (layer) check_values(h, "mean", forward.mean, c.mean, with_size(tolerance, 2));
 
   a.dx = heads ? a.dout : result(h, h->dtype, s.accumulate_dx, &dx_before, s.rows, s.hidden);
   Tensor *const sums[] = {&a.dweight, &a.dbias, &a.dx_sum};
@@ -143,8 +143,8 @@ static void norm_case(Harness *h, const void *shape) {
     *sums[i] = tensor_flat(result(h, s.narrow ? h->dtype : DTYPE_F32, s.accumulate, &before[i], 1, s.hidden));
   norm_backward(h->backend, a);
   // The statistics saved by the forward pass are fp32, so an error of theirs passes through every term.
-  Tolerance gradient = of_size(within(16, (double)s.hidden), 1);
-  Tolerance columns = of_size(within(8, (double)(count + s.hidden)), 1);
+  Tolerance gradient = with_size(within(16, (double)s.hidden), 1);
+  Tolerance columns = with_size(within(8, (double)(count + s.hidden)), 1);
   check_gradient(h, "norm dx", a.dx, dx_before, c.x, norm_objective, &c, gradient);
   check_gaps(h, "norm dx", a.dx);
   check_gradient(h, "norm dweight", a.dweight, before[0], c.weight, norm_objective, &c, columns);
@@ -218,7 +218,7 @@ static Tensor weight_of(Harness *h, double **values, LinearShape s) {
 
 // A bf16 sum in place: the GEMM may be rounded before it is added, and again after.
 static Tolerance in_place(const Harness *h, Dtype dtype, double terms) {
-  if (dtype == DTYPE_F32 || h->dtype == DTYPE_F32) return of_size(within(4, terms), 1);
+  if (dtype == DTYPE_F32 || h->dtype == DTYPE_F32) return with_size(within(4, terms), 1);
   return (Tolerance){.units = 1, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16), .size = 1};
 }
 
@@ -226,8 +226,8 @@ static Tolerance in_place(const Harness *h, Dtype dtype, double terms) {
 // activation; SwiGLU multiplies two of its results.
 static Tolerance through(const Harness *h, Activation activation, double terms) {
   double bf16 = dtype_epsilon(DTYPE_BF16);
-  if (activation == ACTIVATION_NONE) return of_size(within(4, terms), 1);
-  if (h->dtype == DTYPE_F32) return of_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
+  if (activation == ACTIVATION_NONE) return with_size(within(4, terms), 1);
+  if (h->dtype == DTYPE_F32) return with_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
   return (Tolerance){
       .units = activation == ACTIVATION_GELU ? 1 : 4, .terms = 1, .operations = bf16, .size = 1};
 }
@@ -252,7 +252,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
   linear_objective(&c);
   double terms = (double)s.inputs;
   if (s.activation) {
-    check_values(h, "linear pre_activation", a.pre_activation, c.pre, of_size(within(4, terms), 1));
+    check_values(h, "linear pre_activation", a.pre_activation, c.pre, with_size(within(4, terms), 1));
     activate(s.activation, c.out, values_of(h, a.pre_activation), s.rows, s.outputs); // of what was stored
   }
   check_values(h, "linear out", a.out, c.out,
@@ -315,7 +315,7 @@ static void linear_backward_weight_case(Harness *h, const void *shape) {
       .accumulate = s.accumulate};
   if (s.bias) a.dbias = tensor_flat(result(h, gradient, s.accumulate, &bias_before, 1, s.outputs));
   linear_backward_weight(h->backend, a);
-  Tolerance over_rows = of_size(within(4, (double)s.rows), 1);
+  Tolerance over_rows = with_size(within(4, (double)s.rows), 1);
   check_gradient(h, "dweight", a.dweight, weight_before, c.weight, linear_objective, &c,
                  weight_before ? in_place(h, gradient, (double)s.rows) : over_rows);
   if (!s.bias) return;
@@ -340,7 +340,7 @@ static void sum_columns_case(Harness *h, const void *shape) {
       for (int64_t n = 0; n < s.rows; n++)
         want[i] += alpha * (weighted ? coefficients[n] : 1) * x[n * s.outputs + i];
     }
-    check_values(h, "column sums", a.sum, want, of_size(within(4, (double)s.rows), alpha));
+    check_values(h, "column sums", a.sum, want, with_size(within(4, (double)s.rows), alpha));
   }
 }
 
@@ -465,7 +465,7 @@ static void activation_case(Harness *h, const void *shape) {
   check_amax(h, damax, dx);
   activation_objective(&c);
   check_values(h, "activation", out, c.out, within(16, 1));
-  check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, of_size(within(16, 1), 1));
+  check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, with_size(within(16, 1), 1));
 }
 
 HARNESS_TEST(test_activations) {

@@ -120,7 +120,7 @@ static void update_case(Harness *h, const void *shape) {
   }
   // Rounded at random, a number is off by up to a whole unit, twice what rounding to nearest allows.
   const Tolerance random = {.units = 0.51, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
-  Tolerance fp32 = of_size(within(16, 3), s.narrow ? 0 : 1);
+  Tolerance fp32 = with_size(within(16, 3), s.narrow ? 0 : 1);
   bool random_moments = s.narrow & MOMENTS,
        random_weight = s.narrow & WEIGHT && !s.master && s.kind != NESTEROV;
   if (s.kind != SGD) check_values(h, "m", a.m, m + s.offset, random_moments ? random : fp32);
@@ -229,7 +229,7 @@ static void reduce_case(Harness *h, const void *shape) {
   }
   sum_elements(h->backend, (SumElements){.sum = sum, .x = data, .squares = s.squares});
   sum_elements(h->backend, (SumElements){.sum = added, .x = data, .squares = s.squares, .accumulate = true});
-  Tolerance tolerance = of_size(within(4 / sqrt((double)s.count), 1), size);
+  Tolerance tolerance = with_size(within(4 / sqrt((double)s.count), 1), size);
   check_values(h, "sum", sum, &want, tolerance);
   want += 3.5;
   check_values(h, "added sum", added, &want, tolerance);

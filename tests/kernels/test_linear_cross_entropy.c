@@ -78,13 +78,13 @@ HARNESS_TEST(test_overflow_repair) {
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
-  Tolerance gradients = of_size(within_stored(h, 8, 0), p.scale);
+  Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
   for (int kept = 0; kept < 2; kept++)
     check_loss(h, kept ? "repaired rows, kept" : "repaired rows, again", &again[kept], &p, 0, (LossBefore){0},
                gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
-  check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
+  check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
              gradients);
 }
 
@@ -120,8 +120,8 @@ HARNESS_TEST(test_common_offset) {
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
   LinearCrossEntropy a = fused(h, &p), kept = by_log_probs(h, a, true);
   reference_loss(&p);
-  Tolerance outputs = of_size(within(8, terms_of(&p)), 6400),
-            gradients = of_size(within_stored(h, 8, 0), 1600 * p.scale);
+  Tolerance outputs = with_size(within(8, terms_of(&p)), 6400),
+            gradients = with_size(within_stored(h, 8, 0), 1600 * p.scale);
   check_loss(h, "a common offset", &a, &p, 0, (LossBefore){0}, outputs, gradients);
   check_loss(h, "a common offset, kept", &kept, &p, 0, (LossBefore){0}, outputs, gradients);
   double *loss = values_of(h, a.loss);
@@ -262,10 +262,10 @@ static void cross_entropy_case(Harness *h, const void *shape) {
     a.loss = poisoned_vector(h, DTYPE_F32, rows);
     cross_entropy_in_place(h->backend, a);
     cross_entropy_objective(&c);
-    check_values(h, "loss", a.loss, c.loss, of_size(within(8, h->recording ? 32 : (double)vocab), 1));
+    check_values(h, "loss", a.loss, c.loss, with_size(within(8, h->recording ? 32 : (double)vocab), 1));
   }
   Tolerance bound = within(32, 1);
-  if (!h->recording) bound = of_size(within_stored(h, 8, (double)vocab), c.alpha);
+  if (!h->recording) bound = with_size(within_stored(h, 8, (double)vocab), c.alpha);
   check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, bound);
   check_gaps(h, "the gradient", a.logits);
   if (rows <= 2) return;
@@ -316,16 +316,16 @@ static void layer_case(Harness *h, const void *shape) {
   // of the stored dtype. E (or the logits' gradient) and r x are stored, too: a unit more.
   double size = 4 * deviation, terms = terms_of(&p);
   Tolerance loss = s.materialized ? within_stored(h, 8, terms) : within(8, terms);
-  Tolerance dx = of_size(within_stored(h, 8, terms), p.scale);
-  Tolerance dweight = of_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.scale);
+  Tolerance dx = with_size(within_stored(h, 8, terms), p.scale);
+  Tolerance dweight = with_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.scale);
   if (h->recording) {
     bool fp32 = h->dtype == DTYPE_F32;
     Tolerance exact = within(8 * (1 + size), (double)s.hidden), rounded = within_stored(h, 1 + size / 2, 1);
     loss = fp32 || !s.materialized ? exact : rounded;
     dx = fp32 ? exact : rounded;
-    dweight = of_size(dx, p.scale);
+    dweight = with_size(dx, p.scale);
   }
-  check_values(h, "layer loss", a.loss, p.loss, of_size(loss, 1));
+  check_values(h, "layer loss", a.loss, p.loss, with_size(loss, 1));
   check_values(h, "layer dx", a.dx, p.dx, dx);
   check_values(h, "layer dweight", a.dweight, p.dweight, dweight);
 }

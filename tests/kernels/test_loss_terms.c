@@ -135,8 +135,8 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   Tolerance outputs = stored ? within_stored(h, 16, (double)hidden) : within(16, (double)(hidden + vocab));
   char what[64];
   snprintf(what, sizeof what, "terms %d, %s", terms, lce_mode_name(way.mode));
-  check_loss(h, what, &a, r, 0, before, of_size(outputs, way.log_probs ? 8 : 8 + 64 * r->z_loss),
-             of_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
+  check_loss(h, what, &a, r, 0, before, with_size(outputs, way.log_probs ? 8 : 8 + 64 * r->z_loss),
+             with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
 // Whether the fused mode gives the gradients in the forward pass.

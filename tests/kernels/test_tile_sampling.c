@@ -157,7 +157,7 @@ HARNESS_TEST(test_certain) {
   call.sampling.full_mass = 1;
   linear_cross_entropy(h->backend, call);
   assert_true(values_of(h, call.sampling.stats)[0] == 6);
-  check_values(h, "dx of certain targets", call.dx, host_values(h, 140 * 16), of_size(within(1, 1), 1e-20));
+  check_values(h, "dx of certain targets", call.dx, host_values(h, 140 * 16), with_size(within(1, 1), 1e-20));
 }
 
 // A row that is redone with its maximum as anchor has the mass of the new exponentials.
@@ -324,8 +324,8 @@ static void check_operation(Harness *h, Shape s, Chance (*chance)(int64_t, int64
   check_values(h, "stats", a.stats, stats, within(8, (double)LCE_TILE_ROWS));
   check_gaps(h, "exps", in_pieces(a.exps));
   check_values(h, "dx_raw", a.dx_raw, dx,
-               twice ? within_stored(h, 0.5, 1) : of_size(within(8, (double)s.vocab), 0.1));
-  check_values(h, "dweight", a.dweight, dweight, of_size(within(8, (double)s.rows), 0.1));
+               twice ? within_stored(h, 0.5, 1) : with_size(within(8, (double)s.vocab), 0.1));
+  check_values(h, "dweight", a.dweight, dweight, with_size(within(8, (double)s.rows), 0.1));
 }
 
 // All tiles are kept, some, the first alone, or none.

@@ -81,8 +81,8 @@ static void check_case(Harness *h, const void *shape) {
   char what[96];
   snprintf(what, sizeof what, "%s, rank %d of %d", c->name, b->rank, b->ranks);
   check_loss(h, what, &a, &p, b->rank * c->rows, before,
-             of_size(within(16, (double)(c->hidden + p.vocab)), size),
-             of_size(within_stored(h, 8, 0), p.scale * (c->hopeless ? 300 : 1 + 8 * p.z_loss)));
+             with_size(within(16, (double)(c->hidden + p.vocab)), size),
+             with_size(within_stored(h, 8, 0), p.scale * (c->hopeless ? 300 : 1 + 8 * p.z_loss)));
 }
 
 // A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help

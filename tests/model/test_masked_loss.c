@@ -56,8 +56,8 @@ static void check_call(Harness *h, const char *what, LinearCrossEntropy a, Refer
   reference_loss(r);
   check_zeros(h, what, &a, r->targets + first);
   check_loss(h, what, &a, r, first, before,
-             of_size(within(16, (double)(r->hidden + r->vocab)), 8 + 64 * r->z_loss),
-             of_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
+             with_size(within(16, (double)(r->hidden + r->vocab)), 8 + 64 * r->z_loss),
+             with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
 static void check_case(Harness *h, const Case *c, Pattern pattern) {
