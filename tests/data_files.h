@@ -1,5 +1,4 @@
-// What the tests with files share: small files in a temporary directory, sources that show where
-// their tokens come from, and sentences of fail().
+// What tests with files share: small files in a temporary directory, sources whose tokens tell their place.
 #pragma once
 
 #include "data/source.h"
@@ -41,7 +40,7 @@ Source *open_counting(const char *name, int64_t count);
 // The number of files of the directory that are mapped now.
 int mappings(void);
 
-// The stream equals `tokens`, and as targets `targets`, read whole and from any place to any other. The second: all count.
+// The stream and its targets, read whole and from any place to any other. assert_stream: all tokens count.
 void assert_stream_and_targets(const Source *source, const int32_t *tokens, const int32_t *targets,
                                int64_t count);
 void assert_stream(const Source *source, const int32_t *expected, int64_t count);

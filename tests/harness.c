@@ -76,11 +76,14 @@ static void check_beyond_stack(Memory *m) {
   ledger_reset_peak(&m->ledger);
 }
 
-int harness_pop(void **state) {
-  Harness *h = *state;
+void harness_clear(Harness *h) {
   Memory *m = &h->backend->memory;
   memory_pop_to(m, 0);
   if (h->backend->device == ON_CPU) check_beyond_stack(m);
+}
+
+static int after_each(void **state) {
+  harness_clear(*state);
   return 0;
 }
 
@@ -93,7 +96,7 @@ int run_on_backend(const char *backend) {
   if (!probe) return 0;
   harness_close(probe);
   group_backend = backend;
-  int failures = tests_run_each(backend, open_group, close_group, harness_pop);
+  int failures = tests_run_each(backend, open_group, close_group, after_each);
   return failures + (strcmp(backend, "cpu") ? 0 : refusals_missed());
 }
 
@@ -252,7 +255,7 @@ Tolerance within_stored(const Harness *h, double units, double terms) {
   return (Tolerance){.units = units, .terms = terms, .operations = dtype_epsilon(h->dtype)};
 }
 
-Tolerance of_size(Tolerance tolerance, double size) {
+Tolerance with_size(Tolerance tolerance, double size) {
   tolerance.size = size;
   return tolerance;
 }
@@ -365,7 +368,7 @@ void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t
   int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
     run(h, shape_at(shapes, size, i));
-    harness_pop((void **)&h);
+    harness_clear(h);
     release_blocks(h, kept);
   }
 }
@@ -377,7 +380,7 @@ static int64_t record_case(Harness *h, TestCase run, const void *shape, uint64_t
   h->recording = true;
   run(h, shape);
   h->recording = false;
-  harness_pop((void **)&h);
+  harness_clear(h);
   return h->record_count - before;
 }
 

@@ -22,27 +22,33 @@ typedef struct Harness {
   int64_t record_count, record_capacity;
 } Harness;
 
-// "cpu", "cpu-plain" (without CBLAS), "cuda" (bf16), "cuda-fp32". NULL when this build or machine
-// has none. Every push is filled with NaN first.
+// "cpu", "cpu-plain" (without CBLAS), "cuda" (bf16), "cuda-fp32"; NULL if absent. Pushes are filled with NaN.
 Harness *harness_open(const char *backend);
 void harness_close(Harness *h);
 // Joins the ranks of the job (ranks_begin); each has the GPU of its number on the machine.
 void harness_join_ranks(Harness *h);
 
-// Whether LCE_SMALL_SHAPES asks for small shapes alone: under a sanitizer, which slows kernels a
-// thousandfold.
+// LCE_SMALL_SHAPES is set: a sanitizer or the emulator slows kernels a thousandfold.
 bool small_shapes(void);
-// Runs the program's tests, whose state is a Harness, on a backend by name; nothing where there is none. What a test has
-// pushed is popped after it. Returns the failures.
+// Runs the program's tests, whose state is a Harness, on a backend by name; nothing where there is none. What
+// a test has pushed is popped after it. Returns the failures.
 int run_on_backend(const char *backend);
 // The same on "cpu", "cpu-plain", "cuda-fp32" and "cuda", each a group.
 int run_on_backends(void);
 const char *harness_backend(void); // the name of the group's
-int harness_pop(void **state);     // what a test has pushed so far
+void harness_clear(Harness *h);    // pops what a test has pushed so far
 
-// Runs a case on every shape of a table. RUN_MIRRORED is for shapes that a GPU's kernels treat apart, and nothing on the
-// CPU: it runs the case twice on the GPU and once on the CPU with the same values, compares what the case checks there
-// instead of checking it (by check_values and check_gradient), and the two runs to the bit.
+// TEST of such a program: h is the group's.
+#define HARNESS_TEST(name)                                                                                   \
+  static void name##_on(Harness *h);                                                                         \
+  TEST(name) {                                                                                               \
+    name##_on(*state);                                                                                       \
+  }                                                                                                          \
+  static void name##_on(__attribute__((unused)) Harness *h)
+
+// Runs a case on every shape of a table. RUN_MIRRORED is for shapes whose kernels are a GPU's alone: it runs
+// the case twice there and once on the CPU, compares what the case checks instead of checking it, and the two
+// runs to the bit.
 typedef void (*TestCase)(Harness *h, const void *shape);
 #define RUN_CASES(h, run, shapes)                                                                            \
   run_cases(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
@@ -92,13 +98,13 @@ typedef struct {
 
 Tolerance within(double units, double terms);                          // fp32 arithmetic
 Tolerance within_stored(const Harness *h, double units, double terms); // intermediates in the operands' dtype
-Tolerance of_size(Tolerance tolerance, double size);
+Tolerance with_size(Tolerance tolerance, double size);
 
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance);
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);
 // NaN still lies between the rows of a strided tensor.
 void check_gaps(Harness *h, const char *what, Tensor t);
-// The tensor with its columns up to the end of a piece of 16 bytes: what a row stored in such pieces may fill.
+// The tensor with its columns up to the end of a piece of 16 bytes, which a row's stores may fill.
 Tensor in_pieces(Tensor t);
 
 // Compares got (+ nothing) with before + d objective / d x, by central differences in float64, at up to 48
@@ -109,8 +115,7 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
 
 // --- refusals ----------------------------------------------------------------------------------------------
 
-// From now on every operation of the backend is also called with arguments that it must refuse (refusals.c). How many kinds
-// of them were accepted, with a line for each.
+// From now on calls every operation with wrong arguments, too (refusals.c). Prints and counts those accepted.
 void refusals_watch(Backend *backend);
 int refusals_missed(void);
 

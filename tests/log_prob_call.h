@@ -4,8 +4,5 @@
 #include "tests/loss_problem.h"
 #include "tools/torch/liblce/log_probs.h"
 
-// The weights of entropies in r's objective, or absent.
-Tensor entropy_weights_of(Harness *h, const ReferenceLoss *r);
-// Runs the forward pass of `a`, which maybe keeps its exponentials, takes loss and outputs out of `a`, and
-// returns the call that makes a's gradients.
+// Runs a's forward pass, which maybe keeps its exponentials; returns the call that makes a's gradients.
 LogProbGradients log_prob_call(Harness *h, LinearCrossEntropy *a, Tensor entropy_weights, bool kept);

@@ -30,16 +30,43 @@ void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead)
   p->weight[column * hidden + axis] = p->weight[p->targets[n] * hidden + axis] + lead;
 }
 
-void loss_problem_tiles(ReferenceLoss *p, int64_t run) {
-  enum { KINDS = 3 };
+ReferenceLoss loss_problem_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk) {
+  enum { KINDS = 3, RUN = 150 };
+  h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes
+  ReferenceLoss r = loss_problem(h, rows, hidden, vocab, 0.02 * sqrt((double)hidden)), *p = &r;
+  r.full_mass = 50, r.seed = 7, r.chunk = chunk;
   for (int64_t i = 0; i < p->rows * p->hidden; i++) p->x[i] *= 0.05;
-  for (int64_t n = 0; n < p->rows; n++) p->x[n * p->hidden + n / run % KINDS] += 4;
+  for (int64_t n = 0; n < p->rows; n++) p->x[n * p->hidden + n / RUN % KINDS] += 4;
   for (int64_t j = 0; j < p->vocab; j++)
     for (int k = 0; k < KINDS; k++)
       if (j / LCE_TILE_COLUMNS % KINDS != k) p->weight[j * p->hidden + k] -= 0.5;
+  return r;
 }
 
-int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted) {
+bool samples(const Harness *h, int64_t hidden, int64_t chunk) {
+  if (h->backend->device == ON_CPU) return true;
+  return !h->backend->no_sampling && h->dtype == DTYPE_BF16 && hidden % 8 == 0 && chunk >= LCE_TILE_ROWS;
+}
+
+void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, LossBefore before) {
+  if (!samples(h, r->hidden, r->chunk)) r->full_mass = 0;
+  reference_loss(r);
+  const double *stats = values_of(h, a->sampling.stats), *want = r->sampled;
+  double rounding = 0.5 * dtype_epsilon(h->dtype) + 1e-5;
+  if (!(stats[0] == want[0] && stats[1] == want[1] && fabs(stats[2] - want[2]) <= rounding * want[2]))
+    fail_msg("%g of %g tiles and a mass of %.9g are dropped, not %g of %g and %.9g", stats[0], stats[1],
+             stats[2], want[0], want[1], want[2]);
+  check_loss(h, "sampled", a, r, 0, before, with_size(within(16, (double)(r->hidden + r->vocab)), 8),
+             with_size(within_stored(h, 8, 0), r->scale));
+}
+
+void assert_some_dropped(const ReferenceLoss *r) {
+  if (r->full_mass > 0 && !(r->sampled[0] > 0 && r->sampled[0] < r->sampled[1] && r->margin > 0.002))
+    fail_msg("%g of %g tiles are dropped, and a mass is within %g of where q changes", r->sampled[0],
+             r->sampled[1], r->margin);
+}
+
+Tensor counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted) {
   int32_t *positions = random_ids(h, rows, 1);
   int64_t count = 0;
   for (int ignored = 0; ignored < 2; ignored++) {
@@ -47,7 +74,7 @@ int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int
       if ((targets[n] == IGNORE_INDEX) == ignored) positions[count++] = (int32_t)n;
     if (!ignored) *counted = count;
   }
-  return positions;
+  return ids_from(h, positions, rows);
 }
 
 #define IN_CALL(name, size, kind)                                                                            \
@@ -70,6 +97,7 @@ const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
                                  IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
                                  IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
                                  IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(correct, LOSS_OF_LOGITS),
                                  IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
                                  IN_CALL(dx, "NH", LOSS_GRADIENT),
                                  IN_CALL(dweight, "VH", LOSS_GRADIENT),
@@ -80,7 +108,7 @@ double **loss_values(const ReferenceLoss *r, const LossField *f) {
   return (double **)((char *)r + f->reference);
 }
 
-static Tensor *in_call(const LinearCrossEntropy *a, const LossField *f) {
+Tensor *loss_tensor(const LinearCrossEntropy *a, const LossField *f) {
   return (Tensor *)((char *)a + f->call);
 }
 
@@ -102,13 +130,6 @@ void reference_gradients(Harness *h, ReferenceLoss *r) {
   for (const LossField *f = loss_fields; f->name; f++)
     if (f->kind == LOSS_GRADIENT && (r->bias || strcmp(f->name, "dbias") != 0))
       *loss_values(r, f) = host_values(h, loss_count(r, f));
-}
-
-double reference_objective(void *reference) {
-  ReferenceLoss r = *(ReferenceLoss *)reference;
-  r.dx = r.dweight = r.dbias = NULL;
-  reference_loss(&r);
-  return r.objective;
 }
 
 static Tensor unwritten(Harness *h, const ReferenceLoss *r, const LossField *f) {
@@ -137,11 +158,11 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
     if (!values || f->kind == LOSS_OF_LOGITS || f->kind == LOSS_APART) continue;
     Dtype dtype = f->kind == LOSS_OPERAND ? h->dtype : DTYPE_F32;
     if (f->kind == LOSS_OUTPUT || f->kind == LOSS_GRADIENT)
-      *in_call(&a, f) = unwritten(h, r, f);
+      *loss_tensor(&a, f) = unwritten(h, r, f);
     else if (f->size[1])
-      *in_call(&a, f) = tensor_from(h, dtype, values, rows_of(r, f), r->hidden);
+      *loss_tensor(&a, f) = tensor_from(h, dtype, values, rows_of(r, f), r->hidden);
     else
-      *in_call(&a, f) = vector_from(h, dtype, values, rows_of(r, f));
+      *loss_tensor(&a, f) = vector_from(h, dtype, values, rows_of(r, f));
   }
   return a;
 }
@@ -152,20 +173,17 @@ LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy 
   a.shard = (VocabShard){.first = first, .vocab_size = a.weight.shape[0]};
   int64_t count = min_i64(part, a.shard.vocab_size - first);
   for (const LossField *f = loss_fields; f->name; f++) {
-    Tensor *t = in_call(&a, f);
+    Tensor *t = loss_tensor(&a, f);
     if (!tensor_exists(*t) || !strcmp(f->name, "class_weights")) continue;
     *t = f->size[0] == 'N' ? tensor_rows(*t, backend->rank * rows, rows) : tensor_rows(*t, first, count);
   }
-  Tensor *const others[] = {&a.targets, &a.outputs.correct};
-  for (int i = 0; i < 2; i++)
-    if (tensor_exists(*others[i])) *others[i] = tensor_rows(*others[i], backend->rank * rows, rows);
+  a.targets = tensor_rows(a.targets, backend->rank * rows, rows);
   return a;
 }
 
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r) {
   for (const LossField *f = loss_fields; f->name; f++)
-    if (f->kind == LOSS_OF_LOGITS) *in_call(a, f) = unwritten(h, r, f);
-  a->outputs.correct = poisoned_vector(h, DTYPE_F32, r->rows);
+    if (f->kind == LOSS_OF_LOGITS) *loss_tensor(a, f) = unwritten(h, r, f);
 }
 
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before) {
@@ -183,9 +201,9 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
   // Predictions are what the logits are that were stored.
   bool exact = outputs.operations == dtype_epsilon(DTYPE_F32);
   for (const LossField *f = loss_fields; f->name; f++) {
-    Tensor got = *in_call(a, f);
-    bool predicted = !strcmp(f->name, "predicted");
-    if (f->kind < LOSS_OUTPUT || !tensor_exists(got) || (predicted && !exact)) continue;
+    Tensor got = *loss_tensor(a, f);
+    bool prediction = !strcmp(f->name, "predicted") || !strcmp(f->name, "correct");
+    if (f->kind < LOSS_OUTPUT || !tensor_exists(got) || (prediction && !exact)) continue;
     char what[320];
     snprintf(what, sizeof what, "%s (%s)", f->name, which);
     int64_t row = f->size[0] == 'N' ? first : a->shard.first, count = tensor_count(got);
@@ -198,7 +216,7 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
     // The error of the logits, of H terms, multiplies exponentials, of which V or N are summed.
     gradients.terms = (double)(r->hidden + (f->size[0] == 'N' ? r->vocab : r->rows));
     Tolerance t = f->kind == LOSS_GRADIENT ? gradients : outputs;
-    if (predicted) t = (Tolerance){0};
+    if (prediction) t = (Tolerance){0};
     check_values(h, what, got, all, t);
     if (f->kind != LOSS_GRADIENT) continue;
     // And as a whole, since most entries are smaller than an entry's tolerance.
@@ -207,10 +225,12 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
     if (!(off <= (6 * dtype_epsilon(h->dtype) + 1e-3) * size + 1e-6 * sqrt((double)count)))
       fail_msg("%s is off by %g of %g", what, off, size);
   }
-  if (!tensor_exists(a->outputs.correct) || !exact) return;
-  const double *correct = values_of(h, a->outputs.correct);
-  for (int64_t n = 0; n < a->x.shape[0]; n++)
-    assert_true(correct[n] == (r->predicted[first + n] == r->targets[first + n]));
+}
+
+void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b) {
+  for (const LossField *f = loss_fields; f->name; f++)
+    if (f->kind >= LOSS_OUTPUT && tensor_exists(*loss_tensor(a, f)) && tensor_exists(*loss_tensor(b, f)))
+      check_bitwise_equal(h, f->name, *loss_tensor(a, f), *loss_tensor(b, f));
 }
 
 double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), LinearCrossEntropy a,

@@ -1,5 +1,4 @@
-// One problem of the loss for all its tests: random or given inputs, the float64 solution (ReferenceLoss), and the call of
-// linear_cross_entropy that has to find it.
+// A problem of the loss: its inputs, the float64 solution (ReferenceLoss), the call that has to find it.
 #pragma once
 
 #include "kernels/lce/linear_cross_entropy.h"
@@ -19,8 +18,8 @@ enum {
   TERM_MEAN = 256
 };
 
-// What a call has but targets, where ReferenceLoss and LinearCrossEntropy hold it, and of how many rows (N, V) and columns.
-// LOSS_APART: an input that LinearCrossEntropy has not.
+// What a call has but targets, where ReferenceLoss and LinearCrossEntropy hold it, and of how many rows (N,
+// V) and columns. LOSS_APART: an input that LinearCrossEntropy has not.
 typedef enum { LOSS_OPERAND, LOSS_INPUT, LOSS_APART, LOSS_OUTPUT, LOSS_OF_LOGITS, LOSS_GRADIENT } LossKind;
 typedef struct {
   const char *name, *size;
@@ -30,43 +29,52 @@ typedef struct {
 extern const LossField loss_fields[]; // a name of NULL ends it
 double **loss_values(const ReferenceLoss *r, const LossField *f);
 int64_t loss_count(const ReferenceLoss *r, const LossField *f);
+Tensor *loss_tensor(const LinearCrossEntropy *a, const LossField *f);
 
-// A problem whose arrays are host values of the harness: its outputs are there, its gradients once reference_gradients has been
-// called. x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits have about the deviation given; scale is 0.5.
+// A problem whose arrays are host values of the harness: its outputs are there, its gradients once
+// reference_gradients has been called. x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits
+// have about the deviation given; scale is 0.5.
 ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation);
 void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
-// Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n mod hidden, so
-// that W[column] and W[target] alone decide.
+// Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n
+// mod hidden, so that W[column] and W[target] alone decide.
 void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
-// Makes tiles of the softmax differ in mass: tokens come in runs of `run` of three kinds, and the logits of kind k are 0 in every
-// third tile of the vocabulary from the k-th on, 2 less in all others, but for a little noise.
-void loss_problem_tiles(ReferenceLoss *p, int64_t run);
+// A problem for tile sampling in chunks of this size: tokens come in runs of three kinds, and the logits of
+// kind k are 0 in every third tile of the vocabulary from the k-th on, 2 less in all others, but for noise.
+ReferenceLoss loss_problem_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk);
 // Positions of the tokens that count, then of those that do not; *counted of them count.
-int32_t *counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
+Tensor counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted);
 
 void reference_outputs(Harness *h, ReferenceLoss *r); // gives r arrays for its losses and outputs
 void reference_gradients(Harness *h,
-                         ReferenceLoss *r);  // and for dx, dweight and, where there is a bias, dbias
-double reference_objective(void *reference); // for check_gradient: r->objective, without gradients
+                         ReferenceLoss *r); // and for dx, dweight and, where there is a bias, dbias
 
-// The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss, z_loss, log_prob and
-// logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
+// The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss,
+// z_loss, log_prob and logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
 // What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part);
-// With the other outputs: entropy, max_logit, predicted, correct.
+// With the other outputs: entropy, max_logit, correct, predicted.
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
 // With dweight and dbias that are added to what they hold before.
 typedef struct {
   double *dweight, *dbias;
 } LossBefore;
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
-// Whatever the call gives against r's from token `first` and the shard's first row on. The terms of gradients are filled in.
+// What the call gives against r from token `first` and the shard's first row on. Fills gradients.terms in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
-// The mean of the sampled gradients over so many seeds is off from the exact call's by what it should be, one seed's distance
-// over the root of their number; losses are the exact ones. Returns the share of tiles that were dropped.
+// What both calls give has the same bits.
+void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
+// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.
+bool samples(const Harness *h, int64_t hidden, int64_t chunk);
+// Results and stats of a call with sampling against float64, which this computes.
+void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, LossBefore before);
+// Where r was sampled, some tiles were dropped, some kept, and none by a hair's breadth.
+void assert_some_dropped(const ReferenceLoss *r);
+// Losses are the exact ones; the mean gradient over so many seeds is off by no more than one seed's distance
+// over the root of their number. Returns the share of tiles dropped.
 double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), LinearCrossEntropy sampled,
                       const LinearCrossEntropy *exact, int seeds);
 

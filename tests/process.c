@@ -1,9 +1,8 @@
 #include "tests/process.h"
 
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include "tests/test.h"
+#include "kernels/ranks/ranks.h"
 
 static char *contents(FILE *file) {
   char *text = NULL;
@@ -13,26 +12,7 @@ static char *contents(FILE *file) {
   return strdup("");
 }
 
-Output launch_self(int ranks, const char *arguments) {
-  bool gpus = getenv("LCE_GPU_RANKS");
-  char path[4080], line[8192];
-  ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
-  assert_true(length > 0);
-  path[length] = 0;
-  // MPI never frees what it starts with; several tests' threads may share few cores.
-  snprintf(line, sizeof line,
-           "%s ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive exec timeout 120 %s %d %s %s 2>&1",
-           gpus ? "" : "CUDA_VISIBLE_DEVICES=",
-           gpus ? "tools/launch" : "mpirun --allow-run-as-root --oversubscribe --bind-to none -n", ranks,
-           path, arguments);
-  FILE *out = popen(line, "r");
-  assert_non_null(out);
-  Output output = {.text = contents(out)};
-  output.status = pclose(out);
-  return output;
-}
-
-bool can_launch(void) {
+static bool can_launch(void) {
   if (getenv("LCE_GPU_RANKS")) return true;
 #ifdef HAVE_MPI
   if (system("command -v mpirun >/dev/null") == 0) return true;
@@ -41,6 +21,53 @@ bool can_launch(void) {
   print_message("skipped: this build has no MPI\n");
 #endif
   return false;
+}
+
+static void check_job(int ranks, bool gpus) {
+  char path[4080], line[8192];
+  ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+  assert_true(length > 0);
+  path[length] = 0;
+  // MPI never frees what it starts with; several tests' threads may share few cores.
+  snprintf(line, sizeof line,
+           "%s ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive exec timeout 120 %s %d %s rank %s 2>&1",
+           gpus ? "" : "CUDA_VISIBLE_DEVICES=",
+           gpus ? "tools/launch" : "mpirun --allow-run-as-root --oversubscribe --bind-to none -n", ranks,
+           path, gpus ? "gpus" : "cpus");
+  FILE *out = popen(line, "r");
+  assert_non_null(out);
+  char *text = contents(out);
+  int status = pclose(out);
+  if (status || !strstr(text, "all cases hold"))
+    fail_msg("%d ranks: exit status %d: %s", ranks, status, text);
+  free(text);
+}
+
+void check_on_ranks(void) {
+  if (!can_launch()) skip();
+  const char *gpus = getenv("LCE_GPU_RANKS");
+  int most = gpus ? atoi(gpus) : 4;
+  for (int ranks = 1; ranks <= most; ranks++)
+    if (!gpus || ranks == 2 || ranks == most) check_job(ranks, gpus);
+}
+
+static void run_on(const char *backend, void (*cases)(Harness *h)) {
+  Harness *h = harness_open(backend);
+  if (!h) fail("there is no %s here", backend);
+  harness_join_ranks(h);
+  cases(h);
+  harness_close(h);
+}
+
+bool ran_as_rank(int argc, char **argv, void (*cases)(Harness *h)) {
+  if (argc != 3 || strcmp(argv[1], "rank") != 0) return false;
+  bool gpus = !strcmp(argv[2], "gpus");
+  ranks_begin();
+  ranks_set_timeout(60);
+  run_on(gpus ? "cuda-fp32" : "cpu", cases);
+  run_on(gpus ? "cuda" : "cpu-plain", cases);
+  printf("all cases hold\n");
+  return true;
 }
 
 char *read_text(const char *path) {

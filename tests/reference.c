@@ -132,6 +132,7 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   store(r->logsumexp, n, lse);
   store(r->entropy, n, entropy);
   store(r->max_logit, n, maximum);
+  store(r->correct, n, best == y);
   store(r->predicted, n, best);
   double s = scale * or_else(r->token_weights, n, 1), b = scale * or_else(r->entropy_weights, n, 0);
   r->objective += s * (loss + z_loss) + b * entropy;
@@ -170,8 +171,8 @@ static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *
   for (int64_t j = 0; j < r->vocab; j++) p[j] = j == r->targets[n] ? 0 : p[j] / all;
 }
 
-// 1 / q where a tile is kept, or 0; `sum` is the sum of q over the tiles before it. Between 2^(k - 1/2) and 2^(k + 1/2) times
-// full_mass q is 2^k, and never above 1.
+// 1 / q where a tile is kept, or 0; `sum` is the sum of q over the tiles before it. Between 2^(k - 1/2) and
+// 2^(k + 1/2) times full_mass q is 2^k, and never above 1.
 static double tile_factor(ReferenceLoss *r, double mass, double *sum) {
   if (mass == 0) return 0;
   double place = log2(mass / r->full_mass), power = fmax(-32, fmin(0, round(place)));
@@ -224,7 +225,7 @@ void reference_loss(ReferenceLoss *r) {
   double *v = malloc((size_t)(2 * r->vocab) * sizeof *v), normaliser = 0;
   if (!v) fail("out of host memory for a test");
   double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
-                               r->entropy, r->max_logit,    r->predicted};
+                               r->entropy, r->max_logit,    r->correct,  r->predicted};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
   zero(r->dx, r->rows * r->hidden);
   zero(r->dweight, r->vocab * r->hidden);
@@ -267,7 +268,8 @@ static void product(double *out, const double *a, const double *b, int64_t m, in
     }
 }
 
-// (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c B B), B = x^T x.
+// (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c
+// B B), B = x^T x.
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale) {
   int64_t count = rows * columns;
   double *gram = calloc((size_t)(rows * rows), sizeof *gram), *one = calloc((size_t)count, sizeof *one);

@@ -1,6 +1,5 @@
 // The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
-// The tests compare the backends' forward results with these, and the gradients with finite differences of
-// these. All arrays are dense and row-major; letters as in kernels.h.
+// All arrays are dense and row-major; letters as in kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -38,16 +37,15 @@ typedef struct {
   double label_smoothing, z_loss, softcap, temperature; // temperature 0 is read as 1
   double scale;
   bool mean; // scale by 1 / sum of the counted targets' class weights as well
-  // Sampling of the gradients' tiles (TileSampling), full_mass 0 for none: of chunks of so many tokens, or of counted tokens
-  // alone.
+  // TileSampling, full_mass 0 for none: of chunks of so many tokens, or of counted tokens alone.
   double full_mass;
   uint64_t seed;
   int64_t chunk;
   bool counted_alone;
   double sampled[3]; // its stats
   double margin;     // how near the log2 of a mass comes to where its probability changes, at least
-  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit,
-      *predicted; // [rows]; loss is needed
+  // [rows]; loss is needed.
+  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct, *predicted;
   double *dx, *dweight, *dbias;
   double objective;
 } ReferenceLoss;
@@ -59,7 +57,8 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
                      double grad_scale, double lr, double beta1, double beta2, double epsilon,
                      double weight_decay, int64_t step);
 
-// One step of Muon on a matrix whose rows are `stride` apart, as are those of m and grad. reference_orthogonalize: x = scale NS(x).
+// One step of Muon on a matrix whose rows are `stride` apart, as are those of m and grad.
+// reference_orthogonalize: x = scale NS(x).
 void reference_muon(double *weight, double *m, const double *grad, int64_t rows, int64_t columns,
                     int64_t stride, double grad_scale, double lr, double momentum, double weight_decay);
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale);

@@ -1,13 +1,12 @@
-// Refusals of all operations, made from the calls of the tests: the CPU's operations are replaced by ones that first enter
-// again with each tensor of the call missing, of a wrong type, a wrong rank or a wider row, which must fail.
+// Refusals of all operations: each of the CPU's is first tried with every tensor of the test's call missing,
+// of a wrong type, a wrong rank or a wider row, which must fail.
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
 
 enum { MISSING, TYPE, RANK, WIDER, CHANGES, WORDS = 160, CALLS = 200 };
 static const char *const change_names[CHANGES] = {"missing", "of a wrong type", "of a wrong rank", "wider"};
 
-// By the place of a tensor in the arguments, in words of 8 bytes: whether some call left it out, and the changes of it that
-// were accepted, as bits.
+// By a tensor's place in the arguments, in words of 8 bytes: was it ever absent, which changes passed (bits).
 typedef struct {
   const char *name;
   int calls;
@@ -94,8 +93,7 @@ void refusals_watch(Backend *backend) {
   backend->ops = &watching;
 }
 
-// How many tensors of an operation may be so: optional ones that no call leaves out, any shape or type, sizes that no other
-// tensor has.
+// How many tensors may be so: optional ones that no call leaves out, any type, sizes without a second tensor.
 static const struct {
   const char *name;
   int accepted[CHANGES];

@@ -8,8 +8,7 @@
 #include "trainer/resume.h"
 #include "trainer/trainer.h"
 
-// The options that a line of arguments separated by spaces gives, resolved for a device. They point into one of eight buffers,
-// used in turn. options_free gives them back.
+// Options of a line, resolved for a device. They point into one of 8 buffers; options_free gives them back.
 Options options_on(DeviceKind device, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 typedef struct {
@@ -25,11 +24,11 @@ Run *run_open(const char *format, ...) __attribute__((format(printf, 1, 2)));
 Run *run_open_on(const char *backend, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void run_close(Run *run);
 
-// Draws weights that make every path matter: activations of about 1, norms and biases away from their first values. On a CPU.
+// Weights that make every path matter: activations of about 1, norms and biases off their defaults. On a CPU.
 void draw_weights(Harness *h, Model *model);
 
-// The logits [N, V] of batch * seq_len tokens, and their losses by those logits (reference_cross_entropy) [N], 0 where the target
-// is IGNORE_INDEX. They are host values of the harness, whose backend has the model.
+// The logits [N, V] of batch * seq_len tokens, and their losses by those logits (reference_cross_entropy)
+// [N], 0 where the target is IGNORE_INDEX. They are host values of the harness, whose backend has the model.
 double *model_logits(Harness *h, Model *model, const int32_t *tokens, int64_t batch, int64_t seq_len);
 double *model_losses(Harness *h, Model *model, const int32_t *tokens, const int32_t *targets, int64_t batch,
                      int64_t seq_len);

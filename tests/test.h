@@ -1,5 +1,4 @@
-// What every test program includes: cmocka with the headers that it needs, and TEST, which defines a test and puts it on the
-// program's list.
+// For every test program: cmocka with its headers, and TEST, which defines a test and puts it on the list.
 #pragma once
 
 #include <math.h>
@@ -35,8 +34,7 @@ int tests_run(const char *group, CMFixtureFunction setup, CMFixtureFunction tear
 // The same with a teardown after each test.
 int tests_run_each(const char *group, CMFixtureFunction setup, CMFixtureFunction teardown,
                    CMFixtureFunction after_each);
-// A main's result where nothing can be tested: one test by the name of `group`, skipped, after a line that
-// `what` is not tested, and why.
+// A main's result where nothing can be tested: says that `what` is not, and why; one skipped test.
 int skip_all(const char *group, const char *what, const char *why);
 
 // CATCH(statement) runs it until it ends or fails: caught_sentence is then fail()'s, else empty.

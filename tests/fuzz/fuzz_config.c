@@ -4,8 +4,6 @@
 
 #include "model/checkpoint/hf_config.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   ModelConfig config, again;
   Reason reason;

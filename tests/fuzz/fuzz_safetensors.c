@@ -1,11 +1,8 @@
-// A whole safetensors file out of the fuzzer's bytes. What is accepted must lie within the file, tensor by
-// tensor.
+// A safetensors file of the fuzzer's bytes. The tensors that are accepted must lie within the file.
 #include <stdlib.h>
 #include <string.h>
 
 #include "model/checkpoint/safetensors.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   // The first two bytes are the header's length, so that the fuzzer need not guess eight.

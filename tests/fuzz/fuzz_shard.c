@@ -1,11 +1,8 @@
-// A token shard and its mask out of the fuzzer's bytes: the first two say where the one ends and the other
-// begins. What is accepted must lie within the bytes.
+// A shard and its mask of the fuzzer's bytes, cut where the first two say. What is accepted lies within them.
 #include <stdlib.h>
 #include <string.h>
 
 #include "data/source.h"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (size < 2) return 0;

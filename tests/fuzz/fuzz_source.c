@@ -1,5 +1,5 @@
-// Token ids that change while a run reads them: the fuzzer's bytes go over the tokens of a shard that was valid when it was
-// opened. Every id of every batch must then lie in the vocabulary, or the read must fail.
+// Token ids that change while a run reads them: the fuzzer's bytes go over the tokens of a shard that was
+// valid when it was opened. Every id of every batch must then lie in the vocabulary, or the read must fail.
 #include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,8 +10,6 @@
 
 // Smaller files would be copied when they are opened.
 enum { VOCABULARY = 300, TOKENS = 33000, SEQ_LEN = 255, BATCH = 3 };
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static jmp_buf failed;
 static char path[] = "/tmp/fuzz_source.XXXXXX.bin";

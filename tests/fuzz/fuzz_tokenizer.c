@@ -3,8 +3,6 @@
 
 #include "data/tokenizer.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Reason reason;
   Tokenizer *t = tokenizer_parse((const char *)data, size, &reason);

@@ -1,8 +1,6 @@
-// How exact is the fused layer? Its loss and gradients against float64 where rounding hurts most: at weights
-// as at initialisation, sharp, very sharp, and such as training leaves, with operands in the backend's dtype
-// (bf16 on CUDA) and N no power of two. The bounds are those that the anchored arithmetic was designed for: E
-// and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A layer that stores bf16 logits
-// misses all of them by one to two orders of magnitude.
+// The fused layer's error where rounding hurts most: weights as at initialisation, sharp, very sharp, and
+// such as training leaves. E and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A
+// layer that stores bf16 logits misses all bounds by one to two orders of magnitude.
 
 #include "tests/loss_problem.h"
 
@@ -47,19 +45,18 @@ static void check(Harness *h, const char *name, double deviation, double lead, d
   print_message("%s: loss %.2f; off by %.2e in dX, %.2e in dW, %.1e in the mean loss, %.1e in a token's\n",
                 name, mean(p.loss, TOKENS), dx, dweight, fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1),
                 worst);
-  // The few elements that dominate where weights are sharp round up or down by the draw: by a tenth, as
-  // measured.
+  // The few elements that dominate sharp weights round up or down by the draw: by a tenth, as measured.
   assert_true(dx <= 1.15 * dx_bound);
   assert_true(dweight <= 1.15 * dweight_bound);
   assert_true(fabs(mean(loss, TOKENS) / mean(p.loss, TOKENS) - 1) < 1e-6);
   memory_pop_to(&h->backend->memory, 0);
 }
 
-TEST(test_weight_scales) {
-  check(*state, "as at initialisation", 0.02 * sqrt(HIDDEN), 0, 1.1e-5, 1.6e-5);
-  check(*state, "sharp", 3.1, 0, 3.5e-4, 4.9e-4);
-  check(*state, "very sharp", 9.6, 0, 1.0e-3, 1.4e-3);
-  check(*state, "as training leaves it", 1.5, 9, 5.7e-5, 1.4e-3);
+HARNESS_TEST(test_weight_scales) {
+  check(h, "as at initialisation", 0.02 * sqrt(HIDDEN), 0, 1.1e-5, 1.6e-5);
+  check(h, "sharp", 3.1, 0, 3.5e-4, 4.9e-4);
+  check(h, "very sharp", 9.6, 0, 1.0e-3, 1.4e-3);
+  check(h, "as training leaves it", 1.5, 9, 5.7e-5, 1.4e-3);
 }
 
 int main(void) {

@@ -1,6 +1,6 @@
-// Rotary embedding and attention against float64, on every backend: lengths around the tiles' edges, whole sequences and
-// packed documents, grouped heads, decoding, the sizes of heads that have kernels of their own and odd ones, with outputs
-// that hold NaN beforehand; on a GPU also the kernels that other devices take; and the same bits from run to run.
+// Rotary embedding and attention against float64: lengths around the tiles' edges, packed documents, grouped
+// heads, decoding, every head size that has a kernel and odd ones; on a GPU the portable kernels, too; twice
+// the same bits.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
@@ -36,7 +36,7 @@ typedef struct {
   double *before; // what dbias is added to, or NULL
 } Problem;
 
-// Documents of one token, up to, at and past the edges of tiles, and of several tiles; another one first in each sequence.
+// Documents up to, at and past the edges of tiles; each sequence begins with another one.
 static int32_t *cut_into_documents(Harness *h, AttentionShape s) {
   static const int64_t lengths[] = {1, 1, 63, 64, 65, 2, 129, 37, 300, 128, 7};
   enum { LENGTHS = sizeof lengths / sizeof *lengths };
@@ -196,7 +196,7 @@ static Run run_make(Harness *h, Problem *p) {
                .accumulate = p->before};
 }
 
-// Both passes, by the kernels for this device or by the tensor-core kernels that devices other than Hopper take.
+// Both passes, by this device's kernels or by the tensor-core kernels that devices before Hopper take.
 static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
   AttentionForward forward = {.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
   AttentionBackward backward = {.dqkv = r.dqkv,
@@ -227,8 +227,8 @@ static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
 
 enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
 
-// Checks the first `kinds`, on whole sequences and packed documents, and that they give the same bits again. The reference,
-// which takes longest, is computed once for all.
+// Checks the first `kinds` of kernels, and that they repeat their bits. The reference takes longest: once for
+// all.
 static void check_shape(Harness *h, AttentionShape s, int kinds) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, s, packed);
@@ -251,7 +251,7 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
         check_bitwise_equal(h, results[i].what, results[i].got, results[i].again);
       }
     }
-    harness_pop((void **)&h);
+    harness_clear(h);
   }
 }
 
@@ -259,11 +259,11 @@ static bool has_tensor_cores(const Harness *h) {
   return h->dtype == DTYPE_BF16;
 }
 
-TEST(test_tensor_cores) {
-  if (!has_tensor_cores(*state)) skip();
+HARNESS_TEST(test_tensor_cores) {
+  if (!has_tensor_cores(h)) skip();
   if (small_shapes()) {
-    check_shape(*state, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
-    check_shape(*state, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
+    check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
+    check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
     return;
   }
   static const int64_t lengths[] = {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 320, 385},
@@ -271,20 +271,20 @@ TEST(test_tensor_cores) {
   for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
     for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
       const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
-      check_shape(*state, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
+      check_shape(h, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
     }
   // More work tiles than SMs, so that who does what differs between the runs.
-  check_shape(*state, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
-  check_shape(*state, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
+  check_shape(h, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
+  check_shape(h, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
 }
 
 // Heads that have no tensor-core kernel; in fp32 none has.
-TEST(test_other_shapes) {
+HARNESS_TEST(test_other_shapes) {
   static const AttentionShape shapes[] = {{2, 1, 1, 1, 1},   {1, 7, 2, 2, 2},    {2, 33, 6, 2, 10},
                                           {1, 65, 4, 1, 80}, {2, 40, 3, 3, 96},  {1, 70, 2, 1, 256},
                                           {1, 63, 4, 4, 32}, {2, 193, 8, 2, 64}, {1, 129, 3, 1, 128},
                                           {1, 1, 3, 1, 64},  {3, 5, 4, 2, 2},    {2, 67, 6, 2, 10}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(*state, shapes[i], 1);
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_shape(h, shapes[i], 1);
 }
 
 // The float64 gradients are the derivatives of the float64 results.
@@ -299,8 +299,7 @@ static double attention_objective(void *context) {
   return reference_dot(p->out, p->dout, (int64_t)outs);
 }
 
-TEST(test_reference_gradients) {
-  Harness *h = *state;
+HARNESS_TEST(test_reference_gradients) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, (AttentionShape){2, 67, 4, 2, 6}, packed);
     problem_solve(&p, DTYPE_F32);
@@ -308,7 +307,7 @@ TEST(test_reference_gradients) {
     Tensor dqkv =
         tensor_from(h, DTYPE_F32, copied_values(h, p.dqkv, p.rows * p.qkv_width), p.rows, p.qkv_width);
     check_gradient(h, "reference dqkv", dqkv, before, p.qkv, attention_objective, &p,
-                   of_size(within(4, 1), 1));
+                   with_size(within(4, 1), 1));
   }
 }
 
@@ -327,16 +326,16 @@ static void rope_case(Harness *h, const void *shape) {
   double *original = copied_values(h, qkv, count);
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
   reference_rope(qkv, table, s, false);
-  check_values(h, "rope", turned, qkv, of_size(within(2, 2), 1));
+  check_values(h, "rope", turned, qkv, with_size(within(2, 2), 1));
   // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});
-  check_values(h, "rope and back", turned, original, of_size(within_stored(h, 2, 4), 1));
+  check_values(h, "rope and back", turned, original, with_size(within_stored(h, 2, 4), 1));
 }
 
-TEST(test_rope) {
+HARNESS_TEST(test_rope) {
   static const AttentionShape shapes[] = {
       {2, 7, 4, 2, 6}, {1, 1, 1, 1, 2}, {1, 5, 3, 1, 64}, {2, 9, 12, 4, 64}, {3, 5, 2, 1, 10}};
-  RUN_CASES(*state, rope_case, shapes);
+  RUN_CASES(h, rope_case, shapes);
 }
 
 // Decoding in pieces of any length gives the rows that attending to the whole sequence gives.
@@ -350,26 +349,26 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
     AttentionShape step = s;
     step.seq_len = *pieces;
     int64_t count = s.batch * step.seq_len;
-    int32_t *of_piece = random_ids(h, count, 1);
+    int32_t *places = random_ids(h, count, 1);
     for (int64_t i = 0; i < count; i++)
-      of_piece[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
-    Tensor rows = ids_from(h, of_piece, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
+      places[i] = (int32_t)(i / step.seq_len * s.seq_len + past + i % step.seq_len);
+    Tensor positions = ids_from(h, places, count), qkv = poisoned(h, h->dtype, count, p.qkv_width),
            out = poisoned(h, h->dtype, count, p.out_width);
-    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .indices = rows});
+    gather_rows(h->backend, (MoveRows){.out = qkv, .x = r.qkv, .indices = positions});
     attention_decode(
         h->backend, (AttentionDecode){
                         .out = out, .keys = keys, .values = values, .qkv = qkv, .shape = step, .past = past});
-    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .indices = rows});
+    scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .indices = positions});
   }
   check_values(h, "decoded attention", r.out, p.out,
-               of_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
+               with_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
 }
 
-TEST(test_attention_decode) {
-  decode_case(*state, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
-  decode_case(*state, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
-  decode_case(*state, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
-  decode_case(*state, (AttentionShape){2, 9, 8, 1, 128}, 11, (const int64_t[]){4, 1, 1, 3});
+HARNESS_TEST(test_attention_decode) {
+  decode_case(h, (AttentionShape){1, 1, 1, 1, 2}, 1, (const int64_t[]){1});
+  decode_case(h, (AttentionShape){2, 9, 4, 2, 6}, 11, (const int64_t[]){5, 1, 1, 2});
+  decode_case(h, (AttentionShape){3, 131, 6, 3, 64}, 131, (const int64_t[]){67, 1, 63});
+  decode_case(h, (AttentionShape){2, 9, 8, 1, 128}, 11, (const int64_t[]){4, 1, 1, 3});
 }
 
 // Tokens of packed documents count their positions from their document's first: as its documents alone would.
@@ -392,10 +391,9 @@ static void positions_case(Harness *h, const void *shape) {
     dpositions[alone] = poisoned(h, DTYPE_F32, s.seq_len, HIDDEN);
     for (int64_t at = 0; at < rows; at += length) {
       length = alone ? places[rows + at] + 1 : rows; // of the document
-      AttentionShape part = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
-      if (!alone) part = s;
-      Tensor named = {0};
-      if (!alone) named = positions;
+      AttentionShape document = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
+      AttentionShape part = alone ? document : s;
+      Tensor named = alone ? (Tensor){0} : positions;
       rope(h->backend, (Rope){.qkv = tensor_rows(qkv[alone], at, length),
                               .cos_sin = cos_sin,
                               .positions = named,
@@ -418,13 +416,13 @@ static void positions_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "rope of documents", qkv[0], qkv[1]);
   check_bitwise_equal(h, "embeddings of documents", stream[0], stream[1]);
   check_values(h, "dposition_weight of documents", dpositions[0], values_of(h, dpositions[1]),
-               of_size(within(4, (double)rows), 1));
+               with_size(within(4, (double)rows), 1));
 }
 
-TEST(test_positions) {
+HARNESS_TEST(test_positions) {
   static const AttentionShape shapes[] = {
       {2, 7, 2, 1, 6}, {1, 9, 1, 1, 2}, {3, 200, 4, 2, 64}, {1, 333, 2, 2, 128}};
-  RUN_CASES(*state, positions_case, shapes);
+  RUN_CASES(h, positions_case, shapes);
 }
 
 int main(void) {

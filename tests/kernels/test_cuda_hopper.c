@@ -1,7 +1,6 @@
-// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: tiles that are ragged in every
-// direction, rows with gaps, more tiles than a round holds and fewer, row sums in groups of rows, outputs that hold
-// NaN beforehand, a NaN in one row, overflow, a target that outweighs the rest, and the same bits on every
-// run. Skipped on other devices.
+// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: ragged tiles, rows with gaps, rounds and
+// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again. Skipped on other
+// devices.
 
 #include "tests/loss_problem.h"
 
@@ -54,7 +53,7 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
 static LceLogitsExp call_from(const Logits *l, int64_t first, bool keep) {
   int64_t count = l->rows - first;
   return (LceLogitsExp){.exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0},
-                        .rows = {.target_z = tensor_rows(l->anchor, first, count)},
+                        .softmax = {.target_z = tensor_rows(l->anchor, first, count)},
                         .x = tensor_rows(l->x, first, count),
                         .weight = l->weight,
                         .targets = tensor_rows(l->targets, first, count)};
@@ -104,17 +103,16 @@ static void logits_case(Harness *h, const void *shape) {
   logits_check(h, &l, 12);
 }
 
-TEST(test_logits) {
+HARNESS_TEST(test_logits) {
   // The last: X in two rasterisation groups, of clusters that keep pace over more than a round.
   static const int64_t shapes[][3] = {{1, 8, 8},        {5, 64, 100},     {128, 72, 193},  {129, 136, 192},
                                       {257, 64, 1000},  {256, 256, 384},  {700, 24, 3001}, {33, 1000, 517},
                                       {1030, 16, 6007}, {8448, 1000, 400}};
-  RUN_CASES(*state, logits_case, shapes);
+  RUN_CASES(h, logits_case, shapes);
 }
 
 // Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
-TEST(test_logits_in_groups) {
-  Harness *h = *state;
+HARNESS_TEST(test_logits_in_groups) {
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
   logits_run(h, &l, true, SCRATCH_BYTES);
   double *sums = copied_values(h, l.sums, l.rows);
@@ -130,8 +128,7 @@ TEST(test_logits_in_groups) {
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
 // which must not show; what log2(e) itself lacks in fp32 does, 1.4e-8 for each unit of the exponent.
-TEST(test_nearly_certain) {
-  Harness *h = *state;
+HARNESS_TEST(test_nearly_certain) {
   Logits l = logits_make(h, 130, 64, 500, 0.01);
   double *anchor = host_values(h, l.rows);
   for (int64_t n = 0; n < l.rows; n++) anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
@@ -143,11 +140,10 @@ TEST(test_nearly_certain) {
                l.sum_want[n]);
 }
 
-// A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is zeros, whatever
-// its anchor holds; a NaN stays in its row; and the others are as before.
-TEST(test_special_rows) {
+// A row whose sum overflows says so, whatever its anchor's correction is; one whose target is IGNORE_INDEX is
+// zeros, whatever its anchor holds; a NaN stays in its row; and the others are as before.
+HARNESS_TEST(test_special_rows) {
   enum { OVERFLOWS = 3, IGNORED = 7, NAN_ROW = 17 }; // every third, every seventh, this one
-  Harness *h = *state;
   Logits l = logits_make(h, 200, 64, 700, 0.2);
   double *anchor = values_of(h, l.anchor);
   int32_t *targets = random_ids(h, l.rows, l.vocab);
@@ -197,32 +193,32 @@ static void gradient_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "dX again", again, out);
 }
 
-TEST(test_gradient) {
+HARNESS_TEST(test_gradient) {
   static const int64_t shapes[][3] = {{1, 8, 8},       {5, 64, 100},    {128, 72, 193}, {300, 200, 1000},
                                       {257, 192, 777}, {256, 384, 640}, {700, 24, 301}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int k = 0; k < 4; k++) { // split-K, and without scratch for partials
       const Gradient shape[] = {{shapes[i][0], shapes[i][1], shapes[i][2], k % 2 ? DTYPE_F32 : DTYPE_BF16,
                                  k / 2 ? SCRATCH_BYTES : 4096}};
-      RUN_CASES(*state, gradient_case, shape);
+      RUN_CASES(h, gradient_case, shape);
     }
 }
 
 // More tiles than run at once, with a remainder: whole tiles and slices in one call.
-TEST(test_gradient_of_many_tiles) {
+HARNESS_TEST(test_gradient_of_many_tiles) {
   static const Gradient small[] = {{700, 600, 130, DTYPE_BF16, SCRATCH_BYTES}};
   static const Gradient large[] = {
       {5200, 1600, 130, DTYPE_BF16, SCRATCH_BYTES},
       {5200, 1600, 130, DTYPE_F32, SCRATCH_BYTES},
       {6800, 960, 800, DTYPE_BF16, 4096}}; // long enough to keep pace, over two rounds
   if (small_shapes())
-    RUN_CASES(*state, gradient_case, small);
+    RUN_CASES(h, gradient_case, small);
   else
-    RUN_CASES(*state, gradient_case, large);
+    RUN_CASES(h, gradient_case, large);
 }
 
-// The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what was stored
-// of them. The operations give the same bits, so they take these kernels.
+// The layer into SwiGLU and back through the one after it: gate and up against float64, the rest against what
+// was stored of them. The operations give the same bits, so they take these kernels.
 static void swiglu_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape, rows = sizes[0], hidden = sizes[1], width = sizes[2], in_place = sizes[3];
   double scale = 1.5 / sqrt((double)hidden);
@@ -259,7 +255,7 @@ static void swiglu_case(Harness *h, const void *shape) {
     dpre[gate + width] = product[i] * g * p;
   }
   assert_true(hopper_swiglu_gradient(h->backend, first, gate_up, douts, down));
-  check_values(h, "gradients of gate and up", first, dpre, of_size(within(8, (double)hidden), 4));
+  check_values(h, "gradients of gate and up", first, dpre, with_size(within(8, (double)hidden), 4));
   linear_backward_input(h->backend, (LinearBackwardInput){.dx = again,
                                                           .dout = douts,
                                                           .weight = down,
@@ -269,25 +265,25 @@ static void swiglu_case(Harness *h, const void *shape) {
   check_bitwise_equal(h, "the layer's gradients", again, first);
 }
 
-// The tiles fill the device; ends that are ragged, tiles of fewer columns, rounds that keep pace, K of one step.
-TEST(test_swiglu) {
+// Tiles that fill the device, ragged ends, tiles of fewer columns, rounds that keep pace, K of one step.
+HARNESS_TEST(test_swiglu) {
   static const int64_t small[][4] = {{300, 72, 328, 0}, {257, 136, 200, 1}}; // enough for a device of few SMs
   static const int64_t large[][4] = {
       {3000, 72, 1352, 0}, {2049, 136, 1544, 1}, {8500, 1000, 200, 0}, {5000, 64, 2048, 1}};
   if (small_shapes())
-    RUN_CASES(*state, swiglu_case, small);
+    RUN_CASES(h, swiglu_case, small);
   else
-    RUN_CASES(*state, swiglu_case, large);
+    RUN_CASES(h, swiglu_case, large);
 }
 
-TEST(test_refuses) {
-  Harness *h = *state;
+HARNESS_TEST(test_refuses) {
   Tensor odd = poisoned(h, DTYPE_BF16, 100, 33), even = poisoned(h, DTYPE_BF16, 100, 32);
   Tensor full = poisoned(h, DTYPE_F32, 100, 32);
   Tensor anchor = poisoned_vector(h, DTYPE_F32, 100), targets = ids_from(h, random_ids(h, 100, 100), 100);
   Tensor unfit[] = {odd, full};
   for (int i = 0; i < 2; i++) {
-    LceLogitsExp call = {.rows = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
+    LceLogitsExp call = {
+        .softmax = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
     assert_int_equal(hopper_logits_exp(h->backend, &call, full.data, 1 << 12, 1), 0);
   }
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));

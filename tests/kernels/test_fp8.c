@@ -19,7 +19,7 @@ static void assert_code(double value, int want) {
   if (got != want) fail_msg("%.9g became %02x, not %02x", value, (unsigned)got, (unsigned)want);
 }
 
-TEST(test_codes) {
+HARNESS_TEST(test_codes) {
   for (int code = 0; code < 256; code++) {
     if ((code & 0x7F) == 0x7F) {
       assert_true(isnan(e4m3_to_f32((uint8_t)code)));
@@ -46,10 +46,8 @@ TEST(test_codes) {
 // --- quantisation ------------------------------------------------------------------------------------------
 
 // FP8 is for GPUs that have it.
-static Harness *harness_of(void **state) {
-  Harness *h = *state;
+static void need_fp8(const Harness *h) {
   if (h->backend->no_fp8) skip();
-  return h;
 }
 
 static Fp8 poisoned_fp8(Harness *h, int64_t rows, int64_t columns) {
@@ -92,8 +90,8 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
   memory_pop_to(&h->backend->memory, 0);
 }
 
-TEST(test_quantize) {
-  Harness *h = harness_of(state);
+HARNESS_TEST(test_quantize) {
+  need_fp8(h);
   static const int64_t shapes[][2] = {{16, 16},   {16, 128}, {128, 16},  {128, 128},
                                       {144, 112}, {48, 400}, {272, 144}, {1040, 528}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -106,8 +104,8 @@ TEST(test_quantize) {
 }
 
 // A lost number stays visible in whatever is computed from the codes.
-TEST(test_not_finite) {
-  Harness *h = harness_of(state);
+HARNESS_TEST(test_not_finite) {
+  need_fp8(h);
   static const double lost[] = {NAN, INFINITY, -INFINITY};
   for (int i = 0; i < 3; i++) {
     double *x = random_values(h, 32 * 48, 1);
@@ -152,18 +150,18 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   reference_linear(want, x, w, false, variant & BIAS ? bias : NULL, tensor_exists(m.residual) ? terms : NULL,
                    rows, inputs, outputs);
   matmul_fp8(h->backend, m);
-  // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a bf16
-  // result that is added to may be rounded before, too.
+  // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a
+  // bf16 result that is added to may be rounded before, too.
   Tolerance t = within(4, (double)inputs);
   if (cuda) t.operations = 0x1p-13;
   if (cuda && tensor_exists(m.residual) && dtype == DTYPE_BF16) t = (Tolerance){1, 1, 0x1p-7, 1};
-  check_values(h, "FP8 matmul", m.out, want, of_size(t, sqrt((double)inputs) * 0.02));
+  check_values(h, "FP8 matmul", m.out, want, with_size(t, sqrt((double)inputs) * 0.02));
   check_gaps(h, "FP8 matmul", m.out);
   memory_pop_to(&h->backend->memory, 0);
 }
 
-TEST(test_matmul) {
-  Harness *h = harness_of(state);
+HARNESS_TEST(test_matmul) {
+  need_fp8(h);
   static const int64_t shapes[][3] = {{16, 16, 16}, {16, 144, 32}, {400, 48, 272}, {272, 528, 1040}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < VARIANTS; variant++) {
@@ -172,8 +170,7 @@ TEST(test_matmul) {
     }
 }
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   Tensor x = poisoned(h, h->dtype, 16, 24), amax = poisoned_vector(h, DTYPE_F32, 1);
   Tensor codes = poisoned(h, DTYPE_E4M3, 16, 24), out = poisoned(h, h->dtype, 16, 16);
   const char *part = "FP8 takes multiples of 16 rows and columns, and not ";

@@ -1,7 +1,5 @@
-// The layers' operations against float64: forward results against tests/reference.c, gradients against finite
-// differences, on shapes that nothing divides, with outputs that hold NaN beforehand; on a GPU also against the CPU on
-// shapes for which its kernels have ways of their own; and the arguments that operations refuse. Runs on every backend of
-// this build and machine. Attention has test_attention.c.
+// The layers' operations: results against tests/reference.c, gradients against finite differences; on a GPU
+// also against the CPU on shapes for which its kernels have ways of their own; and refusals.
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
@@ -59,15 +57,15 @@ static void embedding_case(Harness *h, const void *shape) {
   embedding_forward(h->backend, forward);
   embedding_backward(h->backend, a);
   embedding_objective(&c);
-  check_values(h, "embedding out", forward.out, c.out, of_size(within(1, 1), 1));
+  check_values(h, "embedding out", forward.out, c.out, with_size(within(1, 1), 1));
   check_gradient(h, "dtoken_weight", a.dtoken_weight, token_before, c.token_weight, embedding_objective, &c,
-                 of_size(within(4, (double)rows), 1));
+                 with_size(within(4, (double)rows), 1));
   if (s.positions)
     check_gradient(h, "dposition_weight", a.dposition_weight, position_before, c.position_weight,
-                   embedding_objective, &c, of_size(within(4, (double)s.batch), 1));
+                   embedding_objective, &c, with_size(within(4, (double)s.batch), 1));
 }
 
-TEST(test_embedding) {
+HARNESS_TEST(test_embedding) {
   static const EmbeddingShape shapes[] = {
       {3, 7, 13, 11, .positions = true},
       {3, 7, 13, 11, .positions = true, .accumulate = true},
@@ -81,8 +79,8 @@ TEST(test_embedding) {
       {2, 64, 77, 3, .positions = true, .popular = true, .accumulate = true},
       {1, 32, 2056, 1, .positions = true, .popular = true, .narrow = true},
       {3, 11, 8, 70001, .positions = true, .popular = true, .narrow = true, .accumulate = true}};
-  RUN_CASES(*state, embedding_case, shapes);
-  RUN_MIRRORED(*state, embedding_case, mirrored);
+  RUN_CASES(h, embedding_case, shapes);
+  RUN_MIRRORED(h, embedding_case, mirrored);
 }
 
 // --- normalisation -----------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ static void norm_case(Harness *h, const void *shape) {
   check_values(h, "norm out", forward.out, c.out, tolerance);
   check_gaps(h, "norm out", forward.out);
   check_values(h, "rstd", forward.rstd, c.rstd, tolerance);
-  if (layer) check_values(h, "mean", forward.mean, c.mean, of_size(tolerance, 2));
+  if (layer) check_values(h, "mean", forward.mean, c.mean, with_size(tolerance, 2));
 
   a.dx = heads ? a.dout : result(h, h->dtype, s.accumulate_dx, &dx_before, s.rows, s.hidden);
   Tensor *const sums[] = {&a.dweight, &a.dbias, &a.dx_sum};
@@ -145,8 +143,8 @@ static void norm_case(Harness *h, const void *shape) {
     *sums[i] = tensor_flat(result(h, s.narrow ? h->dtype : DTYPE_F32, s.accumulate, &before[i], 1, s.hidden));
   norm_backward(h->backend, a);
   // The statistics saved by the forward pass are fp32, so an error of theirs passes through every term.
-  Tolerance gradient = of_size(within(16, (double)s.hidden), 1);
-  Tolerance columns = of_size(within(8, (double)(count + s.hidden)), 1);
+  Tolerance gradient = with_size(within(16, (double)s.hidden), 1);
+  Tolerance columns = with_size(within(8, (double)(count + s.hidden)), 1);
   check_gradient(h, "norm dx", a.dx, dx_before, c.x, norm_objective, &c, gradient);
   check_gaps(h, "norm dx", a.dx);
   check_gradient(h, "norm dweight", a.dweight, before[0], c.weight, norm_objective, &c, columns);
@@ -162,7 +160,7 @@ static void norm_case(Harness *h, const void *shape) {
 #define BOTH_NORMS(...) NORM(NORM_LAYER, __VA_ARGS__), NORM(NORM_RMS, __VA_ARGS__)
 #define ADDS            .accumulate_dx = true, .accumulate = true
 
-TEST(test_norm) {
+HARNESS_TEST(test_norm) {
   static const NormShape shapes[] = {BOTH_NORMS(7, 1, 13),
                                      BOTH_NORMS(7, 1, 13, ADDS),
                                      BOTH_NORMS(1, 1, 5, .accumulate = true),
@@ -175,8 +173,8 @@ TEST(test_norm) {
       BOTH_NORMS(5, 1, 8200, ADDS), // sums of a layer norm outgrow 48 KiB
       BOTH_NORMS(3, 1, 13001),      // both kinds' do, and nothing is aligned
       BOTH_NORMS(301, 16, 128),       BOTH_NORMS(7, 3, 10)};
-  RUN_CASES(*state, norm_case, shapes);
-  RUN_MIRRORED(*state, norm_case, mirrored);
+  RUN_CASES(h, norm_case, shapes);
+  RUN_MIRRORED(h, norm_case, mirrored);
 }
 
 // --- GEMMs -------------------------------------------------------------------------------------------------
@@ -220,16 +218,16 @@ static Tensor weight_of(Harness *h, double **values, LinearShape s) {
 
 // A bf16 sum in place: the GEMM may be rounded before it is added, and again after.
 static Tolerance in_place(const Harness *h, Dtype dtype, double terms) {
-  if (dtype == DTYPE_F32 || h->dtype == DTYPE_F32) return of_size(within(4, terms), 1);
+  if (dtype == DTYPE_F32 || h->dtype == DTYPE_F32) return with_size(within(4, terms), 1);
   return (Tolerance){.units = 1, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16), .size = 1};
 }
 
-// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and the GEMM may be rounded before an activation;
-// SwiGLU multiplies two of its results.
+// With bf16 operands cuBLASLt takes a fast tanh, good to about 2^-11, and the GEMM may be rounded before an
+// activation; SwiGLU multiplies two of its results.
 static Tolerance through(const Harness *h, Activation activation, double terms) {
   double bf16 = dtype_epsilon(DTYPE_BF16);
-  if (activation == ACTIVATION_NONE) return of_size(within(4, terms), 1);
-  if (h->dtype == DTYPE_F32) return of_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
+  if (activation == ACTIVATION_NONE) return with_size(within(4, terms), 1);
+  if (h->dtype == DTYPE_F32) return with_size(within(activation == ACTIVATION_GELU ? 4 : 16, terms), 1);
   return (Tolerance){
       .units = activation == ACTIVATION_GELU ? 1 : 4, .terms = 1, .operations = bf16, .size = 1};
 }
@@ -254,7 +252,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
   linear_objective(&c);
   double terms = (double)s.inputs;
   if (s.activation) {
-    check_values(h, "linear pre_activation", a.pre_activation, c.pre, of_size(within(4, terms), 1));
+    check_values(h, "linear pre_activation", a.pre_activation, c.pre, with_size(within(4, terms), 1));
     activate(s.activation, c.out, values_of(h, a.pre_activation), s.rows, s.outputs); // of what was stored
   }
   check_values(h, "linear out", a.out, c.out,
@@ -262,7 +260,7 @@ static void linear_forward_case(Harness *h, const void *shape) {
   check_gaps(h, "linear out", a.out);
 }
 
-// dx through the activation before the matmul, of which pre is [rows, inputs] or, of SwiGLU, [rows, 2 inputs].
+// dx through the activation before the matmul; pre is [rows, inputs] or, of SwiGLU, [rows, 2 inputs].
 static double activated_objective(void *context) {
   LinearCase *c = context;
   LinearShape s = c->s;
@@ -317,7 +315,7 @@ static void linear_backward_weight_case(Harness *h, const void *shape) {
       .accumulate = s.accumulate};
   if (s.bias) a.dbias = tensor_flat(result(h, gradient, s.accumulate, &bias_before, 1, s.outputs));
   linear_backward_weight(h->backend, a);
-  Tolerance over_rows = of_size(within(4, (double)s.rows), 1);
+  Tolerance over_rows = with_size(within(4, (double)s.rows), 1);
   check_gradient(h, "dweight", a.dweight, weight_before, c.weight, linear_objective, &c,
                  weight_before ? in_place(h, gradient, (double)s.rows) : over_rows);
   if (!s.bias) return;
@@ -342,11 +340,11 @@ static void sum_columns_case(Harness *h, const void *shape) {
       for (int64_t n = 0; n < s.rows; n++)
         want[i] += alpha * (weighted ? coefficients[n] : 1) * x[n * s.outputs + i];
     }
-    check_values(h, "column sums", a.sum, want, of_size(within(4, (double)s.rows), alpha));
+    check_values(h, "column sums", a.sum, want, with_size(within(4, (double)s.rows), alpha));
   }
 }
 
-// Every size in every variant, against float64 and, for the sizes from `mirrored` on, on a GPU against the CPU.
+// Every size in every variant, against float64; from `mirrored` on, on a GPU against the CPU.
 static const LinearShape linear_sizes[] = {
     {.rows = 1, .inputs = 1, .outputs = 1, .alpha = 1},
     {.rows = 1, .inputs = 67, .outputs = 1, .alpha = 1},
@@ -377,7 +375,7 @@ static void each_linear(Harness *h, TestCase run, const LinearShape *variants, s
 }
 #define EACH_LINEAR(h, run, variants) each_linear(h, run, variants, sizeof variants / sizeof *(variants))
 
-TEST(test_linear_forward) {
+HARNESS_TEST(test_linear_forward) {
   static const LinearShape variants[] = {{.bias = false},
                                          {.bias = true},
                                          {.residual = true},
@@ -388,30 +386,29 @@ TEST(test_linear_forward) {
                                          {.activation = ACTIVATION_SWIGLU},
                                          {.bias = true, .activation = ACTIVATION_SWIGLU},
                                          {.bias = true, .wide = true}};
-  EACH_LINEAR(*state, linear_forward_case, variants);
+  EACH_LINEAR(h, linear_forward_case, variants);
 }
 
-TEST(test_linear_backward) {
-  static const LinearShape of_input[] = {{.bias = false},
-                                         {.accumulate = true},
-                                         {.activation = ACTIVATION_GELU},
-                                         {.activation = ACTIVATION_SWIGLU},
-                                         {.activation = ACTIVATION_SWIGLU, .in_place = true},
-                                         {.wide = true}};
-  static const LinearShape of_weight[] = {{.bias = false},
-                                          {.bias = true},
-                                          {.bias = true, .accumulate = true},
-                                          {.bias = true, .narrow = true},
-                                          {.bias = true, .narrow = true, .accumulate = true}};
-  EACH_LINEAR(*state, linear_backward_input_case, of_input);
-  EACH_LINEAR(*state, linear_backward_weight_case, of_weight);
-  static const LinearShape of_columns[] = {
+HARNESS_TEST(test_linear_backward) {
+  static const LinearShape input_variants[] = {{.bias = false},
+                                               {.accumulate = true},
+                                               {.activation = ACTIVATION_GELU},
+                                               {.activation = ACTIVATION_SWIGLU},
+                                               {.activation = ACTIVATION_SWIGLU, .in_place = true},
+                                               {.wide = true}};
+  static const LinearShape weight_variants[] = {{.bias = false},
+                                                {.bias = true},
+                                                {.bias = true, .accumulate = true},
+                                                {.bias = true, .narrow = true},
+                                                {.bias = true, .narrow = true, .accumulate = true}};
+  EACH_LINEAR(h, linear_backward_input_case, input_variants);
+  EACH_LINEAR(h, linear_backward_weight_case, weight_variants);
+  static const LinearShape column_variants[] = {
       {.bias = true}, {.accumulate = true}, {.narrow = true}, {.narrow = true, .accumulate = true}};
-  EACH_LINEAR(*state, sum_columns_case, of_columns);
+  EACH_LINEAR(h, sum_columns_case, column_variants);
 }
 
-TEST(test_no_rows) {
-  Harness *h = *state;
+HARNESS_TEST(test_no_rows) {
   double *zeros = host_values(h, 6 * 8);
   Tensor x = poisoned(h, h->dtype, 0, 8), dout = poisoned(h, h->dtype, 0, 6);
   Tensor dweight = poisoned(h, DTYPE_F32, 6, 8), dbias = poisoned_vector(h, DTYPE_F32, 6),
@@ -468,10 +465,10 @@ static void activation_case(Harness *h, const void *shape) {
   check_amax(h, damax, dx);
   activation_objective(&c);
   check_values(h, "activation", out, c.out, within(16, 1));
-  check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, of_size(within(16, 1), 1));
+  check_gradient(h, "its gradient", dx, NULL, c.x, activation_objective, &c, with_size(within(16, 1), 1));
 }
 
-TEST(test_activations) {
+HARNESS_TEST(test_activations) {
   static const ActivationShape shapes[] = {
       {5, 37, ACTIVATION_SWIGLU, false}, {5, 37, ACTIVATION_SWIGLU, true}, {1, 1, ACTIVATION_SWIGLU, false},
       {7, 37, ACTIVATION_GELU, false},   {7, 37, ACTIVATION_GELU, true},   {1, 1, ACTIVATION_GELU, false}};
@@ -479,8 +476,8 @@ TEST(test_activations) {
                                              {5, 333, ACTIVATION_SWIGLU, true},
                                              {33, 3072, ACTIVATION_GELU, true},
                                              {5, 333, ACTIVATION_GELU, false}};
-  RUN_CASES(*state, activation_case, shapes);
-  RUN_MIRRORED(*state, activation_case, mirrored);
+  RUN_CASES(h, activation_case, shapes);
+  RUN_MIRRORED(h, activation_case, mirrored);
 }
 
 // --- arguments that are refused ----------------------------------------------------------------------------
@@ -490,8 +487,7 @@ TEST(test_activations) {
   assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
 
 // What more than one tensor decides, or what it holds; tests/refusals.c tries the rest in every operation.
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   Dtype dtype = h->dtype;
   Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
   Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),

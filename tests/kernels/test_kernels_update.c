@@ -1,5 +1,4 @@
-// What surrounds the layers, as in test_kernels_layers.c: rows and targets, the optimizer, copies, and the memory that the
-// system or the GPU counts.
+// What surrounds the layers: rows and targets, the optimizer, copies, and the memory that is counted.
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
@@ -13,10 +12,10 @@ static void rows_case(Harness *h, const void *shape) {
   double *x, *spread, *want = host_values(h, PICKED * width);
   int32_t picks[PICKED], *ids = random_ids(h, ROWS, 1000);
   for (int k = 0; k < PICKED; k++) picks[k] = (k * 29 + 5) % ROWS;
-  Tensor rows = ids_from(h, picks, PICKED), source = random_tensor(h, &x, ROWS, width, 1);
+  Tensor positions = ids_from(h, picks, PICKED), source = random_tensor(h, &x, ROWS, width, 1);
   Tensor out = poisoned(h, h->dtype, PICKED, width), target = random_tensor(h, &spread, ROWS, width, 1);
-  gather_rows(h->backend, (MoveRows){.out = out, .x = source, .indices = rows});
-  scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .indices = rows});
+  gather_rows(h->backend, (MoveRows){.out = out, .x = source, .indices = positions});
+  scatter_rows(h->backend, (MoveRows){.out = target, .x = out, .indices = positions});
   for (int k = 0; k < PICKED; k++) {
     memcpy(want + k * width, x + picks[k] * width, (size_t)width * sizeof *want);
     memcpy(spread + picks[k] * width, x + picks[k] * width, (size_t)width * sizeof *want);
@@ -25,18 +24,17 @@ static void rows_case(Harness *h, const void *shape) {
   check_values(h, "scatter", target, spread, within(0, 1));
 
   Tensor few = poisoned_vector(h, DTYPE_I32, PICKED);
-  gather_rows(h->backend, (MoveRows){.out = few, .x = ids_from(h, ids, ROWS), .indices = rows});
+  gather_rows(h->backend, (MoveRows){.out = few, .x = ids_from(h, ids, ROWS), .indices = positions});
   double *got = values_of(h, few);
   for (int k = 0; k < PICKED; k++) assert_true(got[k] == ids[picks[k]]);
 }
 
-TEST(test_rows) {
+HARNESS_TEST(test_rows) {
   static const int64_t widths[] = {1, 3, 6, 64, 2056};
-  RUN_CASES(*state, rows_case, widths);
+  RUN_CASES(h, rows_case, widths);
 }
 
-TEST(test_read_targets) {
-  Harness *h = *state;
+HARNESS_TEST(test_read_targets) {
   enum { TOKENS = 300, VOCAB = 7 };
   // Of the wide ones two are wrong only above their lower 32 bits.
   const int64_t few[] = {0, 6, -100, 7, -1, -99, INT32_MAX, INT32_MIN, 1LL << 32, (1LL << 33) + 3};
@@ -122,7 +120,7 @@ static void update_case(Harness *h, const void *shape) {
   }
   // Rounded at random, a number is off by up to a whole unit, twice what rounding to nearest allows.
   const Tolerance random = {.units = 0.51, .terms = 1, .operations = dtype_epsilon(DTYPE_BF16)};
-  Tolerance fp32 = of_size(within(16, 3), s.narrow ? 0 : 1);
+  Tolerance fp32 = with_size(within(16, 3), s.narrow ? 0 : 1);
   bool random_moments = s.narrow & MOMENTS,
        random_weight = s.narrow & WEIGHT && !s.master && s.kind != NESTEROV;
   if (s.kind != SGD) check_values(h, "m", a.m, m + s.offset, random_moments ? random : fp32);
@@ -131,7 +129,7 @@ static void update_case(Harness *h, const void *shape) {
   if (s.master) check_values(h, "updated master", a.master, weight + s.offset, fp32);
 }
 
-TEST(test_updates) {
+HARNESS_TEST(test_updates) {
   static const UpdateShape shapes[] = {{.count = 1},
                                        {.count = 1013},
                                        {.count = 1013, .master = true},
@@ -139,11 +137,11 @@ TEST(test_updates) {
                                        {.count = 1013, .kind = SGD},
                                        {.count = 1013, .kind = SGD, .master = true}};
   static const int64_t counts[] = {1, 4, 1003, 100000};
-  RUN_CASES(*state, update_case, shapes);
+  RUN_CASES(h, update_case, shapes);
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
     for (int i = 0; i < 32 * KINDS; i++) {
       UpdateShape mirrored[] = {{counts[c], i & 16 ? 3 : 0, i & 8, i & 7, i / 32}};
-      if (mirrored->kind != NESTEROV || !mirrored->master) RUN_MIRRORED(*state, update_case, mirrored);
+      if (mirrored->kind != NESTEROV || !mirrored->master) RUN_MIRRORED(h, update_case, mirrored);
     }
 }
 
@@ -165,10 +163,8 @@ static Update plain_update(Harness *h, Dtype dtype, double gradient, float lr, i
                   .seed = 3};
 }
 
-// A thousand steps of 1/64 of bf16's last bit: to nearest, nothing would ever move. At random, the mean is right, and the
-// deviation is that of draws which are new in each step.
-TEST(test_drift) {
-  Harness *h = *state;
+// 1000 steps of 1/64 ulp of bf16: to nearest nothing moves; at random mean and deviation are right.
+HARNESS_TEST(test_drift) {
   enum { COUNT = 4096, STEPS = 1000 };
   const double ulp = 0x1p-7, want = -STEPS * ulp / 64;
   Update a = plain_update(h, h->dtype, 1, (float)ulp / 64, COUNT);
@@ -183,8 +179,7 @@ TEST(test_drift) {
 
 enum { DRAWS = 1 << 14 };
 
-// Which of the weights (state 1: of m, 2: of v, their square), 1.5 plus half of bf16's last bit each, are rounded up: +1, else
-// -1. At `first` of what shares the seed.
+// Which weights (state 1: m, 2: v, squared), 1.5 plus half an ulp of bf16, are rounded up: +1, else -1.
 static double *draws(Harness *h, uint64_t seed, int64_t step, int64_t first, int state) {
   Update a = plain_update(h, DTYPE_BF16, -1.5 - 0x1p-8, 0x1p-8f, DRAWS);
   a.seed = seed, a.step = step, a.first = first;
@@ -201,8 +196,7 @@ static void check_independent(const char *what, const double *a, const double *b
 }
 
 // Elements, weights and moments, steps and seeds have draws of their own; a slice has those of the whole.
-TEST(test_random_rounding) {
-  Harness *h = *state;
+HARNESS_TEST(test_random_rounding) {
   if (h->backend->device == ON_CPU) return; // which is fp32
   double *ones = host_values(h, DRAWS), *weight = draws(h, 3, 1, 0, 0), *slice = draws(h, 3, 1, 1024, 0);
   for (int i = 0; i < DRAWS; i++) ones[i] = 1;
@@ -235,13 +229,13 @@ static void reduce_case(Harness *h, const void *shape) {
   }
   sum_elements(h->backend, (SumElements){.sum = sum, .x = data, .squares = s.squares});
   sum_elements(h->backend, (SumElements){.sum = added, .x = data, .squares = s.squares, .accumulate = true});
-  Tolerance tolerance = of_size(within(4 / sqrt((double)s.count), 1), size);
+  Tolerance tolerance = with_size(within(4 / sqrt((double)s.count), 1), size);
   check_values(h, "sum", sum, &want, tolerance);
   want += 3.5;
   check_values(h, "added sum", added, &want, tolerance);
 }
 
-TEST(test_sum_elements) {
+HARNESS_TEST(test_sum_elements) {
   static const ReduceShape shapes[] = {
       {1, 0, false, false},   {2, 0, true, false},       {1009, 0, false, false}, {1009, 0, true, false},
       {32768, 0, true, true}, {100003, 0, false, false}, {100003, 0, true, false}};
@@ -249,13 +243,12 @@ TEST(test_sum_elements) {
                                          {2048, 0, true, true},     {2048, 1, true, false},
                                          {1000003, 0, true, false}, {1000003, 1, true, true},
                                          {9000001, 0, true, true},  {9000001, 1, true, false}};
-  RUN_CASES(*state, reduce_case, shapes);
-  RUN_MIRRORED(*state, reduce_case, mirrored);
+  RUN_CASES(h, reduce_case, shapes);
+  RUN_MIRRORED(h, reduce_case, mirrored);
 }
 
 // From every dtype to every other, in place too, in pieces of 8 elements and one by one.
-TEST(test_scale_by) {
-  Harness *h = *state;
+HARNESS_TEST(test_scale_by) {
   const Dtype dtypes[] = {DTYPE_F32, h->dtype};
   for (int i = 0; i < 32; i++) {
     int64_t count = i & 1 ? 1013 : 1024;
@@ -271,8 +264,7 @@ TEST(test_scale_by) {
   }
 }
 
-TEST(test_clip_scale) {
-  Harness *h = *state;
+HARNESS_TEST(test_clip_scale) {
   // The sum of squares and the greatest norm; the norm and the scale that they give.
   const double cases[][4] = {
       {16, 1, 4, 0.25},  {16, 8, 4, 1}, {16, 0, 4, 1}, {0, 1, 0, 1}, {INFINITY, 1, INFINITY, NAN},
@@ -291,8 +283,7 @@ TEST(test_clip_scale) {
 
 // --- copies, collectives of one rank, what the system says -------------------------------------------------
 
-TEST(test_copies) {
-  Harness *h = *state;
+HARNESS_TEST(test_copies) {
   double *x = random_values(h, 1009, 1), *zeros = host_values(h, 1009);
   Tensor a = vector_from(h, DTYPE_F32, x, 1009), b = poisoned_vector(h, DTYPE_F32, 1009);
   void (*const collectives[])(Backend *, Collective) = {all_reduce, reduce_scatter, all_gather,
@@ -307,10 +298,8 @@ TEST(test_copies) {
   }
 }
 
-// More bytes than a GPU's ring of pinned memory holds, and more uploads than it has places; the host's buffer is
-// overwritten as soon as each call returns.
-TEST(test_uploads) {
-  Harness *h = *state;
+// More bytes and uploads than a GPU's ring of pinned memory holds. The host's buffer is free after each call.
+HARNESS_TEST(test_uploads) {
   enum { LARGE = 11 << 20, SMALL = 1003, UPLOADS = 300 };
   int32_t *host = malloc(LARGE * sizeof *host), *back = malloc(LARGE * sizeof *back);
   Tensor large = memory_push_1d(&h->backend->memory, "large", MEMORY_TABLES, DTYPE_I32, LARGE);
@@ -331,8 +320,7 @@ TEST(test_uploads) {
   free(back);
 }
 
-TEST(test_device_memory) {
-  Harness *h = *state;
+HARNESS_TEST(test_device_memory) {
   Backend *backend = h->backend;
   if (!strcmp(backend->name, "cpu-plain")) return;
   enum { BYTES = 64 << 20 };
@@ -352,11 +340,10 @@ TEST(test_device_memory) {
   assert_true(backend->device_overhead > 0 && backend->device_capacity > backend->device_overhead);
 }
 
-// Measuring the algorithms of the loss's dW must not change a bit: a backend that takes the library's first
-// choice computes the same.
-TEST(test_measuring_keeps_bits) {
+// Measuring the algorithms of the loss's dW changes no bit: the library's first choice computes the same.
+HARNESS_TEST(test_measuring_keeps_bits) {
   enum { TOKENS = 256, VOCAB = 1 << 14, HIDDEN = 1 << 10 }; // measured from 2^24 elements on
-  Harness *measured = *state;
+  Harness *measured = h;
   if (measured->backend->device != ON_CUDA || small_shapes()) return;
   setenv("LCE_MATMUL_TUNE", "0", 1);
   Harness *first = harness_open(harness_backend());

@@ -1,5 +1,4 @@
-// linear_cross_entropy against float64: the fused and the materialized mode, on shapes that nothing divides and on rows that
-// ordinary softmax code gets wrong.
+// linear_cross_entropy against float64, in both modes, on ragged shapes and rows that are hard.
 
 #include <omp.h>
 
@@ -25,8 +24,7 @@ static double terms_of(const ReferenceLoss *p) {
 }
 
 // The operation by itself: what lies between the rows of E stays; without E its scratch has no width of V.
-TEST(test_logits_exp) {
-  Harness *h = *state;
+HARNESS_TEST(test_logits_exp) {
   enum { ROWS = 131, HIDDEN = 3, VOCAB = 40009 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, ROWS);
@@ -51,18 +49,18 @@ TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
-// The gradients again, from log-probabilities, and maybe from the exponentials that the forward pass has kept.
+// The gradients again, from log-probabilities, and maybe from exponentials that the forward pass has kept.
 static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool kept) {
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
   a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
   log_prob_gradients(h->backend, log_prob_call(h, &a, (Tensor){0}, kept));
+  a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
   return a;
 }
 
 // --- rows that are hard ------------------------------------------------------------------------------------
 
-TEST(test_overflow_repair) {
-  Harness *h = *state;
+HARNESS_TEST(test_overflow_repair) {
   ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 5);
@@ -80,20 +78,18 @@ TEST(test_overflow_repair) {
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
-  Tolerance gradients = of_size(within_stored(h, 8, 0), p.scale);
+  Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
   for (int kept = 0; kept < 2; kept++)
     check_loss(h, kept ? "repaired rows, kept" : "repaired rows, again", &again[kept], &p, 0, (LossBefore){0},
                gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
-  check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, of_size(within(8, terms_of(&p)), 1),
+  check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
              gradients);
 }
 
-// Every logit far below the target's: the loss is tiny and all its digits count, as those of p - 1, which is all that row
-// y[n] of dW holds in column n.
-TEST(test_nearly_certain) {
-  Harness *h = *state;
+// A tiny loss keeps its digits, and so does p - 1, which is all that row y[n] of dW holds in column n.
+HARNESS_TEST(test_nearly_certain) {
   ReferenceLoss p = make_problem(h, 5, 13, 17, 0.02);
   for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)n;
@@ -117,26 +113,24 @@ TEST(test_nearly_certain) {
   }
 }
 
-// An offset common to all logits of a row, in which bf16 logits would differ by 32: it costs the digits that fp32 lacks at 6400.
-TEST(test_common_offset) {
-  Harness *h = *state;
+// An offset of all logits in a row, at which bf16 logits would differ by 32: it costs fp32's digits at 6400.
+HARNESS_TEST(test_common_offset) {
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
   for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
   LinearCrossEntropy a = fused(h, &p), kept = by_log_probs(h, a, true);
   reference_loss(&p);
-  Tolerance outputs = of_size(within(8, terms_of(&p)), 6400),
-            gradients = of_size(within_stored(h, 8, 0), 1600 * p.scale);
+  Tolerance outputs = with_size(within(8, terms_of(&p)), 6400),
+            gradients = with_size(within_stored(h, 8, 0), 1600 * p.scale);
   check_loss(h, "a common offset", &a, &p, 0, (LossBefore){0}, outputs, gradients);
   check_loss(h, "a common offset, kept", &kept, &p, 0, (LossBefore){0}, outputs, gradients);
   double *loss = values_of(h, a.loss);
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
 
-// Entries that a bias of minus infinity masks, and a soft-cap in whose saturation many logits are equal: entropies stay finite,
-// and of equal ones the first is predicted.
-TEST(test_masked_and_saturated) {
-  Harness *h = *state;
+// A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
+// predicted.
+HARNESS_TEST(test_masked_and_saturated) {
   enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
   for (int capped = 0; capped < 2; capped++) {
     ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, capped ? 60 : 1);
@@ -169,10 +163,9 @@ TEST(test_masked_and_saturated) {
   }
 }
 
-// Targets as the model's own probabilities have them: then the targets' part of dweight and the rest nearly cancel, and must be
-// added before they are rounded to W's dtype.
-TEST(test_narrow_dweight) {
-  Harness *h = *state;
+// Targets drawn from the model nearly cancel the rest of dweight: they are added before rounding to W's
+// dtype.
+HARNESS_TEST(test_narrow_dweight) {
   enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
   double *z = host_values(h, (int64_t)ROWS * VOCAB);
@@ -208,8 +201,7 @@ static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntrop
   }
 }
 
-// One row holds a NaN, then one whose logits beat its target's by hundreds and which is computed again: neither shows in the
-// others' bits.
+// A row with a NaN, then one that is computed again: neither shows in the others' bits.
 static void wrong_rows_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape, hidden = sizes[1], last = sizes[2] - 1;
   ReferenceLoss p = make_problem(h, sizes[0], hidden, sizes[2], 1);
@@ -229,11 +221,11 @@ static void wrong_rows_case(Harness *h, const void *shape) {
   check_other_rows(h, a, clean, 1);
 }
 
-TEST(test_wrong_rows_stay_alone) {
+HARNESS_TEST(test_wrong_rows_stay_alone) {
   static const int64_t shapes[][3] = {{7, 11, 1301}, {9, 31, 1511}, {7, 33, 777}, {5, 64, 1000}},
                        tiles[][3] = {{40, 128, 30011}};
-  RUN_CASES(*state, wrong_rows_case, shapes);
-  if (!small_shapes()) RUN_CASES(*state, wrong_rows_case, tiles);
+  RUN_CASES(h, wrong_rows_case, shapes);
+  if (!small_shapes()) RUN_CASES(h, wrong_rows_case, tiles);
 }
 
 // --- the materialized pass ---------------------------------------------------------------------------------
@@ -270,11 +262,11 @@ static void cross_entropy_case(Harness *h, const void *shape) {
     a.loss = poisoned_vector(h, DTYPE_F32, rows);
     cross_entropy_in_place(h->backend, a);
     cross_entropy_objective(&c);
-    check_values(h, "loss", a.loss, c.loss, of_size(within(8, h->recording ? 32 : (double)vocab), 1));
+    check_values(h, "loss", a.loss, c.loss, with_size(within(8, h->recording ? 32 : (double)vocab), 1));
   }
-  Tolerance of_logits = within(32, 1);
-  if (!h->recording) of_logits = of_size(within_stored(h, 8, (double)vocab), c.alpha);
-  check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, of_logits);
+  Tolerance bound = within(32, 1);
+  if (!h->recording) bound = with_size(within_stored(h, 8, (double)vocab), c.alpha);
+  check_gradient(h, "the gradient", a.logits, NULL, c.logits, cross_entropy_objective, &c, bound);
   check_gaps(h, "the gradient", a.logits);
   if (rows <= 2) return;
   cross_entropy_objective(&c); // the loss at the point itself again
@@ -283,12 +275,12 @@ static void cross_entropy_case(Harness *h, const void *shape) {
   for (int64_t j = 0; j < vocab; j++) assert_true(gradient[vocab + j] == 0);
 }
 
-TEST(test_cross_entropy_in_place) {
+HARNESS_TEST(test_cross_entropy_in_place) {
   static const int64_t shapes[][3] = {{1, 1, 0}, {5, 13, 3}, {3, 5003, 1}};
   // Rows wider than shared memory, and misaligned ones.
   static const int64_t mirrored[][3] = {{5, 50257, 47}, {3, 128256, 0}, {7, 1001, 0}, {4, 3, 5}, {1, 1, 0}};
-  RUN_CASES(*state, cross_entropy_case, shapes);
-  RUN_MIRRORED(*state, cross_entropy_case, mirrored);
+  RUN_CASES(h, cross_entropy_case, shapes);
+  RUN_MIRRORED(h, cross_entropy_case, mirrored);
 }
 
 // --- the whole layer ---------------------------------------------------------------------------------------
@@ -319,26 +311,26 @@ static void layer_case(Harness *h, const void *shape) {
   if (!s.materialized) check_bitwise_equal(h, "loss of the forward pass alone", forward.loss, a.loss);
   if (!h->recording) reference_loss(&p);
   for (int64_t i = 0; i < s.vocab * s.hidden && s.accumulate; i++) p.dweight[i] += before.dweight[i];
-  // Against float64: a random walk over all terms. Beside the CPU: logits reach about four deviations, and their error
-  // multiplies the exponential. Fused, that is the error of a sum of `hidden` products in fp32; materialized, half a unit
-  // of the dtype in which they are stored. E (or the gradient of the logits) and r x are stored, too: a unit more.
+  // Against float64: a random walk over all terms. Beside the CPU: logits reach four deviations, their error
+  // multiplies the exponential. Fused, that error is of `hidden` products in fp32; materialized, half a unit
+  // of the stored dtype. E (or the logits' gradient) and r x are stored, too: a unit more.
   double size = 4 * deviation, terms = terms_of(&p);
   Tolerance loss = s.materialized ? within_stored(h, 8, terms) : within(8, terms);
-  Tolerance dx = of_size(within_stored(h, 8, terms), p.scale);
-  Tolerance dweight = of_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.scale);
+  Tolerance dx = with_size(within_stored(h, 8, terms), p.scale);
+  Tolerance dweight = with_size(within_stored(h, 8, (double)(s.hidden + s.rows)), p.scale);
   if (h->recording) {
     bool fp32 = h->dtype == DTYPE_F32;
     Tolerance exact = within(8 * (1 + size), (double)s.hidden), rounded = within_stored(h, 1 + size / 2, 1);
     loss = fp32 || !s.materialized ? exact : rounded;
     dx = fp32 ? exact : rounded;
-    dweight = of_size(dx, p.scale);
+    dweight = with_size(dx, p.scale);
   }
-  check_values(h, "layer loss", a.loss, p.loss, of_size(loss, 1));
+  check_values(h, "layer loss", a.loss, p.loss, with_size(loss, 1));
   check_values(h, "layer dx", a.dx, p.dx, dx);
   check_values(h, "layer dweight", a.dweight, p.dweight, dweight);
 }
 
-TEST(test_layer) {
+HARNESS_TEST(test_layer) {
   static const LayerShape shapes[] = {
       {1, 1, 1, 1, .ignored = 0},
       {1, 7, 13, 5, .ignored = 0},
@@ -373,20 +365,19 @@ TEST(test_layer) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
       LayerShape shape[] = {shapes[i]};
       shape->materialized = variant & 1, shape->accumulate = variant & 2;
-      RUN_CASES(*state, layer_case, shape);
+      RUN_CASES(h, layer_case, shape);
     }
   for (int materialized = 0; materialized < 2; materialized++)
     for (size_t i = 0; i < sizeof mirrored / sizeof *mirrored; i++) {
       LayerShape shape[] = {mirrored[i]};
       shape->materialized = materialized;
-      if (!small_shapes() || shape->rows * shape->vocab < 300000) RUN_MIRRORED(*state, layer_case, shape);
+      if (!small_shapes() || shape->rows * shape->vocab < 300000) RUN_MIRRORED(h, layer_case, shape);
     }
 }
 
-// The same bits again. How a chunk is cut depends on its shape alone, so the number of threads does not show in the bits
-// either: not in loss and dx, and in dweight, which is one GEMM over the chunk, where the GEMM is our own.
-TEST(test_bitwise_repeatable) {
-  Harness *h = *state;
+// How a chunk is cut depends on its shape alone: the number of threads shows in no bit of loss and dx, nor of
+// dweight where its one GEMM over the chunk is our own.
+HARNESS_TEST(test_bitwise_repeatable) {
   ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);
   for (int64_t n = 0; n < p.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
   int own = omp_get_max_threads(), threads[] = {own, own, 1, 3};
@@ -402,8 +393,7 @@ TEST(test_bitwise_repeatable) {
   omp_set_num_threads(own);
 }
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   ReferenceLoss p = make_problem(h, 3, 4, 5, 1);
   reference_gradients(h, &p);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 1);

@@ -1,5 +1,4 @@
-// The foundations: memory with names and its ledger, tensors as views, bf16, random numbers,
-// numbers as text, and how the program fails.
+// The foundations: named memory and its ledger, tensors as views, bf16, random numbers, text, failing.
 #include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "kernels/random.h"
@@ -99,8 +98,7 @@ static void check_events(const Memory *m) {
   }
 }
 
-// The stack hands out the same bytes again in the order last in, first out. A plan counts as what it plans for does, and its
-// tensors lie as far apart.
+// The stack returns the same bytes, last in, first out. A plan counts and lays out as what it plans for.
 static void check_memory(Memory *m) {
   memory_set_stack(m, 4096);
   char *weights = memory_reserve(m, "weights", MEMORY_WEIGHTS, 1000);
@@ -418,7 +416,7 @@ static void count_destroyed(Backend *backend) {
   destroyed++;
 }
 
-// A backend whose creation fails half-way is destroyed, with the memory that it has; a finished one is let be.
+// A backend whose creation fails half-way is destroyed with its memory; a finished one stays.
 TEST(test_abandoned_backend) {
   static const BackendOps ops = {.destroy = count_destroyed};
   backend_abandon(); // nothing has begun

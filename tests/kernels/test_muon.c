@@ -1,5 +1,4 @@
-// Muon's operations: against torch.optim.Muon (tests/golden/make_muon_golden.py), and Newton-Schulz of batches and of parts of
-// matrices against float64.
+// Muon against torch.optim.Muon (tests/golden/make_muon_golden.py), Newton-Schulz of batches against float64.
 
 #include "tests/harness.h"
 #include "tests/reference.h"
@@ -20,8 +19,7 @@ static double distance(Harness *h, Tensor got, const double *want) {
   return worst / largest;
 }
 
-TEST(test_muon_is_as_in_torch) {
-  Harness *h = *state;
+HARNESS_TEST(test_muon_is_as_in_torch) {
   FILE *file = fopen("tests/golden/muon.txt", "r");
   assert_non_null(file);
   double *header = read_values(h, file, 5), lr = header[0], decay = header[1], momentum = header[2], one = 1;
@@ -68,7 +66,7 @@ typedef struct {
   int64_t rows, columns, blocks, count; // blocks: such matrices side by side
 } Batch;
 
-// Every matrix of every block against float64, and against the same one on its own. What lies between stays as it is.
+// Every matrix of every block against float64. What lies between them stays.
 static void orthogonalize_case(Harness *h, const void *shape) {
   Batch s = *(const Batch *)shape;
   int64_t stride = s.blocks * s.columns, apart = round_up(s.rows * stride + 1, 128);
@@ -97,16 +95,15 @@ static void orthogonalize_case(Harness *h, const void *shape) {
       assert_true(got[c * apart + i] == values[c * apart + i]);
 }
 
-TEST(test_orthogonalize) {
+HARNESS_TEST(test_orthogonalize) {
   static const Batch shapes[] = {{1, 1, 1, 1},   {5, 3, 1, 2},    {3, 5, 3, 2},   {16, 16, 1, 3},
                                  {24, 48, 3, 2}, {48, 24, 1, 1},  {8, 200, 2, 1}, {64, 64, 3, 5},
                                  {72, 40, 2, 3}, {33, 130, 1, 2}, {530, 36, 1, 1}};
-  RUN_CASES(*state, orthogonalize_case, shapes);
+  RUN_CASES(h, orthogonalize_case, shapes);
 }
 
 // No direction at all is one: zeros stay zeros, and a NaN reaches every element.
-TEST(test_orthogonalize_of_nothing) {
-  Harness *h = *state;
+HARNESS_TEST(test_orthogonalize_of_nothing) {
   double *values = host_values(h, 48);
   Tensor x = tensor_from(h, h->dtype, values, 8, 6);
   orthogonalize(h->backend, &(Matrices){x, 48}, 1, 1, 1);

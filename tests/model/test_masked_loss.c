@@ -1,7 +1,4 @@
-// The loss of the counted tokens alone against the call for all tokens, some of whose targets are ignored;
-// sampled, against float64; and with a head split over ranks, for which this program starts itself as 1 to 4
-// ranks under mpirun (with LCE_GPU_RANKS=N under tools/launch, as 2 and N ranks with a GPU each).
-#include "kernels/ranks/ranks.h"
+// The loss of the counted tokens alone against float64; sampled; and with a head split over ranks.
 #include "model/masked_loss.h"
 #include "tests/loss_problem.h"
 #include "tests/process.h"
@@ -21,67 +18,8 @@ static bool counts(Pattern pattern, int64_t n, int64_t rows) {
 typedef struct {
   int64_t rows, hidden, vocab, chunk;
   int terms;
-  bool outputs, accumulate, forward_only, materialized;
+  bool outputs, accumulate, forward_only;
 } Case;
-
-static Tensor positions(Harness *h, const int32_t *targets, int64_t rows, int64_t *counted) {
-  return ids_from(h, counted_positions(h, targets, rows, counted), rows);
-}
-
-// What a call gives.
-enum {
-  OUTPUTS = sizeof((TokenOutputs){0}).all / sizeof(Tensor),
-  RESULTS = OUTPUTS + 4,
-  OF_TOKENS = OUTPUTS + 2
-};
-typedef struct {
-  Tensor of[RESULTS];
-} Results;
-
-static Results results(const LinearCrossEntropy *a) {
-  Results r = {{a->loss, a->dx}};
-  memcpy(r.of + 2, a->outputs.all, sizeof a->outputs.all);
-  r.of[OF_TOKENS] = a->dweight, r.of[OF_TOKENS + 1] = a->dbias;
-  return r;
-}
-
-// Of the ignored tokens everything is 0.
-static void check_zeros(const char *what, Harness *h, const LinearCrossEntropy *a, const int32_t *targets) {
-  Results r = results(a);
-  for (int i = 0; i < OF_TOKENS; i++) {
-    if (!tensor_exists(r.of[i])) continue;
-    const double *values = values_of(h, r.of[i]);
-    int64_t width = tensor_count(r.of[i]) / r.of[i].shape[0];
-    for (int64_t k = 0; k < tensor_count(r.of[i]); k++)
-      if (targets[k / width] == IGNORE_INDEX && values[k] != 0)
-        fail_msg("%s: result %d of the ignored token %d is %g", what, i, (int)(k / width), values[k]);
-  }
-}
-
-static void check_same(const char *what, Harness *h, const LinearCrossEntropy *got,
-                       const LinearCrossEntropy *want, double size) {
-  Results a = results(got), b = results(want);
-  for (int i = 0; i < RESULTS; i++) {
-    char text[160];
-    snprintf(text, sizeof text, "%s, result %d", what, i);
-    assert_int_equal(tensor_exists(a.of[i]), tensor_exists(b.of[i]));
-    if (!tensor_exists(a.of[i])) continue;
-    bool gradient = i == 1 || i >= OF_TOKENS;
-    double terms = (double)(got->x.shape[0] + got->x.shape[1] + got->weight.shape[0]);
-    Tolerance t =
-        gradient ? of_size(within_stored(h, 8, terms), got->scale) : of_size(within(16, terms), size);
-    if (a.of[i].dtype == DTYPE_I32 || got->mode == LCE_MATERIALIZED)
-      check_bitwise_equal(h, text, a.of[i], b.of[i]);
-    else
-      check_values(h, text, a.of[i], values_of(h, b.of[i]), t);
-  }
-}
-
-static LinearCrossEntropy call_of(Harness *h, const ReferenceLoss *p, const Case *c) {
-  LinearCrossEntropy a = loss_call(h, p, c->materialized ? LCE_MATERIALIZED : LCE_FUSED, c->chunk);
-  if (c->outputs) loss_call_all_outputs(h, &a, p);
-  return a;
-}
 
 static ReferenceLoss make_problem(Harness *h, const Case *c, Pattern pattern) {
   ReferenceLoss p = loss_problem(h, c->rows, c->hidden, c->vocab, 2);
@@ -92,73 +30,106 @@ static ReferenceLoss make_problem(Harness *h, const Case *c, Pattern pattern) {
   return p;
 }
 
-// What x holds of ignored tokens is not read.
+static LinearCrossEntropy make_call(Harness *h, const ReferenceLoss *p, const Case *c, LceMode mode) {
+  LinearCrossEntropy a = loss_call(h, p, mode, c->chunk);
+  if (c->outputs) loss_call_all_outputs(h, &a, p);
+  return a;
+}
+
+// Of the ignored tokens everything is 0.
+static void check_zeros(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets) {
+  for (const LossField *f = loss_fields; f->name; f++) {
+    Tensor t = *loss_tensor(a, f);
+    if (f->kind < LOSS_OUTPUT || f->size[0] != 'N' || !tensor_exists(t)) continue;
+    const double *values = values_of(h, t);
+    int64_t width = tensor_count(t) / t.shape[0];
+    for (int64_t k = 0; k < tensor_count(t); k++)
+      if (targets[k / width] == IGNORE_INDEX && values[k] != 0)
+        fail_msg("%s: %s of the ignored token %d is %g", what, f->name, (int)(k / width), values[k]);
+  }
+}
+
+// The call gives r's values from token `first` on. What x holds of ignored tokens is not read.
+static void check_call(Harness *h, const char *what, LinearCrossEntropy a, ReferenceLoss *r, int64_t first,
+                       LossBefore before, Tensor positions, int64_t counted) {
+  masked_linear_cross_entropy(h->backend, a, positions, counted);
+  reference_loss(r);
+  check_zeros(h, what, &a, r->targets + first);
+  check_loss(h, what, &a, r, first, before,
+             with_size(within(16, (double)(r->hidden + r->vocab)), 8 + 64 * r->z_loss),
+             with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
+}
+
 static void check_case(Harness *h, const Case *c, Pattern pattern) {
   char what[64];
   snprintf(what, sizeof what, "%d tokens of pattern %d, terms %d", (int)c->rows, pattern, c->terms);
   ReferenceLoss p = make_problem(h, c, pattern);
-  LinearCrossEntropy want = call_of(h, &p, c);
   int64_t counted;
-  Tensor rows = positions(h, p.targets, c->rows, &counted);
-  for (int64_t i = 0; i < c->rows * c->hidden && !c->materialized && counted; i++)
+  Tensor positions = counted_positions(h, p.targets, c->rows, &counted);
+  for (int64_t i = 0; i < c->rows * c->hidden && counted; i++)
     if (p.targets[i / c->hidden] == IGNORE_INDEX) p.x[i] = NAN;
-  LinearCrossEntropy got = call_of(h, &p, c);
-  if (c->accumulate) {
-    LossBefore before = {0};
-    loss_call_adds(h, &want, &before);
-    got.accumulate = true;
-    got.dweight = tensor_from(h, DTYPE_F32, before.dweight, c->vocab, c->hidden);
-    if (tensor_exists(got.dbias)) got.dbias = vector_from(h, DTYPE_F32, before.dbias, c->vocab);
-  }
-  linear_cross_entropy(h->backend, want);
-  masked_linear_cross_entropy(h->backend, got, rows, counted);
-  check_zeros(what, h, &got, p.targets);
-  check_same(what, h, &got, &want, 8 + 64 * p.z_loss);
+  LinearCrossEntropy a = make_call(h, &p, c, LCE_FUSED);
+  LossBefore before = {0};
+  if (c->accumulate) loss_call_adds(h, &a, &before);
+  check_call(h, what, a, &p, 0, before, positions, counted);
 }
 
-TEST(test_as_with_all_tokens) {
+HARNESS_TEST(test_as_with_all_tokens) {
   enum {
-    SMOOTHED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_BIAS | TERM_MEAN
+    SMOOTHED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_BIAS | TERM_MEAN,
+    CAPPED = TERM_SOFTCAP | TERM_Z_LOSS | TERM_BIAS
   };
-  enum { CAPPED = TERM_SOFTCAP | TERM_Z_LOSS | TERM_BIAS };
-  static const Case cases[] = {
-      {1, 1, 3, 1, .outputs = true},
-      {29, 17, 101, 7, .terms = 0},
-      {29, 17, 101, 7, .outputs = true, .accumulate = true},
-      {29, 17, 101, 40, .terms = CAPPED, .outputs = true},
-      {67, 33, 515, 16, .terms = SMOOTHED, .outputs = true},
-      {67, 33, 515, 64, .terms = SMOOTHED, .accumulate = true},
-      {61, 24, 203, 9, .terms = CAPPED, .outputs = true, .forward_only = true},
-      {61, 24, 203, 20, .terms = SMOOTHED, .forward_only = true},
-      {300, 16, 700, 128, .accumulate = true},
-      {29, 17, 101, 7, .terms = SMOOTHED | TERM_SOFTCAP, .outputs = true, .materialized = true},
-      {29, 17, 101, 7, .accumulate = true, .materialized = true},
-      {29, 17, 101, 7, .forward_only = true, .materialized = true}};
+  static const Case cases[] = {{1, 1, 3, 1, .outputs = true},
+                               {29, 17, 101, 7, .terms = 0},
+                               {29, 17, 101, 7, .outputs = true, .accumulate = true},
+                               {29, 17, 101, 40, .terms = CAPPED, .outputs = true},
+                               {67, 33, 515, 16, .terms = SMOOTHED, .outputs = true},
+                               {67, 33, 515, 64, .terms = SMOOTHED, .accumulate = true},
+                               {61, 24, 203, 9, .terms = CAPPED, .outputs = true, .forward_only = true},
+                               {61, 24, 203, 20, .terms = SMOOTHED, .forward_only = true},
+                               {300, 16, 700, 128, .accumulate = true}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
     for (int pattern = 0; pattern < PATTERNS; pattern++) {
-      check_case(*state, &cases[i], (Pattern)pattern);
-      harness_pop(state);
+      check_case(h, &cases[i], (Pattern)pattern);
+      harness_clear(h);
     }
 }
 
-// Without a list of rows it is the call itself. With one, x and dx change places and have one type.
-TEST(test_nothing_masked) {
-  Harness *h = *state;
-  const Case c = {29, 17, 101, 7, .outputs = true};
-  ReferenceLoss p = make_problem(h, &c, TWO_THIRDS);
-  LinearCrossEntropy want = call_of(h, &p, &c), got = call_of(h, &p, &c);
-  linear_cross_entropy(h->backend, want);
-  masked_linear_cross_entropy(h->backend, got, (Tensor){0}, 0);
-  Results a = results(&got), b = results(&want);
-  for (int i = 0; i < RESULTS; i++)
-    if (tensor_exists(a.of[i])) check_bitwise_equal(h, "a result", a.of[i], b.of[i]);
-  got.dx.dtype = h->dtype == DTYPE_F32 ? DTYPE_BF16 : DTYPE_F32;
-  assert_fails(h, "give them one type", masked_linear_cross_entropy(h->backend, got, got.targets, 3));
+// Without positions, or materialized, it is the call itself. Fused, x and dx need one type.
+HARNESS_TEST(test_nothing_masked) {
+  static const Case cases[] = {{29, 17, 101, 7, .outputs = true},
+                               {29, 17, 101, 7, .terms = TERM_SMOOTHING | TERM_SOFTCAP, .outputs = true},
+                               {29, 17, 101, 7, .accumulate = true},
+                               {29, 17, 101, 7, .forward_only = true}};
+  for (int i = 0; i < 8; i++) {
+    const Case *c = &cases[i / 2];
+    LceMode mode = i % 2 ? LCE_MATERIALIZED : LCE_FUSED;
+    if (mode == LCE_FUSED && c->terms) continue;
+    for (int pattern = 0; pattern < PATTERNS; pattern++) {
+      ReferenceLoss p = make_problem(h, c, (Pattern)pattern);
+      LinearCrossEntropy want = make_call(h, &p, c, mode), got = make_call(h, &p, c, mode);
+      LossBefore before = {0};
+      int64_t counted;
+      Tensor positions = counted_positions(h, p.targets, c->rows, &counted);
+      if (c->accumulate) {
+        loss_call_adds(h, &want, &before);
+        got.accumulate = true;
+        got.dweight = tensor_from(h, DTYPE_F32, before.dweight, c->vocab, c->hidden);
+      }
+      linear_cross_entropy(h->backend, want);
+      masked_linear_cross_entropy(h->backend, got, mode == LCE_FUSED ? (Tensor){0} : positions, counted);
+      check_same_bits(h, &got, &want);
+      harness_clear(h);
+    }
+  }
+  ReferenceLoss p = make_problem(h, &cases[0], ALL);
+  LinearCrossEntropy a = make_call(h, &p, &cases[0], LCE_FUSED);
+  a.dx.dtype = h->dtype == DTYPE_F32 ? DTYPE_BF16 : DTYPE_F32;
+  assert_fails(h, "give them one type", masked_linear_cross_entropy(h->backend, a, a.targets, 3));
 }
 
 // The memory is the same however many tokens count.
-TEST(test_memory) {
-  Harness *h = *state;
+HARNESS_TEST(test_memory) {
   if (!strcmp(harness_backend(), "cpu")) skip(); // where operations are watched, and push more (refusals.c)
   Ledger *ledger = &h->backend->memory.ledger;
   const Case cases[] = {{300, 16, 700, 128, .outputs = true},
@@ -169,78 +140,56 @@ TEST(test_memory) {
       size_t peak[PATTERNS];
       for (int pattern = 0; pattern < PATTERNS; pattern++) {
         ReferenceLoss p = make_problem(h, &cases[i], (Pattern)pattern);
-        LinearCrossEntropy a = call_of(h, &p, &cases[i]);
+        LinearCrossEntropy a = make_call(h, &p, &cases[i], LCE_FUSED);
         if (sampled) a.sampling.full_mass = 1, a.outputs = (TokenOutputs){0};
         int64_t counted;
-        Tensor rows = positions(h, p.targets, cases[i].rows, &counted);
+        Tensor positions = counted_positions(h, p.targets, cases[i].rows, &counted);
         size_t before = ledger->total;
         ledger_reset_peak(ledger);
-        masked_linear_cross_entropy(h->backend, a, rows, counted);
+        masked_linear_cross_entropy(h->backend, a, positions, counted);
         peak[pattern] = ledger->peak - before;
         assert_int_equal(ledger->total, before);
         assert_int_equal(peak[pattern], peak[ALL]);
-        harness_pop(state);
+        harness_clear(h);
       }
     }
 }
 
-// --- sampled -----------------------------------------------------------------------------------------------
-
-typedef struct {
-  int64_t rows, hidden, vocab, chunk;
-  int64_t size; // of the chunks that result, all but the last
-  bool terms, accumulate;
-} SampledCase;
-
-// Tiles are of counted tokens alone.
-static void sampled_case(Harness *h, const void *shape) {
-  SampledCase c = *(const SampledCase *)shape;
-  bool gpu = h->backend->device == ON_CUDA;
-  h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes
-  ReferenceLoss p = loss_problem(h, c.rows, c.hidden, c.vocab, 0.02 * sqrt((double)c.hidden));
-  loss_problem_tiles(&p, 150);
-  for (int64_t n = 1; n < c.rows; n += 3) p.targets[n] = IGNORE_INDEX;
-  if (c.terms) loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_MEAN);
-  p.temperature = c.terms ? 1.25 : 1;
-  p.full_mass = 50, p.seed = 7, p.chunk = c.size, p.counted_alone = true;
+// Tiles are of counted tokens alone. `size` is that of the chunks that result, all but the last.
+static void check_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk, int64_t size,
+                        bool more) {
+  ReferenceLoss p = loss_problem_tiles(h, rows, hidden, vocab, size);
+  for (int64_t n = 1; n < rows; n += 3) p.targets[n] = IGNORE_INDEX;
+  if (more) loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_MEAN);
+  p.temperature = more ? 1.25 : 1;
+  p.counted_alone = true;
   reference_gradients(h, &p);
-  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, c.chunk);
+  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, chunk);
   LossBefore before = {0};
   a.outputs = (TokenOutputs){0};
   a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
-  if (c.accumulate) loss_call_adds(h, &a, &before);
-  if (gpu && (h->backend->no_sampling || h->dtype != DTYPE_BF16 || c.hidden % 8)) p.full_mass = 0;
-  reference_loss(&p);
+  if (more) loss_call_adds(h, &a, &before);
   int64_t counted;
-  Tensor rows = positions(h, p.targets, c.rows, &counted);
-  masked_linear_cross_entropy(h->backend, a, rows, counted);
-  const double *stats = values_of(h, a.sampling.stats), *want = p.sampled;
-  if (!(stats[0] == want[0] && stats[1] == want[1] && fabs(stats[2] - want[2]) <= 0.01 * want[2]))
-    fail_msg("%g of %g tiles and a mass of %.9g are dropped, not %g of %g and %.9g", stats[0], stats[1],
-             stats[2], want[0], want[1], want[2]);
-  if (p.full_mass > 0 && !(want[0] > 0 && want[0] < want[1] && p.margin > 0.002))
-    fail_msg("%g of %g tiles are dropped, and a mass is within %g of where q changes", want[0], want[1],
-             p.margin);
-  check_zeros("sampled", h, &a, p.targets);
-  check_loss(h, "sampled", &a, &p, 0, before, of_size(within(16, (double)(c.hidden + c.vocab)), 8),
-             of_size(within_stored(h, 8, 0), p.scale));
+  Tensor positions = counted_positions(h, p.targets, rows, &counted);
+  masked_linear_cross_entropy(h->backend, a, positions, counted);
+  check_sampled(h, &a, &p, before);
+  assert_some_dropped(&p);
+  check_zeros(h, "sampled", &a, p.targets);
 }
 
-TEST(test_sampled) {
-  static const SampledCase cases[] = {{450, 16, 1030, 225, 150, .terms = false},
-                                      {900, 40, 900, 500, 384, .terms = true, .accumulate = true}};
-  RUN_CASES(*state, sampled_case, cases);
+HARNESS_TEST(test_sampled) {
+  check_tiles(h, 450, 16, 1030, 225, 150, false);
+  check_tiles(h, 900, 40, 900, 500, 384, true);
 }
 
-// --- a split head ------------------------------------------------------------------------------------------
-
-// On every rank another part of the tokens is ignored, and all of the last rank's; rows names ignored tokens
-// after the counted ones, as many as count on the rank that has most.
-static void split_case(Harness *h, const Case *c) {
+// Ranks ignore different tokens, the last all. `positions` go on with ignored tokens, up to the most that
+// count.
+static void split_case(Harness *h, const void *shape) {
+  const Case *c = shape;
   Backend *b = h->backend;
   ReferenceLoss p = loss_problem(h, c->rows * b->ranks, c->hidden, c->vocab, 2);
   loss_problem_add(h, &p, c->terms);
-  int64_t most = 0, own = 0, part = ceil_div(c->vocab, b->ranks);
+  int64_t most = 0, own, first = b->rank * c->rows;
   for (int rank = 0; rank < b->ranks; rank++) {
     own = 0;
     for (int64_t i = 0; i < c->rows; i++) {
@@ -251,65 +200,31 @@ static void split_case(Harness *h, const Case *c) {
     most = max_i64(most, own);
   }
   if (!c->forward_only) reference_gradients(h, &p);
-  LinearCrossEntropy want = loss_call_of_rank(b, call_of(h, &p, c), c->rows, part);
-  LinearCrossEntropy got = loss_call_of_rank(b, call_of(h, &p, c), c->rows, part);
-  if (c->accumulate) {
-    LossBefore before = {0};
-    loss_call_adds(h, &want, &before);
-    got.accumulate = true;
-    got.dweight = tensor_from(h, DTYPE_F32, before.dweight, got.weight.shape[0], c->hidden);
-  }
-  const int32_t *targets = p.targets + b->rank * c->rows;
-  Tensor rows = positions(h, targets, c->rows, &own);
-  linear_cross_entropy(b, want);
-  masked_linear_cross_entropy(b, got, rows, most);
+  LinearCrossEntropy a = make_call(h, &p, c, LCE_FUSED);
+  a = loss_call_of_rank(b, a, c->rows, ceil_div(c->vocab, b->ranks));
+  LossBefore before = {0};
+  if (c->accumulate) loss_call_adds(h, &a, &before);
+  Tensor positions = counted_positions(h, p.targets + first, c->rows, &own);
   char what[64];
   snprintf(what, sizeof what, "terms %d, rank %d of %d", c->terms, b->rank, b->ranks);
-  check_zeros(what, h, &got, targets);
-  check_same(what, h, &got, &want, 8 + 64 * p.z_loss);
+  check_call(h, what, a, &p, first, before, positions, most);
 }
 
-static void split_cases(const char *backend_name) {
+static void rank_cases(Harness *h) {
   enum { SMOOTHED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_BIAS };
   static const Case cases[] = {{23, 8, 61, 4, .outputs = true},
                                {23, 8, 61, 4, .terms = SMOOTHED},
                                {31, 40, 515, 16, .accumulate = true},
                                {23, 8, 61, 30, .terms = TERM_SOFTCAP | TERM_MEAN, .outputs = true},
                                {23, 8, 61, 5, .outputs = true, .forward_only = true}};
-  Harness *h = harness_open(backend_name);
-  if (!h) fail("there is no %s here", backend_name);
-  harness_join_ranks(h);
-  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    split_case(h, &cases[i]);
-    memory_pop_to(&h->backend->memory, 0);
-  }
-  harness_close(h);
+  RUN_CASES(h, split_case, cases);
 }
 
-// A failed check ends this process, and with it the job.
-static int be_a_rank(bool gpus) {
-  ranks_begin();
-  ranks_set_timeout(60);
-  split_cases(gpus ? "cuda-fp32" : "cpu");
-  split_cases(gpus ? "cuda" : "cpu-plain");
-  printf("all cases hold\n");
-  return 0;
-}
-
-TEST(test_split_head) {
-  if (strcmp(harness_backend(), "cpu") != 0 || !can_launch()) skip();
-  const char *gpus = getenv("LCE_GPU_RANKS");
-  int most = gpus ? atoi(gpus) : 4;
-  for (int ranks = 1; ranks <= most; ranks++) {
-    if (gpus && ranks != 2 && ranks != most) continue;
-    Output output = launch_self(ranks, gpus ? "rank gpus" : "rank cpus");
-    if (output.status || !strstr(output.text, "all cases hold"))
-      fail_msg("%d ranks: exit status %d: %s", ranks, output.status, output.text);
-    free(output.text);
-  }
+HARNESS_TEST(test_split_head) {
+  if (strcmp(harness_backend(), "cpu") != 0) skip();
+  check_on_ranks();
 }
 
 int main(int argc, char **argv) {
-  if (argc == 3 && !strcmp(argv[1], "rank")) return be_a_rank(!strcmp(argv[2], "gpus"));
-  return run_on_backends();
+  return ran_as_rank(argc, argv, rank_cases) ? 0 : run_on_backends();
 }

@@ -184,7 +184,7 @@ static void check_gradients_agree(Case *c, double **want) {
     for (int64_t k = 0; k < count; k++) squares += want[i][k] * want[i][k];
     total += (double)count;
   }
-  Tolerance tolerance = of_size(within(UNITS, 1), sqrt(squares / total));
+  Tolerance tolerance = with_size(within(UNITS, 1), sqrt(squares / total));
   for (int64_t i = 0; i < p->count; i++)
     check_values(c->h, p->items[i].name, p->items[i].grad, want[i], tolerance);
 }

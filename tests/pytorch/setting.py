@@ -1,4 +1,5 @@
-"""What the tests of tools/torch share: PyTorch, or the reason why there is none; and the package on a library of its own."""
+"""What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
+import contextlib
 import os
 import sys
 
@@ -28,7 +29,7 @@ def run(tests):
 
 
 def close(what, got, want, most):
-    """The largest difference, as a share of the largest wanted value; `most` is the CPU's, and a GPU's exp is coarser."""
+    """The largest difference over the largest wanted value. `most` is the CPU's: a GPU's exp is coarser."""
     most *= 20 if DEVICE == "cuda" else 1
     assert got.shape == want.shape, f"{what} has the shape {list(got.shape)}, not {list(want.shape)}"
     got, want = got.detach().double(), want.detach().double()
@@ -39,6 +40,18 @@ def close(what, got, want, most):
 def all_close(what, got, want, most):
     for i, pair in enumerate(zip(got, want, strict=True)):
         close(f"{what}, {i}", *pair, most)
+
+
+@contextlib.contextmanager
+def calls_of_the_operator(seen=lambda *_: None):
+    """A list to which every call of the library adds what `seen` makes of its arguments."""
+    from lce import functional
+    calls, real = [], functional.operator
+    functional.operator = lambda *a: calls.append(seen(*a)) or real(*a)
+    try:
+        yield calls
+    finally:
+        functional.operator = real
 
 
 def raises(kind, part, work):

@@ -1,7 +1,6 @@
-// The C interface (tools/torch/liblce/liblce.h) called directly: every value against float64, wrong arguments
-// that give a sentence and write nothing, targets that are out of range, several contexts and threads at a
-// time. All tensors are allocations of exactly their size, so that AddressSanitizer detects reads or writes
-// outside them.
+// The C interface (tools/torch/liblce/liblce.h): every value against float64, wrong arguments, targets out of
+// range, contexts, threads. Tensors are allocations of exactly their size, so that AddressSanitizer sees what
+// lies outside.
 
 #include <pthread.h>
 #include <sys/resource.h>
@@ -9,14 +8,9 @@
 #include "tests/loss_problem.h"
 #include "tools/torch/liblce/liblce.h"
 
-static _Noreturn void fail_sentence(const char *sentence) {
-  fail("%s", sentence);
-}
-
 // --- problems ----------------------------------------------------------------------------------------------
 
-// The tensors of a call, those that it must have first: where they and what they come from or should be lie
-// in lce_args and ReferenceLoss, and their size, as letters of N, H, V.
+// A call's tensors, needed ones first: places in lce_args and ReferenceLoss, sizes as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
   const char *name, *size;
@@ -25,26 +19,25 @@ typedef struct {
 } Field;
 #define FIELD(name, size, use)                                                                               \
   { #name, size, use, offsetof(lce_args, name), offsetof(ReferenceLoss, name) }
-static const Field fields[] = {
-    FIELD(x, "NH", NEEDED),
-    FIELD(weight, "VH", NEEDED),
-    FIELD(targets, "N", NEEDED),
-    FIELD(loss, "N", WRITTEN),
-    FIELD(bias, "V", READ),
-    FIELD(class_weights, "V", READ),
-    FIELD(token_weights, "N", READ),
-    FIELD(entropy_weights, "N", READ),
-    FIELD(dx, "NH", WRITTEN),
-    FIELD(dweight, "VH", WRITTEN),
-    FIELD(dbias, "V", WRITTEN),
-    FIELD(token_z_loss, "N", WRITTEN),
-    FIELD(log_prob, "N", WRITTEN),
-    FIELD(logsumexp, "N", WRITTEN),
-    FIELD(entropy, "N", WRITTEN),
-    FIELD(max_logit, "N", WRITTEN),
-    {"correct", "N", WRITTEN, offsetof(lce_args, correct), offsetof(ReferenceLoss, predicted)},
-    FIELD(predicted, "N", WRITTEN),
-    {0}};
+static const Field fields[] = {FIELD(x, "NH", NEEDED),
+                               FIELD(weight, "VH", NEEDED),
+                               FIELD(targets, "N", NEEDED),
+                               FIELD(loss, "N", WRITTEN),
+                               FIELD(bias, "V", READ),
+                               FIELD(class_weights, "V", READ),
+                               FIELD(token_weights, "N", READ),
+                               FIELD(entropy_weights, "N", READ),
+                               FIELD(dx, "NH", WRITTEN),
+                               FIELD(dweight, "VH", WRITTEN),
+                               FIELD(dbias, "V", WRITTEN),
+                               FIELD(token_z_loss, "N", WRITTEN),
+                               FIELD(log_prob, "N", WRITTEN),
+                               FIELD(logsumexp, "N", WRITTEN),
+                               FIELD(entropy, "N", WRITTEN),
+                               FIELD(max_logit, "N", WRITTEN),
+                               FIELD(correct, "N", WRITTEN),
+                               FIELD(predicted, "N", WRITTEN),
+                               {0}};
 
 static float **in_call(lce_args *a, const Field *f) {
   return (float **)((char *)a + f->at);
@@ -108,8 +101,8 @@ static Problem make_problem(Harness *h, Shape s) {
                .want = l};
   for (const Field *f = fields; f->name; f++) {
     double *same = in_reference(&p.want, f);
-    bool of_logits = f->at > offsetof(lce_args, logsumexp);
-    if (!same || (of_logits && !s.logits) || is(f, "targets")) continue;
+    bool per_logit = f->at > offsetof(lce_args, logsumexp);
+    if (!same || (per_logit && !s.logits) || is(f, "targets")) continue;
     int64_t count = count_of(&p.args, f);
     float *data = elements(h, count);
     for (int64_t i = 0; i < count; i++) {
@@ -141,13 +134,12 @@ static void check_results(Problem *p) {
     if (f->use != WRITTEN || !got) continue;
     double largest = 0;
     int64_t count = count_of(a, f);
-    for (int64_t i = 0; i < count && !is(f, "correct"); i++) largest = fmax(largest, fabs(want[i]));
+    for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(want[i]));
     for (int64_t i = 0; i < count; i++) {
       double one = is(f, "predicted") ? a->predicted[i] : (double)got[i];
-      double right = is(f, "correct") ? p->want.predicted[i] == p->want.targets[i] : want[i];
-      double allowed = is(f, "predicted") ? 0 : 1e-5 * largest + 1e-7;
-      if (!(fabs(one - right) <= allowed))
-        fail_msg("%s[%lld] is %.9g where %.9g is right", f->name, (long long)i, one, right);
+      double allowed = is(f, "predicted") || is(f, "correct") ? 0 : 1e-5 * largest + 1e-7;
+      if (!(fabs(one - want[i]) <= allowed))
+        fail_msg("%s[%lld] is %.9g where %.9g is right", f->name, (long long)i, one, want[i]);
     }
   }
 }
@@ -165,13 +157,13 @@ static lce_context *context_on_cpu(void) {
 // --- results -----------------------------------------------------------------------------------------------
 
 // Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
-TEST(test_values) {
+HARNESS_TEST(test_values) {
   static const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
   lce_context *context = context_on_cpu();
   for (int i = 0; i < 4; i++)
     for (int bits = 0; bits < 32; bits++) {
-      Problem p = make_problem(*state, (Shape){shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3],
-                                               bits & 1, bits & 2, bits & 4, bits & 8, bits & 16});
+      Problem p = make_problem(h, (Shape){shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], bits & 1,
+                                          bits & 2, bits & 4, bits & 8, bits & 16});
       run(context, &p.args);
       check_results(&p);
       assert_true(lce_held_bytes(context) > 0);
@@ -180,13 +172,13 @@ TEST(test_values) {
 }
 
 // A forward pass keeps what the gradients need, and neither call then holds anything of width V.
-TEST(test_kept_exponentials) {
+HARNESS_TEST(test_kept_exponentials) {
   enum { N = 29, V = 101, ROW = 512 }; // V floats, rounded up to a multiple of 128 bytes
   lce_context *context = context_on_cpu();
-  Problem p = make_problem(*state, (Shape){N, 17, V, .chunk = N});
+  Problem p = make_problem(h, (Shape){N, 17, V, .chunk = N});
   lce_args forward = p.args, backward = p.args;
   forward.dx = backward.loss = NULL, forward.dweight = NULL;
-  forward.exps = backward.exps = elements(*state, N * (ROW / 4 + 1));
+  forward.exps = backward.exps = elements(h, N * (ROW / 4 + 1));
   backward.known_log_prob = p.args.log_prob;
   backward.token_z_loss = backward.log_prob = backward.logsumexp = NULL;
   const lce_args *calls[] = {&forward, &backward};
@@ -203,48 +195,43 @@ static void scale_values(double *values, int64_t count, double factor) {
 }
 
 // Gradients that are added up; that a scale of 0 leaves alone, or makes 0; and one without the other.
-TEST(test_gradients) {
+HARNESS_TEST(test_gradients) {
   lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 4; bits++) {
-    Problem p = make_problem(
-        *state, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
-    lce_args both = p.args, of_x = p.args, of_weight = p.args;
-    of_x.dweight = of_x.dbias = NULL, of_weight.dx = NULL;
-    run(context, &of_x);
+    Problem p =
+        make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
+    lce_args both = p.args, x_alone = p.args, weight_alone = p.args;
+    x_alone.dweight = x_alone.dbias = NULL, weight_alone.dx = NULL;
+    run(context, &x_alone);
     for (const Field *f = fields; f->name; f++)
       if (is(f, "dweight") || is(f, "dbias")) assert_true(unwritten(&both, f));
-    run(context, &of_weight);
+    run(context, &weight_alone);
     check_results(&p);
-    p.args.accumulate = true;
-    run(context, &p.args);
-    scale_values(p.want.dweight, 101 * 17, 2);
-    scale_values(p.want.dbias, 101, 2);
-    check_results(&p);
-    p.args.scale = 0;
-    run(context, &p.args);
-    scale_values(p.want.dx, 29 * 17, 0);
-    check_results(&p);
-    p.args.accumulate = false;
-    run(context, &p.args);
-    scale_values(p.want.dweight, 101 * 17, 0);
-    scale_values(p.want.dbias, 101, 0);
-    check_results(&p);
+    for (int i = 0; i < 3; i++) {
+      const double weights[] = {2, 1, 0}, xs[] = {1, 0, 0};
+      p.args.accumulate = i < 2;
+      if (i) p.args.scale = 0;
+      run(context, &p.args);
+      scale_values(p.want.dweight, 101 * 17, weights[i]);
+      scale_values(p.want.dbias, 101, weights[i]);
+      scale_values(p.want.dx, 29 * 17, xs[i]);
+      check_results(&p);
+    }
   }
   lce_destroy(context);
 }
 
-// With sampling losses stay the same to the bit; the seed alone decides which gradients there are
-// (test_tile_sampling has their mean). Below 1/32 they are the exact ones.
-TEST(test_sampling) {
+// Losses stay the same to the bit; the seed alone decides the gradients. Below 1/32 they are exact.
+HARNESS_TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
   lce_context *context = context_on_cpu();
-  Problem p[CALLS] = {make_problem(*state, (Shape){N, H, V, 150, .terms = true})};
+  Problem p[CALLS] = {make_problem(h, (Shape){N, H, V, 150, .terms = true})};
   for (int i = 0; i < CALLS; i++) {
     p[i] = p[0];
-    p[i].args.loss = elements(*state, N);
-    p[i].args.dx = elements(*state, N * H);
-    p[i].args.dweight = elements(*state, V * H);
+    p[i].args.loss = elements(h, N);
+    p[i].args.dx = elements(h, N * H);
+    p[i].args.dweight = elements(h, V * H);
     p[i].args.sample = masses[i];
     p[i].args.sample_seed = i == 2 ? UINT64_C(3) << 40 : 0;
     run(context, &p[i].args);
@@ -260,7 +247,7 @@ TEST(test_sampling) {
   lce_destroy(context);
 }
 
-TEST(test_scale) {
+HARNESS_TEST(test_scale) {
   lce_context *context = context_on_cpu();
   float x[3] = {1, -2, 4}, out[3] = {7, 7, 7}, half = 0.5f;
   assert_int_equal(lce_scale(context, out, 0, x, 0, 0, &half, NULL), 0);
@@ -305,15 +292,14 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
     refused(context, &p, part, a);                                                                           \
   } while (0)
 
-// A target out of range is refused; unchecked, it makes that token's loss NaN, and all else is as if it were
-// ignored.
-TEST(test_targets_out_of_range) {
+// A target out of range is refused; unchecked, its loss is NaN, and all else as if it were ignored.
+HARNESS_TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
   lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 8; bits++) {
     bool wide = bits & 4;
-    Problem p = make_problem(*state, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1,
-                                             .materialized = bits & 2, .wide = wide});
+    Problem p = make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1,
+                                        .materialized = bits & 2, .wide = wide});
     int count = wide ? 7 : 5;
     for (int i = 0; i < count; i++) { // in the place of tokens that are ignored
       if (wide)
@@ -331,7 +317,7 @@ TEST(test_targets_out_of_range) {
     }
     check_results(&p);
   }
-  Problem p = make_problem(*state, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
+  Problem p = make_problem(h, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
   ((int32_t *)p.args.targets)[4998] = 3;
   REFUSED("targets[4998] is 3", a.mean = 0);
   lce_destroy(context);
@@ -350,9 +336,9 @@ static void *nowhere(int number) {
   return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
 }
 
-TEST(test_wrong_arguments) {
+HARNESS_TEST(test_wrong_arguments) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, false);
+  Problem p = small_problem(h, false);
   static const struct {
     const char *name;
     size_t at;
@@ -384,7 +370,7 @@ TEST(test_wrong_arguments) {
   gradients.known_log_prob = a_row, gradients.loss = NULL;
   gradients.token_z_loss = gradients.log_prob = gradients.logsumexp = NULL;
   REFUSED("leave out loss and outputs", a.known_log_prob = a_row);
-  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(*state, 7)));
+  REFUSED("leave out loss and outputs", (a = gradients, a.predicted = elements(h, 7)));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.label_smoothing = 0.1f));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.materialized = 1));
   REFUSED("there is no label smoothing, sampling", (a = gradients, a.sample = 1));
@@ -421,9 +407,9 @@ TEST(test_wrong_arguments) {
 }
 
 // Sizes that no tensor can have, or whose product overflows 64 bits.
-TEST(test_impossible_sizes) {
+HARNESS_TEST(test_impossible_sizes) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, false);
+  Problem p = small_problem(h, false);
   const int64_t impossible[] = {
       0, -1, INT64_MIN, INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 32, (INT64_C(1) << 32) + 3, INT64_MAX};
   for (size_t i = 0; i < sizeof impossible / sizeof *impossible; i++) {
@@ -454,11 +440,10 @@ TEST(test_impossible_sizes) {
   lce_destroy(context);
 }
 
-// Each tensor absent, misaligned, beyond the last address, or where another one begins or ends, if one of the
-// two is written.
-TEST(test_impossible_addresses) {
+// Each tensor absent, misaligned, beyond the last address, or overlapping another if one of them is written.
+HARNESS_TEST(test_impossible_addresses) {
   lce_context *context = context_on_cpu();
-  Problem p = small_problem(*state, true);
+  Problem p = small_problem(h, true);
   char part[64];
   for (const Field *f = fields; f->name; f++) {
     float *place = *in_call(&p.args, f);
@@ -482,7 +467,7 @@ TEST(test_impossible_addresses) {
   }
   REFUSED("targets lies at", (a.targets = moved(nowhere(1), 4), a.targets_int64 = true));
   // Neighbours share nothing, and what is only read may be read twice.
-  p.args.log_prob = elements(*state, 14), p.args.logsumexp = p.args.log_prob + 7;
+  p.args.log_prob = elements(h, 14), p.args.logsumexp = p.args.log_prob + 7;
   p.args.entropy_weights = p.args.token_weights;
   p.want.entropy_weights = p.want.token_weights;
   reference_loss(&p.want);
@@ -493,7 +478,7 @@ TEST(test_impossible_addresses) {
 
 // --- contexts and threads ----------------------------------------------------------------------------------
 
-TEST(test_wrong_contexts) {
+HARNESS_TEST(test_wrong_contexts) {
   const struct {
     const char *device, *dtype, *part;
   } wrong[] = {{"abacus", "fp32", "neither"},
@@ -531,13 +516,13 @@ static int copy_and_call(void *user, int kind, void *out, const void *x, int64_t
   return ++r->calls == r->failing;
 }
 
-TEST(test_collectives) {
+HARNESS_TEST(test_collectives) {
   Rank rank = {.context = context_on_cpu(), .other = context_on_cpu()};
   assert_int_equal(lce_join(rank.context, 0, 1, copy_and_call, &rank), 0);
-  Problem inner = small_problem(*state, true);
+  Problem inner = small_problem(h, true);
   rank.args = &inner.args;
   for (rank.failing = 1;; rank.failing++) { // until all have failed once
-    Problem p = make_problem(*state, (Shape){20 + rank.failing, 17, 101, .chunk = 8}); // needs more each time
+    Problem p = make_problem(h, (Shape){20 + rank.failing, 17, 101, .chunk = 8}); // needs more each time
     p.args.rows = 101;
     rank.calls = 0;
     if (!lce_linear_cross_entropy(rank.context, &p.args)) break;
@@ -545,7 +530,7 @@ TEST(test_collectives) {
     assert_int_equal(rank.calls, rank.failing);
   }
   rank.failing = 0;
-  Problem p = make_problem(*state, (Shape){100, 17, 101, .chunk = 8});
+  Problem p = make_problem(h, (Shape){100, 17, 101, .chunk = 8});
   p.args.rows = 101;
   run(rank.context, &p.args);
   check_results(&p);
@@ -595,15 +580,14 @@ static void catch_sentence(const char *sentence) {
   longjmp(caught, 1);
 }
 
-// Threads with errors of their own, in a program that has its own fail handler. Some make their context,
-// others get one; all contexts end in one more thread.
-TEST(test_threads) {
+// Threads with errors of their own beside the program's fail handler. Contexts begin and end in any thread.
+HARNESS_TEST(test_threads) {
   enum { WORKERS = 4, FAILURES = 200 };
   const char *dtypes[] = {"int1", "int2", "int3", "int4"};
   Worker workers[WORKERS];
   for (int i = 0; i < WORKERS; i++) {
     Shape s = {29 + i, 17 - i, 101, 8, .terms = i & 1, .logits = i & 2};
-    workers[i] = (Worker){make_problem(*state, s), i % 2 ? context_on_cpu() : NULL, dtypes[i], 0};
+    workers[i] = (Worker){make_problem(h, s), i % 2 ? context_on_cpu() : NULL, dtypes[i], 0};
   }
   lce_context *context = context_on_cpu(); // which must leave nothing behind in this thread
   catcher = pthread_self();
@@ -612,7 +596,7 @@ TEST(test_threads) {
   for (int i = 0; i < WORKERS; i++) assert_int_equal(pthread_create(&threads[i], NULL, work, &workers[i]), 0);
   for (sentences = 0; sentences < FAILURES;) {
     assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
-    if (!setjmp(caught)) fail_sentence("the program's own");
+    if (!setjmp(caught)) fail("the program's own");
   }
   for (int i = 0; i < WORKERS; i++) pthread_join(threads[i], NULL);
   fail_set_handler(NULL);

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""liblce.so through ctypes, as any language would use it: PyTorch's golden values, a head split over ranks, and
-where there is a GPU a caller's stream. The other tests here test what PyTorch adds.
+"""liblce.so through ctypes: PyTorch's golden values, a head split over ranks, and on a GPU a caller's stream.
 
-Prints TAP, as the other tests do. Builds a library of its own for the CPU, and the usual one for a GPU.
+Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
 import ctypes
@@ -73,7 +72,7 @@ OUTPUTS = ("token_z_loss", "log_prob", "logsumexp", "entropy", "max_logit")
 
 
 def every_field_arrives(lce):
-    """All of PyTorch's golden cases, each with every tensor that the struct can name, materialized too, added up too."""
+    """All golden cases of PyTorch, each with every tensor of the struct, materialized too, added up too."""
     context = lce.lce_create(b"cpu", 0, b"fp32")
     zero = {"entropy_weights": 0}
     for case in golden["cases"]:
@@ -167,21 +166,17 @@ def a_head_split_over_ranks(lce):
 
 
 def sampling_and_errors(lce):
-    """What the golden cases do not name: the sample's mass and seed, and sentences. test_liblce.c has all of both."""
+    """The sample's mass and seed, which the golden cases do not name, and a sentence."""
     context, case = lce.lce_create(b"cpu", 0, b"fp32"), case_named("z-loss, mean")
     exact, *sampled = (run(lce, context, case, sample=mass, sample_seed=2**63 + seed)
                        for mass, seed in [(0, 0), *((8, seed) for seed in range(20))])
     assert all(given["loss"] == exact["loss"] for given in sampled)
     assert len({bytes(given["dx"]) for given in sampled}) > 1
-    assert lce.lce_held_bytes(context) > 4 * 4 * V
-    assert lce.lce_linear_cross_entropy(context, ctypes.byref(Args(tokens=3))) == 1
-    assert b"must be 1 or more" in lce.lce_last_error()
     assert lce.lce_create(b"cuda", 0, b"bf16") is None and b"CUDA" in lce.lce_last_error()
-    assert run(lce, context, case)["dx"] == exact["dx"]  # the context still works
     lce.lce_destroy(context)
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------
+# --- on a GPU -----------------------------------------------------------------------------------------------
 
 class Gpu:
     """The CUDA runtime that the library brings along, as far as a caller with a stream needs it."""
@@ -212,7 +207,7 @@ class Gpu:
 
 
 def streams_of_the_caller(_):
-    """Inputs that arrive late on the caller's stream, results that the same stream takes away: no wait between."""
+    """Inputs arrive late on the caller's stream, which also takes the results away: no wait between."""
     if not shutil.which("nvidia-smi") or subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode:
         raise Skip("there is no GPU")
     lce = load(build(os.path.join("build", "library")))

@@ -1,29 +1,8 @@
-// What liblce computes besides linear_cross_entropy (tools/torch/liblce/log_probs.h): the outputs of a
-// forward pass that keeps its exponentials, and what is refused. tests/kernels has the gradients: every term
-// in test_loss_terms.c, hard rows in test_linear_cross_entropy.c.
+// What log_probs.h refuses. test_loss_terms.c and test_linear_cross_entropy.c test the values.
 
 #include "tests/log_prob_call.h"
 
-// Losses and all outputs, where the forward pass keeps its exponentials, are those of linear_cross_entropy.
-TEST(test_outputs) {
-  Harness *h = *state;
-  enum { ROWS = 67, HIDDEN = 33, VOCAB = 1031 };
-  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 2);
-  loss_problem_add(h, &p, TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_BIAS);
-  for (int n = 1; n < ROWS; n += 3) p.targets[n] = IGNORE_INDEX;
-  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, ROWS);
-  loss_call_all_outputs(h, &a, &p);
-  Exponentials kept = {.exps = poisoned_strided(h, h->dtype, ROWS, VOCAB, VOCAB + 3),
-                       .row_sum = poisoned_vector(h, DTYPE_F32, ROWS)};
-  keep_exponentials(h->backend, a, kept);
-  reference_loss(&p);
-  Tolerance close = of_size(within(16, HIDDEN + VOCAB), 8);
-  check_loss(h, "with kept exponentials", &a, &p, 0, (LossBefore){0}, close, close);
-  check_gaps(h, "E", kept.exps);
-}
-
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   ReferenceLoss p = loss_problem(h, 3, 4, 5, 1);
   reference_gradients(h, &p);
   LinearCrossEntropy all = loss_call(h, &p, LCE_MATERIALIZED, 3), loss = all;

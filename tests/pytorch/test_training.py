@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/torch in training: Hugging Face's models, DDP and FSDP2 on two ranks, the README's examples, and pip."""
+"""tools/torch in training: Hugging Face's models, DDP and FSDP2, the README's examples, and pip."""
 import copy
 import inspect
 import io
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 
-from setting import DEVICE, ROOT, all_close, close, raises, run, torch
+from setting import DEVICE, ROOT, all_close, calls_of_the_operator, close, raises, run, torch
 from tap import Skip
 
 if torch:
@@ -37,7 +37,7 @@ SIZES = dict(vocab_size=211, hidden_size=32, intermediate_size=64, num_hidden_la
              num_key_value_heads=2, max_position_embeddings=32)
 GPT2 = dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-# What is special of each model_type: soft-caps and scales of its logits, another loss added, biases, tied heads.
+# What is special of each model_type: soft-caps and scales of its logits, another loss, biases, tied heads.
 FAMILIES = dict(gpt2={}, llama={}, mistral={}, qwen2={}, qwen3={}, gemma2=dict(head_dim=8, final_logit_softcapping=2.0),
                 gemma3_text=dict(head_dim=8, final_logit_softcapping=3.0), phi3=TOKENS, olmo2={}, smollm3=TOKENS,
                 granite=dict(logits_scaling=8.0), cohere=dict(logit_scale=0.25), glm=dict(head_dim=8, **TOKENS),
@@ -230,12 +230,8 @@ def trainers():
                                                       use_cpu=DEVICE == "cpu", per_device_train_batch_size=4),
                 train_dataset=data, eval_dataset=data, compute_metrics=lambda p: shapes.append(p.predictions.shape) or {})
             return trainer.evaluate()["eval_loss"], trainer.train().training_loss, shapes
-    calls, real = [], lce.functional.operator
-    lce.functional.operator = lambda *a: calls.append(1) or real(*a)
-    try:
+    with calls_of_the_operator() as calls:
         want, got = evaluated(model_of("llama")), evaluated(lce.patch_transformers(model_of("llama")))
-    finally:
-        lce.functional.operator = real
     all_close("Trainer", *(torch.tensor(losses[:2]) for losses in (got, want)), 1e-3)
     assert got[2] == want[2] == [(4, 16, 211)] and calls
     spread = accelerate.dispatch_model(model_of("llama"), {"": DEVICE}, force_hooks=True)
@@ -255,7 +251,7 @@ def compiled_model():
     close("compiled", torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------
+# --- two ranks ----------------------------------------------------------------------------------------------
 
 class Net(torch.nn.Module if torch else object):
     def __init__(self):
@@ -282,7 +278,7 @@ def trained(net, loss_of, rank, ranks):
 
 
 def count_gathers(work):
-    """What work() returns, and how many gathers it called. CommDebugMode also hooks modules, which fails in PyTorch 2.11."""
+    """What work() returns, and how many gathers it called. CommDebugMode fails in PyTorch 2.11."""
     from torch.utils._python_dispatch import TorchDispatchMode
     found = []
 
@@ -298,7 +294,7 @@ def count_gathers(work):
 
 
 def join(rank, ranks, port):
-    """The device that this rank computes on from here on, a GPU where each can have one, and the mesh of them all."""
+    """The device that this rank computes on, a GPU where each can have one, and the mesh of them all."""
     kind = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     if kind == "cuda":
@@ -375,10 +371,10 @@ def split_rank_main(rank, ranks, port):
             for w in (shard.to_local(), part)]
     assert torch.equal(*same)
 
-    def of_log_probs(x_):  # the entropy is not differentiated, which compiled code does not know
+    def sum_of_log_probs(x_):  # the entropy is not differentiated, which compiled code does not know
         return lce.linear_log_probs(x_, part, target[local], **split)[0].sum()
     leaf = x[local].clone().requires_grad_()
-    assert torch.equal(*(torch.autograd.grad(f(leaf), leaf)[0] for f in (of_log_probs, torch.compile(of_log_probs, backend="eager"))))
+    assert torch.equal(*(torch.autograd.grad(f(leaf), leaf)[0] for f in (sum_of_log_probs, torch.compile(sum_of_log_probs, backend="eager"))))
     for kind, told, w, more in ((RuntimeError, "label smoothing together with a soft-cap", part, dict(softcap=3.0, label_smoothing=0.1)),
                                 (ValueError, "bias has the shape", part, dict(bias=bias)),
                                 (ValueError, "weight has the shape", weight, {})):
@@ -406,7 +402,7 @@ def a_head_split_over_ranks():
         on_ranks(split_rank_main, ranks)
 
 
-# --- the package ------------------------------------------------------------------------------------------------
+# --- the package --------------------------------------------------------------------------------------------
 
 def examples_of_the_readme():
     text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()

@@ -19,9 +19,9 @@ static void check_rungs(Harness *h, ReferenceLoss *p, int64_t chunk, double size
     assert_int_equal(memory_mark(&h->backend->memory), tensors);
     const char *name = ladder_names[rung - 1];
     double terms = (double)(r->hidden + r->vocab), summed = (double)(r->hidden + r->rows);
-    check_values(h, name, call.loss, r->loss, of_size(within(8, terms), size));
-    check_values(h, name, call.dx, r->dx, of_size(within_stored(h, 8, terms), r->scale));
-    check_values(h, name, call.dweight, r->dweight, of_size(within_stored(h, 8, summed), r->scale));
+    check_values(h, name, call.loss, r->loss, with_size(within(8, terms), size));
+    check_values(h, name, call.dx, r->dx, with_size(within_stored(h, 8, terms), r->scale));
+    check_values(h, name, call.dweight, r->dweight, with_size(within_stored(h, 8, summed), r->scale));
     memory_pop_to(&h->backend->memory, mark);
   }
 }
@@ -56,8 +56,8 @@ TEST(test_matmuls) {
         dweight[j * hidden + i] += z * x[i];
       }
     }
-  check_values(h, "dx", call.dx, dx, of_size(within_stored(h, 8, 301), 30));
-  check_values(h, "dweight", call.dweight, dweight, of_size(within_stored(h, 8, 37), 30));
+  check_values(h, "dx", call.dx, dx, with_size(within_stored(h, 8, 301), 30));
+  check_values(h, "dweight", call.dweight, dweight, with_size(within_stored(h, 8, 37), 30));
   free(dx);
   free(dweight);
 }
