@@ -1,5 +1,5 @@
-// The tokenizer against Hugging Face's `tokenizers`: decoded bytes of many texts (golden files), what is shown of
-// half characters and unknown ids, and files that are refused or hostile.
+// The tokenizer against Hugging Face's `tokenizers`: decoded bytes of many texts (golden files), what is
+// shown of half characters and unknown ids, and files that are refused or hostile.
 #include "data/source.h"
 #include "data/tokenizer.h"
 #include "kernels/random.h"
@@ -194,7 +194,8 @@ TEST(test_refusals) {
   }
 }
 
-// Only encoding reads these members, so they may hold anything: Splits within characters, merges of no tokens.
+// Only encoding reads these members, so they may hold anything: Splits within characters, merges of no
+// tokens.
 TEST(test_what_only_encoding_reads) {
 #define CUT  "{\"type\":\"Split\",\"behavior\":\"Isolated\",\"invert\":false,\"pattern\":{\"Regex\":"
 #define CUTS CUT "\"\\\\C\"}}," CUT "\"\\\\P{Nd}\"}},"

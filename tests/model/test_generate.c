@@ -1,5 +1,6 @@
-// Generation: cached logits against uncached ones at every position, texts against the plain loop that computes everything
-// again, draws against the distributions they are from, and memory that does not depend on the prompt.
+// Generation: cached logits against uncached ones at every position, texts against the plain loop that
+// computes everything again, draws against the distributions they are from, and memory that does not depend
+// on the prompt.
 #include "kernels/random.h"
 #include "model/generate.h"
 #include "model/transformer.h"
@@ -193,7 +194,8 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
 
 // --- draws -------------------------------------------------------------------------------------------------
 
-// Over N evenly spread uniforms every token must come N times its share, give or take the rounding of its two borders.
+// Over N evenly spread uniforms every token must come N times its share, give or take the rounding of its two
+// borders.
 static void check_draws(const Sampling *sampling, const float *logits, int count, const double *shares) {
   enum { N = 20000 };
   int drawn[16] = {0};

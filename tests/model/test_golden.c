@@ -19,9 +19,10 @@ static const Way ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}
 
 // How far off a tensor may be in bf16 depends on the model and the tensor: by 0.5% or by 8%. So the golden
 // files record how far off transformers' own passes in bf16 are, their root mean square (make_golden.py,
-// errors_in_bf16). Of 2048 such passes one in nine had a tensor more than twice as far off as that, but one in
-// a thousand more than TENSOR times, except the loss: it is one number, with no others to even it out, and may
-// be off by one rounding. All tensors of a pass together were at most 1.8 times as far off, mostly up to 1.2.
+// errors_in_bf16). Of 2048 such passes one in nine had a tensor more than twice as far off as that, but one
+// in a thousand more than TENSOR times, except the loss: it is one number, with no others to even it out, and
+// may be off by one rounding. All tensors of a pass together were at most 1.8 times as far off, mostly up to
+// 1.2.
 static const double TENSOR = 3, TOGETHER = 2, ONE_ROUNDING = 1. / 512;
 
 // --- what is expected --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// What a model is: published sizes, where the tensors lie, the rotary angles, first values, and sizes that are refused.
-// test_golden.c has the names and shapes of Hugging Face, test_transformer.c has it compute.
+// What a model is: published sizes, where the tensors lie, the rotary angles, first values, and sizes that
+// are refused. test_golden.c has the names and shapes of Hugging Face, test_transformer.c has it compute.
 #include "model/model.h"
 #include "tests/harness.h"
 
@@ -56,8 +56,8 @@ TEST(test_presets) {
   assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
 }
 
-// By hand. GPT-2 small: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768. Qwen3 0.6B: its
-// heads together, 16 * 128, are twice as wide as the stream.
+// By hand. GPT-2 small: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768.
+// Qwen3 0.6B: its heads together, 16 * 128, are twice as wide as the stream.
 TEST(test_flops) {
   ModelConfig gpt2 = model_preset("gpt2-124m"), qwen = model_preset("qwen3-0.6b");
   double layer = 768.0 * 2304 + 768 * 768 + 2 * 768 * 3072;

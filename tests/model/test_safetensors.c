@@ -1,5 +1,5 @@
-// The foreign formats that checkpoints are made of: safetensors headers and config.json, valid and malformed. JSON stands here
-// with ' for ".
+// The foreign formats that checkpoints are made of: safetensors headers and config.json, valid and malformed.
+// JSON stands here with ' for ".
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"

@@ -1,6 +1,7 @@
-// The whole transformer: losses against those of its logits, every parameter's gradient against finite differences, and what
-// must not change the result: recomputation, the mode of the last layer, chunks of the MLP, packed documents, what lay on the
-// stack before. Every push is filled with NaN first. test_golden.c has the logits, and tests/tools/test_minimal.c steps.
+// The whole transformer: losses against those of its logits, every parameter's gradient against finite
+// differences, and what must not change the result: recomputation, the mode of the last layer, chunks of the
+// MLP, packed documents, what lay on the stack before. Every push is filled with NaN first. test_golden.c has
+// the logits, and tests/tools/test_minimal.c steps.
 #include "model/transformer.h"
 #include "tests/reference.h"
 #include "tests/runs.h"
@@ -160,7 +161,8 @@ static double derivative_along(Case *c, Tensor weight, const double *direction) 
   return (4 * derivatives[0] - derivatives[1]) / 3;
 }
 
-// Along the gradient, which finds errors of its size, and at random, which finds missing elements; both of length 1.
+// Along the gradient, which finds errors of its size, and at random, which finds missing elements; both of
+// length 1.
 static void check_tensor_gradient(Case *c, int64_t i) {
   const Parameter *p = &c->model.parameters.items[i];
   int64_t count = tensor_count(p->grad);
@@ -173,8 +175,8 @@ static void check_tensor_gradient(Case *c, int64_t i) {
     fail_msg("%s: the derivative along a direction is %.9g, should be %.9g", p->name, along, want);
 }
 
-// The same but for the order of sums. Gradients that are 0 but for rounding (those of q in a sequence of one token) carry
-// the rounding of all other elements, so the allowed error follows from the whole gradient.
+// The same but for the order of sums. Gradients that are 0 but for rounding (those of q in a sequence of one
+// token) carry the rounding of all other elements, so the allowed error follows from the whole gradient.
 static void check_gradients_agree(Case *c, double **want) {
   enum { UNITS = 64 };
   const ParameterSet *p = &c->model.parameters;
@@ -226,7 +228,8 @@ TEST(test_losses_and_gradients) {
 
 // --- what must not matter ----------------------------------------------------------------------------------
 
-// Each level holds less than the one before while the last layer runs, and in some layers alone it holds something between.
+// Each level holds less than the one before while the last layer runs, and in some layers alone it holds
+// something between.
 TEST(test_recompute_saves) {
   for (int f = 0; f < FAMILIES; f++) {
     size_t before = SIZE_MAX;
@@ -246,7 +249,8 @@ TEST(test_recompute_saves) {
   }
 }
 
-// The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in less memory.
+// The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in
+// less memory.
 TEST(test_mlp_chunks) {
   for (int f = 0; f < FAMILIES; f++)
     for (int64_t chunk = 1; chunk <= 21; chunk += 4) {
@@ -264,7 +268,8 @@ TEST(test_mlp_chunks) {
     }
 }
 
-// Two windows of documents and of padding give the losses and gradients of the documents alone, however recomputed.
+// Two windows of documents and of padding give the losses and gradients of the documents alone, however
+// recomputed.
 TEST(test_documents) {
   enum { BATCH = 2, SEQ_LEN = 70, ROWS = BATCH * SEQ_LEN };
   static const int64_t lengths[] = {3, 1, 60, 6, 66, 2, 1, 1}; // the last two are padding

@@ -88,8 +88,8 @@ TEST(test_steps) {
 
 enum { STEPS = 50 };
 
-// Letters drawn one by one, some more often than others: data that is the same in every version of this program and has
-// no rare passage, in which a small difference of the weights would change the loss a lot.
+// Letters drawn one by one, some more often than others: data that is the same in every version of this
+// program and has no rare passage, in which a small difference of the weights would change the loss a lot.
 static int make_letters(void **state) {
   enum { LETTERS = 200000 };
   static char text[LETTERS + 1];

@@ -1,5 +1,6 @@
-// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what is derived from
-// it: the chunk within a budget, the largest batch. test_cli.py has the sentence when memory does not suffice.
+// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what
+// is derived from it: the chunk within a budget, the largest batch. test_cli.py has the sentence when memory
+// does not suffice.
 #include "tests/runs.h"
 
 #include <time.h>
@@ -17,8 +18,8 @@
 
 // --- the plan and the run ----------------------------------------------------------------------------------
 
-// Measured steps, a sample and a validation, in the plan's order; then the ledger against the plan. Chunks that do not divide,
-// that exceed the batch, gradient accumulation, padded validation batches.
+// Measured steps, a sample and a validation, in the plan's order; then the ledger against the plan. Chunks
+// that do not divide, that exceed the batch, gradient accumulation, padded validation batches.
 static void check_plan(const char *model, const char *job, const char *more) {
   Run *run = run_open("%s --data %s %s %s --sample-tokens 3", model,
                       strstr(more, "masked") ? temp_path("masked.bin") : "Makefile", job,
@@ -60,7 +61,8 @@ TEST(test_plan_equals_run) {
       }
 }
 
-// Chunks of every size; sampling, which pushes the tiles and their sums, and on a GPU lists of steps; targets that do not count.
+// Chunks of every size; sampling, which pushes the tiles and their sums, and on a GPU lists of steps; targets
+// that do not count.
 TEST(test_plan_equals_other_runs) {
   static const struct {
     const char *job, *more;
@@ -149,7 +151,8 @@ TEST(test_large_plan) {
 
 // --- what follows from plans -------------------------------------------------------------------------------
 
-// A ninth of the tokens within 112 and 4096; on a GPU an eighth, and never less than 1024, unless it is named.
+// A ninth of the tokens within 112 and 4096; on a GPU an eighth, and never less than 1024, unless it is
+// named.
 TEST(test_chunk_option) {
   static const struct {
     DeviceKind device;

@@ -28,7 +28,8 @@ PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
 RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
 ALL = RANKS[-1]
-# For values that differ by rounding alone; GPUs sum in an order of their own. Adam divides small differences by small moments.
+# For values that differ by rounding alone; GPUs sum in an order of their own. Adam divides small differences
+# by small moments.
 TOLERANCE = 2e-4 if GPUS else 2e-5
 WEIGHTS = 30 * TOLERANCE
 
@@ -84,7 +85,7 @@ def resume(ranks, checkpoint, options=""):
     return job(ranks, f"{DEVICE} --resume {checkpoint} {options}")
 
 
-# --- ends: these wait long, and so come first ---------------------------------------------------------------------
+# --- ends: these wait long, and so come first ---------------------------------------------------------------
 
 
 # An endless run, once it has saved something.
@@ -103,8 +104,8 @@ def wait_until_gone(pid):
         time.sleep(0.02)
 
 
-# Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that is killed is named
-# by the launcher, and maybe by what NCCL reports to the others.
+# Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that
+# is killed is named by the launcher, and maybe by what NCCL reports to the others.
 def test_a_rank_that_is_gone_ends_the_job(folder):
     need_ranks()
 
@@ -122,7 +123,8 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
                    (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for 4 s", waits)])
 
 
-# A rank that makes no progress between collectives, here since nobody reads its output, reports that before those that wait.
+# A rank that makes no progress between collectives, here since nobody reads its output, reports that before
+# those that wait.
 def test_a_hanging_rank_is_reported(folder):
     need_ranks()
     os.mkfifo(folder / "pipe")
@@ -172,7 +174,7 @@ def test_a_signal_stops_all_ranks(folder):
     p.finish(20).fails("lce: stopped on a signal: not all is evaluated")
 
 
-# --- data parallel ------------------------------------------------------------------------------------------------
+# --- data parallel ------------------------------------------------------------------------------------------
 
 
 def test_any_number_of_ranks_trains_the_same(folder):
@@ -214,7 +216,7 @@ def test_masked_ranks_neither_hang_nor_skew(folder):
         job(0, masked()).same_training(job(ranks, masked()))
 
 
-# --- what is sharded over the ranks --------------------------------------------------------------------------------
+# --- what is sharded over the ranks -------------------------------------------------------------------------
 
 
 # Enough layers that they take turns in the buffer for gradients.
@@ -261,7 +263,8 @@ def test_a_split_head_trains_the_same(folder):
     job(2, split).same_bits(job(2, split, 2))
 
 
-# A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped, with a warning.
+# A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped,
+# with a warning.
 def test_a_split_head_resumes_any_run(folder):
     checkpoint = job(0, LLAMA + "--save-every 2 --materialized-logits").checkpoint(2)
     then = resume(2, checkpoint, "--zero 1 --vocab-parallel")
@@ -272,15 +275,16 @@ def test_a_split_head_resumes_any_run(folder):
         " and --vocab-parallel exclude each other: ")
 
 
-# Shares of so many tiles are dropped in the steps, not the same in all; nor always an even number, as with ranks that draw alike.
+# Shares of so many tiles are dropped in the steps, not the same in all; nor always an even number, as with
+# ranks that draw alike.
 def check_dropped(run, steps, tiles_of_step):
     tiles, mass = column(run.log, "dropped_tiles"), column(run.log, "dropped_mass")
     assert len(tiles) == len(mass) == steps and all(0 < x < 1 for x in tiles + mass), (tiles, mass)
     assert len(set(tiles)) > 1 and any(round(tiles_of_step * x) % 2 for x in tiles), tiles
 
 
-# With every tile kept, ranks train as one rank does without sampling. With some dropped the loss of the first step is the same
-# still, ZeRO changes nothing, and nor does a repetition.
+# With every tile kept, ranks train as one rank does without sampling. With some dropped the loss of the first
+# step is the same still, ZeRO changes nothing, and nor does a repetition.
 def test_sampled_ranks_train(folder):
     unsampled, runs = job(0, LLAMA), []
     for way in ("--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel", "--zero 2 --vocab-parallel --recompute layer"):
@@ -320,7 +324,8 @@ def test_checkpoints_do_not_depend_on_ranks(folder):
     whole.close(resume(many, then.checkpoint(4), "--zero 2 --vocab-parallel"))
 
 
-# What is spread takes less; and the ledger of a run is the plan's to the byte, with chunks and samples of a split head, too.
+# What is spread takes less; and the ledger of a run is the plan's to the byte, with chunks and samples of a
+# split head, too.
 def test_plans_depend_on_ranks(folder):
     large = "--num-layers 12 --hidden-size 64 --vocab 2000 --steps 2 --total-batch 64 "
     peaks = []
@@ -338,7 +343,8 @@ def test_plans_depend_on_ranks(folder):
             assert 1 << 19 < summary["head_peak_bytes"] <= 1 << 20, summary
 
 
-# What a rank sends in a step: in all-reduces, which are rings, 2 (ranks - 1) / ranks of the gradients' bytes and a little more.
+# What a rank sends in a step: in all-reduces, which are rings, 2 (ranks - 1) / ranks of the gradients' bytes
+# and a little more.
 def test_what_ranks_send(folder):
     def sent(ranks, options):
         return job(ranks, options).log[-1]["wire_bytes_per_step"]
@@ -349,7 +355,7 @@ def test_what_ranks_send(folder):
     assert sent(2, LLAMA) < sent(2, layers + "--zero 1") < 0.25 * sent(2, layers + "--zero 2")
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- what is said -------------------------------------------------------------------------------------------
 
 
 def test_one_rank_prints(folder):

@@ -1,5 +1,5 @@
-// Training: the learning rate's schedule, steps, masked and packed data, validation and samples. test_plan.c has the memory of
-// the same runs, test_same_bits.c what changes no bit of them.
+// Training: the learning rate's schedule, steps, masked and packed data, validation and samples. test_plan.c
+// has the memory of the same runs, test_same_bits.c what changes no bit of them.
 #include "kernels/fail.h"
 #include "kernels/random.h"
 #include "tests/harness.h"
@@ -81,9 +81,9 @@ static void write_letters(const char *name, int count, int first, int distinct) 
   write_text(name, text);
 }
 
-// words.txt: 40 KB of words, which unlike the source tree never change. masked.bin: a language with something to learn, of
-// which runs of tokens count and runs do not, as prompts and answers; packed.bin: the same in documents of up to 40 tokens;
-// nothing.bin: nothing counts.
+// words.txt: 40 KB of words, which unlike the source tree never change. masked.bin: a language with something
+// to learn, of which runs of tokens count and runs do not, as prompts and answers; packed.bin: the same in
+// documents of up to 40 tokens; nothing.bin: nothing counts.
 static int make_data(void **state) {
   static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
                                       "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
@@ -125,8 +125,8 @@ static int make_data(void **state) {
   return 0;
 }
 
-// The mean of the logits' losses over what counts in the micro-batches of a step, or in the first validation batches (step -1), each
-// document by itself.
+// The mean of the logits' losses over what counts in the micro-batches of a step, or in the first validation
+// batches (step -1), each document by itself.
 static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *counted) {
   const Options *o = &run->options;
   const Loader *loader = &run->data.loader;
@@ -154,7 +154,8 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
 
 // --- steps -------------------------------------------------------------------------------------------------
 
-// Steps of gradient accumulation against float64: everything counts, some of the targets, or documents that are packed.
+// Steps of gradient accumulation against float64: everything counts, some of the targets, or documents that
+// are packed.
 TEST(test_loss_is_the_mean_of_what_counts) {
   static const struct {
     const char *file, *options;
@@ -205,8 +206,9 @@ TEST(test_gradients_are_of_the_mean) {
   run_close(run);
 }
 
-// Variants of a run, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of fp32, the norms by a
-// thousandth. (At high learning rates training is chaotic and any rounding grows without bound.)
+// Variants of a run, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of fp32,
+// the norms by a thousandth. (At high learning rates training is chaotic and any rounding grows without
+// bound.)
 TEST(test_one_curve) {
   enum { STEPS = 20 };
   static const struct {
@@ -248,8 +250,8 @@ TEST(test_one_curve) {
     }
 }
 
-// At the start a token's probabilities are about 1 / 300. Two micro-batches of three chunks of 17 tokens have 12 tiles:
-// six of 192 vocabulary entries and six of 108.
+// At the start a token's probabilities are about 1 / 300. Two micro-batches of three chunks of 17 tokens have
+// 12 tiles: six of 192 vocabulary entries and six of 108.
 #define SAMPLING "--total-batch 102 --lce-chunk 20 "
 
 // Whether some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
@@ -289,8 +291,9 @@ TEST(test_sampling_statistics) {
   }
 }
 
-// The draws follow from the seed, and every step draws anew, and every micro-batch: a learning rate of 0 leaves weights and
-// masses as they are, and two micro-batches that draw alike would always drop an even number of tiles.
+// The draws follow from the seed, and every step draws anew, and every micro-batch: a learning rate of 0
+// leaves weights and masses as they are, and two micro-batches that draw alike would always drop an even
+// number of tiles.
 TEST(test_draws_differ) {
   StepResult first[2];
   for (uint64_t k = 0; k < 2; k++) {
@@ -372,7 +375,8 @@ typedef struct {
   double *weight, *m, *v;
 } ReferenceMoments;
 
-// A step of the optimizer in float64: of Muon for the matrices of layers, each block of columns, and else of AdamW.
+// A step of the optimizer in float64: of Muon for the matrices of layers, each block of columns, and else of
+// AdamW.
 static void reference_update(const Options *o, const Parameter *t, const ReferenceMoments *r,
                              const double *grad, double scale, double rate, int64_t step) {
   double decay = t->rank == 2 ? o->update.weight_decay : 0;
@@ -476,8 +480,8 @@ TEST(test_seeds_of_updates) {
 
 // --- validation --------------------------------------------------------------------------------------------
 
-// 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13. 68 targets: one full batch, then a row
-// of 17 and two rows of nothing but padding. Or 11 windows that are held out, or documents.
+// 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13. 68 targets: one full
+// batch, then a row of 17 and two rows of nothing but padding. Or 11 windows that are held out, or documents.
 TEST(test_validation) {
   static const struct {
     const char *file, *options, *held_back; // NULL: a part of the file
@@ -531,8 +535,8 @@ TEST(test_gradient_pass_after_a_padded_batch) {
 
 // --- samples -----------------------------------------------------------------------------------------------
 
-// Over many seeds each token comes as often as softmax(logits / temperature) of the last seq_len tokens says, within 5
-// standard errors.
+// Over many seeds each token comes as often as softmax(logits / temperature) of the last seq_len tokens says,
+// within 5 standard errors.
 TEST(test_sample_frequencies) {
   enum { DRAWS = 3000, VOCAB = 11, SEQ_LEN = 5, PROMPT = 7 };
   const double temperature = 0.2;
