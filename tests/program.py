@@ -221,9 +221,6 @@ def assert_planned(line, peak):
     train(f"{line} --plan --device-memory {(peak - 1) / 2**30!r}").fails("this run needs ")
 
 
-# --- running tests ------------------------------------------------------------------------------------------
-
-
 def main(names, at_once=1 if GPUS else 3):
     """Runs the functions called test_* among `names`, each with a temporary folder of its own if it takes one."""
     with tempfile.TemporaryDirectory(prefix="lce-test-") as root:

@@ -1,12 +1,8 @@
-// Generation: cached logits against uncached ones at every position, texts against the plain loop that
-// computes everything again, draws against the distributions they are from, and memory that does not depend
-// on the prompt.
+// Generation: cached logits, texts against the plain loop, draws against their distributions, memory.
 #include "kernels/random.h"
 #include "model/generate.h"
 #include "model/transformer.h"
 #include "tests/runs.h"
-
-// --- a model -----------------------------------------------------------------------------------------------
 
 typedef struct {
   Harness *h;
@@ -78,8 +74,6 @@ static void cached_case(const char *preset) {
 TEST(test_cached_logits_equal_uncached) {
   for (int p = 0; p < PRESETS; p++) cached_case(presets[p]);
 }
-
-// --- texts -------------------------------------------------------------------------------------------------
 
 TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
@@ -192,10 +186,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
   }
 }
 
-// --- draws -------------------------------------------------------------------------------------------------
-
-// Over N evenly spread uniforms every token must come N times its share, give or take the rounding of its two
-// borders.
+// Over N evenly spread uniforms every token comes N times its share, but for the rounding of two borders.
 static void check_draws(const Sampling *sampling, const float *logits, int count, const double *shares) {
   enum { N = 20000 };
   int drawn[16] = {0};

@@ -1,5 +1,4 @@
-// Models of transformers, computed there (tests/golden/make_golden.py) and here: logits, loss, every
-// gradient, ten steps of AdamW, and the round trip of loading and saving.
+// Models as in transformers (golden/make_golden.py): logits, loss, gradients, ten steps, and saving again.
 #include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/weights.h"
 #include "model/transformer.h"
@@ -17,15 +16,10 @@ typedef struct {
 #define IN_BF16 0.0
 static const Way ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", IN_BF16, false}};
 
-// How far off a tensor may be in bf16 depends on the model and the tensor: by 0.5% or by 8%. So the golden
-// files record how far off transformers' own passes in bf16 are, their root mean square (make_golden.py,
-// errors_in_bf16). Of 2048 such passes one in nine had a tensor more than twice as far off as that, but one
-// in a thousand more than TENSOR times, except the loss: it is one number, with no others to even it out, and
-// may be off by one rounding. All tensors of a pass together were at most 1.8 times as far off, mostly up to
-// 1.2.
+// The golden files record how far off transformers' own passes in bf16 are, as a root mean square. One pass in
+// a thousand had a tensor more than TENSOR times as far off; all tensors together were at most 1.8 times so.
+// The loss is one number, which nothing evens out: it may be off by one rounding.
 static const double TENSOR = 3, TOGETHER = 2, ONE_ROUNDING = 1. / 512;
-
-// --- what is expected --------------------------------------------------------------------------------------
 
 // A model run in one way, and what was found so far.
 typedef struct {
@@ -201,8 +195,6 @@ TEST(models_are_as_in_transformers) {
   for (int m = 0; m < MODELS; m++) outside += check_model(models[m].name);
   if (outside) fail_msg("%d errors are out of bounds", outside);
 }
-
-// --- the round trip ----------------------------------------------------------------------------------------
 
 // Every tensor of `before` that is one of the model stands in `after` with the same dtype and bits.
 static void check_same_bits(Run *run, const char *before, const char *after) {

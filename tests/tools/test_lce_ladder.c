@@ -1,6 +1,4 @@
-// Every rung of the ladder against float64, on shapes that nothing divides, with ignored targets, chunks that
-// do not divide the tokens, outputs and buffers full of NaN, and rows whose target is hopeless or nearly
-// certain. On the GPU those that run there, with bf16 operands.
+// Every rung of the ladder against float64, on shapes and chunks that nothing divides; on a GPU in bf16.
 #include "tests/loss_problem.h"
 #include "tools/ladder/ladder.h"
 
@@ -69,8 +67,7 @@ TEST(test_ignored) {
   check_rungs(*state, &p, 9, 2);
 }
 
-// Logits that beat the target's by 20, by 88.5 (the largest exponential fp32 has), by hundreds; and a target
-// that beats all others by 30.
+// Logits that beat the target's by 20, 88.5 (fp32's largest exponential), hundreds; a target that beats all.
 TEST(test_leads) {
   const double leads[] = {20, 88.5, 300, 1000, 0, 0};
   ReferenceLoss p = loss_problem(*state, 6, 16, 515, 0.1);

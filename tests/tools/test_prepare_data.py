@@ -266,8 +266,7 @@ TEMPLATES = {
     "broken": "{% for %}",
     "shortens": "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}",  # earlier answers
 }
-# What the input holds (None: no such file; bytes: a text, or JSON lines where it begins with a brace),
-# options, and a part of the sentence. An option's FOLDER is the test's.
+# Input (None: no such file; bytes: text, or JSON lines after a brace), options, a part of the sentence.
 WRONG = [
     (None, [], "there is no file"),
     (b"text", ["--tokenizer", "FOLDER/nowhere"], "names a tokenizer.json or a directory with one"),

@@ -253,8 +253,7 @@ def test_wrong_data(folder):
     train(f"--init {folder}").refused("/config.json: it is not a regular file")
 
 
-# Where a token is no byte a prompt is ids or a shard, and text is refused with a command that makes ids of
-# it.
+# Where a token is no byte a prompt is ids or a shard, and text is refused with a command that makes ids of it.
 def test_prompts_of_tokens(folder):
     data = write_shard(folder / "data.bin", 400 * [4, 2])
     line = TINY.replace("300", "500") + f"--data {data} --steps 1 --sample-every 1 --sample-tokens 2 --log {folder}/log "
@@ -381,8 +380,7 @@ def test_plans(folder):
     assert abs(head[1] / (32768 * 128256 * 2) - 1) < 0.01 and head[0] < head[1] / 7, head
 
 
-# The chunk that is printed is the one that is used: no more than the tokens there are, in chunks of nearly
-# equal size.
+# The chunk that is printed is the one that is used: of nearly equal size, no more than the tokens there are.
 def test_chunk_is_the_used_one(folder):
     for options, chunk in {"--lce-chunk 100000": 48, "--lce-chunk 47": 24, "--lce-chunk 20": 16, "--lce-memory 64": 48}.items():
         train(TINY + f"--steps 1 {options} --log {folder}/log").ok(f"linear_cross_entropy, {chunk} tokens at a time")
@@ -435,9 +433,7 @@ def test_no_gpu(folder):
 
 
 def test_device_memory(folder):
-    # A GPU that is not there: --fit and --plan agree about what fits into its memory.
-    # The default chunk and --lce-memory follow the batch, a chunk that is given stays; the job's own total
-    # batch does not matter.
+    # --fit and --plan agree about a GPU that is not there; the job's own total batch does not matter.
     absent = "--device cuda --device-memory 80 --model llama-1b "
     for chunk in ("", "--lce-chunk 100 ", "--lce-memory 1000 "):
         batches = fit(train(absent + chunk + "--total-batch 81920 --batch 4 --fit").ok(" in 80.00 GiB\n").out, "nothing")
@@ -576,8 +572,7 @@ def test_shards(folder):
     assert [len(sample) for sample in column(log, "tokens", "sample")] == [1 + 5] and log[-1]["val_loss"] > 0
     output = train(TINY + f"--steps 1 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --log {folder}/log").ok()
     assert "validation loss" not in output.out and read_log(folder / "log")[-1]["val_loss"] is None
-    # What --dump writes is what the log says of the first step: the mean of the losses, the norm of all
-    # gradients.
+    # What --dump writes is what the log says of the first step: the mean loss, the norm of all gradients.
     train(TINY + f"--steps 2 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --data-order sequential "
           f"--dump {folder}/compared --log {folder}/log").ok()
     first, dumped = read_log(folder / "log")[1], tensors(folder / "compared/first-step/first_step.safetensors")
@@ -627,8 +622,7 @@ def test_signals(folder):
     time.sleep(1)
     os.kill(p.pid, signal.SIGTERM)
     p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
-    # Nor for that of the last validation, after which it would end by itself; a second signal ends the one
-    # after the save.
+    # Nor for that of the last validation; a second signal ends the one after the save.
     p = start(TINY + f"--steps 1 --sample-every 0 --seq-len 1 --batch 1 --val-fraction 0.9 --eval-batches 0 --save {folder}/last")
     p.wait_for("step 1/1")
     for said in ("saved in ", ""):
@@ -640,8 +634,7 @@ def test_signals(folder):
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
 
 
-# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it could not
-# write.
+# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it cannot write.
 def test_dead_output(folder):
     for name, output in (("pipe", "| head -n 1 >/dev/null"), ("full", ">/dev/full")):
         done = run("bash", "-c", f"set -o pipefail; {TRAIN} {ENDLESS} --save {folder}/{name} {output}")

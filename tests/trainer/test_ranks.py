@@ -28,8 +28,7 @@ PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
 RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
 ALL = RANKS[-1]
-# For values that differ by rounding alone; GPUs sum in an order of their own. Adam divides small differences
-# by small moments.
+# For values that differ by rounding alone. Adam divides small differences by small moments.
 TOLERANCE = 2e-4 if GPUS else 2e-5
 WEIGHTS = 30 * TOLERANCE
 
@@ -104,8 +103,7 @@ def wait_until_gone(pid):
         time.sleep(0.02)
 
 
-# Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that
-# is killed is named by the launcher, and maybe by what NCCL reports to the others.
+# All end soon, one rank says why, the last checkpoint is whole. The launcher names a rank that is killed.
 def test_a_rank_that_is_gone_ends_the_job(folder):
     need_ranks()
 
@@ -123,8 +121,7 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
                    (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for 4 s", waits)])
 
 
-# A rank that makes no progress between collectives, here since nobody reads its output, reports that before
-# those that wait.
+# A rank that makes no progress, here since nobody reads its output, reports that before those that wait.
 def test_a_hanging_rank_is_reported(folder):
     need_ranks()
     os.mkfifo(folder / "pipe")
@@ -263,8 +260,7 @@ def test_a_split_head_trains_the_same(folder):
     job(2, split).same_bits(job(2, split, 2))
 
 
-# A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped,
-# with a warning.
+# A split head resumes any run; settings that it does not support are dropped, with a warning.
 def test_a_split_head_resumes_any_run(folder):
     checkpoint = job(0, LLAMA + "--save-every 2 --materialized-logits").checkpoint(2)
     then = resume(2, checkpoint, "--zero 1 --vocab-parallel")
@@ -275,16 +271,14 @@ def test_a_split_head_resumes_any_run(folder):
         " and --vocab-parallel exclude each other: ")
 
 
-# Shares of so many tiles are dropped in the steps, not the same in all; nor always an even number, as with
-# ranks that draw alike.
+# Some tiles are dropped, not equally many in all steps; nor always an even number, as if ranks drew alike.
 def check_dropped(run, steps, tiles_of_step):
     tiles, mass = column(run.log, "dropped_tiles"), column(run.log, "dropped_mass")
     assert len(tiles) == len(mass) == steps and all(0 < x < 1 for x in tiles + mass), (tiles, mass)
     assert len(set(tiles)) > 1 and any(round(tiles_of_step * x) % 2 for x in tiles), tiles
 
 
-# With every tile kept, ranks train as one rank does without sampling. With some dropped the loss of the first
-# step is the same still, ZeRO changes nothing, and nor does a repetition.
+# With every tile kept, ranks train as without sampling. With some dropped the first loss is the same still.
 def test_sampled_ranks_train(folder):
     unsampled, runs = job(0, LLAMA), []
     for way in ("--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel", "--zero 2 --vocab-parallel --recompute layer"):
@@ -324,8 +318,7 @@ def test_checkpoints_do_not_depend_on_ranks(folder):
     whole.close(resume(many, then.checkpoint(4), "--zero 2 --vocab-parallel"))
 
 
-# What is spread takes less; and the ledger of a run is the plan's to the byte, with chunks and samples of a
-# split head, too.
+# What is spread takes less; and the ledger of a run is the plan's to the byte.
 def test_plans_depend_on_ranks(folder):
     large = "--num-layers 12 --hidden-size 64 --vocab 2000 --steps 2 --total-batch 64 "
     peaks = []

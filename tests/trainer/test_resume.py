@@ -16,8 +16,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import ROOT, SIZES, TEXT, TRAIN, column, main, once, read_log, run, same_files, start, tensors, train  # noqa: E402
 
-# Two micro-batches a step, a clipped gradient, a rate that moves, validation at times that no checkpoint
-# shares.
+# Two micro-batches a step, a clipped gradient, a rate that moves, validation where no checkpoint is.
 RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
        f"--eval-batches 2 --sample-every 7 --sample-tokens 3 --data {TEXT} ")
 LAST = "step-000012"
@@ -47,8 +46,7 @@ def straight_log():
     return straight().with_suffix(".jsonl")
 
 
-# With nothing but --resume: the settings, and the data, come from the checkpoint; of a directory of some,
-# where and how to save as well. What a shell or a terminal would act on is quoted in the command.
+# The settings, the data, and where and how to save come from the checkpoint; the printed command is quoted.
 def test_a_resumed_run_equals_an_unbroken_one(folder):
     saved, quoted = folder / "it's \x1b", f"$'{folder}/it\\'s \\x1B'"
     output = train(RUN + "--steps 6 --save-every 3 --keep 1 --save-dtype bf16 --save", saved).ok(
@@ -66,16 +64,14 @@ def test_a_resumed_run_equals_an_unbroken_one(folder):
     same_files(straight() / LAST, folder / "half" / LAST)
     assert curve(folder / "log") == curve(straight_log(), 7)
     assert column(read_log(folder / "log"), "step", "step") == [7, 8, 9, 10, 11, 12]
-    # A checkpoint has the loss of the newest validation and the step it is of: the last one that of its own
-    # weights.
+    # A checkpoint has the loss and the step of the newest validation: the last one that of its own weights.
     losses = dict(zip(column(read_log(straight_log()), "step", "validation"), column(read_log(straight_log()), "val_loss")))
     for name, step in (("step-000006", 5), (LAST, 12)):
         state = json.loads((straight() / name / STATE).read_text())
         assert state["val_loss"] == losses[step] and state["val_step"] == step
 
 
-# Packed windows come from the data and the seed; weights that are rounded on disk have their master weights
-# beside them.
+# Packed windows come from the data and the seed; rounded weights have their master weights beside them.
 def test_any_run_resumes(folder):
     train(RUN + f"--pack documents --end-of-text 10 --save {folder}/packed --save-every 6").ok()
     train(RESUME + f"{folder}/packed/step-000006 --save {folder}/half --sample-tokens 3").ok()
@@ -150,8 +146,7 @@ def test_differences_are_printed(folder):
         assert changed == ('the data were "byte-level text' in train(RESUME + f"{folder}/learned --steps 3").ok().err)
 
 
-# A resumed run restores the sampling, and draws go on where they were; an option given now overrides it, with
-# a warning.
+# Sampling is restored, and draws go on where they were; an option given now overrides it, with a warning.
 def test_sampling_is_resumed(folder):
     train(RUN + f"--lce-sample 50 --save-every 5 --save {folder}/sampled --log {folder}/log").ok()
     for i, (options, differs, samples) in enumerate((
@@ -242,8 +237,7 @@ def test_numbers_are_short(folder):
     assert len(numbers) > 50 and not shorter, shorter
 
 
-# Killed at random moments and resumed, over and over, offloaded or not, until $LCE_KILLS runs (or 5) were
-# killed before the end.
+# Killed at random moments and resumed, offloaded or not, until $LCE_KILLS runs (or 5) were killed.
 def test_killed_runs_lose_nothing(folder):
     kills, killed, survived, seed = int(os.environ.get("LCE_KILLS", 5)), 0, 0, int(time.time())
     saving, directory, log = RUN + "--save-every 1 ", folder / "killed", folder / "log"  # a checkpoint says how often it is saved
