@@ -1,7 +1,7 @@
-"""Runs ./train and the tools beside it as a user would, alone or as the ranks of a job, and reads what they write.
+"""Runs ./train and the tools as a user would, alone or as the ranks of a job, for tests that print TAP.
 
-For tests in Python that print TAP. LCE_TRAIN names the program of another build. Jobs are started by mpirun, and no program sees
-a GPU; with LCE_GPU_RANKS=N tools/launch starts them, on N GPUs.
+LCE_TRAIN names the program of another build. mpirun starts jobs, and no program sees a GPU; with LCE_GPU_RANKS=N
+tools/launch starts them, on N GPUs.
 """
 import array
 import collections

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/bench_lce: its loss at a trained state is the one that ./train evaluates, a plan is what a run holds, tiles are dropped
-as M0 says, every rung is timed, and what cannot be read or timed is refused in one sentence."""
+"""tools/bench_lce: losses of trained states, plans, tiles dropped as M0 says, every rung, and refusals."""
 import json
 import pathlib
 import sys

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""kernels/lce/LCE.md on the ladder: the checker of each exercise fails on the hole and passes once the ladder's own lines fill it,
-and the differences between rungs are lines of the ladder."""
+"""kernels/lce/LCE.md on the ladder: exercises fail on their hole and pass once filled; diffs are the ladder's lines."""
 import pathlib
 import re
 import shutil

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""./train under mpirun on two hosts: network namespaces with a link between them, and host names of their own. All is skipped
-where there is no mpirun, or no right to make namespaces."""
+"""./train under mpirun on two hosts: network namespaces with a link between them. Skipped without the right to make them."""
 import os
 import pathlib
 import re

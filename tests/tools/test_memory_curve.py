@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/memory_curve and tools/plot_run: figures worked out by hand, plan against ledger, sweeps that stop,
-refusals, and what is in the pictures."""
+"""tools/memory_curve and tools/plot_run: figures by hand, plan against ledger, sweeps that stop, pictures."""
 import csv
 import importlib.util
 import json

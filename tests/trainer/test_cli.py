@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""./train's command line: what it refuses, in one sentence that says what would do, what it prints, and what short runs write."""
+"""./train's command line: what it refuses, in one sentence, what it prints, and what short runs write."""
 import importlib.util
 import json
 import math
@@ -253,7 +253,7 @@ def test_wrong_data(folder):
     train(f"--init {folder}").refused("/config.json: it is not a regular file")
 
 
-# Where a token is no byte a prompt is ids or a shard, and text is refused with a command that makes ids of it.
+# Where a token is no byte a prompt is ids or a shard, and the refusal of text has a command for ids.
 def test_prompts_of_tokens(folder):
     data = write_shard(folder / "data.bin", 400 * [4, 2])
     line = TINY.replace("300", "500") + f"--data {data} --steps 1 --sample-every 1 --sample-tokens 2 --log {folder}/log "
@@ -634,7 +634,7 @@ def test_signals(folder):
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
 
 
-# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it cannot write.
+# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says why.
 def test_dead_output(folder):
     for name, output in (("pipe", "| head -n 1 >/dev/null"), ("full", ">/dev/full")):
         done = run("bash", "-c", f"set -o pipefail; {TRAIN} {ENDLESS} --save {folder}/{name} {output}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""--profile in whole runs: its table and the log's figures agree, on one rank and on two; and where there is nothing to tell."""
+"""--profile in whole runs: its table and the log's figures agree, on one rank and on two."""
 import pathlib
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training with several ranks: a job of ./train does what one rank does with the same tokens, always alike, and ends as one."""
+"""Training with several ranks: a job does what one rank does with the same tokens, and ends as one."""
 import math
 import os
 import pathlib

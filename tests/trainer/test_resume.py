@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Runs of ./train that stop, are stopped, killed or run out of disk, and continue: every tensor and every logged loss is bitwise
-what it would have been."""
+"""Runs of ./train that stop, are killed or run out of disk, and continue: all is bitwise what it would have been."""
 import json
 import os
 import pathlib

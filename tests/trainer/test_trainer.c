@@ -79,17 +79,7 @@ static void write_letters(const char *name, int count, int first, int distinct) 
 // masked.bin: something to learn, of which runs of tokens count and runs do not; packed.bin: the same in
 // documents of up to 40 tokens; nothing.bin: nothing counts.
 static int make_data(void **state) {
-  static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
-                                      "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
-  if (make_temp_dir(state)) return -1;
-  char text[40000] = "";
-  size_t length = 0;
-  for (uint64_t i = 0; length < sizeof text - 16; i++) {
-    const char *word = words[random_bits(1, 1, i) % 16];
-    memcpy(text + length, word, strlen(word));
-    length += strlen(word);
-  }
-  write_bytes("words.txt", text, length);
+  if (make_words(state)) return -1;
   uint16_t tokens[TOKENS];
   uint8_t mask[(TOKENS + 7) / 8] = {0}, ends[sizeof mask] = {0}, none[sizeof mask] = {0};
   bool counts = false;
