@@ -7,6 +7,7 @@ import array
 import collections
 import concurrent.futures
 import functools
+import hashlib
 import json
 import operator
 import os
@@ -32,7 +33,10 @@ GPUS = int(os.environ.get("LCE_GPU_RANKS", 0))
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n".split()
 DEVICE = "--device cuda " if GPUS else "--device cpu "
 DEADLINE = 120
-TEXT = "tests/trainer/test_resume.py"  # to train on
+keep = tempfile.TemporaryDirectory(prefix="lce-test-")
+TEXT = pathlib.Path(keep.name, "words.txt")  # to train on: 16 KB that do not change with the tree
+WORDS = "return ", "tensor", " = ", "0", ";\n", "for ", "int ", "i", "++", ") ", "float ", "x[i] ", "+ ", "{\n", "}\n", "sum "
+TEXT.write_text("".join(WORDS[hashlib.sha256(b"%d" % i).digest()[0] % 16] for i in range(4096)))
 SIZES = ("--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 2 "
          "--num-key-value-heads 1 --seq-len 16 ")
 TINY = "--device cpu --num-layers 2 --batch 3 " + SIZES  # trains in no time

@@ -122,5 +122,4 @@ def test_refusals(folder):
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())

@@ -63,7 +63,7 @@ def options():
 
 
 def wrong_values(takes):
-    """What an option refuses that takes such values."""
+    """What an option refuses that takes such values: first those just outside of the range."""
     numbers = re.fullmatch("a (whole )?number from (.*) to (.*)", takes)
     if not numbers:
         words = re.split(", | or ", takes)
@@ -71,11 +71,11 @@ def wrong_values(takes):
     whole, low, high = numbers[1], float(numbers[2]), float(numbers[3])
     if whole:
         return [str(int(numbers[2]) - 1), str(int(numbers[3]) + 1), "1.5", "4x", "99999999999999999999"]
-    return ["nan", "inf", "1e-3x", repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01)]
+    return [repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01), "nan", "inf", "1e-3x"]
 
 
 def test_each_option_refuses_wrong_values(folder):
-    takes = {name: words for words, names in TAKES.items() for name in names.split()}
+    takes, tried = {name: words for words, names in TAKES.items() for name in names.split()}, set()
     for name, has_value in options().items():
         if not has_value:
             continue
@@ -83,9 +83,11 @@ def test_each_option_refuses_wrong_values(folder):
                                 train(f"--{name} x --plan", cwd=folder).err)
         if sentence:
             assert takes.get(name, sentence[1]) == sentence[1], f"--{name} takes {sentence[1]}"
-            for value in ["", *wrong_values(sentence[1])]:
+            values = wrong_values(sentence[1])
+            for value in ["", *(values[:2] if sentence[1] in tried else values)]:  # one parser reads them all
                 output = train(f"--{name}={value} --plan", cwd=folder).refused()
                 assert output.err == f"lce: --{name} {value}: give {sentence[1]}\n", output
+            tried.add(sentence[1])
         else:
             assert name not in takes, name
     (folder / "x").unlink(missing_ok=True)  # what --plan writes with --log x
@@ -147,7 +149,6 @@ def test_possible_combinations(folder):
 # --- refusals of their own ----------------------------------------------------------------------------------
 
 REFUSED = [
-    ("--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"),
     ("--model gpt2", "no model preset is called 'gpt2'; there are gpt2-tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m\n"),
     ("--offload weights,moments", "give one or more of weights, gradients, optimizer"),
     ("--offload weights,", "--offload weights,: give one or more of "),
@@ -654,5 +655,4 @@ def test_full_log(folder):
     assert len(read_log(folder / "log")) > 100
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())

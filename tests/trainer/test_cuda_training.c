@@ -1,5 +1,6 @@
 // Training on a GPU: steps against the CPU, bf16 against fp32, same bits, the ledger against the device.
 #include "kernels/random.h"
+#include "tests/reference.h"
 #include "tests/runs.h"
 
 static Run *open_on(bool bf16, const char *line) {
@@ -19,12 +20,7 @@ static void load_batch(Run *run) {
 
 // |a - b| / |b| over all elements.
 static double relative_error(const double *a, const double *b, int64_t count) {
-  double difference = 0, size = 0;
-  for (int64_t i = 0; i < count; i++) {
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    size += b[i] * b[i];
-  }
-  return sqrt(difference / (size + 1e-30));
+  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count) + 1e-30);
 }
 
 // Per-tensor bounds. fp32: sums in another order, about 1e-5. bf16: about twenty roundings of 2^-9 lie on the

@@ -47,5 +47,4 @@ def test_without(folder):
     train(RUN + "--device cpu --profile --steps 2").ok("profile  none: it begins after 2 steps\n")
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())
