@@ -47,11 +47,12 @@ static void case_close(Case *c) {
 // Of `length` tokens after `past` in a cache, if any.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
-  int32_t rows[2 * WINDOW];
-  for (int64_t i = 0; i < length; i++) rows[i] = (int32_t)i;
+  int32_t positions[2 * WINDOW];
+  for (int64_t i = 0; i < length; i++) positions[i] = (int32_t)i;
   Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
-  transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, rows, length), logits);
+  transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, positions, length),
+                     logits);
   return logits;
 }
 

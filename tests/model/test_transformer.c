@@ -59,19 +59,19 @@ static void poison_gradients(Case *c) {
       memset(c->model.parameters.grad[g].data, 0xFF, tensor_bytes(c->model.parameters.grad[g]));
 }
 
-// Puts the batch on the device; `rows` names the counted tokens where some are ignored.
+// Puts the batch on the device, and the counted positions where some are ignored.
 static void upload_batch(Case *c) {
   Harness *h = c->h;
-  int32_t *rows = random_ids(h, c->rows, 1);
+  int32_t *positions = random_ids(h, c->rows, 1);
   c->counted = 0;
   for (int64_t n = 0; n < c->rows; n++)
-    if (c->targets[n] != IGNORE_INDEX) rows[c->counted++] = (int32_t)n;
+    if (c->targets[n] != IGNORE_INDEX) positions[c->counted++] = (int32_t)n;
   c->on_device = (Batch){.batch = c->batch,
                          .seq_len = c->seq_len,
                          .tokens = ids_from(h, c->tokens, c->rows),
                          .targets = ids_from(h, c->targets, c->rows),
                          .counted = c->counted};
-  if (c->counted < c->rows) c->on_device.rows = ids_from(h, rows, c->rows);
+  if (c->counted < c->rows) c->on_device.rows = ids_from(h, positions, c->rows);
   c->loss = poisoned_vector(h, DTYPE_F32, c->rows);
 }
 

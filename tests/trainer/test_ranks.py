@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Training with several ranks: a job does what one rank does with the same tokens, and ends as one."""
+import fcntl
 import os
 import pathlib
 import random
@@ -122,7 +123,8 @@ def test_a_hanging_rank_is_reported(folder):
     need_ranks()
     os.mkfifo(folder / "pipe")
     pipe = os.open(folder / "pipe", os.O_RDWR)
-    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 4000 --timeout 2"
+    fcntl.fcntl(pipe, 1031, 4096)  # F_SETPIPE_SZ: soon full
+    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 400 --timeout 2"
     shell(2, f'test $RANK = 0 || exec {line}; exec {line} >{folder}/pipe').fails(
         "lce: no progress for 2 s, between collectives: this rank holds up the others")
     os.close(pipe)
