@@ -70,7 +70,8 @@ def test_a_signal_ends_it(folder):
         p.wait_for("loaded ")
         time.sleep(0.5)
         os.kill(p.of_rank(1) if ranks else p.pid, signal.SIGTERM)
-        p.finish(20).fails("lce: stopped on a signal: not all is evaluated")
+        output = p.finish(20)
+        (output.fails if ranks else output.refused)("lce: stopped on a signal: not all is evaluated")
 
 
 # Every wrong use is one sentence, before anything is loaded or written.
