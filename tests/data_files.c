@@ -1,15 +1,18 @@
 #include "tests/data_files.h"
 
+#include "kernels/random.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-static char temp_dir[] = "/tmp/test_data.XXXXXX";
+static char temp_dir[32];
 
 int make_temp_dir(void **state) {
   (void)state;
+  strcpy(temp_dir, "/tmp/test_data.XXXXXX");
   return mkdtemp(temp_dir) ? 0 : -1;
 }
 
@@ -26,6 +29,21 @@ const char *temp_path(const char *name) {
   char *path = paths[turn++ % 8];
   snprintf(path, sizeof paths[0], "%s/%s", temp_dir, name);
   return path;
+}
+
+int make_words(void **state) {
+  static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
+                                      "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
+  if (make_temp_dir(state)) return -1;
+  char text[40000] = "";
+  size_t length = 0;
+  for (uint64_t i = 0; length < sizeof text - 16; i++) {
+    const char *word = words[random_bits(1, 1, i) % 16];
+    memcpy(text + length, word, strlen(word));
+    length += strlen(word);
+  }
+  write_bytes("words.txt", text, length);
+  return 0;
 }
 
 void make_directory(const char *name) {

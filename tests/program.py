@@ -1,12 +1,13 @@
-"""Runs ./train and the tools beside it as a user would, alone or as the ranks of a job, and reads what they write.
+"""Runs ./train and the tools as a user would, alone or as the ranks of a job, for tests that print TAP.
 
-For tests in Python that print TAP. LCE_TRAIN names the program of another build. Jobs are started by mpirun, and no program sees
-a GPU; with LCE_GPU_RANKS=N tools/launch starts them, on N GPUs.
+LCE_TRAIN names the program of another build. mpirun starts jobs, and no program sees a GPU; with LCE_GPU_RANKS=N
+tools/launch starts them, on N GPUs.
 """
 import array
 import collections
 import concurrent.futures
 import functools
+import hashlib
 import json
 import operator
 import os
@@ -32,7 +33,10 @@ GPUS = int(os.environ.get("LCE_GPU_RANKS", 0))
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n".split()
 DEVICE = "--device cuda " if GPUS else "--device cpu "
 DEADLINE = 120
-TEXT = "tests/trainer/test_resume.py"  # to train on
+keep = tempfile.TemporaryDirectory(prefix="lce-test-")
+TEXT = pathlib.Path(keep.name, "words.txt")  # to train on: 16 KB that do not change with the tree
+WORDS = "return ", "tensor", " = ", "0", ";\n", "for ", "int ", "i", "++", ") ", "float ", "x[i] ", "+ ", "{\n", "}\n", "sum "
+TEXT.write_text("".join(WORDS[hashlib.sha256(b"%d" % i).digest()[0] % 16] for i in range(4096)))
 SIZES = ("--model llama-tiny --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 2 "
          "--num-key-value-heads 1 --seq-len 16 ")
 TINY = "--device cpu --num-layers 2 --batch 3 " + SIZES  # trains in no time
@@ -219,9 +223,6 @@ def assert_planned(line, peak):
     """The plan of these options is `peak` bytes: it fits there, and into no byte less."""
     train(f"{line} --plan --device-memory {peak / 2**30!r}").ok()
     train(f"{line} --plan --device-memory {(peak - 1) / 2**30!r}").fails("this run needs ")
-
-
-# --- running tests ------------------------------------------------------------------------------------------
 
 
 def main(names, at_once=1 if GPUS else 3):

@@ -470,8 +470,6 @@ TEST(an_output_is_locked) {
   ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
 }
 
-// --- all tests ----------------------------------------------------------------------------------------
-
 int main(int argc, char **argv) {
   if (argc == 2 && strcmp(argv[1], "--print-corpus") == 0) {
     print_corpus();

@@ -265,7 +265,7 @@ TEST(the_checksum_shows_changed_data) {
   }
 }
 
-// Rank r reads B rows of T tokens from (s R + r) B T on, in step s of R ranks; what is held back is the file's end.
+// Rank r reads B rows of T tokens from (s R + r) B T on, in step s; held back is the file's end.
 TEST(sequential_windows_overlap_by_a_token) {
   enum { T = 7, B = 2, RANKS = 3, STEPS = 2 };
   Source *source = open_counting("counting.bin", 141); // 20 windows and the last one's target
@@ -384,8 +384,7 @@ TEST(packed_windows_hold_every_pair_once) {
     }
 }
 
-// The longest first, each where the least space is left: 7+3 and 6+2+2 fill windows of 10. (3 in the other one would leave 2
-// without space.)
+// Best fit, the longest first: 7+3 and 6+2+2 fill windows of 10.
 TEST(documents_fit_best) {
   enum { T = 10, COUNT = 5 };
   static const int pairs[COUNT] = {2, 3, 7, 2, 6};

@@ -1,5 +1,4 @@
-// The tokenizer against Hugging Face's `tokenizers`: decoded bytes of many texts (golden files), what is shown of
-// half characters and unknown ids, and files that are refused or hostile.
+// The tokenizer against Hugging Face's `tokenizers` (golden files), how bytes are shown, and refused files.
 #include "data/source.h"
 #include "data/tokenizer.h"
 #include "kernels/random.h"
@@ -17,8 +16,6 @@ static Tokenizer *open_tokenizer(const char *path) {
   if (!t) fail_msg("%s", reason.text);
   return t;
 }
-
-// --- against tokenizers ------------------------------------------------------------------------------------
 
 // Texts are in hexadecimal: they may hold what JSON or C would change.
 static char *from_hex(const cJSON *item, int64_t *length) {
@@ -75,8 +72,6 @@ TEST(test_another_tokenizer) {
   check_rows(path, texts, "other");
 }
 
-// --- decoding ----------------------------------------------------------------------------------------------
-
 static void assert_shown(const Tokenizer *t, const char *expected, const int32_t *ids, int64_t count) {
   char *shown = tokenizer_show(t, ids, count);
   assert_string_equal(shown, expected);
@@ -89,8 +84,7 @@ static void assert_shown(const Tokenizer *t, const char *expected, const int32_t
 TEST(test_what_is_shown) {
   Tokenizer *t = open_tokenizer(GOLDEN "gpt2/tokenizer.json");
   int32_t end = (int32_t)tokenizer_size(t) - 1; // <|endoftext|>
-  // The alphabet's first tokens are the bytes from '!' on, then Latin-1's printable ones, then the other
-  // bytes.
+  // The alphabet begins with the bytes from '!' on, then Latin-1's printable ones, then the others.
   int32_t exclamation = 0, escape = 94 + 12 + 82 + 27, half = 94 + 12 + (0xC3 - 0xAE);
   ASSERT_SHOWN(t, "!\\x1B\\xC3<|endoftext|>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD", exclamation, escape, half,
                end, -1, 1 << 30, end + 1);
@@ -101,8 +95,6 @@ TEST(test_what_is_shown) {
   assert_int_equal(tokenizer_find(t, "no such token"), -1);
   tokenizer_close(t);
 }
-
-// --- bytes as tokens ---------------------------------------------------------------------------------------
 
 TEST(decoded_text_is_safe_to_print) {
   Tokenizer *t = tokenizer_of_bytes();
@@ -150,8 +142,6 @@ TEST(decoded_text_is_safe_to_print) {
   tokenizer_close(t);
 }
 
-// --- files that will not do --------------------------------------------------------------------------------
-
 // A file with this model, of which one member is given; and the rest of the file.
 #define MODEL(members, rest) "{\"model\":{" members "}" rest "}"
 #define A                    "\"vocab\":{\"a\":0}"
@@ -194,7 +184,7 @@ TEST(test_refusals) {
   }
 }
 
-// Only encoding reads these members, so they may hold anything: Splits within characters, merges of no tokens.
+// Only encoding reads these members, so they may hold anything.
 TEST(test_what_only_encoding_reads) {
 #define CUT  "{\"type\":\"Split\",\"behavior\":\"Isolated\",\"invert\":false,\"pattern\":{\"Regex\":"
 #define CUTS CUT "\"\\\\C\"}}," CUT "\"\\\\P{Nd}\"}},"

@@ -1,11 +1,8 @@
-// Generation: cached logits against uncached ones at every position, texts against the plain loop that computes everything
-// again, draws against the distributions they are from, and memory that does not depend on the prompt.
+// Generation: cached logits, texts against the plain loop, draws against their distributions, memory.
 #include "kernels/random.h"
 #include "model/generate.h"
 #include "model/transformer.h"
 #include "tests/runs.h"
-
-// --- a model -----------------------------------------------------------------------------------------------
 
 typedef struct {
   Harness *h;
@@ -50,11 +47,12 @@ static void case_close(Case *c) {
 // Of `length` tokens after `past` in a cache, if any.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
-  int32_t rows[2 * WINDOW];
-  for (int64_t i = 0; i < length; i++) rows[i] = (int32_t)i;
+  int32_t positions[2 * WINDOW];
+  for (int64_t i = 0; i < length; i++) positions[i] = (int32_t)i;
   Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
-  transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, rows, length), logits);
+  transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, positions, length),
+                     logits);
   return logits;
 }
 
@@ -77,8 +75,6 @@ static void cached_case(const char *preset) {
 TEST(test_cached_logits_equal_uncached) {
   for (int p = 0; p < PRESETS; p++) cached_case(presets[p]);
 }
-
-// --- texts -------------------------------------------------------------------------------------------------
 
 TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
@@ -191,9 +187,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
   }
 }
 
-// --- draws -------------------------------------------------------------------------------------------------
-
-// Over N evenly spread uniforms every token must come N times its share, give or take the rounding of its two borders.
+// Over N evenly spread uniforms every token comes N times its share, but for the rounding of two borders.
 static void check_draws(const Sampling *sampling, const float *logits, int count, const double *shares) {
   enum { N = 20000 };
   int drawn[16] = {0};

@@ -1,5 +1,4 @@
-// What a model is: published sizes, where the tensors lie, the rotary angles, first values, and sizes that are refused.
-// test_golden.c has the names and shapes of Hugging Face, test_transformer.c has it compute.
+// Models: published sizes, where tensors lie, rotary angles, first values, and sizes that are refused.
 #include "model/model.h"
 #include "tests/harness.h"
 
@@ -12,8 +11,6 @@ static ModelConfig small(const char *preset) {
   c.max_position_embeddings = 40;
   return c;
 }
-
-// --- names and counts --------------------------------------------------------------------------------------
 
 // The families' names in help and messages are those of the table.
 TEST(test_family_names) {
@@ -56,8 +53,7 @@ TEST(test_presets) {
   assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
 }
 
-// By hand. GPT-2 small: 85.0M weights in GEMMs of the layers, 38.6M in the head; attention 12 * 1024 * 768. Qwen3 0.6B: its
-// heads together, 16 * 128, are twice as wide as the stream.
+// GPT-2 small: 85.0M weights in the layers, 38.6M in the head. Qwen3 0.6B: heads twice as wide as the stream.
 TEST(test_flops) {
   ModelConfig gpt2 = model_preset("gpt2-124m"), qwen = model_preset("qwen3-0.6b");
   double layer = 768.0 * 2304 + 768 * 768 + 2 * 768 * 3072;
@@ -68,10 +64,7 @@ TEST(test_flops) {
   assert_true(fabs(model_flops_per_token(&qwen, 512) / want - 1) < 1e-12);
 }
 
-// --- where the tensors lie ---------------------------------------------------------------------------------
-
-// The head alone is in its group; matrices are decayed, norms and biases are not. Tensors fill their group
-// without overlapping.
+// The head is alone in its group; matrices are decayed, vectors are not; tensors fill groups without overlap.
 TEST(test_groups) {
   Harness *h = *state;
   static const char *const presets[] = {"gpt2-tiny", "llama-tiny"};
@@ -125,15 +118,12 @@ TEST(test_sharded_roles) {
   backend_destroy(plan);
 }
 
-// --- rotary frequencies ------------------------------------------------------------------------------------
-
 static void assert_close(double got, double want, double relative) {
   if (!(fabs(got - want) <= relative * fabs(want))) fail_msg("%.9g, should be %.9g", got, want);
 }
 
-// Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5 = 1/707.1068, which turns
-// 8192 / (2 pi 707.1068) = 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. The
-// frequencies from i = 18 on, with wavelengths beyond 8192, are 32 times slower.
+// Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5, which turns 8192 / (2 pi 707.1068) =
+// 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. From i = 18 on: 32 times slower.
 TEST(test_rope_table) {
   Harness *h = *state;
   ModelConfig config = model_preset("llama-1b");
@@ -164,10 +154,7 @@ TEST(test_rope_table) {
   model_destroy(&model);
 }
 
-// --- first values ------------------------------------------------------------------------------------------
-
-// Mean 0 and the standard deviation within 5 standard errors; 68.27% lie within one deviation, 95.45% within
-// two.
+// Mean and standard deviation within 5 standard errors; 68.27% lie within one deviation, 95.45% within two.
 static void check_normal(const char *name, const double *values, int64_t count, double stddev) {
   double sum = 0, squares = 0, one = 0, two = 0, n = (double)count;
   for (int64_t i = 0; i < count; i++) {
@@ -270,8 +257,6 @@ TEST(test_master_weights) {
   model_destroy(&plain);
   model_destroy(&mixed);
 }
-
-// --- what is no model --------------------------------------------------------------------------------------
 
 TEST(test_impossible_sizes) {
 #define SIZE(member)                                                                                         \

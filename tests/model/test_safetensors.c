@@ -1,5 +1,4 @@
-// The foreign formats that checkpoints are made of: safetensors headers and config.json, valid and malformed. JSON stands here
-// with ' for ".
+// Safetensors headers and config.json, valid and malformed. JSON stands here with ' for ".
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/safetensors.h"
 #include "model/model.h"
@@ -9,8 +8,6 @@ static void quote(char *text) {
   for (; *text; text++)
     if (*text == '\'') *text = '"';
 }
-
-// --- safetensors -------------------------------------------------------------------------------------------
 
 // A file of this header, its true length before it unless `length` says otherwise, and `data` bytes of zeros.
 static char *file_of(const char *header, int64_t length, size_t data, size_t *size) {
@@ -142,8 +139,6 @@ TEST(half_precision_widens_exactly) {
   for (int i = 0; i < COUNT; i++) assert_int_equal(rounded[i], bf16_from_f32(odd[i]));
   assert_false(safetensors_convert("I32", bytes, 1, DTYPE_F32, odd));
 }
-
-// --- config.json -------------------------------------------------------------------------------------------
 
 #define SIZES                                                                                                \
   "'vocab_size':10,'hidden_size':12,'intermediate_size':20,'num_hidden_layers':2,'num_attention_heads':3"

@@ -1,6 +1,5 @@
-// The whole transformer: losses against those of its logits, every parameter's gradient against finite differences, and what
-// must not change the result: recomputation, the mode of the last layer, chunks of the MLP, packed documents, what lay on the
-// stack before. Every push is filled with NaN first. test_golden.c has the logits, and tests/tools/test_minimal.c steps.
+// The whole transformer: losses, every parameter's gradient by finite differences, and what must not matter.
+// Every push is filled with NaN first. test_golden.c has the logits, tests/tools/test_minimal.c steps.
 #include "model/transformer.h"
 #include "tests/reference.h"
 #include "tests/runs.h"
@@ -44,8 +43,6 @@ static ModelConfig tiny(int family) {
   return c;
 }
 
-// --- a model with a batch ----------------------------------------------------------------------------------
-
 typedef struct {
   Harness *h;
   Model model;
@@ -62,19 +59,19 @@ static void poison_gradients(Case *c) {
       memset(c->model.parameters.grad[g].data, 0xFF, tensor_bytes(c->model.parameters.grad[g]));
 }
 
-// Puts the batch on the device; `rows` names the counted tokens where some are ignored.
+// Puts the batch on the device, and the counted positions where some are ignored.
 static void upload_batch(Case *c) {
   Harness *h = c->h;
-  int32_t *rows = random_ids(h, c->rows, 1);
+  int32_t *positions = random_ids(h, c->rows, 1);
   c->counted = 0;
   for (int64_t n = 0; n < c->rows; n++)
-    if (c->targets[n] != IGNORE_INDEX) rows[c->counted++] = (int32_t)n;
+    if (c->targets[n] != IGNORE_INDEX) positions[c->counted++] = (int32_t)n;
   c->on_device = (Batch){.batch = c->batch,
                          .seq_len = c->seq_len,
                          .tokens = ids_from(h, c->tokens, c->rows),
                          .targets = ids_from(h, c->targets, c->rows),
                          .counted = c->counted};
-  if (c->counted < c->rows) c->on_device.indices = ids_from(h, rows, c->rows);
+  if (c->counted < c->rows) c->on_device.indices = ids_from(h, positions, c->rows);
   c->loss = poisoned_vector(h, DTYPE_F32, c->rows);
 }
 
@@ -134,8 +131,6 @@ static double *evaluate(Case *c, TransformerOptions options) {
   return values_of(c->h, c->loss);
 }
 
-// --- gradients against finite differences ------------------------------------------------------------------
-
 static double mean_of_losses(Case *c) {
   const double *loss = model_losses(c->h, &c->model, c->tokens, c->targets, c->batch, c->seq_len);
   double sum = 0;
@@ -160,7 +155,7 @@ static double derivative_along(Case *c, Tensor weight, const double *direction) 
   return (4 * derivatives[0] - derivatives[1]) / 3;
 }
 
-// Along the gradient, which finds errors of its size, and at random, which finds missing elements; both of length 1.
+// Along the gradient, which finds errors of its size, and at random, which finds missing elements.
 static void check_tensor_gradient(Case *c, int64_t i) {
   const Parameter *p = &c->model.parameters.items[i];
   int64_t count = tensor_count(p->grad);
@@ -173,8 +168,7 @@ static void check_tensor_gradient(Case *c, int64_t i) {
     fail_msg("%s: the derivative along a direction is %.9g, should be %.9g", p->name, along, want);
 }
 
-// The same but for the order of sums. Gradients that are 0 but for rounding (those of q in a sequence of one token) carry
-// the rounding of all other elements, so the allowed error follows from the whole gradient.
+// Gradients that are 0 but for rounding carry that of all others: the error follows from the whole gradient.
 static void check_gradients_agree(Case *c, double **want) {
   enum { UNITS = 64 };
   const ParameterSet *p = &c->model.parameters;
@@ -224,9 +218,7 @@ TEST(test_losses_and_gradients) {
   }
 }
 
-// --- what must not matter ----------------------------------------------------------------------------------
-
-// Each level holds less than the one before while the last layer runs, and in some layers alone it holds something between.
+// Each level holds less than the one before, and in some layers alone it holds something between.
 TEST(test_recompute_saves) {
   for (int f = 0; f < FAMILIES; f++) {
     size_t before = SIZE_MAX;
@@ -246,7 +238,7 @@ TEST(test_recompute_saves) {
   }
 }
 
-// The MLP in chunks, which need not divide the tokens: the weights' gradients are summed in another order, in less memory.
+// The MLP in chunks, which need not divide the tokens: the same sums in another order, in less memory.
 TEST(test_mlp_chunks) {
   for (int f = 0; f < FAMILIES; f++)
     for (int64_t chunk = 1; chunk <= 21; chunk += 4) {
@@ -264,7 +256,7 @@ TEST(test_mlp_chunks) {
     }
 }
 
-// Two windows of documents and of padding give the losses and gradients of the documents alone, however recomputed.
+// Windows of documents and padding give the losses and gradients of the documents alone.
 TEST(test_documents) {
   enum { BATCH = 2, SEQ_LEN = 70, ROWS = BATCH * SEQ_LEN };
   static const int64_t lengths[] = {3, 1, 60, 6, 66, 2, 1, 1}; // the last two are padding

@@ -7,16 +7,12 @@ import shlex
 import signal
 import struct
 import sys
-import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import DEVICE, TEXT, TINY, TOOLS, Process, column, main, need_ranks, once, read_log, run, train, write_shard  # noqa: E402
+from program import DEVICE, TEXT, TINY, TOOLS, Process, column, keep, main, need_ranks, once, read_log, run, train, write_shard  # noqa: E402
 
 EVALUATE = TOOLS / "evaluate"
-keep = tempfile.TemporaryDirectory(prefix="lce-test-")
-
-
 def evaluate(line, **how):
     return run(EVALUATE, *shlex.split(DEVICE + line), **how)
 
@@ -54,25 +50,28 @@ def test_plans_its_memory(folder):
     evaluate(f"--init {model} --val-data {shard} --device-memory 0.0001").refused("this run needs ", " and the device has ")
 
 
-# The ranks share the batches, and the loss is the same; a signal to one of them ends all.
+# The ranks share the batches, and the loss is the same.
 def test_ranks(folder):
     need_ranks()
     model, shard, _ = trained()
     losses = []
     for ranks in 0, 2, 3:
         output = evaluate(f"--init {model} --val-data {shard} --seq-len 16 --log {folder}/log", ranks=ranks).ok()
-        assert output.out.count("validation loss ") == 1, output
+        assert not output.err and output.out.count("validation loss ") == 1, output
         losses.append(read_log(folder / "log")[-1]["val_loss"])
     assert len(set(losses)) == 1, losses
 
 
 def test_a_signal_ends_it(folder):
-    model, _, _ = trained()
-    p = Process(EVALUATE, *shlex.split(DEVICE + f"--init {model} --seq-len 1 --batch 1 --val-fraction 0.9"))
-    p.wait_for("loaded ")
-    time.sleep(0.5)
-    os.kill(p.pid, signal.SIGTERM)
-    p.finish(20).refused("stopped on a signal: not all is evaluated")
+    for ranks in 0, 2:  # any rank may get the signal
+        if ranks:
+            need_ranks()
+        p = Process(EVALUATE, *shlex.split(DEVICE + f"--init {trained()[0]} --seq-len 1 --batch 1 --val-fraction 0.9"), ranks=ranks)
+        p.wait_for("loaded ")
+        time.sleep(0.5)
+        os.kill(p.of_rank(1) if ranks else p.pid, signal.SIGTERM)
+        output = p.finish(20)
+        (output.fails if ranks else output.refused)("lce: stopped on a signal: not all is evaluated")
 
 
 # Every wrong use is one sentence, before anything is loaded or written.
@@ -103,6 +102,5 @@ def test_weights_that_are_nan(folder):
     run(TOOLS / "generate", "--device", "cpu", "--init", model).refused("is nan; there is NaN or infinity among the weights")
 
 
-if __name__ == "__main__":
-    trained()
-    main(globals())
+trained()
+main(globals())

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/generate: the same text for the same seed, wherever the prompt comes from; characters stay whole; Ctrl-C and a reader that
-stops end it and its program; what a model cannot continue is refused in one sentence."""
+"""tools/generate: texts repeat, characters stay whole, Ctrl-C and a reader that stops end it; refusals."""
 import importlib.machinery
 import importlib.util
 import json
@@ -123,5 +122,4 @@ def test_refusals(folder):
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""./train under mpirun on two hosts: network namespaces with a link between them, and host names of their own. All is skipped
-where there is no mpirun, or no right to make namespaces."""
+"""./train under mpirun on two hosts: network namespaces with a link between them. Skipped without the right to make them."""
 import os
 import pathlib
 import re
@@ -101,21 +100,6 @@ def test_the_link_carries_what_the_run_says(folder):
         said = read_log(folder / "log")[-1]["wire_bytes_per_step"]
         (folder / "log").unlink()
         assert 0.98 * said < sent < 1.05 * said + 50e3, (options, said, sent)
-
-
-def test_a_step_sends_what_the_formula_says(folder):
-    for k, (zero, tied) in enumerate(((0, False), (1, False), (2, False), (0, True), (1, True))):
-        log = folder / str(k)
-        call(*mpirun("-n", 2), TRAIN, *JOB, "--zero", zero, "--log", log,
-             "--tie-word-embeddings" if tied else "--untie-word-embeddings").ok()
-        start, *_, end = read_log(log)
-        sent, ranks, hidden = end["wire_bytes_per_step"], start["ranks"], start["hidden_size"]
-        batch_tokens = start["batch"] * start["seq_len"]
-        micro_batches = start["total_batch"] // (ranks * batch_tokens)
-        bytes_all, head = 4 * start["parameters"], 4 * start["vocab_size"] * hidden  # fp32 on the CPU
-        bytes_sent = {0: 2 * bytes_all, 1: 2 * bytes_all, 2: micro_batches * (bytes_all - head) + head + bytes_all}[zero]
-        formula = (ranks - 1) / ranks * bytes_sent + (ranks - 1) * (batch_tokens * (4 * hidden + 4) if tied else 0)
-        assert abs(sent - formula) < 2e-3 * formula, (zero, tied, formula, sent)
 
 
 def test_a_host_that_fails_ends_the_job(folder):

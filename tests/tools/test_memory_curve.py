@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/memory_curve and tools/plot_run: figures worked out by hand, plan against ledger, sweeps that stop,
-refusals, and what is in the pictures."""
+"""tools/memory_curve and tools/plot_run: figures by hand, plan against ledger, sweeps that stop, pictures."""
 import csv
 import importlib.util
 import json
@@ -75,9 +74,6 @@ def assert_says(path, *parts):
     return said
 
 
-# --- figures ------------------------------------------------------------------------------------------------
-
-
 def test_worked_out_by_hand(folder):
     """N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes."""
     curve(folder, "--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 --lce-chunk 16 "
@@ -130,9 +126,6 @@ def test_patience(folder):
         assert [row["status"] for row in curve_rows(folder)] == [status] * 4
 
 
-# --- recipes ------------------------------------------------------------------------------------------------
-
-
 @once
 def recipe(name):
     """Planned: where its files are, and what was printed."""
@@ -168,9 +161,6 @@ def test_offloaded_timelines(folder):
             assert peak(part) == planned[like]["peak_bytes"] + more, (name, mode)
             assert max(row["lm_head, loss"] for row in part) == planned[like]["head_peak_bytes"] + more, (name, mode)
             assert part[-1]["lm_head, loss"] == 0 and part[0]["at"] == 0 and all(a["at"] <= b["at"] for a, b in zip(part, part[1:]))
-
-
-# --- a sweep that stops -------------------------------------------------------------------------------------
 
 
 def test_killed_sweep_resumes(folder):
@@ -226,9 +216,6 @@ def test_refusals(folder):
             assert done.status == 1 and done.err.startswith("memory_curve: ") and done.err.count("\n") == 1, done
 
 
-# --- pictures -----------------------------------------------------------------------------------------------
-
-
 def test_pictures_of_sweeps(folder):
     curve(folder, "--plan-only --device cuda --model llama-1b --format svg").ok()
     fused, whole = (reading(folder, mode, tokens=32768)["planned_bytes"] for mode in FUSED_AND_NOT)
@@ -275,9 +262,6 @@ def test_without_matplotlib(folder):
     done = run(ROOT / "tools" / "memory_curve", *PLANNED.split(), cwd=folder, LCE_TRAIN=str(TRAIN), PYTHONPATH=str(folder))
     done.ok("has no matplotlib", "install")
     assert "Traceback" not in done.err and len(curve_rows(out)) == 16 and [path.name for path in out.iterdir()] == ["curve.csv"]
-
-
-# --- runs ---------------------------------------------------------------------------------------------------
 
 
 def test_plot_run(folder):

@@ -1,5 +1,4 @@
-// tools/minimal.c, which shares no code with the program, against ./train: the same weights and batches give the same losses,
-// gradients and updates, step after step. It is the tests' independent account of a Llama's whole steps.
+// tools/minimal.c, which shares no code with the program, against whole steps of ./train.
 #define main minimal_main
 #include "tools/minimal.c"
 #undef main

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""tools/prepare_data.py: its shards against `tokenizers` itself, masks, errors, and ./train on what it made.
-
-Skipped where the packages are missing.
-"""
+"""tools/prepare_data.py: its shards against `tokenizers` itself, masks, errors, and ./train on what it made."""
 import json
 import os
 import pathlib
@@ -61,7 +58,7 @@ def train(*arguments):
 
 
 def read_shards(folder, split="train"):
-    """The manifest and, of all shards of a split, the tokens, whether each counts, and the positions of the documents' last."""
+    """The manifest and, of a split, the tokens, whether each counts, and the documents' last positions."""
     manifest = json.loads((folder / "manifest.json").read_text())
     dtype, magic = {"uint16": ("<u2", (20240520, 1)), "uint32": ("<u4", (20240801, 7))}[manifest["dtype"]]
     columns = {".bin": (dtype, magic, []), ".ends": ("u1", (20261121, 1), []), ".mask": ("u1", (20261120, 1), [])}
@@ -266,8 +263,7 @@ TEMPLATES = {
     "broken": "{% for %}",
     "shortens": "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}",  # earlier answers
 }
-# What the input holds (None: no such file; bytes: a text, or JSON lines where it begins with a brace), options, and a part of
-# the sentence. An option's FOLDER is the test's.
+# Input (None: no such file; bytes: text, or JSON lines after a brace), options, a part of the sentence.
 WRONG = [
     (None, [], "there is no file"),
     (b"text", ["--tokenizer", "FOLDER/nowhere"], "names a tokenizer.json or a directory with one"),

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""tools/real_run.sh on a model that takes no time, and tools/plot_run --groups on logs whose figures are
-worked out by hand."""
+"""tools/real_run.sh on a model that takes no time, and tools/plot_run --groups on figures by hand."""
 import importlib.util
 import json
 import pathlib

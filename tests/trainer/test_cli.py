@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""./train's command line: what it refuses, in one sentence that says what would do, what it prints, and what short runs write."""
+"""./train's command line: what it refuses, in one sentence, what it prints, and what short runs write."""
 import importlib.util
 import json
 import math
@@ -18,7 +18,7 @@ from tap import Skip  # noqa: E402
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
-# --- refusals that follow from the table of options -----------------------------------------------------------
+# --- refusals that follow from the table of options ---------------------------------------------------------
 
 # What options take. One that is not here is tested by what it says that it takes.
 TAKES = {
@@ -63,7 +63,7 @@ def options():
 
 
 def wrong_values(takes):
-    """What an option refuses that takes such values."""
+    """What an option refuses that takes such values: first those just outside of the range."""
     numbers = re.fullmatch("a (whole )?number from (.*) to (.*)", takes)
     if not numbers:
         words = re.split(", | or ", takes)
@@ -71,11 +71,11 @@ def wrong_values(takes):
     whole, low, high = numbers[1], float(numbers[2]), float(numbers[3])
     if whole:
         return [str(int(numbers[2]) - 1), str(int(numbers[3]) + 1), "1.5", "4x", "99999999999999999999"]
-    return ["nan", "inf", "1e-3x", repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01)]
+    return [repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01), "nan", "inf", "1e-3x"]
 
 
 def test_each_option_refuses_wrong_values(folder):
-    takes = {name: words for words, names in TAKES.items() for name in names.split()}
+    takes, tried = {name: words for words, names in TAKES.items() for name in names.split()}, set()
     for name, has_value in options().items():
         if not has_value:
             continue
@@ -83,9 +83,11 @@ def test_each_option_refuses_wrong_values(folder):
                                 train(f"--{name} x --plan", cwd=folder).err)
         if sentence:
             assert takes.get(name, sentence[1]) == sentence[1], f"--{name} takes {sentence[1]}"
-            for value in ["", *wrong_values(sentence[1])]:
+            values = wrong_values(sentence[1])
+            for value in ["", *(values[:2] if sentence[1] in tried else values)]:  # one parser reads them all
                 output = train(f"--{name}={value} --plan", cwd=folder).refused()
                 assert output.err == f"lce: --{name} {value}: give {sentence[1]}\n", output
+            tried.add(sentence[1])
         else:
             assert name not in takes, name
     (folder / "x").unlink(missing_ok=True)  # what --plan writes with --log x
@@ -144,10 +146,9 @@ def test_possible_combinations(folder):
         train(f"--device cpu --plan {line}").ok()
 
 
-# --- refusals of their own --------------------------------------------------------------------------------------
+# --- refusals of their own ----------------------------------------------------------------------------------
 
 REFUSED = [
-    ("--model gpt5", "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m"),
     ("--model gpt2", "no model preset is called 'gpt2'; there are gpt2-tiny, gpt2-124m, gpt2-350m, gpt2-774m, gpt2-1558m\n"),
     ("--offload weights,moments", "give one or more of weights, gradients, optimizer"),
     ("--offload weights,", "--offload weights,: give one or more of "),
@@ -253,7 +254,7 @@ def test_wrong_data(folder):
     train(f"--init {folder}").refused("/config.json: it is not a regular file")
 
 
-# Where a token is no byte a prompt is ids or a shard, and text is refused with a command that makes ids of it.
+# Where a token is no byte a prompt is ids or a shard, and the refusal of text has a command for ids.
 def test_prompts_of_tokens(folder):
     data = write_shard(folder / "data.bin", 400 * [4, 2])
     line = TINY.replace("300", "500") + f"--data {data} --steps 1 --sample-every 1 --sample-tokens 2 --log {folder}/log "
@@ -346,7 +347,7 @@ def test_help(folder):
     assert train("--version").ok().out.startswith("lce.c ")
 
 
-# --- what is said about memory ------------------------------------------------------------------------------------
+# --- what is said about memory ------------------------------------------------------------------------------
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -380,7 +381,7 @@ def test_plans(folder):
     assert abs(head[1] / (32768 * 128256 * 2) - 1) < 0.01 and head[0] < head[1] / 7, head
 
 
-# The chunk that is printed is the one that is used: no more than the tokens there are, in chunks of nearly equal size.
+# The chunk that is printed is the one that is used: of nearly equal size, no more than the tokens there are.
 def test_chunk_is_the_used_one(folder):
     for options, chunk in {"--lce-chunk 100000": 48, "--lce-chunk 47": 24, "--lce-chunk 20": 16, "--lce-memory 64": 48}.items():
         train(TINY + f"--steps 1 {options} --log {folder}/log").ok(f"linear_cross_entropy, {chunk} tokens at a time")
@@ -433,8 +434,7 @@ def test_no_gpu(folder):
 
 
 def test_device_memory(folder):
-    # A GPU that is not there: --fit and --plan agree about what fits into its memory.
-    # The default chunk and --lce-memory follow the batch, a chunk that is given stays; the job's own total batch does not matter.
+    # --fit and --plan agree about a GPU that is not there; the job's own total batch does not matter.
     absent = "--device cuda --device-memory 80 --model llama-1b "
     for chunk in ("", "--lce-chunk 100 ", "--lce-memory 1000 "):
         batches = fit(train(absent + chunk + "--total-batch 81920 --batch 4 --fit").ok(" in 80.00 GiB\n").out, "nothing")
@@ -502,7 +502,7 @@ def test_compare_modes(folder):
     train(TINY + "--steps 0 --compare-modes").ok("LM head + loss hold 1.1 times more when fused\n")
 
 
-# --- short runs -----------------------------------------------------------------------------------------------
+# --- short runs ---------------------------------------------------------------------------------------------
 
 
 def test_run(folder):
@@ -573,7 +573,7 @@ def test_shards(folder):
     assert [len(sample) for sample in column(log, "tokens", "sample")] == [1 + 5] and log[-1]["val_loss"] > 0
     output = train(TINY + f"--steps 1 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --log {folder}/log").ok()
     assert "validation loss" not in output.out and read_log(folder / "log")[-1]["val_loss"] is None
-    # What --dump writes is what the log says of the first step: the mean of the losses, the norm of all gradients.
+    # What --dump writes is what the log says of the first step: the mean loss, the norm of all gradients.
     train(TINY + f"--steps 2 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --data-order sequential "
           f"--dump {folder}/compared --log {folder}/log").ok()
     first, dumped = read_log(folder / "log")[1], tensors(folder / "compared/first-step/first_step.safetensors")
@@ -598,7 +598,7 @@ def test_timeline(folder):
     assert_planned(TINY, max(totals))
 
 
-# --- ends ----------------------------------------------------------------------------------------------------
+# --- ends ---------------------------------------------------------------------------------------------------
 
 
 # Ctrl-C (or a polite kill) while a long run is under way: it ends after the running step, with the summary.
@@ -623,7 +623,7 @@ def test_signals(folder):
     time.sleep(1)
     os.kill(p.pid, signal.SIGTERM)
     p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
-    # Nor for that of the last validation, after which it would end by itself; a second signal ends the one after the save.
+    # Nor for that of the last validation; a second signal ends the one after the save.
     p = start(TINY + f"--steps 1 --sample-every 0 --seq-len 1 --batch 1 --val-fraction 0.9 --eval-batches 0 --save {folder}/last")
     p.wait_for("step 1/1")
     for said in ("saved in ", ""):
@@ -635,7 +635,7 @@ def test_signals(folder):
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
 
 
-# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says what it could not write.
+# A reader that goes away, or a full disk, ends the run like a signal: it saves, and says why.
 def test_dead_output(folder):
     for name, output in (("pipe", "| head -n 1 >/dev/null"), ("full", ">/dev/full")):
         done = run("bash", "-c", f"set -o pipefail; {TRAIN} {ENDLESS} --save {folder}/{name} {output}")
@@ -655,5 +655,4 @@ def test_full_log(folder):
     assert len(read_log(folder / "log")) > 100
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())

@@ -1,7 +1,6 @@
-// Training on the CUDA backend: whole steps of both families against the CPU backend, bf16 against fp32 over
-// 50 steps, the same bits twice, and the ledger against the device's own figure. Skipped where there is no
-// GPU.
+// Training on a GPU: steps against the CPU, bf16 against fp32, same bits, the ledger against the device.
 #include "kernels/random.h"
+#include "tests/reference.h"
 #include "tests/runs.h"
 
 static Run *open_on(bool bf16, const char *line) {
@@ -21,20 +20,11 @@ static void load_batch(Run *run) {
 
 // |a - b| / |b| over all elements.
 static double relative_error(const double *a, const double *b, int64_t count) {
-  double difference = 0, size = 0;
-  for (int64_t i = 0; i < count; i++) {
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    size += b[i] * b[i];
-  }
-  return sqrt(difference / (size + 1e-30));
+  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count) + 1e-30);
 }
 
-// --- a whole step against the CPU --------------------------------------------------------------------------
-
-// Per-tensor bounds. fp32: GEMMs of up to a few hundred terms in another order, through two layers, about
-// 1e-5. bf16: every stored activation and gradient is rounded to 2^-9 relative; some twenty roundings lie on
-// the way to a gradient, which add up like a random walk to 2^-9 sqrt(20), about 1e-2; three times that is
-// allowed.
+// Per-tensor bounds. fp32: sums in another order, about 1e-5. bf16: about twenty roundings of 2^-9 lie on the
+// way to a gradient; as a random walk they add up to 1e-2, and three times that is allowed.
 static void step_agrees(const char *line, bool bf16) {
   char cuda_line[1024];
   snprintf(cuda_line, sizeof cuda_line, "%s --grad-dtype fp32", line);
@@ -84,12 +74,9 @@ TEST(test_steps) {
     step_agrees(step_lines[i / 2], i % 2);
 }
 
-// --- runs --------------------------------------------------------------------------------------------------
-
 enum { STEPS = 50 };
 
-// Letters drawn one by one, some more often than others: data that is the same in every version of this program and has
-// no rare passage, in which a small difference of the weights would change the loss a lot.
+// Letters drawn one by one, some more often than others: no rare passage in which a small difference matters.
 static int make_letters(void **state) {
   enum { LETTERS = 200000 };
   static char text[LETTERS + 1];
@@ -118,8 +105,7 @@ static void train(bool bf16, const char *options, double losses[STEPS], float **
   run_close(run);
 }
 
-// The losses of the two dtypes may drift apart as the weights do; over 50 steps by no more than a few bf16
-// roundings of the loss itself.
+// The losses of the two dtypes may drift apart as the weights do, by a few bf16 roundings of the loss.
 TEST(test_bf16_follows_fp32) {
   double fp32[STEPS], bf16[STEPS], lean[STEPS];
   train(false, SHORT, fp32, NULL);

@@ -1,5 +1,4 @@
-// What the plan says is what a run takes, to the byte, whatever the model, the mode and the shapes; and what is derived from
-// it: the chunk within a budget, the largest batch. test_cli.py has the sentence when memory does not suffice.
+// A plan is what a run takes, to the byte; and what follows from plans: the chunk, the largest batch.
 #include "tests/runs.h"
 
 #include <time.h>
@@ -15,10 +14,7 @@
   "--model qwen3-0.6b --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
   "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 12 "
 
-// --- the plan and the run ----------------------------------------------------------------------------------
-
-// Measured steps, a sample and a validation, in the plan's order; then the ledger against the plan. Chunks that do not divide,
-// that exceed the batch, gradient accumulation, padded validation batches.
+// Steps, a sample and a validation; then the ledger against the plan.
 static void check_plan(const char *model, const char *job, const char *more) {
   Run *run = run_open("%s --data %s %s %s --sample-tokens 3", model,
                       strstr(more, "masked") ? temp_path("masked.bin") : "Makefile", job,
@@ -45,7 +41,7 @@ TEST(test_plan_equals_run) {
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
   static const char *const jobs[] = {"--batch 3 --seq-len 17",
                                      "--batch 1 --seq-len 1",
-                                     "--batch 5 --seq-len 49 --total-batch 490",
+                                     "--batch 5 --seq-len 29 --total-batch 290",
                                      "--batch 3 --seq-len 17 --pack documents --end-of-text 10",
                                      "--batch 3 --seq-len 17 --label-smoothing 0.1 --z-loss 0.001",
                                      "--batch 3 --seq-len 17 --logit-softcap 5 --metrics"};
@@ -60,7 +56,7 @@ TEST(test_plan_equals_run) {
       }
 }
 
-// Chunks of every size; sampling, which pushes the tiles and their sums, and on a GPU lists of steps; targets that do not count.
+// Chunks of every size; sampling, which pushes the tiles and their sums; targets that do not count.
 TEST(test_plan_equals_other_runs) {
   static const struct {
     const char *job, *more;
@@ -122,10 +118,7 @@ TEST(test_last_micro_batch_of_many_ranks) {
   assert_int_equal(peaks[0], peaks[1]);
 }
 
-// --- large models ------------------------------------------------------------------------------------------
-
-// A model of 8 billion weights at 32,768 tokens is planned at once, on a machine that could never hold it.
-// Its weights, gradients and moments are what the published count says; its materialized logits are N x V.
+// 8 billion weights at 32,768 tokens: the published count of weights, and materialized logits of N x V.
 TEST(test_large_plan) {
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
   clock_t start = clock();
@@ -147,9 +140,7 @@ TEST(test_large_plan) {
   options_free(&o);
 }
 
-// --- what follows from plans -------------------------------------------------------------------------------
-
-// A ninth of the tokens within 112 and 4096; on a GPU an eighth, and never less than 1024, unless it is named.
+// A ninth of the tokens within 112 and 4096; on a GPU an eighth, and never less than 1024 unless named.
 TEST(test_chunk_option) {
   static const struct {
     DeviceKind device;
@@ -207,7 +198,7 @@ TEST(test_budget) {
         char job[1024];
         snprintf(job, sizeof job, "%s %s --plan --ranks %d%s", models[m], layers[i], ranks,
                  ranks > 1 ? " --zero 2 --vocab-parallel" : "");
-        for (int mebibytes = 4; mebibytes <= 64; mebibytes *= 2)
+        for (int mebibytes = 4; mebibytes <= 64; mebibytes *= 4)
           for (int kind = 0; kind < (i ? 4 : 8); kind++)
             check_budget(kind & 1 ? ON_CUDA : ON_CPU, job, kind & 2, !(kind & 4), mebibytes);
       }

@@ -1,5 +1,4 @@
-// --profile and MFU: what is counted where, with and without streams; the flops and peaks of MFU. test_profile.py has whole
-// runs.
+// --profile and MFU: what is counted where, with and without streams. test_profile.py has whole runs.
 #include "data/json.h"
 #include "kernels/profile.h"
 #include "tests/process.h"
@@ -11,8 +10,6 @@
   "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 16 --batch 2 "
 
 enum { LAYERS = 3 };
-
-// --- streams, by a device whose time the test makes ----------------------------------------------------------
 
 static double now[STREAMS]; // when each stream has done what it holds
 static int64_t events_alive, events_created;
@@ -146,8 +143,6 @@ TEST(test_streams) {
   harness_close(h);
 }
 
-// --- steps, on every backend --------------------------------------------------------------------------------
-
 static void check_steps(const char *backend, const char *options, bool copies) {
   enum { STEPS = 3, MICRO_STEPS = 2 };
   Run *plain = run_open_on(backend, JOB "--total-batch 64 %s", options);
@@ -166,7 +161,7 @@ static void check_steps(const char *backend, const char *options, bool copies) {
   assert_int_equal(t->groups[PROFILE_ATTENTION_FORWARD].calls, STEPS * MICRO_STEPS * LAYERS);
   assert_int_equal(t->groups[PROFILE_ATTENTION_BACKWARD].calls, STEPS * MICRO_STEPS * LAYERS);
   assert_int_equal(t->groups[PROFILE_EMBEDDING].calls, STEPS * MICRO_STEPS * 2);
-  // 6 flops per weight of the layers and token, again for what is recomputed; attention: 2 heads of 8, 16 tokens, 2 sequences.
+  // 6 flops per weight and token, again for what is recomputed; attention: 2 heads of 8, 2 x 16 tokens.
   double weights = LAYERS * (16 * 32 + 16 * 16 + 3 * 16 * 24), tokens = STEPS * 64;
   assert_true(t->groups[PROFILE_GEMMS].flops >= 6 * weights * tokens);
   assert_true(t->groups[PROFILE_HEAD_LOSS].flops == 6 * 300 * 16 * tokens);
@@ -196,8 +191,6 @@ TEST(test_steps) {
     check_steps(backends[i], "--recompute elementwise --offload weights,gradients,optimizer", true);
   }
 }
-
-// --- MFU ----------------------------------------------------------------------------------------------------
 
 TEST(test_peaks) {
   assert_true(gpu_peak_flops("NVIDIA H200, CUDA 13.0") == 989e12);

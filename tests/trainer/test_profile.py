@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""--profile in whole runs: its table and the log's figures agree, on one rank and on two; and where there is nothing to tell."""
+"""--profile in whole runs: its table and the log's figures agree, on one rank and on two."""
 import pathlib
 import sys
 
@@ -47,5 +47,4 @@ def test_without(folder):
     train(RUN + "--device cpu --profile --steps 2").ok("profile  none: it begins after 2 steps\n")
 
 
-if __name__ == "__main__":
-    main(globals())
+main(globals())

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Training with several ranks: a job of ./train does what one rank does with the same tokens, always alike, and ends as one."""
-import math
+"""Training with several ranks: a job does what one rank does with the same tokens, and ends as one."""
+import fcntl
 import os
 import pathlib
 import random
@@ -11,8 +11,8 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TOOLS, TRAIN, Process, assert_planned, column, difference, main,  # noqa: E402
-                     need_ranks, once, read_log, run, start, tensors, together, train, write_shard)
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, assert_planned, column, difference, keep, main,  # noqa: E402
+                     need_ranks, once, read_log, run, start, together, train, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 STEPS = 6
@@ -28,12 +28,9 @@ PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
 RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
 ALL = RANKS[-1]
-# For values that differ by rounding alone; GPUs sum in an order of their own. Adam divides small differences by small moments.
+# For values that differ by rounding alone. Adam divides small differences by small moments.
 TOLERANCE = 2e-4 if GPUS else 2e-5
 WEIGHTS = 30 * TOLERANCE
-
-keep = tempfile.TemporaryDirectory(prefix="lce-test-")
-
 
 class Job:
     """A run that has ended: its checkpoints and its log."""
@@ -84,7 +81,7 @@ def resume(ranks, checkpoint, options=""):
     return job(ranks, f"{DEVICE} --resume {checkpoint} {options}")
 
 
-# --- ends: these wait long, and so come first ---------------------------------------------------------------------
+# --- ends: these wait long, and so come first ---------------------------------------------------------------
 
 
 # An endless run, once it has saved something.
@@ -103,8 +100,7 @@ def wait_until_gone(pid):
         time.sleep(0.02)
 
 
-# Whatever happens to a rank: all end soon, one rank prints why, and the last checkpoint is whole. A rank that is killed is named
-# by the launcher, and maybe by what NCCL reports to the others.
+# All end soon, one rank says why, the last checkpoint is whole. The launcher names a rank that is killed.
 def test_a_rank_that_is_gone_ends_the_job(folder):
     need_ranks()
 
@@ -122,12 +118,13 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
                    (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for 4 s", waits)])
 
 
-# A rank that makes no progress between collectives, here since nobody reads its output, reports that before those that wait.
+# A rank that makes no progress, here since nobody reads its output, reports that before those that wait.
 def test_a_hanging_rank_is_reported(folder):
     need_ranks()
     os.mkfifo(folder / "pipe")
     pipe = os.open(folder / "pipe", os.O_RDWR)
-    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 4000 --timeout 2"
+    fcntl.fcntl(pipe, 1031, 4096)  # F_SETPIPE_SZ: soon full
+    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 400 --timeout 2"
     shell(2, f'test $RANK = 0 || exec {line}; exec {line} >{folder}/pipe').fails(
         "lce: no progress for 2 s, between collectives: this rank holds up the others")
     os.close(pipe)
@@ -148,7 +145,7 @@ def test_ranks_must_have_equal_options(folder):
         assert output.err.count("lce:") == 1, output
     together(differ, [("--lr 0.0$((1 + RANK))", begins, 'has "lr":"0.02" where rank 0 has "lr":"0.01"'),
                       ("--vocab $((300 + RANK))", begins, 'has "vocab_size":301 where rank 0 has "vocab_size":300'),
-                      ("--data tests/trainer/test_r$(test $RANK = 0 && echo esume || echo anks).py", begins, 'has "data":'),
+                      ("--data $(test $RANK = 0 && echo Makefile || echo LICENSE)", begins, 'has "data":'),
                       ("$(test $RANK = 0 || echo --nonsense)", "lce: rank 1: --nonsense is not an option")])
 
 
@@ -163,16 +160,9 @@ def test_a_signal_stops_all_ranks(folder):
         assert "lce:" not in output.err and (folder / f"{rank}/step-{stopped:06}").exists(), output
         train(f"{DEVICE} --resume auto --save {folder}/{rank} --steps {stopped + 2}", ranks=2).ok()
         assert (folder / f"{rank}/step-{stopped + 2:06}").exists()
-    # Nor do they wait for the end of a long evaluation.
-    options = f"{DEVICE} --init {folder}/0 --seq-len 1 --batch 1 --val-fraction 0.9"
-    p = Process(TOOLS / "evaluate", *options.split(), ranks=2)
-    p.wait_for("loaded ")
-    time.sleep(1)
-    os.kill(p.of_rank(1), signal.SIGTERM)
-    p.finish(20).fails("lce: stopped on a signal: not all is evaluated")
 
 
-# --- data parallel ------------------------------------------------------------------------------------------------
+# --- data parallel ------------------------------------------------------------------------------------------
 
 
 def test_any_number_of_ranks_trains_the_same(folder):
@@ -206,7 +196,7 @@ def masked():
         mask |= (i // 17 % 4 == 3 and i % 3 > 0) << i  # windows are 17 tokens long
     path = write_shard(pathlib.Path(keep.name, "masked.bin"), tokens)
     write_shard(path.with_suffix(".mask"), mask.to_bytes(len(tokens) // 8, "little"), magic=20261120, count=len(tokens))
-    return LLAMA.replace(TEXT, str(path))
+    return LLAMA.replace(str(TEXT), str(path))
 
 
 def test_masked_ranks_neither_hang_nor_skew(folder):
@@ -214,7 +204,7 @@ def test_masked_ranks_neither_hang_nor_skew(folder):
         job(0, masked()).same_training(job(ranks, masked()))
 
 
-# --- what is sharded over the ranks --------------------------------------------------------------------------------
+# --- what is sharded over the ranks -------------------------------------------------------------------------
 
 
 # Enough layers that they take turns in the buffer for gradients.
@@ -261,7 +251,7 @@ def test_a_split_head_trains_the_same(folder):
     job(2, split).same_bits(job(2, split, 2))
 
 
-# A split head resumes any run; the settings of linear_cross_entropy that it does not support are dropped, with a warning.
+# A split head resumes any run; settings that it does not support are dropped, with a warning.
 def test_a_split_head_resumes_any_run(folder):
     checkpoint = job(0, LLAMA + "--save-every 2 --materialized-logits").checkpoint(2)
     then = resume(2, checkpoint, "--zero 1 --vocab-parallel")
@@ -272,15 +262,14 @@ def test_a_split_head_resumes_any_run(folder):
         " and --vocab-parallel exclude each other: ")
 
 
-# Shares of so many tiles are dropped in the steps, not the same in all; nor always an even number, as with ranks that draw alike.
+# Some tiles are dropped, not equally many in all steps; nor always an even number, as if ranks drew alike.
 def check_dropped(run, steps, tiles_of_step):
     tiles, mass = column(run.log, "dropped_tiles"), column(run.log, "dropped_mass")
     assert len(tiles) == len(mass) == steps and all(0 < x < 1 for x in tiles + mass), (tiles, mass)
     assert len(set(tiles)) > 1 and any(round(tiles_of_step * x) % 2 for x in tiles), tiles
 
 
-# With every tile kept, ranks train as one rank does without sampling. With some dropped the loss of the first step is the same
-# still, ZeRO changes nothing, and nor does a repetition.
+# With every tile kept, ranks train as without sampling. With some dropped the first loss is the same still.
 def test_sampled_ranks_train(folder):
     unsampled, runs = job(0, LLAMA), []
     for way in ("--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel", "--zero 2 --vocab-parallel --recompute layer"):
@@ -320,7 +309,7 @@ def test_checkpoints_do_not_depend_on_ranks(folder):
     whole.close(resume(many, then.checkpoint(4), "--zero 2 --vocab-parallel"))
 
 
-# What is spread takes less; and the ledger of a run is the plan's to the byte, with chunks and samples of a split head, too.
+# What is spread takes less; and the ledger of a run is the plan's to the byte.
 def test_plans_depend_on_ranks(folder):
     large = "--num-layers 12 --hidden-size 64 --vocab 2000 --steps 2 --total-batch 64 "
     peaks = []
@@ -338,18 +327,22 @@ def test_plans_depend_on_ranks(folder):
             assert 1 << 19 < summary["head_peak_bytes"] <= 1 << 20, summary
 
 
-# What a rank sends in a step: in all-reduces, which are rings, 2 (ranks - 1) / ranks of the gradients' bytes and a little more.
+# All-reduces are rings: (ranks - 1) / ranks of the bytes, each way. Tied embeddings' gradients are gathered as rows, once.
 def test_what_ranks_send(folder):
-    def sent(ranks, options):
-        return job(ranks, options).log[-1]["wire_bytes_per_step"]
-    gradients = sum(len(tensor.bytes) for tensor in tensors(job(0, LLAMA).checkpoint(STEPS) / "model.safetensors").values())
-    assert gradients < sent(2, LLAMA) < 1.1 * gradients and sent(0, LLAMA) == 0
-    assert math.isclose(sent(ALL, LLAMA), sent(2, LLAMA) * 2 * (ALL - 1) / ALL)
-    layers = LLAMA + "--num-layers 5 "  # ZeRO 2 sends the gradients of each of 12 micro-batches, and then the weights
-    assert sent(2, LLAMA) < sent(2, layers + "--zero 1") < 0.25 * sent(2, layers + "--zero 2")
+    wide = JOB + "--model llama-tiny --vocab 1000 --seq-len 64 --total-batch 1024 --steps 2 --eval-every 0 --sample-every 0 "
+    assert job(0, LLAMA).log[-1]["wire_bytes_per_step"] == 0
+    for ranks, zero, tied in (2, 0, False), (2, 1, False), (2, 2, False), (2, 0, True), (2, 1, True), (ALL, 0, False):
+        options = f"{wide} --zero {zero} {'--tie-word-embeddings' if tied else '--untie-word-embeddings'} "
+        start, *_, end = job(ranks, options).log
+        batch_tokens, hidden = start["batch"] * start["seq_len"], start["hidden_size"]
+        micro_batches, whole = start["total_batch"] // (ranks * batch_tokens), 4 * start["parameters"]
+        head = 4 * start["vocab_size"] * hidden
+        sums = micro_batches * (whole - head) + head if zero == 2 else whole
+        formula = (ranks - 1) / ranks * (sums + whole) + (ranks - 1) * (batch_tokens * (4 * hidden + 4) if tied else 0)
+        assert abs(end["wire_bytes_per_step"] - formula) < 2e-3 * formula, (options, formula, end)
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- what is said -------------------------------------------------------------------------------------------
 
 
 def test_one_rank_prints(folder):
@@ -358,8 +351,6 @@ def test_one_rank_prints(folder):
     for part in ("step 3  validation loss", "step 4  sample:", "all together (ledger)"):
         assert several.output.out.count(part) == 1, several.output
     assert "lce:" not in several.output.err
-    output = run(TOOLS / "evaluate", *DEVICE.split(), "--init", several.folder, "--val-data", TEXT, ranks=2).ok()
-    assert not output.err and output.out.count("validation loss") == 1, output
 
 
 # One sentence, once, and no rank stays behind.

@@ -1,5 +1,4 @@
-// What changes no bit of a run, on every backend: a second run, what is offloaded or recomputed, and sampling that
-// keeps every tile; with the plan's bytes each time. Ranks and checkpoints are in test_ranks.py.
+// What changes no bit of a run, on every backend; with the plan's bytes each time. test_ranks.py has ranks.
 #include "tests/runs.h"
 
 static const char *backend;
@@ -89,8 +88,7 @@ static const struct Case {
     {FP8 "4 --model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2",
      {RECOMPUTED}}};
 
-// The sizes of a GPU's defaults, where the optimizer's state has two dtypes; and layers that take as long as their copies
-// and updates, so that one that is not waited for changes bits.
+// A GPU's default dtypes, and layers that take as long as their copies, so that a missing wait changes bits.
 static const struct Case gpu_cases[] = {
     {JOB "--model llama-tiny --vocab 4099 --seq-len 200 --num-layers 4 --total-batch 1200 --recompute layer "
          "--moment-dtype bf16 --no-master-weights",

@@ -1,12 +1,9 @@
-// Training: the learning rate's schedule, steps, masked and packed data, validation and samples. test_plan.c has the memory of
-// the same runs, test_same_bits.c what changes no bit of them.
+// Training: schedules, steps, masked and packed data, validation, samples. test_plan.c has the memory.
 #include "kernels/fail.h"
 #include "kernels/random.h"
 #include "tests/harness.h"
 #include "tests/reference.h"
 #include "tests/runs.h"
-
-// --- the learning rate -------------------------------------------------------------------------------------
 
 static void assert_rate(const Schedule *s, int64_t step, double want) {
   double got = schedule_rate(s, step);
@@ -49,8 +46,6 @@ TEST(test_schedules) {
   assert_rate(&s, 10, 0);
 }
 
-// --- data --------------------------------------------------------------------------------------------------
-
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --num-layers 2 "                   \
   "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 --data %s "
@@ -81,21 +76,10 @@ static void write_letters(const char *name, int count, int first, int distinct) 
   write_text(name, text);
 }
 
-// words.txt: 40 KB of words, which unlike the source tree never change. masked.bin: a language with something to learn, of
-// which runs of tokens count and runs do not, as prompts and answers; packed.bin: the same in documents of up to 40 tokens;
-// nothing.bin: nothing counts.
+// masked.bin: something to learn, of which runs of tokens count and runs do not; packed.bin: the same in
+// documents of up to 40 tokens; nothing.bin: nothing counts.
 static int make_data(void **state) {
-  static const char *const words[] = {"return ", "tensor", " = ",    "0",     ";\n", "for (", "int ", "i",
-                                      "++",      ") ",     "float ", "x[i] ", "+ ",  "{\n",   "}\n",  "sum "};
-  if (make_temp_dir(state)) return -1;
-  char text[40000] = "";
-  size_t length = 0;
-  for (uint64_t i = 0; length < sizeof text - 16; i++) {
-    const char *word = words[random_bits(1, 1, i) % 16];
-    memcpy(text + length, word, strlen(word));
-    length += strlen(word);
-  }
-  write_bytes("words.txt", text, length);
+  if (make_words(state)) return -1;
   uint16_t tokens[TOKENS];
   uint8_t mask[(TOKENS + 7) / 8] = {0}, ends[sizeof mask] = {0}, none[sizeof mask] = {0};
   bool counts = false;
@@ -125,8 +109,7 @@ static int make_data(void **state) {
   return 0;
 }
 
-// The mean of the logits' losses over what counts in the micro-batches of a step, or in the first validation batches (step -1), each
-// document by itself.
+// The reference's mean loss over the micro-batches of a step, or (step -1) the first validation batches.
 static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *counted) {
   const Options *o = &run->options;
   const Loader *loader = &run->data.loader;
@@ -152,9 +135,7 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
   return sum / (double)*counted;
 }
 
-// --- steps -------------------------------------------------------------------------------------------------
-
-// Steps of gradient accumulation against float64: everything counts, some of the targets, or documents that are packed.
+// Gradient accumulation against float64: everything counts, some of the targets, or packed documents.
 TEST(test_loss_is_the_mean_of_what_counts) {
   static const struct {
     const char *file, *options;
@@ -205,8 +186,8 @@ TEST(test_gradients_are_of_the_mean) {
   run_close(run);
 }
 
-// Variants of a run, 20 steps each: the losses may part by 1e-5 of a nat, about a hundred roundings of fp32, the norms by a
-// thousandth. (At high learning rates training is chaotic and any rounding grows without bound.)
+// The losses may part by 1e-5, about a hundred roundings of fp32, the norms by a thousandth. At high
+// learning rates training is chaotic, and any rounding grows without bound.
 TEST(test_one_curve) {
   enum { STEPS = 20 };
   static const struct {
@@ -248,8 +229,7 @@ TEST(test_one_curve) {
     }
 }
 
-// At the start a token's probabilities are about 1 / 300. Two micro-batches of three chunks of 17 tokens have 12 tiles:
-// six of 192 vocabulary entries and six of 108.
+// At first a token's probability is about 1 / 300. 12 tiles: six of 192 vocabulary entries and six of 108.
 #define SAMPLING "--total-batch 102 --lce-chunk 20 "
 
 // Whether some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
@@ -289,8 +269,8 @@ TEST(test_sampling_statistics) {
   }
 }
 
-// The draws follow from the seed, and every step draws anew, and every micro-batch: a learning rate of 0 leaves weights and
-// masses as they are, and two micro-batches that draw alike would always drop an even number of tiles.
+// The draws follow from the seed, the step and the micro-batch: --lr 0 leaves the masses as they are, and two
+// micro-batches that draw alike would drop an even number of tiles.
 TEST(test_draws_differ) {
   StepResult first[2];
   for (uint64_t k = 0; k < 2; k++) {
@@ -366,13 +346,11 @@ TEST(test_pending) {
   run_close(run);
 }
 
-// --- the update against float64 ----------------------------------------------------------------------------
-
 typedef struct {
   double *weight, *m, *v;
 } ReferenceMoments;
 
-// A step of the optimizer in float64: of Muon for the matrices of layers, each block of columns, and else of AdamW.
+// A step in float64: Muon for the matrices of layers, each block of columns, and else AdamW.
 static void reference_update(const Options *o, const Parameter *t, const ReferenceMoments *r,
                              const double *grad, double scale, double rate, int64_t step) {
   double decay = t->rank == 2 ? o->update.weight_decay : 0;
@@ -387,9 +365,7 @@ static void reference_update(const Options *o, const Parameter *t, const Referen
                    o->update.momentum, decay);
 }
 
-// Three steps in float64 from the first weights on, with the gradients that the trainer computed:
-// the norm over all of them, the clipping, the decay of matrices alone, the corrections of the moments, the
-// schedule.
+// Three steps in float64 with the trainer's gradients: norm, clipping, decay, moments, schedule.
 static void check_update(Run *run, bool clips) {
   enum { STEPS = 3 };
   Harness *h = run->h;
@@ -442,8 +418,6 @@ TEST(test_update) {
       false);
 }
 
-// --- the update's random rounding --------------------------------------------------------------------------
-
 static Update updates[64];
 static int update_count;
 
@@ -474,10 +448,7 @@ TEST(test_seeds_of_updates) {
   check_seeds("--untie-word-embeddings --optimizer muon");
 }
 
-// --- validation --------------------------------------------------------------------------------------------
-
-// 149 targets in batches of 3 rows of 17: two full batches, then rows of 17, 17 and 13. 68 targets: one full batch, then a row
-// of 17 and two rows of nothing but padding. Or 11 windows that are held out, or documents.
+// 149 targets: two full batches, then rows of 17, 17 and 13. 68: one full batch, a row of 17, two of padding.
 TEST(test_validation) {
   static const struct {
     const char *file, *options, *held_back; // NULL: a part of the file
@@ -529,34 +500,26 @@ TEST(test_gradient_pass_after_a_padded_batch) {
   run_close(run);
 }
 
-// --- samples -----------------------------------------------------------------------------------------------
-
-// Over many seeds each token comes as often as softmax(logits / temperature) of the last seq_len tokens says, within 5
-// standard errors.
-TEST(test_sample_frequencies) {
-  enum { DRAWS = 3000, VOCAB = 11, SEQ_LEN = 5, PROMPT = 7 };
-  const double temperature = 0.2;
+// A sample's token is drawn by its seed, at the temperature, from the logits of the last seq_len tokens.
+TEST(test_samples) {
+  enum { DRAWS = 300, VOCAB = 11, SEQ_LEN = 5, PROMPT = 7, SAMPLE_STREAM = 7 };
   Run *run = run_open("--model llama-tiny --vocab 11 --hidden-size 8 --intermediate-size 8 --num-layers 1 "
                       "--num-attention-heads 1 --num-key-value-heads 1 --seq-len 5 --sample-tokens 1 "
                       "--temperature 0.2 --lr 0.1 --prompt \1 --data %s",
                       temp_path("ten_letters.txt"));
-  for (int step = 0; step < 3; step++) run_step(run, step);
+  draw_weights(run->h, &run->trainer.model);
   static const int32_t prompt[PROMPT] = {2, 7, 1, 8, 3, 1, 4};
-  double counts[VOCAB] = {0}, p[VOCAB], sum = 0;
+  const double *z = model_logits(run->h, &run->trainer.model, prompt + PROMPT - SEQ_LEN, 1, SEQ_LEN);
+  float logits[VOCAB];
+  for (int v = 0; v < VOCAB; v++) logits[v] = (float)z[(SEQ_LEN - 1) * VOCAB + v];
   for (uint64_t seed = 0; seed < DRAWS; seed++) {
     int64_t count;
     int32_t *tokens = trainer_sample(&run->trainer, prompt, PROMPT, seed, &count);
     assert_int_equal(count, PROMPT + 1);
     assert_memory_equal(tokens, prompt, sizeof prompt);
-    counts[tokens[PROMPT]]++;
+    double uniform = random_uniform(seed, SAMPLE_STREAM, PROMPT);
+    assert_int_equal(tokens[PROMPT], sampling_draw(&(Sampling){.temperature = 0.2}, logits, VOCAB, uniform));
     free(tokens);
-  }
-  const double *logits = model_logits(run->h, &run->trainer.model, prompt + PROMPT - SEQ_LEN, 1, SEQ_LEN);
-  for (int v = 0; v < VOCAB; v++) sum += p[v] = exp(logits[(SEQ_LEN - 1) * VOCAB + v] / temperature);
-  for (int v = 0; v < VOCAB; v++) {
-    double share = p[v] / sum, error = 5 * sqrt(share * (1 - share) / DRAWS);
-    if (fabs(counts[v] / DRAWS - share) > error)
-      fail_msg("token %d comes with frequency %.4f, should be %.4f", v, counts[v] / DRAWS, share);
   }
   run_close(run);
 }
