@@ -1,14 +1,13 @@
 #!/bin/bash
-# Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
-# its benchmarks; prints each result as it comes, and all of them at the end. Whole logs go to runs/gpu_check/
-# (OUT=folder: elsewhere).
+# Builds for the GPU here, runs the tests that need one (also under compute-sanitizer) and the benchmarks, and
+# prints a table of results. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
-#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
-#                                     llama-8b on two
+#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how
+#                                     training scales, llama-8b on two
 #
-# DEPS_ROOT=folder (unpacked packages) in the environment is make's, for machines without apt. DEVICE=cpu tries the script
-# itself where there is no GPU: tiny shapes, and rows that fail where the CPU has not what they ask for.
+# DEPS_ROOT=folder in the environment is make's. DEVICE=cpu tries the script itself without a GPU: tiny
+# shapes, and rows that fail where the CPU lacks what they ask for.
 # shellcheck disable=SC2046 # names of programs are split into words: none has a space
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -28,7 +27,7 @@ tiny=()
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
 
-# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table, and makes this script fail.
+# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row, and makes this script fail.
 run() {
   local name=$1 seconds=$2 status
   shift 2
@@ -39,8 +38,7 @@ run() {
   return $status
 }
 
-# figures FILE EVENT TEMPLATE: for each JSON line of that event the template, as Python's f-strings take it, with the line's
-# fields. Fails when there is none.
+# figures FILE EVENT TEMPLATE: an f-string over the fields of each JSON line of that event; fails without any.
 figures() {
   python3 - "$@" <<'END'
 import json, sys
@@ -88,8 +86,7 @@ test_programs() {
     for source in tests/$pattern.c; do [ ! -f "$source" ] || echo "build/release/${source%.c}"; done
   done
 }
-# check AT_ONCE SECONDS SUFFIX PROGRAM...: so many at a time, each with its share of the cores; the last line of the output of
-# each is a row, whose name ends with the suffix.
+# check AT_ONCE SECONDS SUFFIX PROGRAM...: each program's last line is a row; those at once share the cores.
 check() {
   local at_once=$1 seconds=$2 suffix=$3 program name
   shift 3
@@ -115,9 +112,8 @@ if wants tests; then
   check 1 570 "" $(ls tests/pytorch/test_{liblce,functions,training}.py 2>/dev/null)
 fi
 
-# sanitize TOOL PROGRAM...: all at once. memcheck finds nothing and the tests pass. racecheck does not support mbarriers and bulk
-# copies: it reports kernels that are ordered by them, or stops. So ours are left out there, and to the comparisons with the
-# CPU; cuBLASLt's (nvjet) are reported and counted apart.
+# sanitize TOOL PROGRAM...: all at once. racecheck does not support mbarriers and bulk copies: it reports
+# kernels ordered by them, or stops, so ours are left out there; cuBLASLt's (nvjet) are counted apart.
 sanitize() {
   local tool=$1 program log verdict all ours good
   shift
@@ -199,7 +195,7 @@ if wants bench; then
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
 fi
 
-# The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
+# The layer through PyTorch and C, beside others that are installed; `all` leaves it out without PyTorch.
 if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
   shapes=()
   [ "$DEVICE" = cuda ] || shapes=(--shapes 64x64x2000)

@@ -100,13 +100,11 @@ def panel(figure, cell, title, unit=""):
     return ax
 
 
-def bars(ax, names, *sets):
-    """Draws a horizontal bar for each name and set (values, texts, colour or colours, name in the legend)."""
-    height = 0.78 / len(sets)
-    for k, (values, texts, color, name) in enumerate(sets):
-        drawn = ax.barh([n + height * k for n in range(len(names))], values, 0.92 * height, color=color, label=name)
-        ax.bar_label(drawn, texts, padding=5, fontsize=9, bbox=dict(fc="white", ec="none", pad=1))
-    ax.set(yticks=[n + height * (len(sets) - 1) / 2 for n in range(len(names))], yticklabels=names, ylim=(len(names) - 0.4, -0.6))
+def bars(ax, names, values, texts, colors):
+    places = range(len(names))
+    ax.bar_label(ax.barh(places, values, 0.92 * 0.78, color=colors), texts, padding=5, fontsize=9,
+                 bbox=dict(fc="white", ec="none", pad=1))
+    ax.set(yticks=places, yticklabels=names, ylim=(len(names) - 0.4, -0.6))
     ax.xaxis.set_visible(False)
     ax.grid(False)
     ax.spines["bottom"].set_visible(False)
@@ -199,7 +197,7 @@ def foot(s, rows):
 
 
 def draw_modes(ax, rows, y):
-    """Draws a line for each mode, dashed and hollow where only planned. Returns {mode: [xs, ys, measured]}."""
+    """Draws a line for each mode, hollow where only planned. Returns {mode: [xs, ys, measured]}."""
     found = {}
     for mode, (color, marker, name) in MODES.items():
         points = sorted((x_of(row), y(row), row["status"] == "measured") for row in rows if row["mode"] == mode and y(row))
@@ -217,7 +215,7 @@ def draw_modes(ax, rows, y):
 
 
 def over_size(ax, rows, y, form=size, main=False, more=()):
-    """Draws y over the swept size; labels and compares the lines at their ends. The axis also includes `more`."""
+    """Draws y over the swept size; labels and compares the lines' ends. The axis also includes `more`."""
     both = draw_modes(ax, rows, y)
     xs, ys = sorted({x_of(row) for row in rows}), [*more, *(value for _, values, _ in both.values() for value in values)]
     doubling = len(xs) > 2 and all(b >= 1.6 * a for a, b in zip(xs, xs[1:])) and xs[-1] >= 16 * xs[0]
@@ -266,7 +264,7 @@ def others(ax, s, rows):
 
 
 def memory(s, rows, path):
-    """A step, or LM head + loss alone, over one size: the total, the loss, and the time if it was measured."""
+    """A step, or LM head + loss alone, over one size: the total, the loss, and the time if measured."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
     title = "With its inputs and gradients" if layer else "Peak memory of a training step"
     whole = (title, "in total", lambda row: best(row, "bytes"), size)
@@ -436,7 +434,7 @@ def groups(title, subtitle, all_groups, path):
         ax = panel(figure, cells[3].subgridspec(2, 1, hspace=0.75)[k], name)
         values = [group.total(field) for group in all_groups]
         texts = ["" if value is None else form(value) for value in values]
-        bars(ax, [group.name for group in all_groups], ([value or 0 for value in values], texts, colors, None))
+        bars(ax, [group.name for group in all_groups], [value or 0 for value in values], texts, colors)
     save(figure, path)
 
 
@@ -449,5 +447,5 @@ def ladder(rows, path):
     for k, (title, field, form) in enumerate(kinds):
         values, names = [row[field] for row in rows], [row["name"] if k == 0 else "" for row in rows]
         colors = ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
-        bars(panel(figure, cells[k], title), names, (values, list(map(form, values)), colors, None))
+        bars(panel(figure, cells[k], title), names, values, list(map(form, values)), colors)
     save(figure, path)
