@@ -93,11 +93,6 @@ def liger_hopper(operation, function, call):
                     f"Liger{function}SM90Function", call)
 
 
-def cut_cross_entropy(kind, filter_eps):
-    return imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
-                    lambda f, x, w, y: f(x, w, y, filter_eps=filter_eps))
-
-
 def c_interface(x, w, y):
     """The call that `ours` makes in its forward pass: it writes dW in fp32."""
     x, w, (n, h) = x.detach(), w.detach(), x.shape
@@ -139,8 +134,8 @@ CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, redu
     liger_hopper("fused_linear_cross_entropy", "FusedLinearCrossEntropy", lambda f, x, w, y: f.apply(x, w, y)),
     imported("QuACK (CuTe)", "quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
              lambda f, x, w, y: f(x, w, y, chunk_size=2048 if x.shape[1] == 4096 else 4096)),
-    cut_cross_entropy("filtered", "high"),
-    cut_cross_entropy("exact", None),
+    *(imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
+               lambda f, x, w, y, eps=eps: f(x, w, y, filter_eps=eps)) for kind, eps in (("filtered", "high"), ("exact", None))),
     Peer("lce.c, C interface, chunk 4096", lambda: c_interface, direct=True),
     *map(ours, (4096, 2048, 1024))])
 
@@ -395,9 +390,7 @@ COLUMNS = [("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}
 def show(options, title, ratio, rows, **fields):
     """A Markdown table, or with --json an object for each row; a row with "why" was not measured."""
     if options.json:
-        for row in rows:
-            print(json.dumps(dict(event="peer", title=title, **fields, **row)), flush=True)
-        return
+        return print(*(json.dumps(dict(event="peer", title=title, **fields, **row)) for row in rows), sep="\n", flush=True)
     columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
     titles = " | ".join(text or ratio for _, text, _ in columns)
     print(f"\n{title}\n\n| peer | {titles} |\n|" + " --- |" * (len(columns) + 1))

@@ -469,24 +469,25 @@ def publish(staging, out):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
-    parser.add_argument("--out", required=True, help="the folder for shards, tokenizer and manifest")
+    add = parser.add_argument
+    add("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
+    add("--out", required=True, help="the folder for shards, tokenizer and manifest")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
     which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens, split as Llama 3's")
-    parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters to train it on (2^30)")
-    parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the inputs (by suffix)")
-    parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
-    parser.add_argument("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text "
-                        "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
-    parser.add_argument("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
-    parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
-    parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
-    parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="share of documents held back for validation (0.01)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
+    add("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters to train it on (2^30)")
+    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the inputs (by suffix)")
+    add("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
+    add("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text "
+        "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
+    add("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
+    add("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
+    add("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
+    add("--messages-field", default="messages", help="where the messages are (messages)")
+    add("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
+    add("--val-fraction", type=float, default=0.01, metavar="SHARE", help="of documents, for validation (0.01)")
+    add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
     options = parser.parse_args()
     for name, least, most in [("val_fraction", 0, 0.999999), ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 4096),
                               ("train_tokenizer", 257, 2**31 - 1)]:
