@@ -14,8 +14,8 @@
 #                        (default the documentation and C of Debian's or Ubuntu's linux-source package)
 #   --vocab V            Entries of the tokenizer (default 128256)
 #
-# Python with tokenizers and numpy makes the shards (PYTHON names one; if they are missing, they are installed
-# into a virtual environment next to DIR). With torch and transformers it also checks the last checkpoint.
+# Python with tokenizers and numpy makes the shards (PYTHON names one; missing, they go into a virtual
+# environment next to DIR). With torch and transformers it also checks the last checkpoint.
 set -euo pipefail
 
 fail() {

@@ -390,12 +390,13 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z /
     temperature), and lse = logsumexp(v):
-      loss = (PyTorch's cross_entropy of v, with class_weights and label_smoothing, + z_loss lse^2) token_weights
+      loss = (PyTorch's cross_entropy of v, class_weights, label_smoothing, + z_loss lse^2) token_weights
     x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index
-    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. Both weights are constants.
-    label_smoothing and softcap exclude each other.
+    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. Both weights are
+    constants. label_smoothing and softcap exclude each other.
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that
-    count, as in PyTorch, which no token_weights change; without tokens NaN, with gradient 0. Results are fp32.
+    count, as in PyTorch, which no token_weights change; without tokens NaN, with gradient 0. Results are
+    fp32.
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient
     is always kept (liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not
     count take no time; on a GPU the host then waits to learn how many do.
