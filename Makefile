@@ -1,6 +1,6 @@
-# lce.c: `make run` trains the demonstration, `make test` runs the tests; both install what is missing
-# first. `make help` lists the rest. There is nothing to configure: make detects the libraries on this machine,
-# prints them, and builds with them. Needs GNU make 4; the rest is optional or installed by `make deps`.
+# lce.c: `make run` trains the demonstration, `make test` runs the tests; both install what is missing first.
+# `make help` lists the rest. There is nothing to configure: make detects the libraries on this machine,
+# prints them, and builds with them. Needs GNU make 4; `make deps` installs what else is needed.
 
 VARIANT   ?= release
 BUILD     := build/$(VARIANT)
@@ -10,11 +10,11 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# For the tests in Python, as those of ./train are. Those of tools/torch need PyTorch in it, and are skipped without.
+# Runs the tests in Python; those of tools/torch need PyTorch, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
-# 1,024 tokens a step, in chunks in which LM head + loss hold an eighth of the materialized mode's memory: the CPU's default.
+# 1,024 tokens a step, in the CPU's default chunks: LM head + loss hold an eighth of the materialized mode's.
 RUN_ARGS  ?= --vocab 128256 --fused-lce --lce-chunk 114 --compare-modes
 
 ifeq ($(origin CC),default)
@@ -90,7 +90,7 @@ HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 
-# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. Of several builds of OpenBLAS the one whose threads are OpenMP's.
+# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. OpenBLAS with OpenMP's threads comes first.
 ifeq ($(origin BLAS_LIBS),undefined)
   OPENMP_BLAS := $(foreach d,$(firstword $(wildcard $(DEPS_LIB:%=%/$(MULTIARCH)/openblas-openmp) \
                    /usr/lib/$(MULTIARCH)/openblas-openmp)),-L$(d) -Wl$(comma)-rpath$(comma)$(d)) -lopenblas
@@ -196,12 +196,13 @@ define newline
 
 
 endef
+BLAS_NAMES    := $(patsubst -l%,%,$(filter -l%,$(BLAS_LIBS)))
 MISSING_NAMES := $(foreach m,$(MISSING),$(firstword $(subst =, ,$(m))))
 define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
-  CBLAS       $(call found,CBLAS,$(patsubst -l%,%,$(filter -l%,$(BLAS_LIBS))),plain loops instead$(comma) many times slower on the CPU)
+  CBLAS       $(call found,CBLAS,$(BLAS_NAMES),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
@@ -225,7 +226,7 @@ endif
 
 endif # SEARCH
 
-# --- Sources, by directory --------------------------------------------------------------------------------------
+# --- Sources, by directory ----------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,data kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
@@ -244,7 +245,8 @@ FUZZERS  := $(wildcard tests/fuzz/*.c)
 # The tests of CUDA's kernels, without the programs; small shapes, since the emulator is slow.
 ifeq ($(VARIANT),emulated)
   SOURCES  += $(wildcard tests/emulator/*.cpp)
-  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
+  TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c \
+    linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
     tests/model/test_masked_loss.c tests/pytorch/test_log_probs.c tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
@@ -283,7 +285,7 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@echo "  c++   $<"
 	$(Q)g++ $(ALL_CPPFLAGS) -std=c++20 -g $(OPTIMIZE) $(WARNINGS) -MMD -MP -c $< -o $@
 
-# Rebuilt from scratch, so that objects of deleted sources are dropped; q keeps equal names of two directories apart.
+# From scratch, without objects of deleted sources; q keeps equal names of two directories apart.
 $(LIBRARY): $(call objects,$(SOURCES)) $(BUILD)/sources
 	@echo "  ar    $@"
 	@rm -f $@
@@ -311,7 +313,8 @@ liblce.so:
 
 build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) $(ALL_LIBS) -o $(LIBLCE)
+	$(Q)$(CC) -shared $(ALL_CFLAGS) $(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) $(ALL_LIBS) \
+	  -o $(LIBLCE)
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -329,10 +332,10 @@ build-and-real-run: $(BIN)train matplotlib
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
 
 build-and-test: all tests matplotlib
-	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) $(if $(shell command -v $(PYTHON)),$(PYTHON_TESTS))
+	@PYTHON='$(PYTHON)' LCE_TRAIN=./$(BIN)train tests/run $(TEST_PROGRAMS) \
+	  $(if $(shell command -v $(PYTHON)),$(PYTHON_TESTS))
 
-# Every target for FUZZ_SECONDS, as many at once as make has jobs, each on one core from its seeds; the corpus and
-# the findings stay in build/fuzz/tests/fuzz.
+# Each on one core from its seeds; the corpus and the findings stay in build/fuzz/tests/fuzz.
 FUZZ_SECONDS ?= 20
 fuzz:
 	@$(MAKE) VARIANT=fuzz build-and-fuzz
@@ -346,7 +349,7 @@ $(FUZZ_PROGRAMS:%=run-%): run-%: %
 	  { tail -n 60 $<.log; exit 1; }
 	@echo "  fuzz  $(<F): $$(sed -n 's/^stat::number_of_executed_units: *//p' $<.log) inputs in $(FUZZ_SECONDS) s, clean"
 
-# An exercise of kernels/lce/LCE.md is a file of the ladder with a hole, made once and then yours; the ladder's test is the checker.
+# An exercise of kernels/lce/LCE.md: a file of the ladder with a hole, made once; the ladder's test checks it.
 N         ?= 1
 EXERCISES ?= exercises
 HOLE       = $(EXERCISES)/$(N).c
@@ -356,20 +359,23 @@ $(BUILD)/$(HOLE:.c=): $(BUILD)/$(HOLE).o $(BUILD)/tests/tools/test_lce_ladder.c.
 
 build-and-exercise:
 	@mkdir -p $(EXERCISES)
-	@rung=$$(grep -l '// Exercise $(N):' tools/ladder/*.c) || { echo "N=$(N): there are exercises 1 to 5"; exit 1; }; [ -e $(HOLE) ] || \
-	  awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
+	@rung=$$(grep -l '// Exercise $(N):' tools/ladder/*.c) || \
+	  { echo "N=$(N): there are exercises 1 to 5"; exit 1; }; \
+	  [ -e $(HOLE) ] || awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } \
+	    /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
 	@$(MAKE) $(BUILD)/$(HOLE:.c=)
 	@tests/run $(BUILD)/$(HOLE:.c=) || { echo "Exercise $(N): fill $$(grep -Hn '// Exercise $(N):' $(HOLE))"; exit 1; }
 	@echo "Exercise $(N) is done."
 
 build-and-bench: $(BIN)tools/bench_lce $(BIN)train
 	$(BIN)tools/bench_lce --materialized
-	./$(BIN)train --model gpt2-124m --batch 4 --seq-len 64 --device cpu --steps 6 --sample-every 0 --val-fraction 0 --profile
+	./$(BIN)train --model gpt2-124m --batch 4 --seq-len 64 --device cpu --steps 6 --sample-every 0 \
+	  --val-fraction 0 --profile
 
 build-and-curves: $(BIN)train $(BIN)tools/bench_lce matplotlib
 	LCE_TRAIN=$< $(PYTHON) tools/memory_curve
 
-# What draws: of Debian's own python from Debian, of any other from PyPI. Without it there are tables, and no pictures.
+# For Debian's own python from Debian, for any other from PyPI. Without it there are tables, and no pictures.
 matplotlib:
 	@$(if $(DEPS_ROOT),,$(PYTHON) -c 'import matplotlib' 2>/dev/null || \
 	  if [ "$$($(PYTHON) -c 'import sys; print(sys.prefix)')" = /usr ]; then tools/deps.sh python3-matplotlib=pictures; else \
@@ -414,16 +420,17 @@ help:
 #: make                 builds ./train and the programs of tools/, and prints what was found on this machine
 #: make tests           builds the test programs
 #: make liblce.so       builds linear_cross_entropy as a shared library (tools/torch/liblce/liblce.h)
-#: make run             installs what is missing, builds, and trains the demonstration; RUN_ARGS="..." for other options
-#: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison (tools/real_run.sh
-#:                      --help); REAL_RUN_ARGS="..." for other options
+#: make run             installs what is missing, builds, and trains the demonstration;
+#:                      RUN_ARGS="..." for other options
+#: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison
+#:                      (tools/real_run.sh --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
-#: make exercise N=1     an exercise of kernels/lce/LCE.md, 1 to 5: fill the hole in exercises/1.c until its checks pass
+#: make exercise N=1    an exercise of kernels/lce/LCE.md, 1 to 5: fill the hole in exercises/1.c
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
-#: make bench           installs what is missing, builds, and times LM head + loss and a training step on the CPU
-#: make curves          installs what is missing, builds, and draws a memory curve (tools/memory_curve, tools/CURVES.md)
+#: make bench           installs what is missing, builds, and times LM head + loss and a step on the CPU
+#: make curves          installs what is missing, builds, and draws a memory curve (tools/CURVES.md)
 #: make info            only prints what was found
-#: make deps            only installs what is missing, including what the tests need (Debian packages; lists them)
+#: make deps            only installs what is missing, also for the tests (Debian packages; lists them)
 #: make deps-dev        also installs what `make check` needs
 #: make check           checks formatting (clang-format), runs cppcheck, and searches for forbidden words
 #: make format          formats the code with clang-format
@@ -433,7 +440,7 @@ help:
 #: CC=clang  CFLAGS=...  WARNINGS=    another compiler, more flags, no -Werror
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
-#: GPUS="80 90"  MARCH=              builds for these GPUs, not those here; for any CPU (-march is native by default)
-#: PYTHON=...                         runs the tests of the programs; with PyTorch in it those of tools/torch, too
+#: GPUS="80 90"  MARCH=               for these GPUs, not those here; for any CPU (default -march=native)
+#: PYTHON=...                         runs the tests of the programs; with PyTorch also those of tools/torch
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

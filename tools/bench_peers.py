@@ -9,21 +9,17 @@
 
 Every peer computes the mean loss and the gradients of x and W. Each measurement alternates with the three
 plain GEMMs (logits, dX and dW by torch.mm); "over the GEMMs" is the ratio of the two times. On a GPU three
-calls are queued and timed together, as in training, where the GPU does not wait for the host; both run
-untimed first, until the clock is steady. "holds" is the peak memory beyond inputs and gradients: PyTorch's
-count, and for lce.c also what its library reports. With z-loss and log-probabilities the forward pass is
-timed by itself as well. A forward pass that computes the gradients is timed without them; they count as the
-backward pass. Errors are relative, against float64: of the mean loss as the peer returns it, and of the
-gradients in the Frobenius norm, in the dtypes of x and W. A peer that is not installed or fails gets a row
-with the reason.
-Packages: liger-kernel[cutedsl], quack-kernels, cut-cross-entropy. From 2.13 on PyTorch has one of its own.
-lce.c is measured through the PyTorch package and through its C interface, liblce.h. QuACK's chunk is 4096, or
-2048 if H is 4096: it refuses a chunk equal to H. Liger's kernel for Hopper takes bf16, N a multiple of 128
-and V of 256.
+calls are queued and timed together, as in training; both run untimed first, until the clock is steady.
+"holds" is the peak memory beyond inputs and gradients: PyTorch's count, and for lce.c also what its library
+reports. With z-loss and log-probabilities the forward pass is timed by itself as well, without gradients.
+Errors are relative to float64: of the mean loss, and of the gradients in the Frobenius norm, in the dtypes
+of x and W. A peer that is not installed or fails gets a row with the reason.
+Packages: liger-kernel[cutedsl] (its kernel for Hopper takes bf16, N a multiple of 128 and V of 256),
+quack-kernels (chunk 4096, or 2048 if H is 4096: it refuses a chunk equal to H), cut-cross-entropy. PyTorch
+has one of its own from 2.13 on. lce.c is measured through the PyTorch package and through liblce.h.
 
-z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta entropy(p)),
-a from -1 to 1.
-In a step only LM head + loss differ. The layers are compiled, the optimizer is a fused AdamW, all in bf16.
+z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta H(p)), a
+from -1 to 1. In a step only LM head + loss differ: compiled layers and a fused AdamW, all in bf16.
 """
 import argparse
 import functools
@@ -97,11 +93,6 @@ def liger_hopper(operation, function, call):
                     f"Liger{function}SM90Function", call)
 
 
-def cut_cross_entropy(kind, filter_eps):
-    return imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
-                    lambda f, x, w, y: f(x, w, y, filter_eps=filter_eps))
-
-
 def c_interface(x, w, y):
     """The call that `ours` makes in its forward pass: it writes dW in fp32."""
     x, w, (n, h) = x.detach(), w.detach(), x.shape
@@ -143,8 +134,8 @@ CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, redu
     liger_hopper("fused_linear_cross_entropy", "FusedLinearCrossEntropy", lambda f, x, w, y: f.apply(x, w, y)),
     imported("QuACK (CuTe)", "quack-kernels", "quack.linear_cross_entropy", "chunked_linear_cross_entropy",
              lambda f, x, w, y: f(x, w, y, chunk_size=2048 if x.shape[1] == 4096 else 4096)),
-    cut_cross_entropy("filtered", "high"),
-    cut_cross_entropy("exact", None),
+    *(imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
+               lambda f, x, w, y, eps=eps: f(x, w, y, filter_eps=eps)) for kind, eps in (("filtered", "high"), ("exact", None))),
     Peer("lce.c, C interface, chunk 4096", lambda: c_interface, direct=True),
     *map(ours, (4096, 2048, 1024))])
 
@@ -181,14 +172,13 @@ def log_probs(name, entropy):
         losses, entropies = found if entropy else (found, None)
         return loss_of(-losses, entropies, advantages_of(y)).mean()
 
-    def of_lce(chunk=None):
+    def ours(chunk):
         return eager(f"lce.c, chunk {chunk or 'N'}", lambda x, w, y: loss_of(
             *lce.linear_log_probs(x, w, y, chunk=min(chunk or len(x), len(x)), entropy=entropy), advantages_of(y)).mean())
 
     return Loss(name, tokens, [
         eager("separate operations", chain(tokens)), compiled("separate operations, torch.compile", chain(tokens)),
-        liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper),
-        of_lce(), of_lce(4096), of_lce(2048)])
+        liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper), *map(ours, (0, 4096, 2048))])
 
 
 LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True)]
@@ -208,11 +198,15 @@ def reset_peak(cuda):
         torch.cuda.reset_peak_memory_stats()
 
 
+def library_bytes(peer, tensor):
+    """What lce.c's library holds; it keeps what the larger of a peer's calls took."""
+    return context(tensor.device, tensor.dtype, "").held_bytes() if peer.name.startswith("lce.c") else 0
+
+
 def peak(cuda, peer, tensor, without=0):
-    """Peak bytes of PyTorch's tensors since reset_peak, None on the CPU; and what lce.c's library holds."""
+    """Peak bytes since reset_peak: PyTorch's tensors, not counted on the CPU, and lce.c's library."""
     wait(cuda)
-    held = torch.cuda.max_memory_allocated() - without if cuda else None
-    return (held or 0) + context(tensor.device, tensor.dtype, "").held_bytes() if peer.name.startswith("lce.c") else held
+    return (torch.cuda.max_memory_allocated() - without if cuda else 0) + library_bytes(peer, tensor) or None
 
 
 def seconds(cuda, work, calls=1):
@@ -228,8 +222,7 @@ def seconds(cuda, work, calls=1):
 def measure(options, peers, first, make_base=None, calls=1):
     """A row for every peer, and the base's median seconds. first(peer, its function) returns what the row
     holds and the work that is timed; where it fails, the row has the reason. Then each alternates with the
-    base, which make_base() returns or the last peer's work is; before that both run untimed, since a GPU
-    reaches its steady clock late."""
+    base (make_base()'s or the last peer's work), after both ran untimed until the GPU's clock is steady."""
     rows, works, bases, cuda = [], {}, [], options.cuda
     peers = [peer for peer in peers if not peer.name.startswith(tuple(options.without))]
     for peer in peers:
@@ -329,15 +322,12 @@ def loss_rows(options, loss, shape):
         row = dict(held_bytes=peak(options.cuda, peer, x, before + sum(g.nbytes for g in got[1:])))
         row.update((f"{name}_error", relative_error(*pair)) for name, *pair in zip(("loss", "dx", "dw"), got, want))
         if loss.forward:
-            def stack():  # the library keeps what the larger of a peer's calls took
-                return context(x.device, x.dtype, "").held_bytes() if peer.name.startswith("lce.c") else 0
-
-            of_backward = stack()
+            before = library_bytes(peer, x)
             with torch.set_grad_enabled(not peer.gradients_in_forward):
                 times = [seconds(options.cuda, lambda: loss_of(*tensors)) for _ in range(options.rounds)]
             row["forward_ms"] = 1e3 * statistics.median(times)
-            if stack() > of_backward:
-                row["held_bytes"] += stack() - of_backward
+            if library_bytes(peer, x) > before:
+                row["held_bytes"] += library_bytes(peer, x) - before
         return row, work
 
     def make_base():
@@ -348,7 +338,7 @@ def loss_rows(options, loss, shape):
 
 # --- a step -------------------------------------------------------------------------------------------------
 
-# transformers' names. By default they are those of Llama 3.2 1B on a GPU.
+# transformers' names; on a GPU it is Llama 3.2 1B.
 LLAMA = {"cuda": dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
                       num_key_value_heads=8, head_dim=64, max_position_embeddings=4096),
          "cpu": dict(vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -400,9 +390,7 @@ COLUMNS = [("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}
 def show(options, title, ratio, rows, **fields):
     """A Markdown table, or with --json an object for each row; a row with "why" was not measured."""
     if options.json:
-        for row in rows:
-            print(json.dumps(dict(event="peer", title=title, **fields, **row)), flush=True)
-        return
+        return print(*(json.dumps(dict(event="peer", title=title, **fields, **row)) for row in rows), sep="\n", flush=True)
     columns = [column for column in COLUMNS if any(row.get(column[0]) is not None for row in rows)]
     titles = " | ".join(text or ratio for _, text, _ in columns)
     print(f"\n{title}\n\n| peer | {titles} |\n|" + " --- |" * (len(columns) + 1))
@@ -413,16 +401,17 @@ def show(options, title, ratio, rows, **fields):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="the median of so many (default 7)")
-    parser.add_argument("--without", action="append", default=[], metavar="NAME",
-                        help="leave out the peers whose names start so; may be given again")
-    parser.add_argument("--no-errors", action="store_true", help="leave out the comparison with float64")
-    parser.add_argument("--z-loss", action="store_true", help="the loss with z-loss, against chains of separate operations")
-    parser.add_argument("--log-probs", action="store_true", help="log-probabilities, alone and with entropies, likewise")
-    parser.add_argument("--step", action="store_true", help="a training step instead of the loss alone; needs transformers")
-    parser.add_argument("--json", action="store_true", help="a JSON object a row instead of tables")
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    add("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
+    add("--rounds", type=int, default=7, help="the median of so many (default 7)")
+    add("--without", action="append", default=[], metavar="NAME", help="leave out peers whose names start so; may be repeated")
+    for name, text in [("no-errors", "leave out the comparison with float64"),
+                       ("z-loss", "the loss with z-loss, against chains of separate operations"),
+                       ("log-probs", "log-probabilities, alone and with entropies, likewise"),
+                       ("step", "a training step instead of the loss alone; needs transformers"),
+                       ("json", "a JSON object a row instead of tables")]:
+        add("--" + name, action="store_true", help=text)
     options = parser.parse_args()
     options.cuda = options.device == "cuda"
     try:

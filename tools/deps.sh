@@ -1,6 +1,6 @@
 #!/bin/bash
-# Installs Debian packages. Each argument is PACKAGE=what_it_is_for; `make deps` passes those that are missing.
-# Without a way to install it says so and carries on when the build can do without them.
+# Installs Debian packages. Each argument is PACKAGE=what_it_is_for; `make deps` passes those that are
+# missing. Without a way to install it says so and carries on when the build can do without them.
 set -euo pipefail
 
 [ $# -gt 0 ] || exit 0

@@ -1,14 +1,13 @@
 #!/bin/bash
-# Everything that needs a GPU, in one go: builds for the GPU here, runs its tests (also under compute-sanitizer) and
-# its benchmarks; prints each result as it comes, and all of them at the end. Whole logs go to runs/gpu_check/
-# (OUT=folder: elsewhere).
+# Builds for the GPU here, runs the tests that need one (also under compute-sanitizer) and the benchmarks, and
+# prints a table of results. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
-#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how training scales,
-#                                     llama-8b on two
+#   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how
+#                                     training scales, llama-8b on two
 #
-# DEPS_ROOT=folder (unpacked packages) in the environment is make's, for machines without apt. DEVICE=cpu tries the script
-# itself where there is no GPU: tiny shapes, and rows that fail where the CPU has not what they ask for.
+# DEPS_ROOT=folder in the environment is make's. DEVICE=cpu tries the script itself without a GPU: tiny
+# shapes, and rows that fail where the CPU lacks what they ask for.
 # shellcheck disable=SC2046 # names of programs are split into words: none has a space
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -17,30 +16,28 @@ mkdir -p "$OUT"
 ranks=0
 if [ "${1:-}" = --ranks ]; then
   ranks=${2:?tools/gpu_check.sh --ranks N}
-  shift 2
-  set -- ranks "$@"
+  set -- ranks "${@:3}"
 fi
 parts=" ${*:-all} "
 rm -f "$OUT/table.txt"
 tiny=()
-[ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2 --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
+[ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2
+  --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
 
-# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row of the table, and makes this script fail.
+# run NAME SECONDS COMMAND...: keeps the output in NAME.log; a failure is a row, and makes this script fail.
 run() {
   local name=$1 seconds=$2 status
-  shift 2
-  timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1 && return
+  timeout --kill-after=10 "$seconds" "${@:3}" >"$OUT/$name.log" 2>&1 && return
   status=$?
   row "$name" "FAILED with status $status, see $OUT/$name.log"
   tail -n 15 "$OUT/$name.log"
   return $status
 }
 
-# figures FILE EVENT TEMPLATE: for each JSON line of that event the template, as Python's f-strings take it, with the line's
-# fields. Fails when there is none.
+# figures FILE EVENT TEMPLATE: an f-string over the fields of each JSON line of that event; fails without any.
 figures() {
   python3 - "$@" <<'END'
 import json, sys
@@ -68,8 +65,8 @@ END
 # show TITLE FILE EVENT TEMPLATE: a row for each.
 show() {
   local text
-  figures "$OUT/$2" "$3" "$4" | while read -r text; do row "$1" "$text"; done
-  [ "${PIPESTATUS[0]}" = 0 ] || row "$1" "FAILED: no such figures in $OUT/$2"
+  figures "$OUT/$2" "$3" "$4" | while read -r text; do row "$1" "$text"; done ||
+    row "$1" "FAILED: no such figures in $OUT/$2" # pipefail
 }
 
 if [ "$DEVICE" = cuda ]; then
@@ -81,20 +78,16 @@ make -s all tests >"$OUT/build.log" 2>&1 ||
 
 # --- tests --------------------------------------------------------------------------------------------------
 
-# test_programs PATTERN...: the test programs whose sources' names match, as far as there are such sources.
+# test_programs PATTERN...: the test programs whose sources' names match.
 test_programs() {
-  local pattern source
-  for pattern in "$@"; do
-    for source in tests/$pattern.c; do [ ! -f "$source" ] || echo "build/release/${source%.c}"; done
-  done
+  local source
+  for source in $(printf 'tests/%s.c ' "$@"); do echo "build/release/${source%.c}"; done
 }
-# check AT_ONCE SECONDS SUFFIX PROGRAM...: so many at a time, each with its share of the cores; the last line of the output of
-# each is a row, whose name ends with the suffix.
+# check AT_ONCE SECONDS SUFFIX PROGRAM...: each program's last line is a row; those at once share the cores.
 check() {
   local at_once=$1 seconds=$2 suffix=$3 program name
-  shift 3
   [ "$at_once" = 1 ] || local -x OMP_NUM_THREADS=$((($(nproc) + at_once - 1) / at_once))
-  for program in "$@"; do
+  for program in "${@:4}"; do
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
     name=$(basename "$program")$suffix
     { run "$name" "$seconds" tests/run "$program" && row "$name" "$(tail -n 1 "$OUT/$name.log")"; } &
@@ -110,35 +103,32 @@ if wants tests; then
   check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   # Attention and LM head + loss as a GPU before Hopper computes them.
-  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling,loss_golden} pytorch/test_log_probs)
+  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling} pytorch/test_log_probs)
   # Builds liblce.so with CUDA before it runs.
-  check 1 570 "" $(ls tests/pytorch/test_{liblce,functions,training}.py 2>/dev/null)
+  check 1 570 "" tests/pytorch/test_{liblce,functions,training}.py
 fi
 
-# sanitize TOOL PROGRAM...: all at once. memcheck finds nothing and the tests pass. racecheck does not support mbarriers and bulk
-# copies: it reports kernels that are ordered by them, or stops. So ours are left out there, and to the comparisons with the
-# CPU; cuBLASLt's (nvjet) are reported and counted apart.
+# sanitize TOOL PROGRAM...: all at once. racecheck does not support mbarriers and bulk copies: it reports
+# kernels ordered by them, or stops, so ours are left out there; cuBLASLt's (nvjet) are counted apart.
 sanitize() {
   local tool=$1 program log verdict all ours good
-  shift
-  for program in "$@"; do
-    log=$OUT/$(basename "$program")-$tool.log
-    timeout --kill-after=10 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" >"$log" 2>&1 &
+  for program in "${@:2}"; do
+    log=$OUT/$(basename "$program")-$tool.log good="FAILED, see $OUT: "
+    {
+      timeout --kill-after=10 300 compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" >"$log" 2>&1
+      if [ "$tool" = memcheck ]; then
+        verdict=$(grep 'ERROR SUMMARY' "$log" | tail -n 1 | sed 's/=* *//')
+        [ "$verdict" != "ERROR SUMMARY: 0 errors" ] || ! grep -q '^\[  PASSED' "$log" || grep -q '^\[  FAILED' "$log" || good=
+      else
+        all=$(grep -c 'Race reported' "$log") ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
+        verdict="$(grep -c '^\[  PASSED' "$log") of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
+        [[ $verdict != "4 of 4 "*"kernels: 0, "* ]] || good=
+      fi
+      row "$(basename "$program") under $tool" "$good${verdict:-did not end}"
+    } &
     [[ $program != *kernels_update ]] || wait # it compares what the whole device holds
   done
   wait
-  for program in "$@"; do
-    log=$OUT/$(basename "$program")-$tool.log good="FAILED, see $OUT: "
-    if [ "$tool" = memcheck ]; then
-      verdict=$(grep 'ERROR SUMMARY' "$log" | tail -n 1 | sed 's/=* *//')
-      [ "$verdict" != "ERROR SUMMARY: 0 errors" ] || ! grep -q '^\[  PASSED' "$log" || grep -q '^\[  FAILED' "$log" || good=
-    else
-      all=$(grep -c 'Race reported' "$log") ours=$(grep 'Race reported' "$log" | grep -vc 'access at nvjet_')
-      verdict="$(grep -c '^\[  PASSED' "$log") of 4 backends passed; hazards in our kernels: $ours, in cuBLASLt's: $((all - ours))"
-      [[ $verdict != "4 of 4 "*"kernels: 0, "* ]] || good=
-    fi
-    row "$(basename "$program") under $tool" "$good${verdict:-did not end}"
-  done
 }
 
 if wants sanitizer; then
@@ -161,10 +151,8 @@ layer() {
 }
 # train NAME SECONDS TEMPLATE OPTIONS...: a run of ./train, and figures of its summary
 train() {
-  local name=$1 seconds=$2 template=$3
-  shift 3
-  run "$name" "$seconds" "${LAUNCHER[@]}" ./train --device "$DEVICE" --val-fraction 0 --sample-every 0 --log "$OUT/$name.jsonl" "$@" "${tiny[@]}" &&
-    show "$name" "$name.jsonl" summary "$template"
+  run "$1" "$2" "${LAUNCHER[@]}" ./train --device "$DEVICE" --val-fraction 0 --sample-every 0 --log "$OUT/$1.jsonl" \
+    "${@:4}" "${tiny[@]}" && show "$1" "$1.jsonl" summary "$3"
 }
 step() {
   train "step-$1" 200 '{tokens_per_second:,.0f} tokens/s, {1e3 * seconds_per_step:.1f} ms, MFU {100 * r.get("mfu", float("nan")):.1f}%, {peak_bytes / 2**30:.1f} GiB, LM head + loss {head_peak_bytes / 2**20:.0f} MiB' "${@:2}"
@@ -199,7 +187,7 @@ if wants bench; then
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
 fi
 
-# The layer through PyTorch and through C, beside others where they are installed; `all` leaves it out without PyTorch.
+# The layer through PyTorch and C, beside others that are installed; `all` leaves it out without PyTorch.
 if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
   shapes=()
   [ "$DEVICE" = cuda ] || shapes=(--shapes 64x64x2000)
@@ -217,10 +205,9 @@ on() {
 # scaling NAME OPTIONS...: weak scaling from one GPU to all
 scaling() {
   local name=$1 alone=0 n
-  shift
   for ((n = 1; n <= ranks; n = n < ranks && 2 * n > ranks ? ranks : 2 * n)); do
     on $n
-    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / ('"$alone"' or tokens_per_second):.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "$@"
+    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / ('"$alone"' or tokens_per_second):.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "${@:2}"
     [ $n -gt 1 ] || alone=$(figures "$OUT/scaling-$name-1.jsonl" summary '{tokens_per_second}') || alone=0
   done
 }
@@ -229,7 +216,7 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
   [ "$DEVICE" != cuda ] || export LCE_GPU_RANKS=$ranks
-  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs trainer/test_ranks kernels/test_vocabulary_parallel model/test_masked_loss) $(ls tests/trainer/test_ranks*.py)
+  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs kernels/test_vocabulary_parallel model/test_masked_loss) tests/trainer/test_ranks*.py
   unset LCE_GPU_RANKS
   on "$ranks"
   layer split 16384 4096 128256 --chunk 4096,2048,1024

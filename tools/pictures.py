@@ -57,7 +57,7 @@ def size(value):
 
 
 def three_digits(value):
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    return f"{value:.{2 - (value >= 10) - (value >= 100)}f}"
 
 
 def rate(value):
@@ -72,7 +72,7 @@ def times(large, small):
 
 # --- parts of a picture -------------------------------------------------------------------------------------
 
-def picture(width, height, title, subtitle, note="", margins=(0.95, 1.2, 1.95, 0.95), **grid):
+def picture(width, height, title, subtitle, note, margins, **grid):
     """A figure with its words and a grid of panels, in inches; margins are left, right, top, bottom."""
     figure, (left, right, top, bottom) = plt.figure(figsize=(width, height)), margins
     figure.text(0.36 / width, 1 - 0.3 / height, title, fontsize=14, weight="bold", va="top")
@@ -100,13 +100,13 @@ def panel(figure, cell, title, unit=""):
     return ax
 
 
-def bars(ax, names, *sets):
-    """Draws a horizontal bar for each name and set (values, texts, colour or colours, name in the legend)."""
-    height = 0.78 / len(sets)
-    for k, (values, texts, color, name) in enumerate(sets):
-        drawn = ax.barh([n + height * k for n in range(len(names))], values, 0.92 * height, color=color, label=name)
-        ax.bar_label(drawn, texts, padding=5, fontsize=9, bbox=dict(fc="white", ec="none", pad=1))
-    ax.set(yticks=[n + height * (len(sets) - 1) / 2 for n in range(len(names))], yticklabels=names, ylim=(len(names) - 0.4, -0.6))
+def bars(ax, names, values, form, colors):
+    """A horizontal bar for each value, with its figure behind it; None is an empty one."""
+    places = range(len(names))
+    drawn = ax.barh(places, [value or 0 for value in values], 0.92 * 0.78, color=colors)
+    ax.bar_label(drawn, ["" if value is None else form(value) for value in values], padding=5, fontsize=9,
+                 bbox=dict(fc="white", ec="none", pad=1))
+    ax.set(yticks=places, yticklabels=names, ylim=(len(names) - 0.4, -0.6))
     ax.xaxis.set_visible(False)
     ax.grid(False)
     ax.spines["bottom"].set_visible(False)
@@ -139,13 +139,12 @@ def linear_axis(ax, high, in_bytes=True, most=5):
     ax.set(ylim=(0, at[-1] * scale), yticks=at * scale, yticklabels=[f"{value:g} {unit if value else ''}" for value in at])
 
 
-def log_axis(ax, which, low, high):
-    """The x or y axis, of bytes, with a tick at some powers of two."""
+def log_axis(ax, low, high):
+    """The y axis, of bytes, with a tick at some powers of two."""
     powers = [2**k for k in range(60) if low / 1.6 <= 2**k <= 1.6 * high][::-1]
-    ticks = {value: "{1:g} {0[1]}".format(unit_of(value), value / unit_of(value)[0]) for value in powers[::-(-len(powers) // 5)]}
-    axis = {"scale": "log", "lim": (low / 1.6, 1.6 * high), "ticks": list(ticks), "ticklabels": ticks.values()}
-    ax.set(**{which + name: value for name, value in axis.items()})
-    ax.minorticks_off()
+    ticks = powers[::-(-len(powers) // 5)]
+    ax.set(yscale="log", ylim=(low / 1.6, 1.6 * high), yticks=ticks,
+           yticklabels=["{1:g} {0[1]}".format(unit_of(tick), tick / unit_of(tick)[0]) for tick in ticks])
 
 
 # --- memory over a size -------------------------------------------------------------------------------------
@@ -165,10 +164,6 @@ def layer_bytes(row):
 
 def x_of(row):
     return row[COLUMN[row["sweep"]]] or row["tokens"]  # materialized logits are one chunk
-
-
-def over_gemms(row):
-    return row["layer_seconds"] and row["layer_seconds"] / row["floor_seconds"]
 
 
 def setting(s, rows=()):
@@ -193,13 +188,13 @@ def foot(s, rows):
     same = sum(row["ledger_bytes"] == row["planned_bytes"] for row in measured)
     too_large = sum(row["status"] == "does not fit" for row in rows)
     words = {f"Measured by the ledger; plan and ledger agree to the byte at {same} of {len(measured)} points.": measured,
-             NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows), f"{too_large} would not fit.": too_large,
-             s["grey"]: True}
-    return " ".join(text for text, true in words.items() if text and true)
+             NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows),
+             f"{too_large} would not fit.": too_large, s["grey"]: s["grey"]}
+    return " ".join(text for text, true in words.items() if true)
 
 
 def draw_modes(ax, rows, y):
-    """Draws a line for each mode, dashed and hollow where only planned. Returns {mode: [xs, ys, measured]}."""
+    """Draws a line for each mode, hollow where only planned. Returns {mode: [xs, ys, measured]}."""
     found = {}
     for mode, (color, marker, name) in MODES.items():
         points = sorted((x_of(row), y(row), row["status"] == "measured") for row in rows if row["mode"] == mode and y(row))
@@ -217,19 +212,19 @@ def draw_modes(ax, rows, y):
 
 
 def over_size(ax, rows, y, form=size, main=False, more=()):
-    """Draws y over the swept size; labels and compares the lines at their ends. The axis also includes `more`."""
+    """Draws y over the swept size; labels and compares the lines' ends. The axis also includes `more`."""
     both = draw_modes(ax, rows, y)
     xs, ys = sorted({x_of(row) for row in rows}), [*more, *(value for _, values, _ in both.values() for value in values)]
     doubling = len(xs) > 2 and all(b >= 1.6 * a for a, b in zip(xs, xs[1:])) and xs[-1] >= 16 * xs[0]
     ticks = xs[::-1][::-(-len(xs) // (5 if main else 3))] + [0] * (not doubling)
     ax.set(xscale="log" if doubling else "linear", xticks=ticks, xticklabels=map(count, ticks))
-    ax.minorticks_off()
     if not doubling:
         ax.set_xlim(0, xs[-1])
     if doubling and form is size and max(ys) >= 8 * min(ys):
-        log_axis(ax, "y", min(ys), max(ys))
+        log_axis(ax, min(ys), max(ys))
     else:
         linear_axis(ax, max(ys), form is size, 5 if main else 4)
+    ax.minorticks_off()
     if rows[0]["sweep"] == "chunk":
         return both
     ends = {mode: (line[-1], values[-1]) for mode, (line, values, _) in both.items()}
@@ -266,7 +261,7 @@ def others(ax, s, rows):
 
 
 def memory(s, rows, path):
-    """A step, or LM head + loss alone, over one size: the total, the loss, and the time if it was measured."""
+    """A step, or LM head + loss alone, over one size: the total, the loss, and the time if measured."""
     layer, sweep, timed = s["what"] == "layer", rows[0]["sweep"], any(row["step_seconds"] or row["layer_seconds"] for row in rows)
     title = "With its inputs and gradients" if layer else "Peak memory of a training step"
     whole = (title, "in total", lambda row: best(row, "bytes"), size)
@@ -274,7 +269,8 @@ def memory(s, rows, path):
     # Chunks have one panel: their labels need the space.
     panels = [alone] if sweep == "chunk" else [alone, whole] if layer else [whole, alone]
     if timed:
-        panels.append(("Time", "over that of its three GEMMs", over_gemms, "{:.2f}".format) if layer else
+        panels.append(("Time", "over that of its three GEMMs", lambda row: row["layer_seconds"] and
+                       row["layer_seconds"] / row["floor_seconds"], "{:.2f}".format) if layer else
                       ("Time of a step, s", "forward, backward, AdamW", lambda row: row["step_seconds"], "{:.3g} s".format))
     over = AXES[sweep] + (" of a step" if sweep == "tokens" and not layer else "")
     title = s["title"] or (f"LM head + loss over the {over}" if layer else f"Training {s['model']}: memory over the {over}")
@@ -434,20 +430,17 @@ def groups(title, subtitle, all_groups, path):
     kinds = ("LM head + loss, peak memory", "head_peak_bytes", size), ("Tokens a second", "tokens_per_second", rate)
     for k, (name, field, form) in enumerate(kinds):
         ax = panel(figure, cells[3].subgridspec(2, 1, hspace=0.75)[k], name)
-        values = [group.total(field) for group in all_groups]
-        texts = ["" if value is None else form(value) for value in values]
-        bars(ax, [group.name for group in all_groups], ([value or 0 for value in values], texts, colors, None))
+        bars(ax, [group.name for group in all_groups], [group.total(field) for group in all_groups], form, colors)
     save(figure, path)
 
 
 def ladder(rows, path):
     """The versions in kernels/lce/LCE.md, from bench_lce --ladder --json: bars of time and memory."""
     figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
-                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), margins=(2.7, 0.9, 1.3, 0.3), ncols=2,
-                            wspace=0.4)
+                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), "", (2.7, 0.9, 1.3, 0.3),
+                            ncols=2, wspace=0.4)
     kinds = ("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)
     for k, (title, field, form) in enumerate(kinds):
-        values, names = [row[field] for row in rows], [row["name"] if k == 0 else "" for row in rows]
-        colors = ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
-        bars(panel(figure, cells[k], title), names, (values, list(map(form, values)), colors, None))
+        names, colors = [row["name"] if k == 0 else "" for row in rows], ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
+        bars(panel(figure, cells[k], title), names, [row[field] for row in rows], form, colors)
     save(figure, path)

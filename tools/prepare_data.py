@@ -6,12 +6,12 @@
     tools/prepare_data.py chats.jsonl --chat --tokenizer Llama-3.2-1B-Instruct/ --out sft
     ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
 
-Hugging Face's `tokenizers` encode, on all cores. Out come llm.c's shards (uint16, or uint32 where ids are larger), each
-document whole in one of train and val and closed by the end-of-text token; next to each shard its documents' ends for
---pack documents (x.ends for x.bin, see data/source.h); the tokenizer; generation_config.json with that token; and
-manifest.json, which says what is in them. In conversations (--chat) only what the assistant says is learned: a mask next to
-each shard (x.mask), one bit a token, marks what counts. All is written in a hidden folder in --out and moved from it at the
-end, so a run that fails leaves what an earlier one made.
+Hugging Face's `tokenizers` encode, on all cores. Out come llm.c's shards (uint16, or uint32 where ids are
+larger), each document whole in one of train and val and closed by the end-of-text token; next to each shard
+its documents' ends for --pack documents (x.ends for x.bin, see data/source.h); the tokenizer;
+generation_config.json with that token; and manifest.json, which says what is in them. In conversations
+(--chat) only what the assistant says is learned: a mask (x.mask), one bit a token, marks what counts. A run
+that fails leaves what an earlier one made, since all is written in a hidden folder and moved at the end.
 
 Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
 """
@@ -36,8 +36,8 @@ LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<|im_end|>"]
 
-# What a conversation looks like when neither the tokenizer nor the user says: a heading for every message, the
-# end-of-text token after every answer.
+# What a conversation looks like when neither the tokenizer nor the user says: a heading for every message,
+# the end-of-text token after every answer.
 SIMPLE_TEMPLATE = (
     "{% for message in messages %}{{ '' if loop.first else '\n\n' }}### {{ message['role'] | capitalize }}:\n"
     "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
@@ -116,8 +116,8 @@ def is_binary(path, options):
 
 
 def pieces(text, step, newline, anywhere=False):
-    """(start, end) of pieces of at least `step` of a str, or of bytes, each cut after a newline and, unless `anywhere`, so
-    that the tokens stay the same: no tokenizer's piece reaches from a lone newline into the line after it."""
+    """(start, end) of pieces of at least `step`, each cut after a newline and, unless `anywhere`, so that the
+    tokens stay the same: no tokenizer's piece reaches from a lone newline into the line after it."""
     start = 0
     while start < len(text):
         end = start + step
@@ -129,13 +129,13 @@ def pieces(text, step, newline, anywhere=False):
         start = end
 
 
-# What is no UTF-8 becomes half of a surrogate pair, as JSON may hold them, too: documents_of replaces and counts both.
+# Bytes that are no UTF-8 become half of a surrogate pair, which documents_of replaces and counts.
 codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
 
 
 def parts_of(path, options):
-    """A file, a part at a time: its bytes, whether it is the last, and pairs (place, item). An item is a row of Parquet
-    (a dict), a line of JSON (bytes), or plain text (a str)."""
+    """A file, a part at a time: its bytes, whether it is the last, and pairs (place, item). An item is a row
+    of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
     kind, size = kind_of(path, options), os.path.getsize(path)
     by_line = kind == "jsonl" or options.document == "line"
 
@@ -170,7 +170,7 @@ def row_groups(path, size, options):
         raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 
-# --- documents: segments of text, each with whether it counts ---------------------------------------------------
+# --- documents: segments of text, each with whether it counts -----------------------------------------------
 
 def require_text(value, what):
     if not isinstance(value, str):
@@ -230,7 +230,7 @@ class Chat:
             if isinstance(source, list):
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
             source = source or SIMPLE_TEMPLATE
-            # These marks delimit what the assistant said for other programs; here that follows from the messages.
+            # These marks of what the assistant said are not needed here.
             self.template = environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
         except Exception as error:
             fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
@@ -252,7 +252,7 @@ class Chat:
 
 
 def documents_of(items, segments_of, options, report):
-    """Each a list of segments. JSON may hold halves of surrogate pairs, which no tokenizer takes: they are replaced."""
+    """Each a list of segments, without halves of surrogate pairs, which no tokenizer takes."""
     for place, item in items:
         signal.alarm(TEMPLATE_SECONDS)
         try:
@@ -274,7 +274,7 @@ def documents_of(items, segments_of, options, report):
 # --- shards -------------------------------------------------------------------------------------------------
 
 class Shards:
-    """One split's tokens, with which of them count and which end a document, in files of at most shard_tokens."""
+    """A split's tokens, which of them count and which end a document, in files of at most shard_tokens."""
 
     def __init__(self, path, tokens, options):
         self.path, self.end, self.size, self.masked = path, tokens.manifest["end_of_text_id"], options.shard_tokens, options.chat
@@ -285,7 +285,7 @@ class Shards:
         self.made = {"documents": 0, "tokens": 0, "counted_tokens": 0, "shards": []}
 
     def add(self, ids, counts, closes):
-        """A segment's tokens, and whether they count. The end of a text that a document lacks does not, where there are masks."""
+        """A segment's tokens, and whether they count. With masks, an end of text that is added does not."""
         added = closes and (not ids or ids[-1] != self.end)
         part = numpy.zeros(len(ids) + added, self.type)
         part["id"] = ids + [self.end] * added
@@ -440,7 +440,7 @@ class Tokens:
 # --- the output folder --------------------------------------------------------------------------------------
 
 def require_own(options, files):
-    """Fails unless all that may be replaced or removed in --out is an earlier run's, and no link and no input."""
+    """Fails unless all that --out may lose is an earlier run's, and no link and no input."""
     inputs, staging = {os.path.realpath(file) for file in files}, os.path.join(options.out, STAGING)
     try:
         own = os.path.isdir(staging) or read_settings(os.path.join(options.out, "manifest.json")).get("format") == FORMAT
@@ -469,24 +469,25 @@ def publish(staging, out):
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
-    parser.add_argument("--out", required=True, help="the folder for shards, tokenizer and manifest")
+    add = parser.add_argument
+    add("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
+    add("--out", required=True, help="the folder for shards, tokenizer and manifest")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
     which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens, split as Llama 3's")
-    parser.add_argument("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters to train it on (2^30)")
-    parser.add_argument("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the inputs (by suffix)")
-    parser.add_argument("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
-    parser.add_argument("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text "
-                        "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
-    parser.add_argument("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
-    parser.add_argument("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
-    parser.add_argument("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
-    parser.add_argument("--messages-field", default="messages", help="where the messages are (messages)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
-    parser.add_argument("--val-fraction", type=float, default=0.01, metavar="SHARE", help="share of documents held back for validation (0.01)")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
+    add("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters to train it on (2^30)")
+    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the inputs (by suffix)")
+    add("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
+    add("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text "
+        "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
+    add("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
+    add("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
+    add("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
+    add("--messages-field", default="messages", help="where the messages are (messages)")
+    add("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
+    add("--val-fraction", type=float, default=0.01, metavar="SHARE", help="of documents, for validation (0.01)")
+    add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
     options = parser.parse_args()
     for name, least, most in [("val_fraction", 0, 0.999999), ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 4096),
                               ("train_tokenizer", 257, 2**31 - 1)]:

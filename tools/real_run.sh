@@ -1,8 +1,8 @@
 #!/bin/bash
 # From text to a picture: fetches text, trains a tokenizer, makes shards, and trains a model with LM head +
 # loss materialized, fused and sampled, from several seeds each. Draws and prints what that does to loss, time
-# and memory. `make real-run` builds what it needs. After an interruption it continues where it was. On an NVIDIA
-# GPU the model is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
+# and memory. `make real-run` builds what it needs. It continues after an interruption. On an NVIDIA GPU the
+# model is gpt2-124m with 65,536 tokens a step, else gpt2-tiny with 1,024; some minutes either way.
 #
 #   --lce-sample M0      M0 of the sampled runs (default 1)
 #   --model-options OPT  ./train's options for model and batch, instead of the ones above
@@ -14,8 +14,8 @@
 #                        (default the documentation and C of Debian's or Ubuntu's linux-source package)
 #   --vocab V            Entries of the tokenizer (default 128256)
 #
-# Python with tokenizers and numpy makes the shards (PYTHON names one; if they are missing, they are installed
-# into a virtual environment next to DIR). With torch and transformers it also checks the last checkpoint.
+# Python with tokenizers and numpy makes the shards (PYTHON names one; missing, they go into a virtual
+# environment next to DIR). With torch and transformers it also checks the last checkpoint.
 set -euo pipefail
 
 fail() {

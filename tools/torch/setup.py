@@ -1,4 +1,4 @@
-"""Builds liblce.so by make, into the package. LCE_MAKE holds more arguments for make, for instance "GPUS='80 90' CUDA=0"."""
+"""Builds liblce.so by make, into the package. LCE_MAKE holds make's arguments, as "GPUS='80 90' CUDA=0"."""
 import os
 import platform
 import shlex

@@ -1,9 +1,8 @@
-"""linear_cross_entropy and linear_log_probs: an operator of PyTorch over liblce.so, and two ways to differentiate it.
+"""linear_cross_entropy and linear_log_probs: an operator over liblce.so and two ways to differentiate it.
 
-A scalar loss has its gradients made in the forward pass, where they cost no logits of their own, and its backward pass
-scales them. A loss per token keeps O(N), and its backward pass is one more call with the tokens' weights: dX could be scaled
-row by row once these are known, but dW could not. Where the caller's chunk covers all tokens, the logits' exponentials are
-kept, and that call does not make them again.
+A scalar loss computes its gradients in the forward pass; the backward pass scales them. A loss per token
+keeps O(N), and its backward pass is one more call with the tokens' weights, since dW cannot be scaled
+afterwards. Where the chunk covers all tokens, the exponentials are kept for that call.
 """
 import ctypes
 import functools
@@ -41,10 +40,10 @@ class Context:
         return dist.distributed_c10d._resolve_process_group(self.group_name)
 
     def agree(self, *sizes):
-        """Where the ranks' numbers of tokens or vocabularies differ, all ranks fail, and none waits for another."""
-        of_ranks = torch.empty(self.group.size(), 2, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(of_ranks, torch.tensor([sizes], device=self.device), group=self.group)
-        tokens, vocabularies = of_ranks.t().tolist()
+        """All ranks fail, and none waits, where their numbers of tokens or vocabularies differ."""
+        gathered = torch.empty(self.group.size(), 2, dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(gathered, torch.tensor([sizes], device=self.device), group=self.group)
+        tokens, vocabularies = gathered.t().tolist()
         if len(set(tokens)) > 1:
             raise ValueError(f"the group's ranks give {tokens} tokens, but need as many each: add some with a target of -100")
         if len(set(vocabularies)) > 1:
@@ -85,8 +84,7 @@ class Context:
             self.require(self.library.lce_linear_cross_entropy(self.handle, args) == 0)
 
     def scale(self, out, x, factor):
-        """out = factor x, in one pass, and none where out is x and the factor 1: PyTorch takes three times as long from fp32 to
-        bf16, and does not look at the factor."""
+        """out = factor x, a third of PyTorch's time to bf16; no pass where out is x and the factor 1."""
         with self.lock, torch.cuda.device(self.device.index):
             self.require(self.library.lce_scale(self.handle, out.data_ptr(), CODES.index(out.dtype), x.data_ptr(),
                                                 CODES.index(x.dtype), x.numel(), factor.data_ptr(), self.stream()) == 0)
@@ -102,12 +100,12 @@ class Context:
 context = functools.lru_cache(None)(Context)
 
 
-# --- the operator -----------------------------------------------------------------------------------------------
+# --- the operator -------------------------------------------------------------------------------------------
 
 def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, dtype, group,
          vocab_size, label_smoothing, z_loss, softcap, temperature, chunk, sampling, mean, dweight_dtype, wanted):
-    """The tensors of `empty`, filled: what lce_linear_cross_entropy computes in `dtype` with a scale of 1; with the log_prob of
-    an earlier call, and its entropy where entropy_weights are there, gradients alone, where exps may be those it has kept."""
+    """The tensors of `empty`, filled by lce_linear_cross_entropy in `dtype`. With an earlier call's log_prob
+    (and entropy, if entropy_weights are given) gradients alone; exps may be those that call kept."""
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
 
@@ -139,24 +137,24 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
 
 
 def shard_of(group, vocab_size, rank=None):
-    """A rank's rows of a head, this one's by default, as torch.chunk and DTensor's Shard(0) cut it."""
+    """A rank's part of a head, by default this rank's, as torch.chunk and DTensor's Shard(0) cut it."""
     part = -(-vocab_size // group.size())
     first = min(vocab_size, part * (group.rank() if rank is None else rank))
     return dict(first_row=first, rows=min(part, vocab_size - first))
 
 
 def empty(x, weight, dtype, dweight_dtype, wanted):
-    """Of each token the loss (with z-loss), and what is wanted of its entropy, dx (of `dtype`), dweight, dbias (fp32), the bytes
-    of exponentials that liblce.h keeps, and OUTPUTS."""
+    """Per token the loss with z-loss, and what is wanted of entropy, dx, dweight, dbias, exps and OUTPUTS."""
     (n, h), v, wide = x.shape, weight.shape[0], torch.float32
-    of_token, gradients = ((n,), wide), (((n, h), dtype), ((v, h), dweight_dtype), ((v,), wide))
-    kept = (n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8
-    shapes = of_token, of_token, *gradients, kept, of_token, of_token, of_token, ((n,), torch.int32)
+    per_token, gradients = ((n,), wide), (((n, h), dtype), ((v, h), dweight_dtype), ((v,), wide))
+    exps = (n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8
+    shapes = per_token, per_token, *gradients, exps, *[per_token] * 3, ((n,), torch.int32)
     return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
-# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate. The name changes
-# with the schema, since Inductor's cache on disk would call the operator of an earlier version by its schema.
+# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
+# The name changes with the schema, since Inductor's cache on disk would call the operator of an earlier
+# version by its schema.
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
           "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
@@ -167,13 +165,12 @@ operator = torch.library.custom_op(
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
 
 
-# --- gradients --------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------------------------------------
 
 def gradients_wanted(needs, bias, sampling):
-    """Which of dx, dweight and dbias a call has to make where `needs` are needed: the library has no dbias alone, and no
-    sampled dweight."""
-    of_weight = needs[1] or needs[2]
-    return [needs[0] or bool(sampling and of_weight), of_weight, of_weight and bias is not None]
+    """Which of dx, dweight and dbias a call makes: the library makes no dbias or sampled dweight alone."""
+    dweight = needs[1] or needs[2]
+    return [needs[0] or bool(sampling and dweight), dweight, dweight and bias is not None]
 
 
 def dweight_dtype(x, weight, options, known=False):
@@ -192,8 +189,8 @@ def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=
 
 
 def returned(ctx, gradients, factor=None):
-    """What backward() returns: factor times the gradients, which are lost (in eager mode), in the parameters' dtypes. Where
-    a parameter has a main_grad, as Megatron's have, the gradient is added to it (in eager mode) and none is returned."""
+    """What backward() returns: factor times the gradients, in the parameters' dtypes. Eager mode overwrites
+    the gradients, and adds to a parameter's main_grad (Megatron's) instead of returning one."""
     functional, results = torch.compiler.is_compiling(), [None] * len(ctx.needs_input_grad)
     for i, (parameter, gradient) in enumerate(zip(ctx.saved_tensors[:3], gradients)):
         if not ctx.needs_input_grad[i]:
@@ -229,7 +226,7 @@ class Constant(torch.autograd.Function):
 
 
 def once(backward):
-    """PyTorch's once_differentiable takes a gradient for a constant where nothing upstream needs a gradient."""
+    """PyTorch's once_differentiable would return a constant where nothing upstream needs a gradient."""
     def refusing(ctx, *upstream):
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
@@ -240,7 +237,7 @@ def once(backward):
 
 
 class Reduced(torch.autograd.Function):
-    """The sum or mean, and outputs. Its gradients are made with it; a second backward pass makes them again."""
+    """Sum or mean, outputs and, at once, the gradients; a second backward pass makes them again."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, mean, needs):
@@ -257,8 +254,8 @@ class Reduced(torch.autograd.Function):
         if class_weights is not None:
             counted = counted * class_weights[target.clamp(0, len(class_weights) - 1)]
         count = counted.sum()
-        for of_rank in (total, count) if options[1] else ():  # a group's mean is over all ranks' tokens
-            dist.all_reduce(of_rank, group=context(x.device, *options[:2]).group)
+        for term in (total, count) if options[1] else ():  # a group's mean is over all ranks' tokens
+            dist.all_reduce(term, group=context(x.device, *options[:2]).group)
         return total / count, *more
 
     @staticmethod
@@ -271,7 +268,7 @@ class Reduced(torch.autograd.Function):
 
 
 class PerToken(torch.autograd.Function):
-    """Loss and, where wanted, entropy and outputs of each token, in O(N), or with exponentials kept for the backward pass."""
+    """Loss, entropy and outputs of each token, in O(N), or with exponentials kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, want_entropy, differentiated):
@@ -293,26 +290,26 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx, of_loss, of_entropy, *_):
-        if of_loss is None and of_entropy is None:
+    def backward(ctx, dloss, dentropy, *_):
+        if dloss is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
-        if ctx.options[1] and ctx.want_entropy and of_entropy is not None:
+        if ctx.options[1] and ctx.want_entropy and dentropy is not None:
             raise RuntimeError("entropies of a group have no gradient; detach() them")
-        if of_loss is None:
-            of_loss = torch.zeros_like(of_entropy)
+        if dloss is None:
+            dloss = torch.zeros_like(dentropy)
         weights, _, log_prob, entropy, exps = ctx.saved_tensors[4:]
-        of_loss = of_loss if weights is None else of_loss * weights
-        if not ctx.want_entropy or of_entropy is None:
-            of_entropy = entropy = None
-        # They serve once, and a second backward pass makes them anew; `data` has a version of its own, which may change.
+        dloss = dloss if weights is None else dloss * weights
+        if not ctx.want_entropy or dentropy is None:
+            dentropy = entropy = None
+        # They serve once; a second backward pass makes them again. `data` has a version of its own.
         exps, ctx.kept = exps.data if ctx.kept else None, False
-        return returned(ctx, gradients_of(ctx, of_loss, of_entropy, False, log_prob, entropy, exps))
+        return returned(ctx, gradients_of(ctx, dloss, dentropy, False, log_prob, entropy, exps))
 
 
-# --- functions --------------------------------------------------------------------------------------------------
+# --- functions ----------------------------------------------------------------------------------------------
 
 def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights=None, class_weights=None):
-    """The tensors with one axis of tokens, the first options, and which outputs; or a sentence about what cannot be right."""
+    """The tensors with one axis of tokens, the first options, and flags of outputs; wrong arguments raise."""
     if set(outputs) - set(OUTPUTS):
         raise ValueError(f"outputs is {outputs!r}; it can have {', '.join(OUTPUTS)}")
     given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights)
@@ -359,7 +356,7 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
 
 
 def counted_alone(tensors, skip_ignored, group, shape):
-    """The tensors with the tokens that count alone, and a function that puts a result per token in its place among all."""
+    """The tensors of the tokens to compute, and what scatters a result per token over all."""
     if not skip_ignored:
         return tensors, lambda result: result.view(shape)
     if group is not None:
@@ -376,8 +373,8 @@ def pytorchs_names(function):
     """Takes those of torch.nn.functional.linear_cross_entropy, too, whose `weight` is that of classes."""
     @functools.wraps(function)
     def renamed(*args, options=None, **given):  # options: PyTorch's own chunks
-        of_classes = len(args) > 1 or "linear_weight" in given
-        ours = dict(input="x", linear_weight="weight", linear_bias="bias", weight="class_weights" if of_classes else "weight")
+        weight = "class_weights" if len(args) > 1 or "linear_weight" in given else "weight"
+        ours = dict(input="x", linear_weight="weight", linear_bias="bias", weight=weight)
         named = [(ours.get(name, name), value) for name, value in given.items()]
         if len(dict(named)) < len(named):
             raise TypeError(f"of {', '.join(given)} two are names of one argument")
@@ -391,36 +388,41 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
                          sampling=0.0, skip_ignored=False, group=None, vocab_size=None, outputs=()):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
-    With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z / temperature),
-    and lse = logsumexp(v):
-      loss = the cross-entropy of v, with class_weights and label_smoothing as torch.nn.functional.cross_entropy has them,
-             + z_loss lse^2, times token_weights; label_smoothing and softcap exclude each other
-    x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index and -100 are
-    not counted; token_weights: of target's shape; class_weights: [V]. Both weights are constants.
-    reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that count, as in
-    PyTorch, which no token_weights change; without any token it is NaN and its gradient 0. Results are fp32.
-    chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient is always kept
-    (liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not count take no time;
-    on a GPU the host then waits until it knows how many do. Otherwise they take as long as the others.
-    outputs: names of what is returned behind the loss, of each token, without gradient, and 0 where it does not count:
-    "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else 0), "predicted" (the
-    first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
+    With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z /
+    temperature), and lse = logsumexp(v):
+      loss = (PyTorch's cross_entropy of v, class_weights, label_smoothing, + z_loss lse^2) token_weights
+    x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index
+    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. Both weights are
+    constants. label_smoothing and softcap exclude each other.
+    reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that
+    count, as in PyTorch, which no token_weights change; without tokens NaN, with gradient 0. Results are
+    fp32.
+    chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient
+    is always kept (liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not
+    count take no time; on a GPU the host then waits to learn how many do.
+    outputs: names of what is returned after the loss, per token, without gradient, 0 where it does not count:
+    "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else
+    0), "predicted" (the first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
 
-    group: a process group over whose ranks the head's rows are split, as torch.chunk and DTensor's Shard(0) do: weight and bias
-    are this rank's part, of vocab_size rows in all (None: all parts are equal). Every rank gives its own tokens, as many as
-    the others, and gets their losses, their "sum" and dx; dweight and a "mean" are over all ranks' tokens. All ranks make the
-    same calls, backward passes too, a "sum" or "mean" with the same upstream gradient. Ranks that disagree on the number of tokens or rows all raise ValueError; on a GPU the host waits for that.
+    group: a process group over whose ranks the head is split, as torch.chunk and DTensor's Shard(0) do:
+    weight and bias are this rank's part, of vocab_size rows in all (None: all parts are equal). Every rank
+    gives its own tokens, as many as the others, and gets their losses, their "sum" and dx; dweight and a
+    "mean" are over all ranks' tokens. All ranks make the same calls, backward passes too, a "sum" or "mean"
+    with the same upstream gradient. Ranks that disagree on the number of tokens or rows all raise ValueError;
+    on a GPU the host waits for that.
 
-    The names of torch.nn.functional.linear_cross_entropy will do, too: input, linear_weight, linear_bias, and weight for
-    class_weights where the head's is linear_weight or given by position; its options choose its own chunks, and do nothing.
+    The names of torch.nn.functional.linear_cross_entropy work as well: input, linear_weight, linear_bias, and
+    weight for class_weights where the head's is linear_weight or given by position; its `options` (its own
+    chunks) do nothing.
 
-    Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A gradient has its
-    parameter's dtype, or is added to weight.main_grad where there is one. Only gradients that are needed are computed; of
-    "mean" and "sum" in the forward pass, of "none" in the backward pass by one more call. dweight is summed in fp32 over
-    chunks; in one chunk, or for "none" without label_smoothing, z_loss, class_weights, sampling and group, it is written in
-    weight's dtype at once. Where `chunk` is given and covers all tokens, "none" without these and a softcap keeps the logits'
-    exponentials, N V elements, for the first backward pass, which otherwise computes the logits again; not in compiled code.
-    Wrong arguments raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
+    Computes in fp32 on the CPU, and on a GPU in x's dtype or autocast's, fp32 or bf16; sums are fp32. A
+    gradient has its parameter's dtype, or is added to weight.main_grad if present. Only needed gradients are
+    computed, those of "mean" and "sum" in the forward pass, those of "none" by one more call in the backward
+    pass. dweight is summed in fp32 over chunks; in one chunk, or for "none" without label_smoothing, z_loss,
+    class_weights, sampling and group, it is written in weight's dtype at once. Where `chunk` is given and
+    covers all tokens, "none" without these and a softcap keeps the logits' exponentials, N V elements, for
+    the first backward pass, which otherwise computes the logits again; not in compiled code. Wrong arguments
+    raise ValueError, TypeError or, by the library, RuntimeError. On a GPU a target out of range makes the
     loss NaN.
     """
     if reduction not in ("mean", "sum", "none"):
@@ -440,13 +442,14 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
 def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
                      skip_ignored=False, group=None, vocab_size=None, outputs=()):
-    """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature), of target's shape, in fp32.
+    """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature) per token, in fp32.
 
-    Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), and the backward pass is one more call.
-    They are 0 where the target is ignore_index. entropy=False returns None for entropies; those of a group have no gradient.
-    Without group the backward pass takes weight's rows in blocks, and holds no fp32 sum of dweight. A chunk of all tokens keeps
-    N V elements of x's dtype for the backward pass, which then takes two GEMMs instead of three (linear_cross_entropy: "none").
-    The other arguments: linear_cross_entropy.
+    Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), the backward pass is one
+    more call. They are 0 where the target is ignore_index. entropy=False returns None for entropies; a
+    group's have no gradient. Without group the backward pass takes weight in blocks of rows and holds no fp32
+    sum of dweight. A chunk of all tokens keeps N V elements of x's dtype for the backward pass, which then
+    takes two GEMMs instead of three. The other
+    arguments: linear_cross_entropy.
     """
     tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)

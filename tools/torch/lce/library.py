@@ -1,4 +1,4 @@
-"""liblce.so in ctypes: lce_args and the functions of tools/torch/liblce/liblce.h. Needs nothing but Python."""
+"""liblce.so in ctypes: lce_args and the functions of tools/torch/liblce/liblce.h. Needs only Python."""
 import ctypes
 import os
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p

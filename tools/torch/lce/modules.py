@@ -19,7 +19,7 @@ def known(options, names=OPTIONS, of="linear_cross_entropy"):
 
 
 class LinearCrossEntropy(torch.nn.Linear):
-    """A head [V, H] that returns logits, or with `target` the loss of linear_cross_entropy, whose keywords `options` are."""
+    """A head [V, H] that returns logits, or with `target` linear_cross_entropy, which takes the options."""
     options, instead = {}, None  # instead: what returns something else than logits in a patched model's call
 
     def __init__(self, hidden_size, vocab_size, bias=False, *, device=None, dtype=None, **options):
@@ -45,7 +45,8 @@ def heads_of(model, *kinds):
 
 
 def with_head(model, instead, loss, *args, **kwargs):
-    """The unpatched forward where the head returns instead(head, x), and the loss function loss(logits, ...)."""
+    """The unpatched forward, its head replaced by instead(head, x), its loss function by loss(logits,
+    ...)."""
     heads = heads_of(model)
     try:
         for part in (*heads, model):
@@ -118,7 +119,7 @@ def become(cls, module):
 
 
 def transform_of(model, tokens):
-    """What the model makes of logits before its loss, as options of linear_cross_entropy: seen on logits that are known."""
+    """How the model scales and soft-caps logits, seen on known ones, as options of linear_cross_entropy."""
     seen = []
 
     def instead(head, x):
@@ -158,13 +159,16 @@ def check(model, options):
 def patch_transformers(model, *, return_logits=None, **options):
     """Makes a causal language model compute the loss of `labels` without logits, and returns it.
 
-    A call with labels (or shift_labels) returns loss, and logits=None; one without is as before. return_logits, here or in a
-    call: True returns logits, too, False does not, None does in evaluation without gradients. options: linear_cross_entropy's
-    chunk, skip_ignored, and for training alone label_smoothing, z_loss, class_weights, sampling. The head's parameters, names
-    and hooks stay, so checkpoints, DDP and FSDP are as before; patch before fully_shard. Of a PeftModel it patches the inside.
+    A call with labels (or shift_labels) returns loss, and logits=None; one without is as before.
+    return_logits (here or in a call): True returns logits, too, False does not, None does in evaluation
+    without gradients.
+    options: linear_cross_entropy's chunk, skip_ignored, and for training alone label_smoothing, z_loss,
+    class_weights, sampling. The head's parameters, names and hooks stay, so checkpoints, DDP and FSDP are as
+    before; patch before fully_shard. Of a PeftModel it patches the inside.
 
-    The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The patch checks what the
-    model makes of known logits, and compares the losses of two tokens before and after (not on meta); else it raises TypeError.
+    The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The
+    patch checks what the model makes of known logits, and compares the losses of two tokens before and after
+    (not on meta); else it raises TypeError.
     """
     from transformers import PreTrainedModel
     known(options, ("chunk", "skip_ignored", *TERMS), "patch_transformers")
