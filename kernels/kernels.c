@@ -346,7 +346,7 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
                {"softcap", a->softcap, 0, FLT_MAX, "0 or more and finite"},
                {"temperature", a->temperature == 0 ? 1 : a->temperature, 1e-6f, FLT_MAX,
                 "0 (none) or a finite number from 1e-06 on"}};
-  for (int i = 0; i < 4; i++)
+  for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
     if (!(terms[i].value >= terms[i].lowest && terms[i].value <= terms[i].highest))
       fail("%s: %s is %g, which is not %s", op, terms[i].name, (double)terms[i].value, terms[i].needed);
   bool weighted_sum = tensor_exists(a->class_weights) && a->label_smoothing > 0;

@@ -177,7 +177,9 @@ if wants bench; then
   step llama-1b-fp8 "${llama[@]}" --fp8
   step llama-1b-materialized "${llama[@]}" --materialized-logits
   step llama-1b-b16 --steps 5 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
-  step llama-8b --steps 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+  lean=()
+  [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)" -gt 100000 ] 2>/dev/null || lean=(--recompute layer)
+  step llama-8b "${lean[@]}" --steps 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
   profile gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
   profile llama-1b --model llama-1b --batch 4 --seq-len 4096
   attention "B64-T1024-12x64" --model gpt2-124m --batch 64 --seq-len 1024

@@ -1,30 +1,34 @@
 // A Llama and its training in one file of plain C: what lce.c does, without what makes it fast and large.
 //
 //     cc -O3 -fopenmp tools/minimal.c -lm && ./a.out */*.c
-//     ./a.out book.txt vocab_size=32768 fused=0 steps=20        other sizes, the other loss; main lists the options
+//     ./a.out book.txt vocab_size=32768 fused=0 steps=20  other sizes, the other loss; main lists the options
 //
 // A language model turns tokens into a probability for every possible next token. To train it, repeat:
 //
-//     forward     the tokens of some text pass through the layers to a loss: -log of the probability of what came next
+//     forward     the tokens of some text pass through the layers to a loss: -log of the probability of what
+//                 came next
 //     backward    the chain rule, from the loss back: the derivative of the loss with respect to every weight
 //     update      every weight takes a step against its derivative (AdamW), as large as a schedule says
 //
-// Every matrix has a value and a gradient of the same shape, the derivative of the loss with respect to the value. Beside each
-// operation stands its backward function: it takes the same arguments, reads the gradient of what the operation wrote, and
-// adds to the gradients of what it read. So the backward pass is the forward pass from the last line to the first. In
-// comments dx is the gradient of x. Two rules explain most of it:
+// Every matrix has a value and a gradient of the same shape, the derivative of the loss with respect to the
+// value. Beside each operation stands its backward function: it takes the same arguments, reads the gradient
+// of what the operation wrote, and adds to the gradients of what it read. So the backward pass is the forward
+// pass from the last line to the first. In comments dx is the gradient of x. Two rules explain most of it:
 //
 //     y = x W^T      dx += dy W,   dW += dy^T x         the shapes leave no other choice
-//     y = a + b      da += dy,     db += dy             and what is read twice has the sum of two gradients: hence +=
+//     y = a + b      da += dy,     db += dy             and what is read twice has the sum of two gradients:
+//                                                       hence +=
 //
-// What is special is the loss. The last matmul makes V logits for each of N tokens, one for each entry of the vocabulary. At
-// Llama 3's V of 128,256 these logits are often the largest matrix of a training step. `loss_materialized` makes them.
-// `loss_fused` does not: it takes the tokens in chunks, and computes the gradients while a chunk's logits are there.
-// kernels/lce/LCE.md goes on from there, down to the tensor cores of a GPU.
+// What is special is the loss. The last matmul makes V logits for each of N tokens, one for each entry of the
+// vocabulary. At Llama 3's V of 128,256 these logits are often the largest matrix of a training step.
+// `loss_materialized` makes them. `loss_fused` does not: it takes the tokens in chunks, and computes the
+// gradients while a chunk's logits are there. kernels/lce/LCE.md goes on from there, down to the tensor cores
+// of a GPU.
 //
-// Letters: B sequences of T tokens, N = B T; H hidden size; Q query heads and K key/value heads of D elements; F width of the
-// MLP; V vocabulary. Matrices are dense and row-major: element (n, h) of x [N, H] is x[n * H + h]. Names are Hugging Face's.
-// Left out: other families, GPUs and bf16, tokenizers (a byte is a token), recomputation, checkpoints, validation.
+// Letters: B sequences of T tokens, N = B T; H hidden size; Q query heads and K key/value heads of D
+// elements; F width of the MLP; V vocabulary. Matrices are dense and row-major: element (n, h) of x [N, H] is
+// x[n * H + h]. Names are Hugging Face's. Left out: other families, GPUs and bf16, tokenizers (a byte is a
+// token), recomputation, checkpoints, validation.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -123,9 +127,9 @@ static View transposed(const float *at, long columns) {
 }
 
 // C [M, N] += A [M, K] B [K, N]: where nearly all time goes.
-// A tile of 4 x 16 elements of C stays in registers while k runs, so that each value of B that is loaded is used 4 times,
-// and each of A 16 times. Before that, PANEL rows of the tile's 16 columns of B are copied to lie side by side in the
-// first-level cache, where they serve 128 rows of C.
+// A tile of 4 x 16 elements of C stays in registers while k runs, so that each value of B that is loaded is
+// used 4 times, and each of A 16 times. Before that, PANEL rows of the tile's 16 columns of B are copied to
+// lie side by side in the first-level cache, where they serve 128 rows of C.
 static void matmul(float *c, View a, View b, long M, long N, long K) {
   enum { ROWS = 4, COLUMNS = 16, PANEL = 256, SERVED = 128 };
 #pragma omp parallel for collapse(2)
@@ -206,9 +210,9 @@ static void rmsnorm_backward(const Matrix *y, Matrix *x, Matrix *w, float eps) {
   }
 }
 
-// Rotary positions (Su et al. 2021), in place. In every head, elements i and i + D/2 are a point in a plane, turned about the
-// origin by t theta^(-2i/D) at position t: so q[t] . k[u] depends on the distance of t and u, not on where they are. With
-// direction -1 the gradient turns back.
+// Rotary positions (Su et al. 2021), in place. In every head, elements i and i + D/2 are a point in a plane,
+// turned about the origin by t theta^(-2i/D) at position t: so q[t] . k[u] depends on the distance of t and
+// u, not on where they are. With direction -1 the gradient turns back.
 static void rotate(Matrix *x, const Llama *m, int direction) {
   long D = m->config.head_dim, heads = x->columns / D;
   float *values = direction > 0 ? x->value : x->grad;
@@ -247,8 +251,8 @@ static void swiglu_backward(const Matrix *y, Matrix *gate, Matrix *up) {
 //
 //     out[t] = sum over u <= t of p[t, u] v[u],   p[t] = softmax over u of  q[t] . k[u] / sqrt(D)
 //
-// in each head. Q / K query heads in a row share a key/value head (grouped heads; Ainslie et al. 2023). All p are kept;
-// FlashAttention (Dao et al. 2022) computes them again instead.
+// in each head. Q / K query heads in a row share a key/value head (grouped heads; Ainslie et al. 2023). All p
+// are kept; FlashAttention (Dao et al. 2022) computes them again instead.
 static void attend(Block *b, const Llama *m) {
   long T = m->seq_len, D = m->config.head_dim, Q = b->q.columns / D, K = b->k.columns / D;
   zero(b->mixed.value, b->mixed.count);
@@ -265,7 +269,8 @@ static void attend(Block *b, const Llama *m) {
       }
 }
 
-// dp[t, u] = dout[t] . v[u];  of each dot product q . k, dz = p (dp - sum over u of p dp) / sqrt(D), as for every softmax;
+// dp[t, u] = dout[t] . v[u];  of each dot product q . k, dz = p (dp - sum over u of p dp) / sqrt(D), as for
+//                             every softmax;
 // dq[t] += dz[t, u] k[u],  dk[u] += dz[t, u] q[t],  dv[u] += p[t, u] dout[t].
 static void attend_backward(Block *b, const Llama *m) {
   long T = m->seq_len, D = m->config.head_dim, Q = b->q.columns / D, K = b->k.columns / D;
@@ -296,8 +301,9 @@ static float exponentials(float *z, float anchor, long left_out, long count) {
   return sum;
 }
 
-// Of the final norm's output x [N, H], the head W [V, H] and the targets y [N]: each token's loss, and the gradients of their
-// mean. Since nothing comes after the loss, the gradient of each token's loss is known beforehand: 1 / N.
+// Of the final norm's output x [N, H], the head W [V, H] and the targets y [N]: each token's loss, and the
+// gradients of their mean. Since nothing comes after the loss, the gradient of each token's loss is known
+// beforehand: 1 / N.
 //
 //     z    = x W^T                                            the logits [N, V]
 //     loss = log(sum over j of exp(z[j])) - z[y]              which is -log softmax(z)[y]
@@ -319,20 +325,21 @@ static void loss_materialized(Llama *m, const int32_t *y) {
   matmul(w->grad, transposed(m->logits, V), plain(x->value, H), V, H, N);
 }
 
-// The same in chunks of C tokens, since a token's loss needs no other token, and with the target's logit as a row's anchor in
-// place of the maximum, which is known only when all logits are.
+// The same in chunks of C tokens, since a token's loss needs no other token, and with the target's logit as a
+// row's anchor in place of the maximum, which is known only when all logits are.
 //
-//     a    = x . W[y]                                         one dot product
-//     E[j] = exp(z[j] - a) for j != y,   E[y] = 0             [C, V], all there is of width V
-//     R    = sum over j of E[j]                               the softmax is E / (1 + R), and 1 / (1 + R) at y
+//     a    = x . W[y]                                     one dot product
+//     E[j] = exp(z[j] - a) for j != y,   E[y] = 0         [C, V], all there is of width V
+//     R    = sum over j of E[j]                          the softmax is E / (1 + R), and 1 / (1 + R) at y
 //     loss = log(1 + R)
-//     r, c = 1 / (1 + R), -R / (1 + R)                        so that  softmax(z) - onehot(y) = r E + c onehot(y)
+//     r, c = 1 / (1 + R), -R / (1 + R)                    so that  softmax(z) - onehot(y) = r E + c onehot(y)
 //     dx   = (r (E W) + c W[y]) / N
 //     dW  += E^T (r x) / N,   dW[y] += c x / N
 //
-// Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in the registers of
-// its matmul, and is never stored. E overflows where a logit leads the target's by 88. Where R exceeds 2^96 the row is done
-// again with its maximum as the anchor; the target's exponential e is then less than 1.
+// Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in
+// the registers of its matmul, and is never stored. E overflows where a logit leads the target's by 88. Where
+// R exceeds 2^96 the row is done again with its maximum as the anchor; the target's exponential e is then
+// less than 1.
 static void loss_fused(Llama *m, const int32_t *y) {
   Matrix *x = &m->final, *w = m->head;
   long N = x->rows, H = x->columns, V = w->rows;
@@ -422,17 +429,19 @@ static void backward(Llama *m, const int32_t *tokens) {
 
 // --- the update --------------------------------------------------------------------------------------------
 
-// The learning rate of step 0, 1, ...: up to the peak in `warmup` equal steps, then half a cosine down to a tenth of it.
+// The learning rate of step 0, 1, ...: up to the peak in `warmup` equal steps, then half a cosine down to a
+// tenth of it.
 static double schedule(double peak, long step, long warmup, long steps) {
   if (step < warmup) return peak * (double)(step + 1) / (double)warmup;
   double progress = (double)(step - warmup) / (double)(steps - warmup);
   return peak * (0.1 + 0.9 * (1 + cos(acos(-1) * progress)) / 2);
 }
 
-// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down where their norm exceeds max_norm. Returns the norm.
+// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down where their norm exceeds
+// max_norm. Returns the norm.
 //
-//     m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2         running means, which begin at 0 and so are
-//     m' = m / (1 - beta1^t),        v' = v / (1 - beta2^t)                too small in early steps t = 1, 2, ...
+//     m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2   running means; they begin at 0, and are
+//     m' = m / (1 - beta1^t),        v' = v / (1 - beta2^t)          too small in early steps t = 1, 2, ...
 //     w = w - lr (m' / (sqrt(v') + epsilon) + decay w)
 static double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8, decay = 0.1, max_norm = 1;
 

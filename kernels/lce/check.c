@@ -77,7 +77,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   check_shard(backend, a);
   if (a->mode == LCE_FUSED && a->terms.softcap > 0 && a->terms.label_smoothing > 0)
     fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "
-         "materialized mode (--materialized-logits)",
+         "materialized mode (./train: --materialized-logits)",
          op);
   check_sampling(a);
 }

@@ -17,7 +17,8 @@ static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t h
 
 // --- the reference itself ----------------------------------------------------------------------------------
 
-// PyTorch's values and autograd's gradients, every term alone and combined (tests/golden/make_loss_golden.py).
+// PyTorch's values and autograd's gradients, every term alone and combined
+// (tests/golden/make_loss_golden.py).
 static double number(const cJSON *object, const char *key) {
   const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
   if (!cJSON_IsNumber(item)) fail_msg("loss.json lacks the number %s", key);
