@@ -6,7 +6,7 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64
                                                   backend->dtype, rows, capacity * c->head_dim)};
 }
 
-void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
+static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
   int64_t heads = p->heads.batch * p->heads.num_key_value_heads, first = 2 * heads * l;
   attention_decode(p->backend, (AttentionDecode){.out = s->attention,
                                                  .keys = tensor_rows(p->cache->data, first, heads),
@@ -20,6 +20,7 @@ void transformer_logits(Backend *backend, Model *model, const Batch *batch, cons
                         int64_t past, Tensor indices, Tensor logits) {
   Pass p = pass_begin(backend, model, batch, &(TransformerOptions){0});
   p.cache = cache; // attention_decode refuses what does not fit
+  if (cache) p.attend = attend_to_cache;
   p.past = past;
   Tensor stream = layers_forward(&p);
   if (tensor_exists(logits)) {

@@ -1,6 +1,4 @@
-// A pass, and its memory. On the stack, from the bottom up: dx, then for each layer what the backward pass
-// reads. A layer pushes its output first, then what RECOMPUTE_LAYER, RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE
-// drop: to drop is to pop, and to recompute is to push and compute the same again.
+// A pass over a batch: its settings, and tensors on the stack.
 #include "model/pass.h"
 
 #include <stdlib.h>
@@ -60,63 +58,4 @@ Tensor push_statistic(const Pass *p, const char *name, int64_t heads) {
 void push_norm_statistics(const Pass *p, Norm *norm) {
   if (p->model->config.norm == NORM_LAYER) norm->mean = push_statistic(p, "norm mean", 1);
   norm->rstd = push_statistic(p, "norm rstd", 1);
-}
-
-// All that attention computes but its norm's output.
-static void push_kept(const Pass *p, LayerState *s) {
-  const AttentionShape *h = &p->heads;
-  int64_t q = h->num_heads, k = h->num_key_value_heads, size = h->head_dim;
-  push_norm_statistics(p, &s->norm1);
-  push_norm_statistics(p, &s->norm2);
-  s->qkv = push_activation(p, "qkv", (q + 2 * k) * size);
-  if (p->model->config.qk_norm) { // q and k before it lie apart, since its backward pass needs them
-    s->qk = push_activation(p, "q and k before norm", (q + k) * size);
-    s->q_norm.rstd = push_statistic(p, "q norm rstd", q);
-    s->k_norm.rstd = push_statistic(p, "k norm rstd", k);
-    s->q_norm.out.x = tensor_columns(s->qkv, 0, q * size);
-    s->k_norm.out.x = tensor_columns(s->qkv, q * size, k * size);
-  }
-  s->lse = memory_push_2d(&p->backend->memory, "attention lse", MEMORY_ACTIVATIONS, DTYPE_F32, h->batch,
-                          q * h->seq_len);
-  s->attention = push_activation(p, "attention", q * size);
-  s->middle = push_activation(p, "residual middle", p->model->config.hidden_size);
-}
-
-void push_pre_activation(const Pass *p, LayerState *s) {
-  const ModelConfig *c = &p->model->config;
-  s->pre_activation = push_activation(p, "mlp pre-activation", (c->gated_mlp ? 2 : 1) * c->intermediate_size);
-}
-
-void push_mlp(const Pass *p, LayerState *s) {
-  s->norm2.out.x = push_activation(p, "norm2", p->model->config.hidden_size);
-  push_activation_operand(p, &s->activation);
-}
-
-MemoryMark push_layer(const Pass *p, LayerState *s) {
-  const ModelConfig *c = &p->model->config;
-  const Memory *memory = &p->backend->memory;
-  MemoryMark marks[RECOMPUTE_COUNT] = {[RECOMPUTE_LAYER] = memory_mark(memory)};
-  bool whole = p->recompute < RECOMPUTE_LAYER; // else the MLP's are pushed in chunks
-  push_kept(p, s);
-  marks[RECOMPUTE_MLP] = memory_mark(memory);
-  if (whole) push_pre_activation(p, s);
-  marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
-  push_saved_operand(p, &s->norm1.out, c->hidden_size, false);
-  push_saved_operand(p, &s->norm2.out, c->hidden_size, false);
-  push_saved_operand(p, &s->activation, c->intermediate_size, true);
-  marks[RECOMPUTE_NONE] = memory_mark(memory);
-  s->norm1.out.x = push_activation(p, "norm1", c->hidden_size);
-  if (whole) push_mlp(p, s);
-  if (!operands_saved(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
-  return marks[p->recompute];
-}
-
-LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first) {
-  LayerState rows = {.middle = tensor_rows(s->middle, first, p->rows),
-                     .output = tensor_rows(s->output, first, p->rows),
-                     .norm2.rstd = tensor_rows(s->norm2.rstd, first, p->rows)};
-  if (tensor_exists(s->norm2.mean)) rows.norm2.mean = tensor_rows(s->norm2.mean, first, p->rows);
-  push_pre_activation(p, &rows);
-  push_mlp(p, &rows);
-  return rows;
 }

@@ -33,7 +33,7 @@ typedef struct {
 } LayerState;
 
 // One pass over a batch, which all functions of these files read.
-typedef struct {
+typedef struct Pass {
   Backend *backend;
   Model *model;
   const Batch *batch;
@@ -48,8 +48,11 @@ typedef struct {
   LayerState *states;             // one a layer
   Recompute recompute;            // in the layer that computes
   int64_t unreduced[GROUP_COUNT]; // gradients from a group's start whose sums over the ranks have not begun
-  const KeyValueCache *cache;     // of decoding; NULL: the batch's tokens follow no others
-  int64_t past;                   // tokens in the cache
+  // Of decoding (decode.c), else NULL: attention over layer l's keys and values in `cache`, `past` tokens of
+  // each.
+  void (*attend)(const struct Pass *pass, int64_t l, const LayerState *state);
+  const KeyValueCache *cache;
+  int64_t past;
 } Pass;
 
 static const Tensor none; // an operand that is absent
@@ -66,15 +69,16 @@ Tensor push_activation(const Pass *p, const char *name, int64_t columns);
 Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
+void push_norm_statistics(const Pass *p, Norm *norm);
 
-// All that layer_forward writes but the output. What p->recompute keeps lies below the returned mark.
+// layer_state.c. All that layer_forward writes but the output. What p->recompute keeps lies below the
+// returned mark.
 MemoryMark push_layer(const Pass *p, LayerState *s);
 // Parts of it, to be computed again: the pre-activation; norm2's output and the activation.
 void push_pre_activation(const Pass *p, LayerState *s);
 void push_mlp(const Pass *p, LayerState *s);
 // p->rows rows of a state's MLP from row `first` on, with these pushed.
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
-void push_norm_statistics(const Pass *p, Norm *norm);
 
 // transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
 // pass reads.
@@ -127,6 +131,3 @@ void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
 void head_leave(Pass *p);
 // embedding_backward, and the same for all gradients that are left.
 void embedding_leave(Pass *p, EmbeddingBackward a);
-
-// decode.c: attention_forward over p->cache, to which layer l's keys and values of the batch are added.
-void attend_to_cache(const Pass *p, int64_t l, const LayerState *s);

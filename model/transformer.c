@@ -8,8 +8,9 @@
 //     loss = cross_entropy(norm(x) head^T, targets)
 //
 // Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through
-// these lines from the bottom up with one gradient of the stream, dx, which it adds to in place. pass.c has
-// what a layer keeps for it, matmul.c the matmuls, and layer_door.c what happens before and after a layer.
+// these lines from the bottom up with one gradient of the stream, dx, which it adds to in place.
+// layer_state.c has what a layer keeps for it, matmul.c the matmuls, and layer_door.c what happens before and
+// after a layer.
 #include "kernels/profile.h"
 #include "model/masked_loss.h"
 #include "model/pass.h"
@@ -70,14 +71,12 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
 }
 
 static void attend(const Pass *p, const Layer *w, const LayerState *s) {
-  if (p->cache)
-    attend_to_cache(p, w - p->model->layers, s);
-  else
-    attention_forward(p->backend, (AttentionForward){.out = s->attention,
-                                                     .lse = s->lse,
-                                                     .qkv = s->qkv,
-                                                     .documents = p->batch->documents,
-                                                     .shape = p->heads});
+  if (p->attend) return p->attend(p, w - p->model->layers, s);
+  attention_forward(p->backend, (AttentionForward){.out = s->attention,
+                                                   .lse = s->lse,
+                                                   .qkv = s->qkv,
+                                                   .documents = p->batch->documents,
+                                                   .shape = p->heads});
 }
 
 // m = x + attention(norm1(x) W_qkv) W_out

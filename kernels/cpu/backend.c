@@ -1,14 +1,12 @@
-// The CPU backend: the system's figures of memory, the queue of what is asynchronous, the operations.
+// The CPU backend: the system's figures of memory, the operations and their scratch.
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
-#include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
 #ifdef HAVE_CBLAS
@@ -50,52 +48,6 @@ static void to_host(Backend *backend, void *host, Tensor source) {
 static void destroy(Backend *backend) {
   cpu_collectives_end(backend);
   free(((CpuState *)backend->state)->queue);
-}
-
-// --- what is asynchronous on a GPU: copies, collectives and some updates -----------------------------------
-
-void cpu_defer(Backend *backend, Deferred deferred) {
-  CpuState *state = backend->state;
-  state->queue =
-      host_grow(state->queue, state->queued, &state->capacity, sizeof *state->queue, "what is to be joined");
-  state->queue[state->queued++] = deferred;
-}
-
-void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind) {
-  CpuState *state = backend->state;
-  int64_t left[STREAMS] = {0}, end = state->queued, kept = 0;
-  left[other] = other_behind, left[stream] = behind;
-  for (; end > 0; end--) {
-    StreamKind of = state->queue[end - 1].stream;
-    if ((of == stream || of == other) && left[of]-- <= 0) break;
-  }
-  for (int64_t i = 0; i < state->queued; i++) {
-    Deferred *d = &state->queue[i];
-    if (i < end && (d->stream == stream || d->stream == other)) {
-      ranks_enter(d->name);
-      d->run(backend, d);
-      ranks_leave();
-    } else {
-      state->queue[kept++] = *d;
-    }
-  }
-  state->queued = kept;
-}
-
-static void run_copy(Backend *backend, const Deferred *d) {
-  copy_bytes(d->copy.out.data, d->copy.x.data, tensor_bytes(d->copy.x));
-}
-
-void cpu_copy_in(Backend *backend, const Copy *a) {
-  cpu_defer(backend, (Deferred){"copy_in", STREAM_COPY_IN, run_copy, .copy = *a});
-}
-
-void cpu_copy_out(Backend *backend, const Copy *a) {
-  cpu_defer(backend, (Deferred){"copy_out", STREAM_COPY_OUT, run_copy, .copy = *a});
-}
-
-void cpu_copies_join(Backend *backend, int64_t in, int64_t out) {
-  cpu_join(backend, STREAM_COPY_IN, in, STREAM_COPY_OUT, out);
 }
 
 // --- scratch: from shapes alone, whatever the machine and its threads, so that a plan holds everywhere -----

@@ -46,7 +46,7 @@ void cpu_amax(Tensor amax, Tensor x);
 void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
                      float alpha, uint64_t *keys);
 
-// --- backend.c: what is asynchronous on a GPU --------------------------------------------------------------
+// --- streams.c: what is asynchronous on a GPU --------------------------------------------------------------
 
 // It runs when it is joined: a caller that uses its tensors too early gets wrong results every time.
 typedef struct Deferred {
