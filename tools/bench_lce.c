@@ -444,7 +444,7 @@ static double median(double *values, int64_t count) {
 // slower after harder work, so only neighbours compare.
 static void measure(const Bench *b, Work *w) {
   const Work *base = &b->works[w->base];
-  double bases[MAX_ROUNDS], works[MAX_ROUNDS], ratios[MAX_ROUNDS];
+  double bases[MAX_ROUNDS] = {0}, works[MAX_ROUNDS] = {0}, ratios[MAX_ROUNDS] = {0};
   double warm_up = b->backend->device == ON_CUDA ? 0.7 : 0.1;
   int64_t rounds = b->settings->repeat;
   for (double spent = 0; spent < warm_up;) spent += seconds_of(b, base) + seconds_of(b, w);

@@ -393,7 +393,8 @@ static void positions_case(Harness *h, const void *shape) {
       length = alone ? places[rows + at] + 1 : rows; // of the document
       AttentionShape document = {1, length, s.num_heads, s.num_key_value_heads, s.head_dim};
       AttentionShape part = alone ? document : s;
-      Tensor named = alone ? (Tensor){0} : positions;
+      Tensor named = {0};
+      if (!alone) named = positions;
       rope(h->backend, (Rope){.qkv = tensor_rows(qkv[alone], at, length),
                               .cos_sin = cos_sin,
                               .positions = named,
