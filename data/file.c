@@ -93,10 +93,19 @@ static FILE *same_stream(const char *path) {
   return NULL;
 }
 
-static void move_away(const char *path) {
+// A mounted file, or one in a folder that may not be written, cannot be renamed: it is left as it is.
+static void move_away(const char *what, const char *path) {
   for (int64_t number = 1, moved = 0; !moved; number++) {
     char *kept = text_format("%s.%lld", path, (long long)number);
-    moved = !renameat2(AT_FDCWD, path, AT_FDCWD, kept, RENAME_NOREPLACE) || errno != EEXIST;
+    moved = !renameat2(AT_FDCWD, path, AT_FDCWD, kept, RENAME_NOREPLACE);
+    bool taken = !moved && errno == EEXIST;
+    if (!moved && (errno == EINVAL || errno == ENOSYS)) { // NFS and 9p have no RENAME_NOREPLACE
+      taken = path_exists(kept);
+      moved = !taken && !rename(path, kept);
+    }
+    if (!moved && !taken)
+      fail("cannot write %s %s: an earlier one is there and cannot be renamed to %s: %s; name another file",
+           what, path, kept, strerror(errno));
     free(kept);
   }
 }
@@ -113,7 +122,7 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
     fail("cannot write %s %s: another output is written there; name another file", what, path);
   struct stat status;
   if (earlier == KEEP && regular && file >= 0 && !fstat(file, &status) && status.st_size > 0) {
-    move_away(path);
+    move_away(what, path);
     close(file);
     return file_create(what, path, mark, REPLACE);
   }

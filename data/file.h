@@ -19,7 +19,7 @@ bool path_make_folders(const char *path, Reason *reason); // the folder and thos
 
 // Opens an output `what` ("the log"). Fails where another output is written there, or where it is neither
 // absent, empty, a pipe, a character device nor an earlier output, which begins with `mark`. KEEP renames an
-// earlier one to PATH.1, or the next free number. Standard output may go to the same file.
+// earlier one to PATH.1, or the next free number, and fails where it cannot. Standard output may go to the same file.
 typedef enum { REPLACE, APPEND, KEEP } EarlierOutput;
 FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 

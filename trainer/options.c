@@ -216,7 +216,8 @@ const Option options_rows[] = {
     {FLAG("profile", profile, true),
      HELP("Print and log a step's time by groups of operations; with NVTX ranges for Nsight Systems")},
     {TEXT("timeline", "FILE", timeline),
-     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device each time")},
+     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device each time. An "
+          "earlier one is kept as FILE.1")},
     {.type = OPTION_END}};
 // clang-format on
 

@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "data/file.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
 #include "kernels/ranks/ranks.h"
@@ -149,9 +148,9 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
 // --- --timeline --------------------------------------------------------------------------------------------
 
 // The bytes in use after each event, by category. `at`: seconds; of a plan, bytes pushed and popped so far.
-static void write_timeline(const char *path, const Ledger *ledger) {
+static void write_timeline(const char *path, const Ledger *ledger, EarlierOutput earlier) {
   static const char columns[] = "event,step,at,block,total";
-  FILE *out = file_create("the timeline", path, columns, REPLACE);
+  FILE *out = file_create("the timeline", path, columns, earlier);
   fputs(columns, out);
   for (int c = 0; c < MEMORY_CATEGORY_COUNT; c++)
     fprintf(out, ",\"%s\"", memory_category_name((MemoryCategory)c));
@@ -181,7 +180,7 @@ static void plan_timeline(const Options *given, DeviceKind device) {
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
     o.train_step(&trainer, NULL, ledger->step - 1);
-  write_timeline(o.timeline, ledger);
+  write_timeline(o.timeline, ledger, KEEP);
   close_planned(&trainer);
 }
 
@@ -196,11 +195,11 @@ static double device_seconds(void *backend) {
   return now_seconds();
 }
 
-void plan_write_recorded(const Options *o, Backend *backend) {
+void plan_write_recorded(const Options *o, Backend *backend, EarlierOutput earlier) {
   Ledger *ledger = &backend->memory.ledger;
   ledger->clock = device_seconds;
   ledger->clock_context = backend;
-  if (o->timeline && o->rank == 0) write_timeline(o->timeline, ledger);
+  if (o->timeline && o->rank == 0) write_timeline(o->timeline, ledger, earlier);
 }
 
 // --- --plan and --fit --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // How much memory a run needs, found by running it on the plan backend, which allocates nothing.
 #pragma once
 
+#include "data/file.h"
 #include "trainer/trainer.h"
 
 // The ledger of a training step of `options` (resolved) in `mode` on `device`, and of a validation batch and
@@ -23,6 +24,6 @@ void plan_print_fit(Options *options);
 void plan_compare_modes(Trainer *trainer);
 
 // --timeline of a run: records the second to fourth step until the caller sets recording to false, and writes
-// the bytes in use after each event as CSV.
+// the bytes in use after each event as CSV, before the steps with KEEP and after them with REPLACE.
 void plan_record(Ledger *ledger, const Options *options, int64_t step);
-void plan_write_recorded(const Options *options, Backend *backend);
+void plan_write_recorded(const Options *options, Backend *backend, EarlierOutput earlier);

@@ -470,6 +470,25 @@ TEST(an_output_is_locked) {
   ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
 }
 
+// An earlier output is kept beside the new one or, where it cannot be renamed, left as it is.
+TEST(an_earlier_output_is_kept) {
+  char longest[256];
+  memset(longest, 'n', 255);
+  longest[255] = 0;
+  const char *const names[] = {"kept.jsonl", longest};
+  size_t length;
+  for (int i = 0; i < 2; i++) {
+    write_bytes(names[i], "{earlier", 8);
+    if (i == 0)
+      fclose(file_create("the log", temp_path(names[i]), "{", KEEP));
+    else
+      ASSERT_FAILS(file_create("the log", temp_path(names[i]), "{", KEEP), "name another file");
+    char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length);
+    assert_string_equal(text, "{earlier");
+    free(text);
+  }
+}
+
 int main(int argc, char **argv) {
   if (argc == 2 && strcmp(argv[1], "--print-corpus") == 0) {
     print_corpus();

@@ -303,6 +303,7 @@ def test_outputs_replace_only_outputs(folder):
         train(f"{line} --log {log} --timeline {timeline}").ok()
     assert [event["event"] for event in read_log(log)].count("start") == 1
     first = (folder / "log.jsonl.1").read_bytes()  # of an earlier run
+    assert (folder / "steps.csv.1").is_file() and not (folder / "steps.csv.2").exists()
     train(f"{line} --log {log}").ok()
     assert (folder / "log.jsonl.1").read_bytes() == first and len(read_log(folder / "log.jsonl.2")) == len(read_log(log)) == 4
     for stream in ("/dev/stdout", folder / "both"):  # where standard output is as well, both write on
