@@ -4,9 +4,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/file.h"
 #include "kernels/alloc.h"
 #include "kernels/text.h"
+
+// The first name that stands twice in an object, of which cJSON finds the first and Python the last; or NULL.
+static const char *repeated_name(const cJSON *json) {
+  struct {
+    char *key;
+    bool value;
+  } *names = NULL;
+  const char *name = NULL;
+  const cJSON *item;
+  cJSON_ArrayForEach(item, json) {
+    if (name) break;
+    if (cJSON_IsObject(json) && shgeti(names, item->string) >= 0) name = item->string;
+    if (cJSON_IsObject(json)) shput(names, item->string, true);
+    if (!name && item->child) name = repeated_name(item);
+  }
+  shfree(names);
+  return name;
+}
 
 // cJSON needs a terminator where it looks past the end, so it gets a copy that has one.
 cJSON *json_parse(const char *text, size_t length, Reason *reason) {
@@ -22,6 +42,12 @@ cJSON *json_parse(const char *text, size_t length, Reason *reason) {
   }
   if (!object) refuse(reason, "it is no JSON object (see byte %zu)", used);
   free(copy);
+  const char *twice = object ? repeated_name(object) : NULL;
+  if (twice) {
+    refuse(reason, "\"%.40s\" stands in it twice", twice);
+    cJSON_Delete(object);
+    object = NULL;
+  }
   return object;
 }
 

@@ -125,6 +125,9 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
   double rotated = 1;
   const char *type = NULL;
   if (!rope) return true;
+  const cJSON *older = json_member(json, "rope_scaling"); // which transformers prefers
+  if (older && older != rope && !cJSON_Compare(older, rope, true))
+    return refuse(reason, "rope_parameters and rope_scaling differ; leave one of them out");
   if (!cJSON_IsObject(rope)) return refuse(reason, "%s is no object with a rope_type", place);
   if (!read_member(rope, "type", TEXT, &type, reason) ||
       !read_member(rope, "rope_type", TEXT, &type, reason) ||

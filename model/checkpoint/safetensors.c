@@ -62,10 +62,6 @@ static bool read_entry(const cJSON *item, size_t data, size_t size, SafetensorsE
          refuse(reason, "%s, %s %s, has %zu bytes", e->name, e->dtype, safetensors_shape(e).text, e->bytes);
 }
 
-static int by_name(const void *a, const void *b) {
-  return strcmp(((const SafetensorsEntry *)a)->name, ((const SafetensorsEntry *)b)->name);
-}
-
 static int by_offset(const void *a, const void *b) {
   const SafetensorsEntry *x = a, *y = b;
   if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
@@ -81,10 +77,6 @@ static bool read_entries(const cJSON *json, size_t data, size_t size, Safetensor
     e->name = item->string;
     if (!read_entry(item, data, size, e, reason)) return false;
   }
-  qsort(h->entries, (size_t)h->count, sizeof *h->entries, by_name);
-  for (int64_t i = 1; i < h->count; i++)
-    if (!by_name(&h->entries[i - 1], &h->entries[i]))
-      return refuse(reason, "%s is listed twice", h->entries[i].name);
   qsort(h->entries, (size_t)h->count, sizeof *h->entries, by_offset);
   size_t end = data;
   for (const SafetensorsEntry *e = h->entries; e < h->entries + h->count; end = e->offset + e->bytes, e++)
@@ -104,8 +96,10 @@ bool safetensors_parse(const char *bytes, size_t size, SafetensorsHeader *h, Rea
                   (unsigned long long)length);
   if (memmem(bytes + LENGTH_BYTES, (size_t)length, "\\u0000", 6))
     return refuse(reason, "its header has the character \\u0000, which no name has");
-  if (bytes[LENGTH_BYTES] == '{') h->json = json_parse(bytes + LENGTH_BYTES, (size_t)length, reason);
-  if (!h->json) return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
+  if (bytes[LENGTH_BYTES] != '{')
+    return refuse(reason, "its header is no JSON object: it is damaged or no safetensors file");
+  h->json = json_parse(bytes + LENGTH_BYTES, (size_t)length, reason);
+  if (!h->json) return refuse(reason, "its header is damaged: %s", reason->text);
   bool valid = read_entries(h->json, LENGTH_BYTES + (size_t)length, size, h, reason);
   if (!valid) safetensors_free(h);
   return valid;
