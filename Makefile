@@ -412,7 +412,8 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build tools/torch/build tools/torch/*.egg-info liblce.so $(basename $(PROGRAMS))
+	rm -rf build tools/torch/build tools/torch/*.egg-info
+	for file in liblce.so $(basename $(PROGRAMS)); do [ ! -f $$file ] || rm $$file; done
 
 help:
 	@sed -n 's/^#: \?//p' Makefile

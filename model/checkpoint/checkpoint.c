@@ -446,8 +446,11 @@ static bool is_whole(const char *folder, Reason *reason) {
   TensorSet set;
   Path path = path_in(folder, TRAINER_STATE);
   cJSON *state = json_try_read(path.text, reason);
-  bool whole =
-      state && (json_is_whole(json_member(state, "step")) || refuse(reason, "%s has no step", path.text));
+  const cJSON *step = json_member(state, "step");
+  const char *slash = strrchr(folder, '/'), *name = slash ? slash + 1 : folder;
+  bool whole = state && (json_is_whole(step) || refuse(reason, "%s has no step", path.text));
+  if (whole && is_step(name) && step->valuedouble != (double)step_of(name))
+    whole = refuse(reason, "%s is of step %.15g", path.text, step->valuedouble);
   cJSON_Delete(state);
   if (whole) {
     path = path_in(folder, CONFIG);

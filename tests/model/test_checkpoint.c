@@ -363,6 +363,7 @@ TEST(damage_is_noticed_and_passed_over) {
       {"rm trainer_state.json; mkdir trainer_state.json", "it is not a regular file"},
       {"echo '{' >trainer_state.json", "trainer_state.json cannot be read"},
       {"echo '{}' >trainer_state.json", "trainer_state.json has no step"},
+      {"echo '{\"step\":2}' >trainer_state.json", "trainer_state.json is of step 2"},
       {"rm config.json", "config.json does not exist"},
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
