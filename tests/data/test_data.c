@@ -477,7 +477,7 @@ TEST(an_earlier_output_is_kept) {
   longest[255] = 0;
   const char *const names[] = {"kept.jsonl", longest};
   size_t length;
-  for (int i = 0; i < 2; i++) {
+  for (volatile int i = 0; i < 2; i++) {
     write_bytes(names[i], "{earlier", 8);
     if (i == 0)
       fclose(file_create("the log", temp_path(names[i]), "{", KEEP));
