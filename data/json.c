@@ -17,12 +17,10 @@ static const char *repeated_name(const cJSON *json) {
     bool value;
   } *names = NULL;
   const char *name = NULL;
-  const cJSON *item;
-  cJSON_ArrayForEach(item, json) {
-    if (name) break;
-    if (cJSON_IsObject(json) && shgeti(names, item->string) >= 0) name = item->string;
-    if (cJSON_IsObject(json)) shput(names, item->string, true);
-    if (!name && item->child) name = repeated_name(item);
+  bool named = cJSON_IsObject(json);
+  for (const cJSON *item = json->child; item && !name; item = item->next) {
+    name = named && shgeti(names, item->string) >= 0 ? item->string : repeated_name(item);
+    if (named) shput(names, item->string, true);
   }
   shfree(names);
   return name;

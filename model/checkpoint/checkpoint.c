@@ -91,6 +91,12 @@ static bool is_left_over(const char *name) {
   return *name == '.' && step_of(name) >= 0;
 }
 
+// Whether a trainer_state.json, which may be absent, is of the step that its folder's name says.
+static bool is_state_of(const cJSON *state, const char *name) {
+  const cJSON *step = json_member(state, "step");
+  return cJSON_IsNumber(step) && step->valuedouble == (double)step_of(name);
+}
+
 // --- folders -----------------------------------------------------------------------------------------------
 
 typedef struct {
@@ -137,8 +143,7 @@ static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
   Reason reason;
   cJSON *state = json_try_read(path_in(path, TRAINER_STATE).text, &reason);
-  const cJSON *step = json_member(state, "step");
-  bool marked = cJSON_IsNumber(step) && step->valuedouble == (double)step_of(name);
+  bool marked = is_state_of(state, name);
   cJSON_Delete(state);
   return marked || (*name == '.' && (path_exists(path_in(path, LIST).text) || l.count == 0 ||
                                      (l.count == 1 && !strcmp(l.entries[0]->d_name, NEW_STATE))));
@@ -449,7 +454,7 @@ static bool is_whole(const char *folder, Reason *reason) {
   const cJSON *step = json_member(state, "step");
   const char *slash = strrchr(folder, '/'), *name = slash ? slash + 1 : folder;
   bool whole = state && (json_is_whole(step) || refuse(reason, "%s has no step", path.text));
-  if (whole && is_step(name) && step->valuedouble != (double)step_of(name))
+  if (whole && is_step(name) && !is_state_of(state, name))
     whole = refuse(reason, "%s is of step %.15g", path.text, step->valuedouble);
   cJSON_Delete(state);
   if (whole) {
