@@ -27,18 +27,25 @@ static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
   }
 }
 
-// Finds the largest entries of the thread's two rows, if they are asked for.
-static DEVICE void epilogue_largest(const float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
-                                    const EpilogueParams &params, int first_column, int column) {
-  if (!params.parts.best) return;
-  float cap = params.softcap, max[2] = {-INFINITY, -INFINITY};
-  int best[2] = {first_column + column, first_column + column};
-  EACH (j, TILE_N / 2) {
-    int at = first_column + j / 4 * 8 + column + j % 2, i = j / 2 % 2;
-    float u = cap > 0 ? cap * fast_tanh(z[j] / cap) : z[j];
-    if (u > max[i] && at < s.n) max[i] = u, best[i] = at;
+// Caps the logits, if they are to be: z becomes tanh(z / cap). Then finds the largest of the thread's two rows,
+// if they are asked for.
+static DEVICE void epilogue_cap_and_largest(float (&z)[TILE_N / 2], ThreadParts &parts,
+                                            const TileScheduler &s, const EpilogueParams &params,
+                                            int first_column, int column) {
+  float cap = 1;
+  if (params.softcap > 0) {
+    cap = params.softcap;
+    float inv_softcap = 1 / cap;
+    EACH (j, TILE_N / 2) z[j] = fast_tanh(z[j] * inv_softcap);
   }
-  EACH (i, 2) parts.best[i] = ranked(max[i], best[i]);
+  if (!params.parts.best) return;
+  float max[2] = {-INFINITY, -INFINITY};
+  int best[2] = {column, column}, columns = s.n - first_column;
+  EACH (j, TILE_N / 2) {
+    int at = j / 4 * 8 + column + j % 2, i = j / 2 % 2;
+    if (z[j] > max[i] && at < columns) max[i] = z[j], best[i] = at;
+  }
+  EACH (i, 2) parts.best[i] = ranked(cap * max[i], first_column + best[i]);
 }
 
 // Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances (E t ln 2)
@@ -49,7 +56,7 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
                                 const EpilogueParams &params, int row, int first_column, int column) {
   if (TERMS) {
     epilogue_bias(z, s, params, first_column, column);
-    epilogue_largest(z, parts, s, params, first_column, column);
+    epilogue_cap_and_largest(z, parts, s, params, first_column, column);
   }
   constexpr float NOTHING = -1e30f; // its exponential is 0, and may be multiplied by it
   float shift[2], correction[2];
@@ -80,10 +87,8 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
     return e;
   };
   if (TERMS && params.softcap > 0) {
-    float inv_softcap = 1 / params.softcap;
     EACH (j, TILE_N / 2) {
-      float t = fast_tanh(z[j] * inv_softcap);
-      float e = exponential(j, z[j] != NOTHING ? params.softcap * t : NOTHING);
+      float t = fmaxf(z[j], -1), e = exponential(j, z[j] != NOTHING ? params.softcap * t : NOTHING);
       z[j] = e * fmaf(-t, t, 1);
     }
   } else {
