@@ -733,6 +733,7 @@ struct Backend {
   Dtype dtype;            // of weights and activations
   bool no_fp8;            // the GPU has no FP8
   bool no_sampling;       // it does not run the Hopper kernels: LceSampledGradients is not for it
+  bool batch_invariant;   // the loss gives a row the same bits whatever rows are beside it; off by default
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes of memory the device has; 0 when unknown

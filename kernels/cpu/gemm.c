@@ -33,7 +33,9 @@ static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride) {
 #ifdef HAVE_CBLAS
-  if (!((const CpuState *)backend->state)->no_blas) {
+  // An sgemm's rows may be summed in an order that depends on how many there are.
+  bool rows_matter = backend->batch_invariant && !a.transposed;
+  if (!((const CpuState *)backend->state)->no_blas && !rows_matter) {
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
         out_stride > INT_MAX)
       fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,

@@ -27,9 +27,10 @@ typedef struct {
   int64_t tiles_of_slice;
 } Grid;
 
-static Grid make_grid(int64_t rows, int64_t vocab) {
+static Grid make_grid(const Backend *backend, int64_t rows, int64_t vocab) {
   Grid g = {.blocks = ceil_div(rows, LCE_TILE_ROWS), .tiles = ceil_div(vocab, LCE_TILE_COLUMNS)};
-  g.tiles_of_slice = ceil_div(g.tiles, min_i64(g.tiles, ceil_div(UNITS, g.blocks)));
+  int64_t slices = backend->batch_invariant ? 1 : ceil_div(UNITS, g.blocks);
+  g.tiles_of_slice = ceil_div(g.tiles, min_i64(g.tiles, slices));
   g.slices = ceil_div(g.tiles, g.tiles_of_slice);
   return g;
 }
@@ -230,7 +231,7 @@ static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const G
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
-  Grid g = make_grid(rows, a->weight.shape[0]);
+  Grid g = make_grid(backend, rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
   const int32_t *targets = a->targets.data;
   const float *target_z = a->softmax.target_z.data;
@@ -310,7 +311,7 @@ static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
 // The same units and sums as the logits-exp pass has without sampling.
 static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
-  Grid g = make_grid(chunk, vocab);
+  Grid g = make_grid(backend, chunk, vocab);
   float *wide = a->workspace.data;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < g.blocks; b++)

@@ -204,17 +204,36 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
   });
 }
 
-bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
-               bool always) {
+static bool dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const EpilogueParams &params,
+               void *scratch, size_t bytes, bool always) {
   if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(exps) || !tma_takes(weight) ||
       !tma_takes(out) || out.shape[1] % WIDTH<bf16>)
     return false;
   TileScheduler s =
       schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
-  split_last_wave(&s, hopper(backend).clusters, bytes);
-  if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
-  launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
+  if (!backend->batch_invariant) {
+    split_last_wave(&s, hopper(backend).clusters, bytes);
+    if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
+  }
+  launch_dx<false>(backend, out, exps, weight, s, params, scratch);
   return true;
+}
+
+bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
+               bool always) {
+  return dx(backend, out, exps, weight, {}, scratch, bytes, always);
+}
+
+void hopper_require(const Backend *backend, bool runs) {
+  if (backend->batch_invariant && !runs)
+    fail("batch_invariant needs the kernels for Hopper: bf16 on a GPU of compute capability 9.0, and rows of "
+         "x, weight and dx that start on 16 bytes, so a hidden size that is a multiple of 8");
+}
+
+void hopper_invariant_dx(Backend *backend, const LinearBackwardInput *a) {
+  EpilogueParams params = {.add = a->accumulate};
+  hopper_require(backend, !(a->accumulate && a->dx.dtype == DTYPE_BF16) &&
+                              dx(backend, a->dx, a->dout, a->weight, params, nullptr, 0, true));
 }
 
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,

@@ -58,7 +58,7 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
   s.splits = 1;
   bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
-  s.throttle = all_stays || K::SAMPLED ? nullptr : hopper(backend).throttle;
+  s.throttle = all_stays || K::SAMPLED || backend->batch_invariant ? nullptr : hopper(backend).throttle;
   return s;
 }
 

@@ -36,6 +36,7 @@ struct EpilogueParams {
   GradientFactorsOf factors; // logits' gradient
   float *out;                // dX in fp32: [m, n]
   int64_t out_stride;
+  bool add;                  // dX in fp32: to `out`
   float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
   const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
   const KStep *steps;        // sampled: that the lists name

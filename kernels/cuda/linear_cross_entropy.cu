@@ -325,6 +325,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
       size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
       done = hopper_logits_exp(backend, &rest, parts, bytes, inverse_temperature(a->temperature));
       bool on_hopper = done > 0;
+      hopper_require(backend, on_hopper);
       if (!on_hopper) {
         logits_exp_tiles<T>(backend, a, s);
         done = rows;
@@ -363,6 +364,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   });
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile, tile_bytes, false)) return;
+  hopper_require(backend, false);
   Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
   cuda_gemm(backend, &g);
 }

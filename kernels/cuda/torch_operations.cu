@@ -2,6 +2,7 @@
 #include "kernels/torch_operations.h"
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_logits_gradient.h"
 #include "kernels/log_prob_factors.h"
 
@@ -84,6 +85,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   };
   if (!tensor_exists(a->x)) return run(nullptr, 0, vocab_size);
   if (hopper_logits_gradient(backend, a, inv_temperature)) return;
+  hopper_require(backend, false);
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   for (int64_t first = 0; first < vocab_size; first += columns) {
     columns = min_i64(columns, vocab_size - first);

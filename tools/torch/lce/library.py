@@ -12,7 +12,7 @@ class Args(ctypes.Structure):
     """lce_args; pointers are plain addresses (torch: tensor.data_ptr())."""
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk")] +
                 [(name, c_int32) for name in ("materialized", "mean", "accumulate", "targets_int64", "narrow_dweight",
-                                              "check_targets")] +
+                                              "batch_invariant", "check_targets")] +
                 [(name, c_float) for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature", "sample")] +
                 [("sample_seed", c_uint64), ("first_row", c_int64), ("rows", c_int64)] +
                 [(name, c_void_p) for name in (*TENSORS, "stream")])

@@ -308,6 +308,8 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
   if (a->chunk < 0)
     fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
          (long long)a->chunk);
+  if (a->batch_invariant && (a->sample != 0 || a->materialized || a->rows || a->exps))
+    fail(CALL ": batch_invariant is there for a whole head, without sample, materialized and exps");
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
   LogProbGradients r = {0};
   LinearCrossEntropy *c = &r.call;
@@ -447,6 +449,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   ENTER(context);
   Backend *backend = context->backend;
   const LogProbGradients request = checked_request(args, backend);
+  backend->batch_invariant = context->plan->batch_invariant = args->batch_invariant;
   size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
   if (bytes > backend->memory.stack_capacity) {

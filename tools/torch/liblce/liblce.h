@@ -78,6 +78,10 @@ typedef struct {
   // dweight has the context's dtype: in one chunk or with known_log_prob alone; not with sample,
   // label_smoothing, split head, accumulate
   int32_t narrow_dweight;
+  // A row's loss, outputs and dx (without `mean`) have the same bits wherever it stands and whatever rows are
+  // beside it, in chunks of any size. On the CPU, slowly, and in bf16 on Hopper with H a multiple of 8; not
+  // with sample, materialized, split head and exps
+  int32_t batch_invariant;
   int32_t check_targets; // 1: refuse targets out of range; -1: do not; 0: on the CPU
   float scale;           // of the gradients; 0 makes them 0, so say 1 for plain ones
   float label_smoothing, z_loss, softcap, temperature; // finite; 0: none (temperature: as 1, else from 1e-6)

@@ -54,9 +54,13 @@ static void check(const LinearCrossEntropy *a, const Exponentials *kept) {
          op, tensor_text(a->dweight).text, tensor_text(a->weight).text);
 }
 
-// Rows of W at a time, such that G takes half of what a chunk's exponentials would.
-static int64_t block_rows(const LinearCrossEntropy *a) {
+enum { INVARIANT_TILES = 64 };
+
+// Rows of W at a time, such that G takes half of what a chunk's exponentials would; where the batch may not
+// matter always as many, since they say how dX is summed.
+static int64_t block_rows(const Backend *backend, const LinearCrossEntropy *a) {
   int64_t vocab_size = a->weight.shape[0], chunk = lce_used_chunk(a->x.shape[0], a->chunk);
+  if (backend->batch_invariant) return min_i64(vocab_size, INVARIANT_TILES * LCE_TILE_COLUMNS);
   int64_t tiles = chunk * ceil_div(vocab_size, LCE_TILE_COLUMNS) / (2 * a->x.shape[0]);
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }
@@ -92,7 +96,7 @@ void log_prob_gradients(Backend *backend, LogProbGradients known) {
   Call c = lce_begin(backend, a);
   int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
   bool kept = tensor_exists(known.kept.exps);
-  int64_t size = kept ? vocab_size : block_rows(a);
+  int64_t size = kept ? vocab_size : block_rows(backend, a);
   int64_t stride = backend->scratch->logits_stride(size, a->x.dtype);
   GradientFactors factors = gradient_factors(&c, &known);
   Tensor targets = push_vector(&c, "targets in the block", DTYPE_I32, tokens);

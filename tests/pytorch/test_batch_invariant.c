@@ -1,0 +1,108 @@
+// Backend.batch_invariant: what a row gets has the same bits wherever it stands, whatever rows are beside it
+// and in chunks of any size. A GPU that lacks the kernels for it says so.
+
+#include "tests/log_prob_call.h"
+#include "tests/loss_problem.h"
+
+typedef struct {
+  int64_t rows, hidden, vocab, chunk, other_chunk;
+  int terms;
+} Shape;
+
+enum { OUTPUTS = 5 };
+
+static void results(Harness *h, const LinearCrossEntropy *a, double *values[OUTPUTS]) {
+  const Tensor all[OUTPUTS] = {a->loss, a->outputs.entropy, a->outputs.log_prob, a->outputs.max_logit, a->dx};
+  for (int i = 0; i < OUTPUTS; i++) values[i] = values_of(h, all[i]);
+}
+
+// The losses, outputs and dx of a call, and dx once more from its log-probabilities and entropies.
+static void compute(Harness *h, const ReferenceLoss *p, int64_t chunk, double *values[OUTPUTS], double **dx) {
+  LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, chunk);
+  loss_call_all_outputs(h, &a, p);
+  linear_cross_entropy(h->backend, a);
+  results(h, &a, values);
+  LinearCrossEntropy alone = a; // without outputs, and without dweight
+  alone.outputs = (TokenOutputs){0};
+  alone.dweight = alone.dbias = (Tensor){0};
+  alone.loss = poisoned_vector(h, DTYPE_F32, p->rows);
+  alone.dx = poisoned(h, h->dtype, p->rows, p->hidden);
+  linear_cross_entropy(h->backend, alone);
+  check_bitwise_equal(h, "the loss alone", alone.loss, a.loss);
+  check_bitwise_equal(h, "dx alone", alone.dx, a.dx);
+  alone.dx = (Tensor){0};
+  linear_cross_entropy(h->backend, alone);
+  check_bitwise_equal(h, "the loss without gradients", alone.loss, a.loss);
+  LogProbGradients g = log_prob_call(h, &a, a.token_weights, false);
+  log_prob_gradients(h->backend, g);
+  *dx = values_of(h, g.call.dx);
+}
+
+// Row n of the part is row rows[n] of the whole.
+static ReferenceLoss part_of(Harness *h, const ReferenceLoss *whole, const int64_t *rows, int64_t count) {
+  ReferenceLoss part = *whole;
+  part.rows = count;
+  part.x = host_values(h, count * whole->hidden);
+  part.targets = random_ids(h, count, 1);
+  if (whole->token_weights) part.token_weights = host_values(h, count);
+  for (int64_t n = 0; n < count; n++) {
+    memcpy(part.x + n * whole->hidden, whole->x + rows[n] * whole->hidden,
+           (size_t)whole->hidden * sizeof *part.x);
+    part.targets[n] = whole->targets[rows[n]];
+    if (part.token_weights) part.token_weights[n] = whole->token_weights[rows[n]];
+  }
+  reference_outputs(h, &part);
+  reference_gradients(h, &part);
+  return part;
+}
+
+static void check_rows(const char *what, const double *part, const double *whole, const int64_t *rows,
+                       int64_t count, int64_t width) {
+  for (int64_t n = 0; n < count; n++)
+    if (memcmp(part + n * width, whole + rows[n] * width, (size_t)width * sizeof *part) != 0)
+      fail_msg("%s: row %lld of %lld beside others, row %lld of the whole, has other bits", what,
+               (long long)n, (long long)count, (long long)rows[n]);
+}
+
+static void check_invariant(Harness *h, const void *shape) {
+  const Shape *s = shape;
+  static const char *const names[OUTPUTS] = {"loss", "entropy", "log_prob", "max_logit", "dx"};
+  ReferenceLoss whole = loss_problem(h, s->rows, s->hidden, s->vocab, 2);
+  loss_problem_add(h, &whole, s->terms);
+  loss_problem_lead(&whole, 5, s->vocab - 1, 100); // its row is repaired
+  whole.targets[7] = IGNORE_INDEX;
+  reference_outputs(h, &whole);
+  reference_gradients(h, &whole);
+  double *all[OUTPUTS], *all_dx, *few[OUTPUTS], *few_dx;
+  compute(h, &whole, s->chunk, all, &all_dx);
+  int64_t rows[1000], counts[] = {s->rows, s->rows / 2 + 1, 3, 1};
+  for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+    // Backwards, in strides that leave rows out; the repaired row is always there.
+    for (int64_t n = 0; n < counts[c]; n++) rows[n] = s->rows - 1 - n * s->rows / counts[c];
+    rows[counts[c] / 2] = 5;
+    ReferenceLoss part = part_of(h, &whole, rows, counts[c]);
+    compute(h, &part, c % 2 ? s->chunk : s->other_chunk, few, &few_dx);
+    for (int i = 0; i < OUTPUTS; i++)
+      check_rows(names[i], few[i], all[i], rows, counts[c], i == OUTPUTS - 1 ? s->hidden : 1);
+    check_rows("dx of log-probabilities", few_dx, all_dx, rows, counts[c], s->hidden);
+  }
+}
+
+HARNESS_TEST(test_rows_do_not_depend_on_their_batch) {
+  static const Shape shapes[] = {{300, 40, 1000, 300, 37, 0},
+                                 {260, 72, 3001, 128, 260, TERM_TOKEN_WEIGHTS | TERM_TEMPERATURE},
+                                 {150, 64, 13000, 77, 150, TERM_SOFTCAP | TERM_BIAS | TERM_Z_LOSS}};
+  h->backend->batch_invariant = true;
+  if (h->backend->device == ON_CPU || !h->backend->no_sampling) {
+    RUN_CASES(h, check_invariant, shapes);
+  } else {
+    ReferenceLoss p = loss_problem(h, 3, 8, 50, 1);
+    LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, 3);
+    assert_fails(h, "batch_invariant needs the kernels for Hopper", linear_cross_entropy(h->backend, a));
+  }
+  h->backend->batch_invariant = false;
+}
+
+int main(void) {
+  return run_on_backends();
+}
