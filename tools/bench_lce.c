@@ -216,12 +216,13 @@ typedef struct {
   int rung;                            // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
   int base;                            // what it alternates with
   const char *term;                    // of the loss, or NULL
+  bool batch_invariant;
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
 } Work;
 
 enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
-enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 14 };
+enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 15 };
 
 typedef struct {
   const Settings *settings;
@@ -313,6 +314,9 @@ static void add_terms(Bench *b) {
   add_term(b, "entropy")->outputs.entropy = stats;
   add_term(b, "largest logit")->outputs.max_logit = stats;
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
+  if (b->backend->device == ON_CPU || b->backend->no_sampling || b->settings->dtype != DTYPE_BF16) return;
+  add_term(b, "batch invariant");
+  b->works[b->count - 1].batch_invariant = true;
 }
 
 // This rank's rows of the head.
@@ -423,6 +427,7 @@ static double clock_seconds(const Bench *b) {
 
 static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b);
+  b->backend->batch_invariant = work->batch_invariant;
   ladder_run(b->backend, work->rung, work->call);
   double seconds = clock_seconds(b) - start;
   machine_broadcast(b->backend, &seconds, sizeof seconds); // how often they run follows from it
