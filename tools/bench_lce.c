@@ -213,9 +213,9 @@ static State read_state(Settings *o) {
 typedef struct {
   char name[64];
   LinearCrossEntropy call;
-  int rung;                            // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
-  int base;                            // what it alternates with
-  const char *term;                    // of the loss, or NULL
+  int rung;         // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
+  int base;         // what it alternates with
+  const char *term; // of the loss, or NULL
   bool batch_invariant;
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
