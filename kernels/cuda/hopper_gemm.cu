@@ -11,29 +11,6 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// out = the partials, added in their order: a cluster's tile to a row of CTAs, four entries a thread.
-template <typename K, typename T>
-static __global__ void __launch_bounds__(256)
-    add_partials_kernel(T *out, int64_t stride, const float *partials,
-                        const __grid_constant__ TileScheduler s) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  const int size = s.rows * s.columns;
-  int rest = s.m_tiles * s.n_tiles - s.whole, tile = s.whole + blockIdx.y;
-  int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, line = i / TILE_N;
-  TileCoord at = tile_coord(s, tile);
-  int row = at.row + (K::SHARE_A ? line % K::ROWS : line);
-  int column = at.column + i % TILE_N + (K::SHARE_A ? line / K::ROWS * TILE_N : 0);
-  if (row >= s.m || column >= s.n) return;
-  float sum[4] = {};
-  for (int split = 0; split < s.splits; split++) {
-    float part[4];
-    load(part, partials + ((int64_t)split * rest + blockIdx.y) * size + i);
-    EACH (k, 4) sum[k] += part[k];
-  }
-  store(out + row * stride + column, sum);
-}
-
 // Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
 // places them. A list has a step for each split, if only one of zeros, beyond A and B. One warp a list.
 struct DxLists {
@@ -195,45 +172,19 @@ static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, 
     launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
   else
     launch<KernelTraits<Store<true, SAMPLED>>>(backend, exps_map, weight_map, exps_map, s, params);
-  if (s.splits == 1) return;
-  Grid grid(s.rows * s.columns / 4 / 256, s.m_tiles * s.n_tiles - s.whole);
-  with_float(out.dtype, [&](auto type) {
-    using T = decltype(type);
-    launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
-                  add_partials_kernel<K, T>, data_of<T>(out), out.stride, params.partials, s);
-  });
-}
-
-static bool dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const EpilogueParams &params,
-               void *scratch, size_t bytes, bool always) {
-  if (exps.dtype != DTYPE_BF16 || !hopper_runs(backend) || !tma_takes(exps) || !tma_takes(weight) ||
-      !tma_takes(out) || out.shape[1] % WIDTH<bf16>)
-    return false;
-  TileScheduler s =
-      schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
-  if (!backend->batch_invariant) {
-    split_last_wave(&s, hopper(backend).clusters, bytes);
-    if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
-  }
-  launch_dx<false>(backend, out, exps, weight, s, params, scratch);
-  return true;
+  add_partials<K>(backend, out, params.partials, s);
 }
 
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always) {
-  return dx(backend, out, exps, weight, {}, scratch, bytes, always);
-}
-
-void hopper_require(const Backend *backend, bool runs) {
-  if (backend->batch_invariant && !runs)
-    fail("batch_invariant needs the kernels for Hopper: bf16 on a GPU of compute capability 9.0, and rows of "
-         "x, weight and dx that start on 16 bytes, so a hidden size that is a multiple of 8");
-}
-
-void hopper_invariant_dx(Backend *backend, const LinearBackwardInput *a) {
-  EpilogueParams params = {.add = a->accumulate};
-  hopper_require(backend, !(a->accumulate && a->dx.dtype == DTYPE_BF16) &&
-                              dx(backend, a->dx, a->dout, a->weight, params, nullptr, 0, true));
+  if (backend->batch_invariant) return hopper_invariant_dx(backend, out, exps, weight, false, scratch, bytes);
+  if (!dx_runs(backend, out, exps, weight)) return false;
+  TileScheduler s =
+      schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+  split_last_wave(&s, hopper(backend).clusters, bytes);
+  if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
+  launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
+  return true;
 }
 
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,

@@ -28,15 +28,14 @@ int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
 
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
 // partials go through `scratch`, added in a fixed order. Unless `always`, only where faster than cuBLASLt.
-// Where batches do not matter (Backend.batch_invariant) always and without split-K.
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// out [N, H] (+)= dout [N, V] weight [V, H] for such a backend, which fails where it does not run. out: fp32,
-// or bf16 without accumulate.
-void hopper_invariant_dx(Backend *backend, const LinearBackwardInput *a);
-
-// Fails on behalf of such a backend, where `runs` is false.
+// The same for a backend whose batches do not matter (Backend.batch_invariant); accumulate: added to `out`, in
+// fp32 alone. Without scratch, V is not cut.
+bool hopper_invariant_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, bool accumulate,
+                         void *scratch, size_t bytes);
+// Fails for such a backend, where `runs` is false.
 void hopper_require(const Backend *backend, bool runs);
 
 // out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes of lists.

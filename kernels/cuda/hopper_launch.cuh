@@ -56,7 +56,7 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
                               : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
   s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
-  s.splits = 1;
+  s.splits = s.segments = 1;
   bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
   s.throttle = all_stays || K::SAMPLED || backend->batch_invariant ? nullptr : hopper(backend).throttle;
   return s;
@@ -68,4 +68,47 @@ static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b,
                    const CUtensorMap *gate_up = nullptr) {
   launch_kernel(launch_of<K>(backend, min_i64(hopper(backend).clusters, s.work_tiles)), gemm_kernel<K>, a, b,
                 out, gate_up ? *gate_up : out, s, params);
+}
+
+// --- dX ----------------------------------------------------------------------------------------------------
+
+static bool dx_runs(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
+  return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && tma_takes(exps) && tma_takes(weight) &&
+         tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
+}
+
+// out = the partials, added in their order: a cluster's tile to a row of CTAs, four entries a thread.
+template <typename K, typename T>
+static __global__ void __launch_bounds__(256)
+    add_partials_kernel(T *out, int64_t stride, const float *partials,
+                        const __grid_constant__ TileScheduler s) {
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const int size = s.rows * s.columns;
+  int rest = s.m_tiles * s.n_tiles - s.whole, tile = s.whole + blockIdx.y;
+  int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, line = i / TILE_N;
+  TileCoord at = tile_coord(s, tile);
+  int row = at.row + (K::SHARE_A ? line % K::ROWS : line);
+  int column = at.column + i % TILE_N + (K::SHARE_A ? line / K::ROWS * TILE_N : 0);
+  if (row >= s.m || column >= s.n) return;
+  float sum[4];
+  load(sum, partials + (int64_t)blockIdx.y * size + i);
+  for (int split = 1; split < s.splits; split++) {
+    float part[4];
+    load(part, partials + ((int64_t)split * rest + blockIdx.y) * size + i);
+    EACH (k, 4) sum[k] += part[k];
+  }
+  store(out + row * stride + column, sum);
+}
+
+// Of the tiles that are split, if any.
+template <typename K>
+static void add_partials(Backend *backend, Tensor out, const float *partials, const TileScheduler &s) {
+  if (s.splits == 1) return;
+  Grid grid(s.rows * s.columns / 4 / 256, s.m_tiles * s.n_tiles - s.whole);
+  with_float(out.dtype, [&](auto type) {
+    using T = decltype(type);
+    launch_kernel({"the sum of split-K partials", cuda_stream(backend), grid, 256, true},
+                  add_partials_kernel<K, T>, data_of<T>(out), out.stride, partials, s);
+  });
 }

@@ -26,17 +26,16 @@ static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, 
   }
 }
 
-// fp32, straight from the registers: four lanes write 32 bytes of a row. add: to what is there.
+// fp32, straight from the registers: four lanes write 32 bytes of a row.
 static DEVICE void epilogue_store_f32(float *out, int64_t stride, int rows, int columns, const float *acc,
-                                      const ThreadCoord &me, bool add = false) {
+                                      const ThreadCoord &me) {
   EACH (below, 2) {
     if (me.lane / 4 + 8 * below >= rows) continue;
     float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
-    EACH (j, TILE_N / 8) {
-      if (me.column + 8 * j >= columns) continue;
-      float2 *at = reinterpret_cast<float2 *>(to + 8 * j), before = add ? *at : make_float2(0, 0);
-      *at = make_float2(before.x + acc[4 * j + 2 * below], before.y + acc[4 * j + 2 * below + 1]);
-    }
+    EACH (j, TILE_N / 8)
+      if (me.column + 8 * j < columns)
+        *reinterpret_cast<float2 *>(to + 8 * j) =
+            make_float2(acc[4 * j + 2 * below], acc[4 * j + 2 * below + 1]);
   }
 }
 
@@ -54,7 +53,7 @@ template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
                            TILE_N, 16, TILE_N, acc[h], me);
       else if (F32)
         epilogue_store_f32(c.params.out + (work.row + row) * c.params.out_stride + work.column,
-                           c.params.out_stride, below, right, acc[h], me, c.params.add);
+                           c.params.out_stride, below, right, acc[h], me);
       else
         epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + row, me.lane);
     }

@@ -17,6 +17,7 @@ struct TileScheduler {
   int m, n;
   int rows, columns, m_tiles, n_tiles, k_steps, group;
   int whole, splits, work_tiles;
+  int segments;                 // SEGMENTED: those of K of a whole tile; 1 elsewhere
   unsigned long long *throttle; // ClusterThrottle's counter; NULL: no throttle, and K always forward
 };
 
@@ -36,8 +37,9 @@ struct EpilogueParams {
   GradientFactorsOf factors; // logits' gradient
   float *out;                // dX in fp32: [m, n]
   int64_t out_stride;
-  bool add;                  // dX in fp32: to `out`
   float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
+  float *segment_sums;       // SEGMENTED: [clusters, rows x columns of a cluster's tile]
+  bool add;                  // SEGMENTED: to `out`
   const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
   const KStep *steps;        // sampled: that the lists name
   const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
@@ -49,6 +51,7 @@ struct WorkTile {
   int row, column;    // of the tile's first entry
   int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
+  int segment;        // of K; 0 where it is not cut
   bool reverse;       // from the last k-step to the first
   DEVICE int steps() const { return k_end - k_begin; }
   DEVICE int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
@@ -64,10 +67,6 @@ static DEVICE TileCoord tile_coord(const TileScheduler &s, int tile) {
   return {(group * s.group + within % height) * s.rows, within / height * s.columns};
 }
 
-template <typename K> static DEVICE int work_count(const TileScheduler &s, const EpilogueParams &params) {
-  return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
-}
-
 static DEVICE int first_work() {
   return blockIdx.x / CLUSTER;
 }
@@ -75,10 +74,23 @@ static DEVICE int work_stride() {
   return gridDim.x / CLUSTER;
 }
 
+template <typename K> static DEVICE int work_count(const TileScheduler &s, const EpilogueParams &params) {
+  if (K::SEGMENTED && s.splits == 1) // one cluster may have a tile more than another
+    return (s.whole - first_work() + work_stride() - 1) / work_stride() * s.segments * work_stride();
+  return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
+}
+
 // Work tile w. Split tiles are ordered by part: part 0 of every tile, then part 1, ...
 template <typename K>
 static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params, int w, int rank) {
   int tile = w, part = 0, parts = 1, split_index = w - s.whole;
+  if (K::SEGMENTED) { // a cluster makes all segments of a tile one after the other
+    int round = w / work_stride();
+    tile = round / s.segments * work_stride() + w % work_stride();
+    part = round % s.segments;
+    parts = s.segments;
+    split_index = s.splits > 1 ? w - s.whole * s.segments : -1;
+  }
   if (split_index >= 0) {
     int rest = s.m_tiles * s.n_tiles - s.whole;
     tile = s.whole + split_index % rest;
@@ -100,6 +112,7 @@ static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &p
   work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
   work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
   work.split = split_index >= 0 ? split_index : -1;
+  work.segment = part;
   work.reverse = s.throttle && w / work_stride() % 2;
   return work;
 }
@@ -149,6 +162,8 @@ struct Epilogue {
   static constexpr bool KEEPS_A = false;
   // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
   static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
+  // Whether a tile's K is cut into segments, which are summed in their order.
+  static constexpr bool SEGMENTED = false;
   // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.
