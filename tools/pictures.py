@@ -224,7 +224,7 @@ def over_size(ax, rows, y, form=size, main=False, more=()):
     """Draws y over the swept size; labels and compares the lines' ends. The axis also includes `more`."""
     both = draw_modes(ax, rows, y)
     xs, ys = sorted({x_of(row) for row in rows}), [*more, *(value for _, values, _ in both.values() for value in values)]
-    doubling = len(xs) > 2 and all(b >= 1.6 * a for a, b in zip(xs, xs[1:])) and xs[-1] >= 16 * xs[0]
+    doubling = len(xs) > 2 and xs[-1] >= xs[0] * max(16, 1.6**(len(xs) - 1))
     ticks = xs[::-1][::-(-len(xs) // (5 if main else 3))] + [0] * (not doubling)
     ax.set(xscale="log" if doubling else "linear", xticks=ticks, xticklabels=map(count, ticks))
     if not doubling:

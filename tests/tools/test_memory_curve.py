@@ -200,7 +200,8 @@ def test_damaged_and_foreign_files(folder):
     csv_file, settings = folder / "curve.csv", folder / "curve.json"
     text, head = csv_file.read_text(), csv_file.read_text().splitlines()[0]
     for damaged in ("tokens,bytes\n1,2\n", f"{head[:50]}\n", f"{head}\ntokens,fused\n", text.replace(",planned,", f",{'x' * 200000},"),
-                    text.replace("300,16", "[" * 100000 + ",16"), text.replace("300,16", "1e999,16"), text.replace("300,16", "[1],16"), "mine"):
+                    text.replace("300,16", "[" * 100000 + ",16"), text.replace("300,16", "1e999,16"), text.replace("300,16", "[1],16"),
+                    text.replace("tokens,fused", "token,fused"), "mine"):
         csv_file.write_text(damaged + "\n")
         for more in ("", " --fresh", " --redraw"):
             done = curve(folder, PLANNED + more).fails("curve.csv is no table of this program")
