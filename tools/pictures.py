@@ -81,13 +81,12 @@ def picture(width, height, title, subtitle, note, margins, **grid):
     return figure, figure.add_gridspec(left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height, **grid)
 
 
-def not_ours(path):
-    """Why a picture may not go to `path`, or None: it may only replace one of these programs."""
+def require_ours(path):
+    """A picture may only replace one of these programs."""
     if os.path.isfile(path) and os.path.getsize(path):
         with open(path, "rb") as file:
             if b"lce.c" not in file.read():
-                return f"cannot write the picture {path}: what is there is not from this program; name another --out, or move it away"
-    return None
+                raise FileExistsError(17, "what is there is not from this program; name another --out, or move it away", path)
 
 
 def save(figure, path, fontsize=9.5):
@@ -95,6 +94,7 @@ def save(figure, path, fontsize=9.5):
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
                       fontsize=fontsize, bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
+    require_ours(path)
     form = os.path.splitext(path)[1][1:] or "png"
     with open(path, "wb") as file:
         figure.savefig(file, format=form, metadata={"Software" if form == "png" else "Creator": "lce.c"})
