@@ -386,7 +386,8 @@ def test_tools_launch_kills_what_does_not_end(folder):
         for process in [*(folder / f"{name}-0").read_text().split(), *(folder / f"{name}-1").read_text().split()]:
             wait_until_gone(process)
     ignores = "trap '' TERM INT; sleep 1000 & echo $$ $! >$file; echo ready; wait"
-    stops = "{ until grep -q State:.T /proc/$$/status; do sleep 0.01; done; echo ready; exec sleep 1000; } & echo $$ $! >$file; kill -STOP $$"
+    stops = ("{ until grep -q State:.T /proc/$$/status; do sleep 0.01; done; echo ready; exec sleep 1000; } & "
+             "echo $$ $! >$file; kill -STOP $$")
     together(end, [("stops", stops, "1", signal.SIGTERM), ("ignores", ignores, "1", signal.SIGTERM),
                    ("twice", ignores, "1000", signal.SIGINT, signal.SIGTERM)])
     run(LAUNCH, 1, "true", LCE_GRACE_SECONDS="soon").fails("LCE_GRACE_SECONDS=soon: give whole seconds")
