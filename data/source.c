@@ -43,7 +43,8 @@ typedef struct SourceFile {
 static bool is_left_out(const char *name, bool is_directory, bool tree) {
   static const char corpus[] = "@(*.@(c|h|cu|cuh|py|sh|md)|Makefile|LICENSE)";
   if (name[0] == '.') return true;
-  if (is_directory) return !strcmp(name, "build") || (tree && !strcmp(name, "runs"));
+  if (is_directory)
+    return !strcmp(name, "build") || (tree && (!strcmp(name, "runs") || !strcmp(name, "exercises")));
   return tree && fnmatch(corpus, name, FNM_EXTMATCH);
 }
 

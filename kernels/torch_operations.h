@@ -36,7 +36,7 @@ struct LceGradientFactors {
 //   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n])
 //                   at_target[n] at j = targets[n];  0 for IGNORE_INDEX
 // Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
-// E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-9 of it, moves v by as much.
+// E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-8 of it, moves v by as much.
 struct LceLogitsGradient {
   Tensor dlogits;          // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   GradientFactors factors; // read

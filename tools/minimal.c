@@ -339,7 +339,8 @@ static void loss_materialized(Llama *m, const int32_t *y) {
 // Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in
 // the registers of its matmul, and is never stored. E overflows where a logit leads the target's by 88. Where
 // R exceeds 2^96 the row is done again with its maximum as the anchor; the target's exponential e is then
-// less than 1.
+// less than 1. Unlike other backward functions this one does not add to x's gradient: it is 0 before, and is
+// scaled in place.
 static void loss_fused(Llama *m, const int32_t *y) {
   Matrix *x = &m->final, *w = m->head;
   long N = x->rows, H = x->columns, V = w->rows;

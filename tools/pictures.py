@@ -15,7 +15,7 @@ STAYING = {"weights": "#33414b", "master weights": "#556b78", "gradients": "#839
 HEAD = "lm_head, loss"
 STACK = STAYING | {"activations": "#5bad9c", "activation gradients": "#c6e9df", "workspace": "#e3b03c", HEAD: COLORS[4]}
 DASHES = (0, (4, 2.5))  # what is planned only
-NO_TIMES = "Planned, to the byte: nothing was computed, so there are no times."
+NO_TIMES = "Planned, to the byte, so there are no times."
 STYLE = {"font.size": 9.5, "svg.fonttype": "none", "savefig.dpi": 200, "axes.spines.top": False, "axes.spines.right": False,
          "axes.spines.left": False, "axes.edgecolor": MUTED, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
          "axes.axisbelow": True, "axes.labelcolor": MUTED, "axes.titlelocation": "left", "text.color": INK, "xtick.color": MUTED,
@@ -81,11 +81,20 @@ def picture(width, height, title, subtitle, note, margins, **grid):
     return figure, figure.add_gridspec(left=left / width, right=1 - right / width, top=1 - top / height, bottom=bottom / height, **grid)
 
 
+def require_ours(path):
+    """A picture may only replace one of these programs."""
+    if os.path.isfile(path) and os.path.getsize(path):
+        with open(path, "rb") as file:
+            if b"lce.c" not in file.read():
+                raise FileExistsError(17, "what is there is not from this program; name another --out, or move it away", path)
+
+
 def save(figure, path, fontsize=9.5):
     """Writes the figure, with a legend below the titles for the named lines of the first panel."""
     if figure.axes[0].get_legend_handles_labels()[0]:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left", ncols=9, handlelength=2.4, columnspacing=1.8,
                       fontsize=fontsize, bbox_to_anchor=(0.26 / figure.get_figwidth(), 1 - 0.92 / figure.get_figheight()))
+    require_ours(path)
     form = os.path.splitext(path)[1][1:] or "png"
     with open(path, "wb") as file:
         figure.savefig(file, format=form, metadata={"Software" if form == "png" else "Creator": "lce.c"})
@@ -215,7 +224,7 @@ def over_size(ax, rows, y, form=size, main=False, more=()):
     """Draws y over the swept size; labels and compares the lines' ends. The axis also includes `more`."""
     both = draw_modes(ax, rows, y)
     xs, ys = sorted({x_of(row) for row in rows}), [*more, *(value for _, values, _ in both.values() for value in values)]
-    doubling = len(xs) > 2 and all(b >= 1.6 * a for a, b in zip(xs, xs[1:])) and xs[-1] >= 16 * xs[0]
+    doubling = len(xs) > 2 and xs[-1] >= xs[0] * max(16, 1.6**(len(xs) - 1))
     ticks = xs[::-1][::-(-len(xs) // (5 if main else 3))] + [0] * (not doubling)
     ax.set(xscale="log" if doubling else "linear", xticks=ticks, xticklabels=map(count, ticks))
     if not doubling:
@@ -342,7 +351,8 @@ def timeline(s, rows, path):
                             NO_TIMES if planned else "Bytes that the ledger counts on the device, dated after waiting for it.",
                             (0.9, 2.15, 1.9, 0.95), nrows=len(modes), hspace=0.62)
     for k, (mode, rows) in enumerate(modes.items()):
-        top, spike, last, right = max(rows, key=total), max(rows, key=lambda row: row[HEAD]), rows[-1], max(end.values())
+        top, spike, last = max(rows, key=total), max(rows, key=lambda row: row[HEAD]), rows[-1]
+        right = end[mode] if planned else max(end.values())  # bytes are no time: no mode may look as if it ended earlier
         title = titles[mode]
         if mode == "fused" and not top[HEAD]:
             title += ": the layers, not the loss, now set the peak"
@@ -364,7 +374,7 @@ def timeline(s, rows, path):
         if planned:
             steps = {row["step"]: row["at"] for row in rows[::-1]}  # when each begins
             ax.set_xticks(list(steps.values()), [f"step {step}" for step in steps], ha="left")
-    ax.set_xlabel("bytes pushed and popped, in their order: no time" if planned else "time of three steps, s")
+    ax.set_xlabel("bytes pushed and popped, in their order, each mode's to its own scale: no time" if planned else "time of three steps, s")
     save(figure, path, fontsize=8.5)
 
 
@@ -387,16 +397,16 @@ def colors_of(names):
 
 def runs(title, subtitle, logs, path, start):
     """{name: log}: loss, gradient norm, learning rate and throughput over the steps."""
-    figure, cells = picture(10.4, 7.4, title, subtitle, "", (0.75, 0.45, 1.75, 0.7), nrows=2, ncols=2, wspace=0.2, hspace=0.5)
+    figure, cells = picture(10.4, 7.65, title, subtitle, "", (0.75, 0.45, 2, 0.7), nrows=2, ncols=2, wspace=0.2, hspace=0.5)
     panels = {"loss": ("Loss", "circles: validation"), "grad_norm": ["Gradient norm"], "learning_rate": ["Learning rate"],
               "tokens_per_second": ["Tokens a second"]}
     for k, (field, titles) in enumerate(panels.items()):
         ax = panel(figure, cells[k], *titles)
         for (run, log), color in zip(logs.items(), colors_of(logs)):
             steps, values = log.series("step", field, start)
-            if field != "learning_rate":
+            if k < 2:  # noise around a trend; what follows is drawn as it is
                 ax.plot(steps, values, color=color, alpha=0.3, lw=0.8)
-            ax.plot(steps, trend(values), color=color, lw=1.8, label=run)
+            ax.plot(steps, trend(values) if k < 2 else values, color=color, lw=1.8 if k < 3 else 1, label=run)
             if field == "loss":
                 ax.plot(*log.series("validation", "val_loss", start), "o-", color=color, lw=0.8, ms=4, mec="white")
         if field != "loss":

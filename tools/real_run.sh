@@ -6,7 +6,8 @@
 #
 #   --lce-sample M0      M0 of the sampled runs (default 1)
 #   --model-options OPT  ./train's options for model and batch, instead of the ones above
-#   --out DIR            Folder of text, shards, logs and picture (default runs/real_run); its shards are used
+#   --out DIR            Folder of text, shards, logs and picture (default runs/real_run): new, empty, of an
+#                        earlier run, or with nothing but shards/, which are then used
 #   --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed sets the weights and the
 #                        data's order: runs with the same seed start alike and read the same batches
 #   --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
@@ -15,7 +16,7 @@
 #   --vocab V            Entries of the tokenizer (default 128256)
 #
 # Python with tokenizers and numpy makes the shards (PYTHON names one; missing, they go into a virtual
-# environment next to DIR). With torch and transformers it also checks the last checkpoint.
+# environment in DIR). With torch and transformers it also checks the last checkpoint.
 set -euo pipefail
 
 fail() {
@@ -50,6 +51,19 @@ seeds=${option[seeds]} steps=${option[steps]} text=${option[text]} out=${option[
 [ -z "$text" ] || text=$(realpath -e "$text" 2>/dev/null) || fail "there is no text ${option[text]}"
 mkdir -p "$out"
 out=$(realpath "$out")
+
+modes=(materialized fused sampled)
+sample="--lce-sample ${option[lce-sample]}" warmup=$(((steps + 8) / 9))
+declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]=$sample)
+options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps"
+options+=" --warmup $warmup --eval-every $eval_every --sample-every 0"
+settings="$options $sample"
+# What these runs write is written over and removed without a question, so only a folder of theirs will do.
+[ -e "$out/settings" ] || [ -z "$(find "$out" -mindepth 1 -maxdepth 1 ! -name shards | head -n 1)" ] ||
+  fail "$out holds files that are not of an earlier run: name another directory with --out"
+[ -e "$out/settings" ] || echo "$settings" >"$out/settings"
+[ "$settings" = "$(cat "$out/settings")" ] ||
+  fail "the runs in $out have other settings ($(cat "$out/settings")): name another directory with --out"
 
 # --- text, tokenizer, shards --------------------------------------------------------------------------------
 
@@ -89,7 +103,7 @@ make_shards() {
   command -v "$python" >/dev/null || fail "making shards needs Python: there is no $python"
   [ -n "$text" ] || [ -e "$out/text.jsonl" ] || fetch_text
   if ! "$python" -c 'import numpy, tokenizers' 2>/dev/null; then
-    local venv=$out/../venv
+    local venv=$out/venv
     echo "installing the Python packages numpy and tokenizers into $venv ..."
     { "$python" -m venv "$venv" && "$venv/bin/pip" install --quiet numpy tokenizers; } ||
       fail "they cannot be installed (Debian's package python3-venv makes environments): PYTHON names a python that has them"
@@ -105,16 +119,6 @@ data=(--data "$out/shards/train_*.bin")
 if [ -e "$out/shards/val_000000.bin" ]; then data+=(--val-data "$out/shards/val_*.bin"); fi
 
 # --- training -----------------------------------------------------------------------------------------------
-
-modes=(materialized fused sampled)
-sample="--lce-sample ${option[lce-sample]}" warmup=$(((steps + 8) / 9))
-declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lce [sampled]=$sample)
-options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps"
-options+=" --warmup $warmup --eval-every $eval_every --sample-every 0"
-settings="$options $sample"
-[ -e "$out/settings" ] || echo "$settings" >"$out/settings"
-[ "$settings" = "$(cat "$out/settings")" ] ||
-  fail "the runs in $out have other settings ($(cat "$out/settings")): name another directory with --out, or remove it"
 
 trap 'fail "interrupted; started again, it goes on with this run"' INT
 count=0 logs=()

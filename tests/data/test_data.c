@@ -399,6 +399,7 @@ TEST(the_corpus_leaves_out_what_runs_leave_behind) {
       {"checkout/Makefile", "M"}, {"checkout/data/source.h", "H"}, {"checkout/data/input.txt", "a data set"},
       {"checkout/run.jsonl", "a log"}, {"checkout/runs/notes.md", "a run"}, {"checkout/build/made.c", "made"},
       {"checkout/train", "a program"}, {"elsewhere/stray.c", "stray"}, {"checkout/build/tests/made.h", ""});
+  WRITE_TEXTS({"checkout/exercises/1.c", "a reader's"});
   char command[2048];
   snprintf(command, sizeof command, "cp /proc/%d/exe '%s' && cp '%s' '%s'", (int)getpid(),
            temp_path("checkout/build/tests/copy"), temp_path("checkout/build/tests/copy"),

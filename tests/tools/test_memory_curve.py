@@ -40,8 +40,8 @@ def number(cell):
 
 
 def table(path):
-    settings, *lines = path.read_text().splitlines()
-    return json.loads(settings.removeprefix("# ")), [{name: number(cell) for name, cell in row.items()} for row in csv.DictReader(lines)]
+    lines = path.read_text().splitlines()
+    return json.loads(path.with_suffix(".json").read_text()), [{name: number(cell) for name, cell in row.items()} for row in csv.DictReader(lines)]
 
 
 def curve_rows(folder):
@@ -121,9 +121,9 @@ def test_what_does_not_fit(folder):
 
 def test_patience(folder):
     """What takes longer is planned, and measured later when there is more."""
-    for patience, status in (" --patience 0.001", "too slow"), ("", "measured"):
-        curve(folder, f"{MEASURED} --values 512,1024{patience}").ok()
-        assert [row["status"] for row in curve_rows(folder)] == [status] * 4
+    for more, status in (" --patience 0.001", "too slow"), (" --plan-only", "planned"), ("", "measured"), (" --plan-only", "measured"):
+        done = curve(folder, f"{MEASURED} --values 512,1024{more}").ok()
+        assert [row["status"] for row in curve_rows(folder)] == [status] * 4 and ("nothing was allocated" in done.out) == (status == "planned")
 
 
 @once
@@ -139,6 +139,7 @@ def test_recipes(folder):
     for name, points in RECIPES.items():
         rows = curve_rows(recipe(name)[0]) if points else []
         recipe(name)
+        assert not points or table(recipe(name)[0] / "curve.csv")[0]["options"].count("--device ") == 1
         assert len(rows) == points and all(row["planned_bytes"] > row["planned_layer_bytes"] > 0 for row in rows), name
     # The figures that the sources are known for come out of ours.
     gib = reading(recipe("tokens-81920")[0], "materialized", tokens=81920)["planned_layer_bytes"] / GIB
@@ -188,9 +189,34 @@ def test_killed_sweep_resumes(folder):
     curve(folder / "killed", other + " --fresh").ok()
 
 
-def test_damaged_files(folder):
-    (folder / "curve.csv").write_text("tokens,bytes\n1,2\n")
-    curve(folder, PLANNED).fails("is no table of this program")
+def test_the_default_chunk_is_in_a_sweep(folder):
+    curve(folder, "--plan-only --device cpu --layer-only --tokens 4096 --sweep chunk").ok(" in chunks of 456 (the default) (planned)")
+    curve(folder / "near", "--plan-only --device cpu --tokens 4096 --sweep chunk --values 64,500,4096").ok(" in chunks of 500 (planned)")
+
+
+def test_damaged_and_foreign_files(folder):
+    """One sentence, and nothing is replaced."""
+    curve(folder, PLANNED).ok()
+    csv_file, settings = folder / "curve.csv", folder / "curve.json"
+    text, head = csv_file.read_text(), csv_file.read_text().splitlines()[0]
+    for damaged in ("tokens,bytes\n1,2\n", f"{head[:50]}\n", f"{head}\ntokens,fused\n", text.replace(",planned,", f",{'x' * 200000},"),
+                    text.replace("300,16", "[" * 100000 + ",16"), text.replace("300,16", "1e999,16"), text.replace("300,16", "[1],16"),
+                    text.replace("tokens,fused", "token,fused"), "mine"):
+        csv_file.write_text(damaged + "\n")
+        for more in ("", " --fresh", " --redraw"):
+            done = curve(folder, PLANNED + more).fails("curve.csv is no table of this program")
+            assert done.err.count("\n") == 1 and csv_file.read_text() == damaged + "\n", done
+    csv_file.write_text(text)
+    for foreign in ("mine", "[]", "[" * 100000, '{"what": 1}'):
+        settings.write_text(foreign)
+        assert curve(folder, PLANNED + " --fresh").fails("is no table of this program").err.count("\n") == 1
+        assert settings.read_text() == foreign and csv_file.read_text() == text
+    csv_file.rename(folder / "timeline.csv")
+    curve(folder, "--timeline " + PLANNED).fails("timeline.csv is no table of this program")
+    (folder / "other").mkdir()
+    (folder / "other" / "curve.png").write_text("a picture")
+    curve(folder / "other", PLANNED + " --fresh").fails("curve.png: what is there is not from this program")
+    assert [path.read_text() for path in (folder / "other").iterdir()] == ["a picture"]
     curve(folder / "nothing", "--redraw").fails("holds no table")
 
 
@@ -240,7 +266,7 @@ def test_pictures_of_recipes(folder):
                 "planned for a GPU")
     assert_says(recipe("chunk-sweep")[0] / "curve.svg", "vocabulary", "hidden size", "7.55x")
     said = assert_says(recipe("llama3-8b-32k")[0] / "timeline.svg", "the layers, not the loss, now set the peak", "peak 9.37 GiB",
-                       "LM head + loss 15.66 GiB", "no time")
+                       "LM head + loss 15.66 GiB", "each mode's to its own scale: no time")
     assert not any("later" in text for text in said), said
     assert_says(recipe("batch-512")[0] / "curve.svg", "PyTorch, playbook, 1.47 GiB", "Grey: the playbook's table")
 
@@ -261,7 +287,7 @@ def test_without_matplotlib(folder):
     out = folder / "runs" / "memory_curve"
     done = run(ROOT / "tools" / "memory_curve", *PLANNED.split(), cwd=folder, LCE_TRAIN=str(TRAIN), PYTHONPATH=str(folder))
     done.ok("has no matplotlib", "install")
-    assert "Traceback" not in done.err and len(curve_rows(out)) == 16 and [path.name for path in out.iterdir()] == ["curve.csv"]
+    assert "Traceback" not in done.err and len(curve_rows(out)) == 16 and {path.name for path in out.iterdir()} == {"curve.csv", "curve.json"}
 
 
 def test_plot_run(folder):
@@ -274,9 +300,10 @@ def test_plot_run(folder):
     rungs = [{"event": "layer", "name": f"{k} a version", "rung": k, "tokens": 1024, "hidden_size": 256, "chunk": 128, "vocab_size": 32768,
               "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20} for k in range(1, 7)]
     log = write("smooth.jsonl", [start, *steps], '{"event":"step","ste')  # killed
-    for wrong, says in {"/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
+    deep = write("deep", [start, *steps], "[" * 100000 + "\n")
+    for wrong, says in {deep: "line 302: this is no JSON object", write("odd", [{**start, "batch": []}, *steps]): "nothing is drawn", "/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
                         write("empty", [start]): "has no step to draw"}.items():
-        tool("plot_run", wrong).fails(says)
+        assert "Traceback" not in tool("plot_run", wrong, "--out", folder / "wrong.png").fails(says).err
     done = tool("plot_run", log, "--out", folder / "run.svg")
     assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens a second")
     tool("plot_run", log, log, "--out", folder / "run.png", "--from", "100").ok()
@@ -289,6 +316,29 @@ def test_plot_run(folder):
     escape = write("a\x1b[31m-1.jsonl", [start, *steps])
     assert "\n| a\\x1b[31m | " in tool("plot_run", "--groups", escape, "--out", folder / "groups.png").ok().out
     tool("plot_run", log, "--out", "/dev/full").fails("cannot write the picture /dev/full")
+
+
+DRAWN = """
+import pictures, runpy, sys
+Log, figures = runpy.run_path(sys.argv[1])["Log"], []
+pictures.why_not()
+pictures.plt.close = figures.append
+pictures.runs("", "", {"a run": Log(sys.argv[2])}, sys.argv[3], 0)
+figure, = figures
+for ax in figure.axes[2:]:
+    print([float(y) for line in ax.lines for y in line.get_ydata()])
+print(figure.legends[0].get_window_extent().overlaps(figure.axes[0].get_tightbbox()))
+"""
+
+
+def test_a_schedule_is_drawn_as_it_is(folder):
+    if not importlib.util.find_spec("matplotlib"):
+        raise Skip("there is no matplotlib")
+    rates, speeds = ([scale * min(k / 20, 1) for k in range(1, 201)] for scale in (2e-3, 100.0))
+    (folder / "log").write_text("".join(json.dumps({"event": "step", "step": k, "loss": 1, "grad_norm": 1, "learning_rate": rate,
+                                                    "tokens_per_second": speed}) + "\n" for k, (rate, speed) in enumerate(zip(rates, speeds))))
+    done = run(sys.executable, "-c", DRAWN, ROOT / "tools" / "plot_run", folder / "log", folder / "run.png", PYTHONPATH=str(ROOT / "tools"))
+    assert done.ok().out == f"{rates}\n{speeds}\nFalse\n", done
 
 
 with tempfile.TemporaryDirectory(prefix="lce-recipes-") as recipes:

@@ -49,6 +49,11 @@ def test_a_whole_run(folder):
     def real_run(vocab=300):
         return run(ROOT / "tools" / "real_run.sh", "--out", folder, "--text", ROOT / "README.md", "--steps", 4, "--seeds=2", "--model-options",
                    model, "--vocab", vocab, OMP_NUM_THREADS="1", LCE_TRAIN=str(TRAIN), PYTHON=sys.executable)
+    for name in ("checkpoint", "table.md", "text.jsonl"):  # somebody's
+        (folder / name).write_text("mine")
+        real_run().fails("holds files that are not of an earlier run: name another directory with --out")
+        assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+        (folder / name).unlink()
     first = real_run().ok().out
     rows = [line.split("|")[1:-1] for line in first.splitlines() if line.startswith("|")]
     assert [row[0].strip() for row in rows] == ["mode", "---", "materialized", "fused", "sampled"], first

@@ -11,7 +11,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, assert_planned, column, difference, keep, main,  # noqa: E402
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Process, assert_planned, column, difference, keep, main,  # noqa: E402
                      need_ranks, once, read_log, run, start, together, train, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
@@ -373,6 +373,24 @@ def test_tools_launch_starts_and_ends_ranks(folder):
     if not GPUS:
         output = run(LAUNCH, 3, TRAIN, *LLAMA.split()).fails("3 ranks on the CPU need MPI", "mpirun -n 3 ./train")
         assert output.status == 1 and output.err.count("lce:") == 1, output
+
+
+# Ranks that are stopped, or that ignore signals as their children do: after the grace period, or a second signal.
+def test_tools_launch_kills_what_does_not_end(folder):
+    def end(name, command, grace, *signals):
+        p = Process(LAUNCH, 2, "sh", "-c", f"file={folder}/{name}-$RANK; {command}", LCE_GRACE_SECONDS=grace)
+        p.wait_for("ready\nready\n")
+        for number in signals:
+            os.kill(p.pid, number)
+        assert p.finish().fails("have not ended in time and are killed").status == 137
+        for process in [*(folder / f"{name}-0").read_text().split(), *(folder / f"{name}-1").read_text().split()]:
+            wait_until_gone(process)
+    ignores = "trap '' TERM INT; sleep 1000 & echo $$ $! >$file; echo ready; wait"
+    stops = ("{ until grep -q State:.T /proc/$$/status; do sleep 0.01; done; echo ready; exec sleep 1000; } & "
+             "echo $$ $! >$file; kill -STOP $$")
+    together(end, [("stops", stops, "1", signal.SIGTERM), ("ignores", ignores, "1", signal.SIGTERM),
+                   ("twice", ignores, "1000", signal.SIGINT, signal.SIGTERM)])
+    run(LAUNCH, 1, "true", LCE_GRACE_SECONDS="soon").fails("LCE_GRACE_SECONDS=soon: give whole seconds")
 
 
 if __name__ == "__main__":
