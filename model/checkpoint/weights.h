@@ -1,6 +1,6 @@
 // Named tensors on disk: the model's weights as Hugging Face stores them, and the optimizer's state.
 //
-// A set of tensors is stem.safetensors, or stem-00001-of-00004.safetensors ... and
+// A set of tensors is stem.safetensors or, without that, stem-00001-of-00004.safetensors ... and
 // stem.safetensors.index.json. Files are mapped, and copied a few million elements at a time.
 #pragma once
 
@@ -74,7 +74,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // Reads model.safetensors or its shards into the weights and, where kept, the master weights; with `state`
 // also the optimizer's states. Fails naming a tensor that is missing, misshapen or not the model's, but for
-// buffers of old files and a copy of a tied head. Names may lack the prefix transformer. or model.
+// buffers of old files and a tied head, which may be there besides the embedding or in its place. Names may lack the prefix transformer. or model.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
 // Writes them, as fp32 from the master weights where given, or as bf16; and to training_state.safetensors or
 // its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.

@@ -104,6 +104,16 @@ TEST(a_tied_head_must_be_the_embedding) {
   t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
                "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
+  // safetensors.torch.save_model keeps the head's name alone
+  t.count--;
+  float first, *weights = t.run->trainer.model.parameters.items->value.data;
+  snprintf(t.list[0].name, sizeof t.list[0].name, "lm_head.weight");
+  load_tampered(&t, CHECKPOINT_SHARD_BYTES);
+  first = *weights, *weights = 7;
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("tampered"), false);
+  assert_true(*weights == first);
+  t.list[0].tensor = tensor_reshape_2d(t.list[0].tensor, 8, 20);
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lm_head.weight has the shape [8, 20]");
   run_close(t.run);
   t = tamper("--untie-word-embeddings");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
@@ -134,6 +144,19 @@ TEST(shards_and_index_must_agree) {
     ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
                  cases[i].why, cases[i].more);
   }
+  // A head that the index names and no file has: a tied one. The one file counts where there is an index, too.
+  shell("cd %s && rm -rf other && cp -r tampered other && cd other && "
+        "sed -i 's/\"weight_map\":[^{]*{/&\"lm_head.weight\": \"model-00001-of-00003.safetensors\",/' *.json && "
+        "grep -q lm_head *.json",
+        temp_path("."));
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false);
+  run_close(t.run);
+  t = tamper("--untie-word-embeddings");
+  ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
+               "index.json lacks lm_head.weight [20, 8]");
+  load_tampered(&t, CHECKPOINT_SHARD_BYTES);
+  shell("echo '[' >%s", temp_path("tampered/model.safetensors.index.json"));
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("tampered"), false);
   run_close(t.run);
 }
 
@@ -367,7 +390,7 @@ TEST(damage_is_noticed_and_passed_over) {
       {"rm config.json", "config.json does not exist"},
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
-      {"ln -s nowhere model.safetensors.index.json", "cannot open"}};
+      {"rm model.safetensors; ln -s nowhere model.safetensors.index.json", "cannot open"}};
   Run *run = open_tiny("");
   CheckpointStore store = open_store("store", 0);
   save_steps(run, &store, (const int64_t[]){5, 1000000}, 2);
