@@ -276,14 +276,18 @@ static bool is_own_link(const char *directory, const char *name) {
          (is_latest(name) ? is_step(target) : !strcmp(target, path_in(LATEST, name).text));
 }
 
-// Fails on another program's files by our names, which would be mixed with ours or lost.
-static void refuse_foreign(const char *directory, int64_t first_step, bool may_replace) {
+// Fails on another program's files by our names, which would be mixed with ours or lost, and on another run's
+// checkpoints: `own` says that those up to first_step are this run's.
+static void refuse_foreign(const char *directory, int64_t first_step, bool own, bool may_replace) {
   Listing l = list(AT_FDCWD, directory);
   for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
     if (is_step(name) && !may_replace && step_of(name) > first_step)
       fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
            "another directory",
+           directory, name);
+    if (is_step(name) && !may_replace && !own)
+      fail("--save %s: %s is there, which is not of this run; name another directory, or move it away",
            directory, name);
     if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
       fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "
@@ -307,9 +311,24 @@ static void clean(const char *directory) {
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
-static void take(CheckpointStore *store, const char *name, const char *path) {
-  Companion c = {.name = name};
+// Text NULL: absent. Fails where what should be JSON is none, as a file that was cut short.
+static Companion companion(const char *name, const char *path) {
+  struct stat status;
+  Companion c = {.name = name, .mode = S_IRUSR | S_IWUSR};
   c.text = file_read(path, &c.length);
+  if (!c.text) return c;
+  if (!stat(path, &status)) c.mode = status.st_mode & 0666;
+  const char *end = c.text;
+  cJSON *json = text_ends_in(name, ".json") ? cJSON_ParseWithOpts(c.text, &end, true) : NULL;
+  if (text_ends_in(name, ".json") && !cJSON_IsObject(json))
+    fail("%s cannot go into checkpoints: it is no JSON object (see byte %td); repair or remove it", path,
+         end - c.text);
+  cJSON_Delete(json);
+  return c;
+}
+
+static void take(CheckpointStore *store, const char *name, const char *path) {
+  Companion c = companion(name, path);
   if (c.text) arrput(store->companions, c);
 }
 
@@ -326,15 +345,14 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
   if (origin) {
-    size_t length;
-    store->config = file_read(path_in(origin, CONFIG).text, &length);
+    store->config = companion(CONFIG, path_in(origin, CONFIG).text);
     take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
   if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
   for (int i = 0; i < arrlen(store->companions); i++)
     if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
   char *nothing = text_format("{\"_from_model_config\": true}\n");
-  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing)};
+  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing), 0666};
   arrput(store->companions, c);
 }
 
@@ -343,11 +361,11 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
   Reason reason;
   store.directory = text_format("%s", directory);
-  refuse_foreign(directory, first_step, may_replace);
-  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
-  clean(directory);
   store.unfinished =
       origin && first_step >= 0 && path_is_same(origin, path_in(directory, step_name(first_step).text).text);
+  refuse_foreign(directory, first_step, store.unfinished, may_replace);
+  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
+  clean(directory);
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -417,9 +435,9 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
   for (const Companion *c = store->companions; c < store->companions + arrlen(store->companions); c++)
-    folder_add(&folder, c->name, c->text, c->length);
-  char *config = hf_config_write(&model->config, store->dtype, store->config);
-  folder_add(&folder, CONFIG, config, strlen(config));
+    folder_add_private(&folder, c->name, c->mode, c->text, c->length);
+  char *config = hf_config_write(&model->config, store->dtype, store->config.text);
+  folder_add_private(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
   free(config);
   if (!folder_finish(&folder, reason)) {
     if (store->last_step < 0)
@@ -438,7 +456,7 @@ void checkpoint_store_close(CheckpointStore *store) {
   if (store->lock >= 0) close(store->lock);
   for (int i = 0; i < arrlen(store->companions); i++) free(store->companions[i].text);
   arrfree(store->companions);
-  free(store->config);
+  free(store->config.text);
   free(store->directory);
   *store = (CheckpointStore){0};
 }

@@ -1,6 +1,7 @@
 #include "model/checkpoint/weights.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -55,10 +56,15 @@ static void folder_write(Folder *f, const void *bytes, size_t count) {
 }
 
 void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
+  folder_add_private(f, name, 0666, bytes, count);
+}
+
+void folder_add_private(Folder *f, const char *name, mode_t mode, const void *bytes, size_t count) {
   folder_end_file(f);
   if (!f->ok) return;
   f->file = path_in(f->hidden.text, name);
-  f->out = fopen(f->file.text, "wxe"); // a new one, closed in what this process starts
+  int file = open(f->file.text, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+  f->out = file < 0 ? NULL : fdopen(file, "w");
   if (!f->out) folder_give_up(f, f->file.text);
   folder_write(f, bytes, count);
 }

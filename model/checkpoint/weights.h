@@ -20,8 +20,9 @@ typedef struct {
 } Folder;
 
 bool is_plain_name(const char *name); // no path, not "." or ".."
-// The next file, or its beginning; ends the one before.
+// The next file, or its beginning; ends the one before. folder_add_private's has no permissions beyond `mode`.
 void folder_add(Folder *folder, const char *name, const void *bytes, size_t count);
+void folder_add_private(Folder *folder, const char *name, mode_t mode, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 

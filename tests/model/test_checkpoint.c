@@ -146,7 +146,8 @@ TEST(shards_and_index_must_agree) {
   }
   // A head that the index names and no file has: a tied one. The one file counts where there is an index, too.
   shell("cd %s && rm -rf other && cp -r tampered other && cd other && "
-        "sed -i 's/\"weight_map\":[^{]*{/&\"lm_head.weight\": \"model-00001-of-00003.safetensors\",/' *.json && "
+        "sed -i 's/\"weight_map\":[^{]*{/&\"lm_head.weight\": \"model-00001-of-00003.safetensors\",/' *.json "
+        "&& "
         "grep -q lm_head *.json",
         temp_path("."));
   weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false);
@@ -460,6 +461,28 @@ TEST(the_newest_are_kept) {
   run_close(run);
 }
 
+// A run writes beside its own checkpoints, not beside another's, which --keep would remove.
+TEST(another_runs_checkpoints_are_not_mixed) {
+  Run *run = open_tiny("");
+  CheckpointStore mine = open_store("mine", 0), theirs = open_store("theirs", 0);
+  save_steps(run, &mine, (const int64_t[]){4, 6}, 2);
+  save_steps(run, &theirs, (const int64_t[]){2}, 1);
+  checkpoint_store_close(&mine);
+  checkpoint_store_close(&theirs);
+  char origin[512];
+  snprintf(origin, sizeof origin, "%s", temp_path("mine/step-000006"));
+  ASSERT_FAILS(checkpoint_store_open(temp_path("theirs"), origin, NULL, 6, false),
+               "step-000002 is there, which is not of this run", "name another directory");
+  mine = checkpoint_store_open(temp_path("mine"), origin, NULL, 6, false);
+  mine.keep = 2;
+  save_steps(run, &mine, (const int64_t[]){8}, 1);
+  shell("cd %s && test \"$(echo ../mine/step-*)\" = '../mine/step-000006 ../mine/step-000008' && test -e "
+        "step-000002",
+        temp_path("theirs"));
+  checkpoint_store_close(&mine);
+  run_close(run);
+}
+
 // No link is followed, no foreign file is removed or overwritten.
 TEST(foreign_files_are_never_removed) {
   static const struct {
@@ -546,23 +569,26 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
 
 // The model's other files travel along, even from a folder that is gone by then; a given tokenizer wins.
 TEST(companions_travel_along) {
+  static const char mine[] = "{\"a\": 0}", another[] = "{\"b\": 0}", ours[] = "{\"c\": 0}";
   static const struct {
     const char *store, *origin, *tokenizer;
     const char *text, *merges; // of tokenizer.json and merges.txt
-  } cases[] = {{"by-file", "base", "given/mine.json", "mine", NULL},
-               {"by-folder", "base", "given", "another", NULL},
-               {"no-model", NULL, "given/mine.json", "mine", NULL},
-               {"no-settings", NULL, "bare", "mine", NULL},
-               {"resumed", "by-file", NULL, "mine", NULL},
-               {"by-model", "base", NULL, "the model's", "the model's"}};
+  } cases[] = {
+      {"by-file", "base", "given/mine.json", mine, NULL}, {"by-folder", "base", "given", another, NULL},
+      {"no-model", NULL, "given/mine.json", mine, NULL},  {"no-settings", NULL, "bare", mine, NULL},
+      {"resumed", "by-file", NULL, mine, NULL},           {"by-model", "base", NULL, ours, "the model's"}};
   static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
                     top_p[] = "{\"top_p\": 1}", nothing[] = "{\"_from_model_config\": true}\n";
+  umask(022);
   shell("cp -r tests/golden/llama %s", temp_path("base"));
-  WRITE_TEXTS({"base/tokenizer.json", "the model's"}, {"base/merges.txt", "the model's"},
+  WRITE_TEXTS({"base/tokenizer.json", ours}, {"base/merges.txt", "the model's"},
               {"base/tokenizer_config.json", limit}, {"base/special_tokens_map.json", "{}"},
-              {"base/generation_config.json", top_k}, {"given/mine.json", "mine"},
-              {"given/tokenizer.json", "another"}, {"given/tokenizer_config.json", limit},
+              {"base/generation_config.json", top_k}, {"given/mine.json", mine},
+              {"given/tokenizer.json", another}, {"given/tokenizer_config.json", limit},
               {"given/special_tokens_map.json", "{}"}, {"given/generation_config.json", top_p});
+  shell("cd %s && chmod 600 given/mine.json && chmod 640 base/config.json && cd base && "
+        "mv merges.txt secret && chmod 600 secret && ln -s secret merges.txt",
+        temp_path("."));
   shell("cd %s && cp -r given bare && cd bare && rm generation_config.json && mv mine.json tokenizer.json",
         temp_path("."));
   Run *run =
@@ -592,6 +618,16 @@ TEST(companions_travel_along) {
     shell("cd %s && grep -q '\"eos_token_id\":\t%s' config.json", temp_path(cases[i].store),
           origin ? "2" : "null");
   }
+  // What others may not read in the origin they may not read in a checkpoint, where a link led to it, too.
+  shell("cd %s && test $(stat -Lc%%a by-file/tokenizer.json by-model/merges.txt by-model/config.json "
+        "by-model/trainer_state.json no-model/config.json | tr -d '\n') = 600600640644644",
+        temp_path("."));
+  WRITE_TEXTS({"given/generation_config.json", "{\"top_k\": 3"}, {"given/vocab.json", "[1]"});
+  ASSERT_FAILS(checkpoint_store_open(temp_path("cut"), NULL, temp_path("given"), -1, false),
+               "given/generation_config.json cannot go into checkpoints: it is no JSON object (see byte 11)");
+  shell("rm %s", temp_path("given/generation_config.json"));
+  ASSERT_FAILS(checkpoint_store_open(temp_path("invalid"), NULL, temp_path("given"), -1, false),
+               "vocab.json cannot go into checkpoints", "repair or remove it");
   run_close(run);
 }
 
