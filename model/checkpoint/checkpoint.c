@@ -32,6 +32,7 @@
 #define LIST              "checksums.json"     // of checkpoints from before they went without
 #define LATEST            "latest"
 #define NEW_LATEST        ".latest" // until it is renamed
+#define CHECKSUMS         "crc32"   // in TRAINER_STATE: {"FILE": its CRC-32}
 
 #define DIGITS "[0-9][0-9][0-9][0-9][0-9]"
 
@@ -210,6 +211,15 @@ static bool retire(const char *parent, const char *name, const char *fresh, Reas
   return true;
 }
 
+// Writes a folder's trainer_state.json, or replaces it, at once.
+static void mark(Folder *f, const char *state) {
+  Path path = path_in(f->hidden.text, TRAINER_STATE);
+  folder_add(f, NEW_STATE, 0666, state, strlen(state));
+  folder_end_file(f);
+  if (f->ok && (rename(path_in(f->hidden.text, NEW_STATE).text, path.text) || !sync_folder(f->hidden.text)))
+    folder_give_up(f, path.text);
+}
+
 Folder folder_begin(const char *parent, const char *name, const char *state) {
   Folder f = {.ok = true, .hidden = hidden_path(parent, SAVING, name)};
   snprintf(f.parent.text, sizeof f.parent.text, "%s", parent);
@@ -220,11 +230,8 @@ Folder folder_begin(const char *parent, const char *name, const char *state) {
     f.hidden.text[0] = 0; // it is another's
   }
   if (!state || !f.ok) return f;
-  Path mark = path_in(f.hidden.text, TRAINER_STATE);
-  folder_add(&f, NEW_STATE, state, strlen(state));
-  folder_end_file(&f);
-  if (f.ok && (rename(path_in(f.hidden.text, NEW_STATE).text, mark.text) || !sync_folder(f.hidden.text)))
-    folder_give_up(&f, mark.text);
+  mark(&f, state);
+  f.checksums = cJSON_CreateObject();
   return f;
 }
 
@@ -239,6 +246,8 @@ bool folder_finish(Folder *f, Reason *reason) {
   else if (f->ok && (rename(f->hidden.text, path.text) || !sync_folder(f->parent.text)))
     folder_give_up(f, path.text);
   if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text, REMOVE_MADE);
+  cJSON_Delete(f->checksums);
+  f->checksums = NULL;
   if (!f->ok) *reason = f->reason;
   return f->ok;
 }
@@ -422,6 +431,19 @@ static void finish_step(CheckpointStore *store) {
   if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
 }
 
+// Adds to the state the checksums of all files, and of itself without them.
+static void add_checksums(Folder *f, const cJSON *trainer_state) {
+  char *text = json_print(trainer_state, true);
+  cJSON *state = cJSON_Duplicate(trainer_state, true);
+  folder_end_file(f);
+  cJSON_AddNumberToObject(f->checksums, TRAINER_STATE, checksum(0, text, strlen(text)));
+  cJSON_AddItemReferenceToObject(state, CHECKSUMS, f->checksums);
+  free(text);
+  mark(f, text = json_print(state, true));
+  free(text);
+  cJSON_Delete(state);
+}
+
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      const cJSON *trainer_state, Reason *reason) {
   Folder folder = {0};
@@ -435,10 +457,11 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
   for (const Companion *c = store->companions; c < store->companions + arrlen(store->companions); c++)
-    folder_add_private(&folder, c->name, c->mode, c->text, c->length);
+    folder_add(&folder, c->name, c->mode, c->text, c->length);
   char *config = hf_config_write(&model->config, store->dtype, store->config.text);
-  folder_add_private(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
+  folder_add(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
   free(config);
+  if (folder.checksums) add_checksums(&folder, trainer_state);
   if (!folder_finish(&folder, reason)) {
     if (store->last_step < 0)
       return refuse(reason, "%s; there is no checkpoint of this run yet", reason->text);
@@ -463,7 +486,30 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-static bool is_whole(const char *folder, Reason *reason) {
+// Compares the files with the checksums in trainer_state.json, which older checkpoints lack.
+static bool is_unchanged(const char *folder, cJSON *state, Reason *reason) {
+  cJSON *item, *checksums = cJSON_DetachItemFromObjectCaseSensitive(state, CHECKSUMS);
+  bool same = true;
+  cJSON_ArrayForEach(item, checksums) {
+    if (!same) break;
+    Path path = path_in(folder, item->string);
+    Mapping file = {.copied = true};
+    if (!strcmp(item->string, TRAINER_STATE))
+      file.bytes = json_print(state, true), file.size = strlen(file.bytes);
+    else
+      file = file_map_or_copy(path.text, 0, reason);
+    if (!file.bytes)
+      same = *reason->text ? false : refuse(reason, "%s does not exist", path.text);
+    else if (checksum(0, file.bytes, file.size) != item->valuedouble)
+      same = refuse(reason, "%s is not as it was written: its CRC-32 has changed", path.text);
+    file_unmap(&file);
+  }
+  cJSON_Delete(checksums);
+  return same;
+}
+
+// `contents`: compares the checksums, too.
+static bool is_whole(const char *folder, bool contents, Reason *reason) {
   static const char *const stems[] = {MODEL_STEM, STATE_STEM};
   ModelConfig config;
   TensorSet set;
@@ -474,7 +520,6 @@ static bool is_whole(const char *folder, Reason *reason) {
   bool whole = state && (json_is_whole(step) || refuse(reason, "%s has no step", path.text));
   if (whole && is_step(name) && !is_state_of(state, name))
     whole = refuse(reason, "%s is of step %.15g", path.text, step->valuedouble);
-  cJSON_Delete(state);
   if (whole) {
     path = path_in(folder, CONFIG);
     whole = hf_config_try_read(folder, &config, reason);
@@ -484,10 +529,12 @@ static bool is_whole(const char *folder, Reason *reason) {
     path = set.path;
     tensor_set_close(&set);
   }
+  whole = whole && (!contents || is_unchanged(folder, state, reason));
+  cJSON_Delete(state);
   return whole || (*reason->text ? false : refuse(reason, "%s does not exist", path.text));
 }
 
-char *checkpoint_newest(const char *directory, bool *any) {
+char *checkpoint_newest(const char *directory, bool contents, bool *any) {
   Listing l = list(AT_FDCWD, directory);
   char *newest = NULL;
   *any = false;
@@ -497,7 +544,7 @@ char *checkpoint_newest(const char *directory, bool *any) {
     Reason reason;
     if (!is_step(name)) continue;
     *any = true;
-    if (is_whole(path.text, &reason))
+    if (is_whole(path.text, contents, &reason))
       newest = text_format("%s", path.text);
     else
       warn("%s; %s is passed over", reason.text, name);
@@ -506,9 +553,9 @@ char *checkpoint_newest(const char *directory, bool *any) {
   return newest;
 }
 
-void checkpoint_require_whole(const char *folder) {
+void checkpoint_require_whole(const char *folder, bool contents) {
   Reason reason;
-  if (!is_whole(folder, &reason))
+  if (!is_whole(folder, contents, &reason))
     fail("%s; name another checkpoint, or a directory of some, of which the newest whole one is taken",
          reason.text);
 }

@@ -7,6 +7,7 @@
 // A checkpoint appears whole or not at all: its files are written into DIR/.saving-step-000100 and synced,
 // and the folder is synced and renamed; a later run removes what a killed one left. Nothing in it depends on
 // the number of ranks: the data's position and every random number follow from the step and the seed.
+// trainer_state.json has the CRC-32 of every file.
 //
 // Only a folder with one of these names is removed that holds nothing but regular files with these names and
 // a trainer_state.json of that step. Links are not followed; anything else stays, with a warning.
@@ -63,8 +64,9 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
 void checkpoint_store_close(CheckpointStore *store);
 
 // The newest whole checkpoint, which the caller frees, or NULL; warns of damaged ones. *any: there is one.
-char *checkpoint_newest(const char *directory, bool *any);
+// `contents`: reads all files, and compares their checksums.
+char *checkpoint_newest(const char *directory, bool contents, bool *any);
 // Fails naming what is missing or damaged.
-void checkpoint_require_whole(const char *folder);
+void checkpoint_require_whole(const char *folder, bool contents);
 // trainer_state.json; the caller deletes it. Fails when the folder has none.
 cJSON *checkpoint_trainer_state(const char *folder);

@@ -49,17 +49,16 @@ void folder_end_file(Folder *f) {
   if (f->ok && (fflush(f->out) || fsync(fileno(f->out)))) folder_give_up(f, f->file.text);
   if (fclose(f->out)) folder_give_up(f, f->file.text);
   f->out = NULL;
+  if (f->checksums) cJSON_AddNumberToObject(f->checksums, strrchr(f->file.text, '/') + 1, f->crc);
+  f->crc = 0;
 }
 
 static void folder_write(Folder *f, const void *bytes, size_t count) {
   if (f->ok && fwrite(bytes, 1, count, f->out) != count) folder_give_up(f, f->file.text);
+  if (f->ok && f->checksums) f->crc = checksum(f->crc, bytes, count);
 }
 
-void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
-  folder_add_private(f, name, 0666, bytes, count);
-}
-
-void folder_add_private(Folder *f, const char *name, mode_t mode, const void *bytes, size_t count) {
+void folder_add(Folder *f, const char *name, mode_t mode, const void *bytes, size_t count) {
   folder_end_file(f);
   if (!f->ok) return;
   f->file = path_in(f->hidden.text, name);
@@ -203,7 +202,7 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
                        const SafetensorsEntry *entries, int64_t count, Backend *backend) {
   char *header = safetensors_compose(entries, count);
   uint64_t length = strlen(header);
-  folder_add(folder, name, &length, sizeof length);
+  folder_add(folder, name, 0666, &length, sizeof length);
   folder_write(folder, header, length);
   void *raw = host_buffer(), *converted = host_buffer();
   for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, converted);
@@ -243,7 +242,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
   }
   if (files > 1) {
     char *text = json_print(index, true);
-    folder_add(folder, file_name(stem, 0, 1).text, text, strlen(text));
+    folder_add(folder, file_name(stem, 0, 1).text, 0666, text, strlen(text));
     free(text);
   }
   cJSON_Delete(index);

@@ -17,12 +17,13 @@ typedef struct {
   char name[256];
   FILE *out; // the file being written, at the path `file`; NULL between files
   Path file;
+  uint32_t crc;     // of what is written to it
+  cJSON *checksums; // {"NAME": crc} of the files that are ended; NULL: none are taken
 } Folder;
 
 bool is_plain_name(const char *name); // no path, not "." or ".."
-// The next file, or its beginning; ends the one before. folder_add_private's has no permissions beyond `mode`.
-void folder_add(Folder *folder, const char *name, const void *bytes, size_t count);
-void folder_add_private(Folder *folder, const char *name, mode_t mode, const void *bytes, size_t count);
+// The next file, or its beginning, with the permissions of `mode` less the umask; ends the one before.
+void folder_add(Folder *folder, const char *name, mode_t mode, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 

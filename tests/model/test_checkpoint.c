@@ -266,6 +266,9 @@ static CheckpointStore open_store(const char *name, int64_t keep) {
   "sync .saving-step-000002\nsync .saving-step-000002/model.safetensors\n"                                   \
   "sync .saving-step-000002/training_state.safetensors\n"                                                    \
   "sync .saving-step-000002/generation_config.json\nsync .saving-step-000002/config.json\n"                  \
+  "sync .saving-step-000002/trainer_state.json.new\n"                                                        \
+  "rename .saving-step-000002/trainer_state.json.new .saving-step-000002/trainer_state.json\n"               \
+  "sync .saving-step-000002\n"                                                                               \
   "sync .saving-step-000002\n"
 #define LATEST                                                                                               \
   "link .latest\nrename .latest latest\nlink config.json\nlink generation_config.json\n"                     \
@@ -299,7 +302,7 @@ TEST(a_checkpoint_is_saved_in_this_order) {
   assert_false(save_step(run, &store, 2, &reason));
   no_exchange = no_entry = false;
   assert_non_null(strstr(reason.text, strerror(EIO)));
-  checkpoint_require_whole(temp_path("order/store/step-000002")); // the old one is back
+  checkpoint_require_whole(temp_path("order/store/step-000002"), true); // the old one is back
   checkpoint_store_close(&store);
   run_close(run);
 }
@@ -324,10 +327,10 @@ TEST(a_killed_save_leaves_a_whole_checkpoint) {
       kill_before = -1;
       assert_true(!done || at > 20);
       checkpoint_store_close(&store); // a process that ends gives its lock back
-      checkpoint_require_whole(temp_path("killed/store/latest"));
+      checkpoint_require_whole(temp_path("killed/store/latest"), true);
       store = open_store("killed/store", 1);
       bool any;
-      char *newest = checkpoint_newest(temp_path("killed/store"), &any);
+      char *newest = checkpoint_newest(temp_path("killed/store"), true, &any);
       assert_non_null(newest);
       free(newest);
       shell("cd %s && ! ls -A | grep -e saving -e removing", temp_path("killed/store"));
@@ -354,8 +357,8 @@ TEST(a_full_disk_leaves_what_was_there) {
     setrlimit(RLIMIT_FSIZE, &limit);
     Reason reason;
     Folder folder = folder_begin(temp_path("full"), "step-000007", "{\"step\": 7}");
-    folder_add(&folder, "model.safetensors", text, strlen(text));
-    folder_add(&folder, "config.json", "", 0);
+    folder_add(&folder, "model.safetensors", 0666, text, strlen(text));
+    folder_add(&folder, "config.json", 0666, "", 0);
     bool finished = folder_finish(&folder, &reason);
     setrlimit(RLIMIT_FSIZE, &before);
     made = finished && most != 100;
@@ -401,8 +404,8 @@ TEST(damage_is_noticed_and_passed_over) {
     bool last = i == sizeof cases / sizeof *cases, any; // what an earlier version left is no damage
     shell("cd %s/.. && rm -rf damaged && cp -r store damaged && cd damaged/step-1000000 && %s",
           temp_path("store"), last ? "echo x >checksums.json" : cases[i].command);
-    if (!last) ASSERT_FAILS(checkpoint_require_whole(at), cases[i].why, "name another checkpoint");
-    char *newest = checkpoint_newest(temp_path("damaged"), &any); // warns
+    if (!last) ASSERT_FAILS(checkpoint_require_whole(at, true), cases[i].why, "name another checkpoint");
+    char *newest = checkpoint_newest(temp_path("damaged"), true, &any); // warns
     assert_string_equal(strrchr(newest, '/'), last ? "/step-1000000" : "/step-000005");
     free(newest);
   }
@@ -534,7 +537,7 @@ TEST(foreign_files_are_never_removed) {
   shell("test -e %s/.saving-step-000009/config.json", temp_path("foreign/store"));
   make_directory("dumped");
   Folder folder = folder_begin(temp_path("."), "dumped", NULL);
-  folder_add(&folder, "first_step.safetensors", "x", 1);
+  folder_add(&folder, "first_step.safetensors", 0666, "x", 1);
   assert_false(folder_finish(&folder, &reason));
   assert_non_null(strstr(reason.text, "dumped: it exists; name another directory"));
   assert_false(path_exists(temp_path(".saving-dumped")));
@@ -563,7 +566,7 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
   ASSERT_FAILS(open_store("read-only", 0), "read-only: nothing can be written there", strerror(EROFS));
   read_only = false;
   bool any;
-  assert_null(checkpoint_newest(temp_path("absent"), &any));
+  assert_null(checkpoint_newest(temp_path("absent"), true, &any));
   assert_false(any);
 }
 
