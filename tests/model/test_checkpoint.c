@@ -122,6 +122,18 @@ TEST(a_tied_head_must_be_the_embedding) {
   run_close(t.run);
 }
 
+TEST(files_are_filled_to_their_last_byte) {
+  Tampered t = tamper("");
+  size_t total = 0;
+  for (int64_t i = 0; i < t.count; i++) total += 4 * (size_t)tensor_count(t.list[i].tensor);
+  for (int less = 0; less < 2; less++) {
+    load_tampered(&t, total - (size_t)less);
+    assert_int_equal(path_exists(temp_path("tampered/model.safetensors")), !less);
+    assert_int_equal(path_exists(temp_path("tampered/model-00002-of-00002.safetensors")), less);
+  }
+  run_close(t.run);
+}
+
 TEST(shards_and_index_must_agree) {
   static const struct {
     const char *command, *why, *more;
