@@ -432,20 +432,19 @@ static void finish_step(CheckpointStore *store) {
 }
 
 // Adds to the state the checksums of all files, and of itself without them.
-static void add_checksums(Folder *f, const cJSON *trainer_state) {
-  char *text = json_print(trainer_state, true);
-  cJSON *state = cJSON_Duplicate(trainer_state, true);
+static void add_checksums(Folder *f, cJSON *state) {
+  char *text = json_print(state, true);
   folder_end_file(f);
   cJSON_AddNumberToObject(f->checksums, TRAINER_STATE, checksum(0, text, strlen(text)));
   cJSON_AddItemReferenceToObject(state, CHECKSUMS, f->checksums);
   free(text);
   mark(f, text = json_print(state, true));
   free(text);
-  cJSON_Delete(state);
+  cJSON_DeleteItemFromObjectCaseSensitive(state, CHECKSUMS);
 }
 
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
-                     const cJSON *trainer_state, Reason *reason) {
+                     cJSON *trainer_state, Reason *reason) {
   Folder folder = {0};
   Text name = step_name(step);
   if (store->directory && enter(store, &folder.reason)) {
@@ -486,22 +485,21 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Compares the files with the checksums in trainer_state.json, which older checkpoints lack.
-static bool is_unchanged(const char *folder, cJSON *state, Reason *reason) {
+// Compares the files with the checksums in trainer_state.json, which older checkpoints lack. False with `path`
+// that of a file that has changed or, without a reason, is absent.
+static bool is_unchanged(const char *folder, cJSON *state, Path *path, Reason *reason) {
   cJSON *item, *checksums = cJSON_DetachItemFromObjectCaseSensitive(state, CHECKSUMS);
   bool same = true;
   cJSON_ArrayForEach(item, checksums) {
     if (!same) break;
-    Path path = path_in(folder, item->string);
+    *path = path_in(folder, item->string);
     Mapping file = {.copied = true};
     if (!strcmp(item->string, TRAINER_STATE))
       file.bytes = json_print(state, true), file.size = strlen(file.bytes);
     else
-      file = file_map_or_copy(path.text, 0, reason);
-    if (!file.bytes)
-      same = *reason->text ? false : refuse(reason, "%s does not exist", path.text);
-    else if (checksum(0, file.bytes, file.size) != item->valuedouble)
-      same = refuse(reason, "%s is not as it was written: its CRC-32 has changed", path.text);
+      file = file_map_or_copy(path->text, 0, reason);
+    same = file.bytes && (checksum(0, file.bytes, file.size) == item->valuedouble ||
+                          refuse(reason, "%s is not as it was written: its CRC-32 has changed", path->text));
     file_unmap(&file);
   }
   cJSON_Delete(checksums);
@@ -529,7 +527,7 @@ static bool is_whole(const char *folder, bool contents, Reason *reason) {
     path = set.path;
     tensor_set_close(&set);
   }
-  whole = whole && (!contents || is_unchanged(folder, state, reason));
+  whole = whole && (!contents || is_unchanged(folder, state, &path, reason));
   cJSON_Delete(state);
   return whole || (*reason->text ? false : refuse(reason, "%s does not exist", path.text));
 }

@@ -58,7 +58,7 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
 // last good one; nothing is then left or deleted. `trainer_state` has the "step". Call it on all ranks: rank
 // 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
-                     const cJSON *trainer_state, Reason *reason);
+                     cJSON *trainer_state, Reason *reason);
 // First applies `latest` and `keep` to the store's own checkpoint where the run resumed from it and saved
 // none.
 void checkpoint_store_close(CheckpointStore *store);

@@ -147,13 +147,11 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
                   "rope_type \"%.40s\" cannot be computed here, only default, linear, dynamic and llama3",
                   type);
   if (!read_members(rope, rope_members, c->family, s, reason)) return false;
-  if (!llama3) *s = (RopeScaling){.factor = s->factor};
   // As in transformers: the length beside rope_scaling goes first, then the one in it, then the model's.
-  if (llama3 && !s->original_max_position_embeddings)
-    s->original_max_position_embeddings = c->max_position_embeddings;
-  if (llama3 && !read_member(json, "original_max_position_embeddings", SIZE,
-                             &s->original_max_position_embeddings, reason))
-    return false;
+  int64_t *length = &s->original_max_position_embeddings;
+  if (!*length) *length = c->max_position_embeddings;
+  if (!read_member(json, "original_max_position_embeddings", SIZE, length, reason)) return false;
+  if (!llama3) *s = (RopeScaling){.factor = s->factor};
   if (!(s->factor > 0) || (llama3 && !(s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor)))
     return refuse(reason, "%s lacks %s", place,
                   llama3 ? "one of factor, low_freq_factor and high_freq_factor (the larger one)" : "factor");
