@@ -404,6 +404,7 @@ TEST(damage_is_noticed_and_passed_over) {
       {"echo '{}' >trainer_state.json", "trainer_state.json has no step"},
       {"echo '{\"step\":2}' >trainer_state.json", "trainer_state.json is of step 2"},
       {"rm config.json", "config.json does not exist"},
+      {"rm generation_config.json", "generation_config.json does not exist"}, // which has a checksum
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
       {"rm model.safetensors; ln -s nowhere model.safetensors.index.json", "cannot open"}};
