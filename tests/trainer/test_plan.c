@@ -118,18 +118,6 @@ TEST(test_last_micro_batch_of_many_ranks) {
   assert_int_equal(peaks[0], peaks[1]);
 }
 
-// --save gathers a split head, which is one bucket, in pieces no larger than other buckets.
-TEST(test_saving_a_split_head) {
-  Options o = options_on(ON_CPU, LLAMA "--vocab 40000 --hidden-size 1024 --untie-word-embeddings --batch 1 "
-                                       "--seq-len 16 --sample-every 0 --val-fraction 0 --save none --plan "
-                                       "--ranks 3 --zero 1 --vocab-parallel");
-  assert_in_range(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE], BUCKET_BYTES - 4096,
-                  BUCKET_BYTES);
-  o.save = NULL;
-  assert_true(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE] < BUCKET_BYTES / 4);
-  options_free(&o);
-}
-
 // 8 billion weights at 32,768 tokens: the published count of weights, and materialized logits of N x V.
 TEST(test_large_plan) {
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
@@ -172,6 +160,18 @@ TEST(test_chunk_option) {
     assert_in_range(o.pass.chunk, cases[i].min, cases[i].max);
     options_free(&o);
   }
+}
+
+// --save gathers a split head, which is one bucket, in pieces no larger than other buckets.
+TEST(test_saving_a_split_head) {
+  Options o = options_on(ON_CPU, LLAMA "--vocab 40000 --hidden-size 1024 --untie-word-embeddings --batch 1 "
+                                       "--seq-len 16 --sample-every 0 --val-fraction 0 --save none --plan "
+                                       "--ranks 3 --zero 1 --vocab-parallel");
+  assert_in_range(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE], BUCKET_BYTES - 4096,
+                  BUCKET_BYTES);
+  o.save = NULL;
+  assert_true(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE] < BUCKET_BYTES / 4);
+  options_free(&o);
 }
 
 // The budget holds for all that a run does, validation too, and with one token more in a chunk it would not.
