@@ -89,6 +89,7 @@ HAVE_CC     := $(call try,stdio.h)
 HAVE_CJSON  := $(call try,cjson/cJSON.h,-lcjson)
 HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
+HAVE_ZLIB   := $(call try,zlib.h,-lz)
 
 # BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. OpenBLAS with OpenMP's threads comes first.
 ifeq ($(origin BLAS_LIBS),undefined)
@@ -159,6 +160,7 @@ MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_librar
 	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_STB),,libstb-dev=arrays_that_grow) \
+	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
 	$(if $(findstring needs g++,$(NO_CUDA)),g++=the_host_compiler_of_nvcc)
 FOR_TESTS := $(if $(HAVE_CMOCKA),,libcmocka-dev=the_tests) \
 	$(if $(shell command -v $(PYTHON)),,python3=the_tests_of_the_programs) \
@@ -183,7 +185,7 @@ ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := -lcjson $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lz $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -206,6 +208,7 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
+  zlib        $(call found,ZLIB,found,cannot build)
   cmocka      $(call found,CMOCKA,found,cannot test)$(if $(MISSING),$(newline)`make deps` installs: $(MISSING_NAMES))
 endef
 
@@ -218,7 +221,7 @@ ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb),A working C compiler ($(CC)))
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb) $(if $(HAVE_ZLIB),,zlib),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)
   endif

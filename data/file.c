@@ -12,7 +12,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <zlib.h>
+
 #include "kernels/alloc.h"
+#include "kernels/integers.h"
+#include "kernels/ranks/ranks.h"
 
 Path path_in(const char *folder, const char *name) {
   Path path;
@@ -214,4 +218,18 @@ void file_advise(const Mapping *mapping, size_t first, size_t count, int advice)
   if (mapping->copied || first >= mapping->size) return;
   if (count > mapping->size - first) count = mapping->size - first;
   madvise((char *)mapping->bytes + begin, first - begin + count, advice); // only ever a hint
+}
+
+uint32_t checksum(uint32_t crc, const void *bytes, size_t count) {
+  enum { PIECE = 1 << 20 };
+  int64_t pieces = ceil_div((int64_t)count, PIECE), last = (int64_t)count - (pieces - 1) * PIECE;
+  uint32_t *each = host_alloc(pieces, sizeof *each, "checksums");
+#pragma omp parallel for schedule(static) if (pieces > 1)
+  for (int64_t i = 0; i < pieces; i++) {
+    ranks_alive();
+    each[i] = crc32(0, (const Bytef *)bytes + i * PIECE, i + 1 < pieces ? PIECE : (uInt)last);
+  }
+  for (int64_t i = 0; i < pieces; i++) crc = crc32_combine(crc, each[i], i + 1 < pieces ? PIECE : last);
+  free(each);
+  return crc;
 }

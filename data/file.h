@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <sys/mman.h>
 
@@ -38,5 +39,7 @@ typedef struct {
 // Copies a file of up to `limit` bytes. Errors as file_try_read's, or fatal where `reason` is NULL.
 Mapping file_map_or_copy(const char *path, size_t limit, Reason *reason);
 void file_unmap(Mapping *mapping);
+// CRC-32, as zlib's crc32, by all threads. `crc`: of the bytes before, 0 for none.
+uint32_t checksum(uint32_t crc, const void *bytes, size_t count);
 // madvise for a part of a mapped file: MADV_WILLNEED reads ahead, MADV_DONTNEED gives pages back.
 void file_advise(const Mapping *mapping, size_t first, size_t count, int advice);

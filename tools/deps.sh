@@ -16,7 +16,7 @@ done
 # Without these there is no program, or no test.
 needed() {
   for package in "${packages[@]}"; do
-    case $package in gcc | libc6-dev | libcjson-dev | libstb-dev | libcmocka-dev) return 0 ;; esac
+    case $package in gcc | libc6-dev | libcjson-dev | libstb-dev | zlib1g-dev | libcmocka-dev) return 0 ;; esac
   done
   return 1
 }

@@ -67,11 +67,12 @@ static char *find_checkpoint(Options *o) {
   if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
   bool any;
   const char *directory = automatic ? o->save : o->resume;
-  char *found = checkpoint_newest(directory, &any);
+  bool contents = !o->plan; // which reads all files
+  char *found = checkpoint_newest(directory, contents, &any);
   if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
   if (found && !o->save) o->save = o->resume; // it goes on where it was
   if (found || automatic) return found;
-  checkpoint_require_whole(o->resume);
+  checkpoint_require_whole(o->resume, contents);
   return text_format("%s", o->resume);
 }
 

@@ -32,6 +32,7 @@
 #define LIST              "checksums.json"     // of checkpoints from before they went without
 #define LATEST            "latest"
 #define NEW_LATEST        ".latest" // until it is renamed
+#define CHECKSUMS         "crc32"   // in TRAINER_STATE: {"FILE": its CRC-32}
 
 #define DIGITS "[0-9][0-9][0-9][0-9][0-9]"
 
@@ -210,6 +211,15 @@ static bool retire(const char *parent, const char *name, const char *fresh, Reas
   return true;
 }
 
+// Writes a folder's trainer_state.json, or replaces it, at once.
+static void mark(Folder *f, const char *state) {
+  Path path = path_in(f->hidden.text, TRAINER_STATE);
+  folder_add(f, NEW_STATE, 0666, state, strlen(state));
+  folder_end_file(f);
+  if (f->ok && (rename(path_in(f->hidden.text, NEW_STATE).text, path.text) || !sync_folder(f->hidden.text)))
+    folder_give_up(f, path.text);
+}
+
 Folder folder_begin(const char *parent, const char *name, const char *state) {
   Folder f = {.ok = true, .hidden = hidden_path(parent, SAVING, name)};
   snprintf(f.parent.text, sizeof f.parent.text, "%s", parent);
@@ -220,11 +230,8 @@ Folder folder_begin(const char *parent, const char *name, const char *state) {
     f.hidden.text[0] = 0; // it is another's
   }
   if (!state || !f.ok) return f;
-  Path mark = path_in(f.hidden.text, TRAINER_STATE);
-  folder_add(&f, NEW_STATE, state, strlen(state));
-  folder_end_file(&f);
-  if (f.ok && (rename(path_in(f.hidden.text, NEW_STATE).text, mark.text) || !sync_folder(f.hidden.text)))
-    folder_give_up(&f, mark.text);
+  mark(&f, state);
+  f.checksums = cJSON_CreateObject();
   return f;
 }
 
@@ -239,6 +246,8 @@ bool folder_finish(Folder *f, Reason *reason) {
   else if (f->ok && (rename(f->hidden.text, path.text) || !sync_folder(f->parent.text)))
     folder_give_up(f, path.text);
   if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text, REMOVE_MADE);
+  cJSON_Delete(f->checksums);
+  f->checksums = NULL;
   if (!f->ok) *reason = f->reason;
   return f->ok;
 }
@@ -276,14 +285,18 @@ static bool is_own_link(const char *directory, const char *name) {
          (is_latest(name) ? is_step(target) : !strcmp(target, path_in(LATEST, name).text));
 }
 
-// Fails on another program's files by our names, which would be mixed with ours or lost.
-static void refuse_foreign(const char *directory, int64_t first_step, bool may_replace) {
+// Fails on another program's files by our names, which would be mixed with ours or lost, and on another run's
+// checkpoints: `own` says that those up to first_step are this run's.
+static void refuse_foreign(const char *directory, int64_t first_step, bool own, bool may_replace) {
   Listing l = list(AT_FDCWD, directory);
   for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
     if (is_step(name) && !may_replace && step_of(name) > first_step)
       fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
            "another directory",
+           directory, name);
+    if (is_step(name) && !may_replace && !own)
+      fail("--save %s: %s is there, which is not of this run; name another directory, or move it away",
            directory, name);
     if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
       fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "
@@ -307,9 +320,24 @@ static void clean(const char *directory) {
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
-static void take(CheckpointStore *store, const char *name, const char *path) {
-  Companion c = {.name = name};
+// Text NULL: absent. Fails where what should be JSON is none, as a file that was cut short.
+static Companion companion(const char *name, const char *path) {
+  struct stat status;
+  Companion c = {.name = name, .mode = S_IRUSR | S_IWUSR};
   c.text = file_read(path, &c.length);
+  if (!c.text) return c;
+  if (!stat(path, &status)) c.mode = status.st_mode & 0666;
+  const char *end = c.text;
+  cJSON *json = text_ends_in(name, ".json") ? cJSON_ParseWithOpts(c.text, &end, true) : NULL;
+  if (text_ends_in(name, ".json") && !cJSON_IsObject(json))
+    fail("%s cannot go into checkpoints: it is no JSON object (see byte %td); repair or remove it", path,
+         end - c.text);
+  cJSON_Delete(json);
+  return c;
+}
+
+static void take(CheckpointStore *store, const char *name, const char *path) {
+  Companion c = companion(name, path);
   if (c.text) arrput(store->companions, c);
 }
 
@@ -326,15 +354,14 @@ static void take_tokenizer(CheckpointStore *store, const char *path) {
 
 static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
   if (origin) {
-    size_t length;
-    store->config = file_read(path_in(origin, CONFIG).text, &length);
+    store->config = companion(CONFIG, path_in(origin, CONFIG).text);
     take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
   if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
   for (int i = 0; i < arrlen(store->companions); i++)
     if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
   char *nothing = text_format("{\"_from_model_config\": true}\n");
-  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing)};
+  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing), 0666};
   arrput(store->companions, c);
 }
 
@@ -343,11 +370,11 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
   Reason reason;
   store.directory = text_format("%s", directory);
-  refuse_foreign(directory, first_step, may_replace);
-  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
-  clean(directory);
   store.unfinished =
       origin && first_step >= 0 && path_is_same(origin, path_in(directory, step_name(first_step).text).text);
+  refuse_foreign(directory, first_step, store.unfinished, may_replace);
+  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
+  clean(directory);
   take_along(&store, origin, tokenizer);
   return store;
 }
@@ -404,8 +431,20 @@ static void finish_step(CheckpointStore *store) {
   if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
 }
 
+// Adds to the state the checksums of all files, and of itself without them.
+static void add_checksums(Folder *f, cJSON *state) {
+  char *text = json_print(state, true);
+  folder_end_file(f);
+  cJSON_AddNumberToObject(f->checksums, TRAINER_STATE, checksum(0, text, strlen(text)));
+  cJSON_AddItemReferenceToObject(state, CHECKSUMS, f->checksums);
+  free(text);
+  mark(f, text = json_print(state, true));
+  free(text);
+  cJSON_DeleteItemFromObjectCaseSensitive(state, CHECKSUMS);
+}
+
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
-                     const cJSON *trainer_state, Reason *reason) {
+                     cJSON *trainer_state, Reason *reason) {
   Folder folder = {0};
   Text name = step_name(step);
   if (store->directory && enter(store, &folder.reason)) {
@@ -417,10 +456,11 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
   for (const Companion *c = store->companions; c < store->companions + arrlen(store->companions); c++)
-    folder_add(&folder, c->name, c->text, c->length);
-  char *config = hf_config_write(&model->config, store->dtype, store->config);
-  folder_add(&folder, CONFIG, config, strlen(config));
+    folder_add(&folder, c->name, c->mode, c->text, c->length);
+  char *config = hf_config_write(&model->config, store->dtype, store->config.text);
+  folder_add(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
   free(config);
+  if (folder.checksums) add_checksums(&folder, trainer_state);
   if (!folder_finish(&folder, reason)) {
     if (store->last_step < 0)
       return refuse(reason, "%s; there is no checkpoint of this run yet", reason->text);
@@ -438,14 +478,36 @@ void checkpoint_store_close(CheckpointStore *store) {
   if (store->lock >= 0) close(store->lock);
   for (int i = 0; i < arrlen(store->companions); i++) free(store->companions[i].text);
   arrfree(store->companions);
-  free(store->config);
+  free(store->config.text);
   free(store->directory);
   *store = (CheckpointStore){0};
 }
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-static bool is_whole(const char *folder, Reason *reason) {
+// Compares the files with the checksums in trainer_state.json, which older checkpoints lack. False with `path`
+// that of a file that has changed or, without a reason, is absent.
+static bool is_unchanged(const char *folder, cJSON *state, Path *path, Reason *reason) {
+  cJSON *item, *checksums = cJSON_DetachItemFromObjectCaseSensitive(state, CHECKSUMS);
+  bool same = true;
+  cJSON_ArrayForEach(item, checksums) {
+    if (!same) break;
+    *path = path_in(folder, item->string);
+    Mapping file = {.copied = true};
+    if (!strcmp(item->string, TRAINER_STATE))
+      file.bytes = json_print(state, true), file.size = strlen(file.bytes);
+    else
+      file = file_map_or_copy(path->text, 0, reason);
+    same = file.bytes && (checksum(0, file.bytes, file.size) == item->valuedouble ||
+                          refuse(reason, "%s is not as it was written: its CRC-32 has changed", path->text));
+    file_unmap(&file);
+  }
+  cJSON_Delete(checksums);
+  return same;
+}
+
+// `contents`: compares the checksums, too.
+static bool is_whole(const char *folder, bool contents, Reason *reason) {
   static const char *const stems[] = {MODEL_STEM, STATE_STEM};
   ModelConfig config;
   TensorSet set;
@@ -456,7 +518,6 @@ static bool is_whole(const char *folder, Reason *reason) {
   bool whole = state && (json_is_whole(step) || refuse(reason, "%s has no step", path.text));
   if (whole && is_step(name) && !is_state_of(state, name))
     whole = refuse(reason, "%s is of step %.15g", path.text, step->valuedouble);
-  cJSON_Delete(state);
   if (whole) {
     path = path_in(folder, CONFIG);
     whole = hf_config_try_read(folder, &config, reason);
@@ -466,10 +527,12 @@ static bool is_whole(const char *folder, Reason *reason) {
     path = set.path;
     tensor_set_close(&set);
   }
+  whole = whole && (!contents || is_unchanged(folder, state, &path, reason));
+  cJSON_Delete(state);
   return whole || (*reason->text ? false : refuse(reason, "%s does not exist", path.text));
 }
 
-char *checkpoint_newest(const char *directory, bool *any) {
+char *checkpoint_newest(const char *directory, bool contents, bool *any) {
   Listing l = list(AT_FDCWD, directory);
   char *newest = NULL;
   *any = false;
@@ -479,7 +542,7 @@ char *checkpoint_newest(const char *directory, bool *any) {
     Reason reason;
     if (!is_step(name)) continue;
     *any = true;
-    if (is_whole(path.text, &reason))
+    if (is_whole(path.text, contents, &reason))
       newest = text_format("%s", path.text);
     else
       warn("%s; %s is passed over", reason.text, name);
@@ -488,9 +551,9 @@ char *checkpoint_newest(const char *directory, bool *any) {
   return newest;
 }
 
-void checkpoint_require_whole(const char *folder) {
+void checkpoint_require_whole(const char *folder, bool contents) {
   Reason reason;
-  if (!is_whole(folder, &reason))
+  if (!is_whole(folder, contents, &reason))
     fail("%s; name another checkpoint, or a directory of some, of which the newest whole one is taken",
          reason.text);
 }

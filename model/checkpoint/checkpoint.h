@@ -10,6 +10,8 @@
 //
 // Only a folder with one of these names is removed that holds nothing but regular files with these names and
 // a trainer_state.json of that step. Links are not followed; anything else stays, with a warning.
+//
+// trainer_state.json has zlib's CRC-32 of every file, and of itself without them: a changed file is named.
 #pragma once
 
 #include "data/json.h"
@@ -23,11 +25,12 @@ bool folder_finish(Folder *folder, Reason *reason);
 // Makes `parent`; fails where parent/name exists.
 void folder_require_new(const char *option, const char *parent, const char *name);
 
-// A file that is copied along unread.
+// A file that is copied along.
 typedef struct {
   const char *name;
   char *text;
   size_t length;
+  mode_t mode; // the original's permissions
 } Companion;
 
 typedef struct {
@@ -35,7 +38,7 @@ typedef struct {
   int64_t keep;          // newest checkpoints that stay, 0: all
   Dtype dtype;           // of the stored weights
   size_t shard_bytes;    // largest file
-  char *config;          // the config.json that the model came with, or NULL
+  Companion config;      // the config.json that the model came with, or text NULL
   Companion *companions; // an array of stb_ds.h
   int lock;              // descriptor: one run writes here at a time
   int64_t last_step;     // newest checkpoint of this run, -1 before there is one
@@ -48,22 +51,23 @@ typedef struct {
 // Makes `directory`, takes its lock, removes what a killed run left and tries to write. Checkpoints get
 // copies of the files beside the model in `origin` (or NULL); `tokenizer` (a tokenizer.json by any name, or a
 // folder with one; or NULL) replaces its tokenizer. Fails where another run writes there, where it holds a
-// model that is no checkpoint, or checkpoints after `first_step`, which the run resumes from (-1: none),
-// unless `may_replace`: they are damaged.
+// model that is no checkpoint, checkpoints after `first_step`, which the run resumes from (-1: none), unless
+// `may_replace`: they are damaged; or older ones while `origin` is not one of them: they are another run's.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
                                       int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
 // last good one; nothing is then left or deleted. `trainer_state` has the "step". Call it on all ranks: rank
 // 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
-                     const cJSON *trainer_state, Reason *reason);
+                     cJSON *trainer_state, Reason *reason);
 // First applies `latest` and `keep` to the store's own checkpoint where the run resumed from it and saved
 // none.
 void checkpoint_store_close(CheckpointStore *store);
 
 // The newest whole checkpoint, which the caller frees, or NULL; warns of damaged ones. *any: there is one.
-char *checkpoint_newest(const char *directory, bool *any);
+// `contents`: reads all files, and compares their checksums.
+char *checkpoint_newest(const char *directory, bool contents, bool *any);
 // Fails naming what is missing or damaged.
-void checkpoint_require_whole(const char *folder);
+void checkpoint_require_whole(const char *folder, bool contents);
 // trainer_state.json; the caller deletes it. Fails when the folder has none.
 cJSON *checkpoint_trainer_state(const char *folder);

@@ -141,28 +141,45 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
       return refuse(reason, "%s has %.40s and no rope_type", place, item->string);
   }
   if (!type || !strcmp(type, "default")) return true;
-  bool llama3 = !strcmp(type, "llama3");
-  if (!llama3 && strcmp(type, "linear"))
+  bool llama3 = !strcmp(type, "llama3"), dynamic = !strcmp(type, "dynamic");
+  if (!llama3 && !dynamic && strcmp(type, "linear"))
     return refuse(reason,
-                  "rope_type \"%.40s\" cannot be computed here, only \"default\", \"linear\" and \"llama3\"",
+                  "rope_type \"%.40s\" cannot be computed here, only default, linear, dynamic and llama3",
                   type);
   if (!read_members(rope, rope_members, c->family, s, reason)) return false;
+  // As in transformers: the length beside rope_scaling goes first, then the one in it, then the model's.
+  int64_t *length = &s->original_max_position_embeddings;
+  if (!*length) *length = c->max_position_embeddings;
+  if (!read_member(json, "original_max_position_embeddings", SIZE, length, reason)) return false;
   if (!llama3) *s = (RopeScaling){.factor = s->factor};
-  return (s->factor > 0 && (!llama3 || (s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor &&
-                                        s->original_max_position_embeddings > 0))) ||
-         refuse(reason, "%s lacks %s", place,
-                llama3 ? "one of factor, low_freq_factor, high_freq_factor (the larger one) and "
-                         "original_max_position_embeddings"
-                       : "factor");
+  if (!(s->factor > 0) || (llama3 && !(s->low_freq_factor > 0 && s->high_freq_factor > s->low_freq_factor)))
+    return refuse(reason, "%s lacks %s", place,
+                  llama3 ? "one of factor, low_freq_factor and high_freq_factor (the larger one)" : "factor");
+  if (dynamic) *s = (RopeScaling){0}; // it scales beyond max_position_embeddings alone
+  return true;
 }
 
 static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
+// Whether Qwen's attention is windowed in some layer: by layer_types or, without, from max_window_layers on.
+static bool read_windowed(const cJSON *json, const ModelConfig *c, bool *windowed, Reason *reason) {
+  const cJSON *type, *types = json_member(json, "layer_types"),
+                     *from = json_member(json, "max_window_layers");
+  if (!read_member(json, "use_sliding_window", FLAG, windowed, reason)) return false;
+  if (from && !json_is_whole(from)) return refuse(reason, "max_window_layers is not a whole number");
+  bool some = !types && (from ? from->valuedouble : 28) < (double)c->num_hidden_layers;
+  cJSON_ArrayForEach(type, types) {
+    some |= !cJSON_IsString(type) || strcmp(type->valuestring, "full_attention");
+  }
+  *windowed &= some;
+  return true;
+}
+
 // transformers' defaults that follow from other members.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
-  bool windowed = false;
+  bool windowed = c->family == FAMILY_MISTRAL;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
     c->num_key_value_heads = c->num_attention_heads;
   if (!c->intermediate_size) c->intermediate_size = 4 * c->hidden_size; // GPT-2's
@@ -170,8 +187,8 @@ static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
     return refuse(reason, "a hidden size of %lld does not divide into %lld heads", (long long)c->hidden_size,
                   (long long)c->num_attention_heads);
   if (!c->head_dim) c->head_dim = c->hidden_size / c->num_attention_heads;
-  if (!read_member(json, "use_sliding_window", FLAG, &windowed, reason)) return false;
-  if (is_null(json, "sliding_window") || !(windowed || c->family == FAMILY_MISTRAL)) c->sliding_window = 0;
+  if (WINDOWED >> c->family & 1 && !windowed && !read_windowed(json, c, &windowed, reason)) return false;
+  if (is_null(json, "sliding_window") || !windowed) c->sliding_window = 0;
   return true;
 }
 
@@ -264,8 +281,10 @@ static cJSON *describe(const ModelConfig *c) {
   cJSON_AddNullToObject(json, "eos_token_id");
   write_members(json, config_members, c->family, c);
   if (WINDOWED >> c->family & 1 && !c->sliding_window) cJSON_AddNullToObject(json, "sliding_window");
-  if (c->family == FAMILY_QWEN2 || c->family == FAMILY_QWEN3)
+  if (c->family == FAMILY_QWEN2 || c->family == FAMILY_QWEN3) {
     cJSON_AddBoolToObject(json, "use_sliding_window", c->sliding_window > 0);
+    cJSON_AddNumberToObject(json, "max_window_layers", 0);
+  }
   if (c->family == FAMILY_GPT2) {
     cJSON_AddNumberToObject(json, "n_ctx", (double)c->max_position_embeddings);
     static const char *const dropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}; // there was none

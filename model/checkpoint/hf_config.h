@@ -1,8 +1,9 @@
 // config.json, Hugging Face's description of a model, to and from ours.
 //
 // Reads GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM in the
-// spelling of transformers 4 or 5, with rotary positions plain or scaled as "linear" or "llama3". What a file
-// requires and this program does not compute is refused by name. Dropout is ignored.
+// spelling of transformers 4 or 5, with rotary positions plain or scaled as "linear", "llama3" or "dynamic",
+// which is plain within max_position_embeddings. What a file requires and this program does not compute is
+// refused by name. Dropout is ignored.
 #pragma once
 
 #include "model/config.h"

@@ -1,6 +1,7 @@
 #include "model/checkpoint/weights.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -48,17 +49,21 @@ void folder_end_file(Folder *f) {
   if (f->ok && (fflush(f->out) || fsync(fileno(f->out)))) folder_give_up(f, f->file.text);
   if (fclose(f->out)) folder_give_up(f, f->file.text);
   f->out = NULL;
+  if (f->checksums) cJSON_AddNumberToObject(f->checksums, strrchr(f->file.text, '/') + 1, f->crc);
+  f->crc = 0;
 }
 
 static void folder_write(Folder *f, const void *bytes, size_t count) {
   if (f->ok && fwrite(bytes, 1, count, f->out) != count) folder_give_up(f, f->file.text);
+  if (f->ok && f->checksums) f->crc = checksum(f->crc, bytes, count);
 }
 
-void folder_add(Folder *f, const char *name, const void *bytes, size_t count) {
+void folder_add(Folder *f, const char *name, mode_t mode, const void *bytes, size_t count) {
   folder_end_file(f);
   if (!f->ok) return;
   f->file = path_in(f->hidden.text, name);
-  f->out = fopen(f->file.text, "wxe"); // a new one, closed in what this process starts
+  int file = open(f->file.text, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+  f->out = file < 0 ? NULL : fdopen(file, "w");
   if (!f->out) folder_give_up(f, f->file.text);
   folder_write(f, bytes, count);
 }
@@ -76,7 +81,7 @@ static bool add_file(TensorSet *set, const char *path, Reason *reason) {
          refuse(reason, "%s: %s", path, reason->text);
 }
 
-// Opens the files that an index names, which hold the tensors that it says.
+// Opens the files that an index names, which hold the tensors that it says; but for a head, which may be tied.
 static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, Reason *reason) {
   const cJSON *item;
   if (!cJSON_IsObject(map)) return refuse(reason, "%s has no weight_map", set->path.text);
@@ -87,6 +92,7 @@ static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, R
     bool there = add_file(set, path.text, reason);
     if (!there && *reason->text) return false;
     StoredTensor t = tensor_set_find(set, item->string);
+    if (there && !t.entry && !strcmp(item->string, head_name)) continue;
     if (!there || !t.entry || strcmp(t.file->path, path.text))
       return refuse(reason, "%s %s, and %s says that %s is in it", path.text,
                     there ? "lacks it" : "does not exist", set->path.text, item->string);
@@ -95,14 +101,15 @@ static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, R
 }
 
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason) {
-  *set = (TensorSet){.path = path_in(folder, file_name(stem, 0, 1).text)};
-  cJSON *index = json_try_read(set->path.text, reason);
-  bool good = index ? open_indexed(set, folder, json_member(index, "weight_map"), reason) : !*reason->text;
-  if (!index && good) {
-    set->path = path_in(folder, file_name(stem, 1, 1).text);
-    good = add_file(set, set->path.text, reason) || !*reason->text;
+  *set = (TensorSet){.path = path_in(folder, file_name(stem, 1, 1).text)};
+  bool good = add_file(set, set->path.text, reason) || !*reason->text;
+  if (good && !set->count) { // as transformers: an index beside the one file means nothing
+    Path path = path_in(folder, file_name(stem, 0, 1).text);
+    cJSON *index = json_try_read(path.text, reason);
+    if (index) set->path = path;
+    good = index ? open_indexed(set, folder, json_member(index, "weight_map"), reason) : !*reason->text;
+    cJSON_Delete(index);
   }
-  cJSON_Delete(index);
   if (!good) tensor_set_close(set);
   return good;
 }
@@ -195,7 +202,7 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
                        const SafetensorsEntry *entries, int64_t count, Backend *backend) {
   char *header = safetensors_compose(entries, count);
   uint64_t length = strlen(header);
-  folder_add(folder, name, &length, sizeof length);
+  folder_add(folder, name, 0666, &length, sizeof length);
   folder_write(folder, header, length);
   void *raw = host_buffer(), *converted = host_buffer();
   for (int64_t i = 0; i < count; i++) write_elements(folder, &tensors[i], backend, raw, converted);
@@ -235,7 +242,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
   }
   if (files > 1) {
     char *text = json_print(index, true);
-    folder_add(folder, file_name(stem, 0, 1).text, text, strlen(text));
+    folder_add(folder, file_name(stem, 0, 1).text, 0666, text, strlen(text));
     free(text);
   }
   cJSON_Delete(index);
@@ -244,12 +251,21 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
+// Whether a tied head and embedding, the first of the parameters, are stored once and as the head.
+static bool stored_as_head(const Model *model, const TensorSet *set) {
+  const char *embedding = model->parameters.items->name;
+  const char *bare = embedding + strlen(model_families[model->config.family].prefix);
+  return model->config.tie_word_embeddings && !tensor_set_find(set, embedding).entry &&
+         !tensor_set_find(set, bare).entry;
+}
+
 // Names may lack the base model's prefix.
-static Parameter *owner_of(Model *model, const char *name) {
+static Parameter *owner_of(Model *model, const TensorSet *set, const char *name) {
   char prefixed[SAFETENSORS_NAME + 16];
   snprintf(prefixed, sizeof prefixed, "%s%s", model_families[model->config.family].prefix, name);
   Parameter *p = parameters_find(&model->parameters, name);
-  return p ? p : parameters_find(&model->parameters, prefixed);
+  if (!p) p = parameters_find(&model->parameters, prefixed);
+  return !p && !strcmp(name, head_name) && stored_as_head(model, set) ? model->parameters.items : p;
 }
 
 // Buffers of old files, and a copy of a tied head.
@@ -272,7 +288,7 @@ static void check_fit(StoredTensor t, const Parameter *p) {
     fail("%s: %s is stored as %s; weights can be F32, BF16 or F16", t.file->path, e->name, e->dtype);
 }
 
-// A stored copy of a tied head must equal the embedding, the first of the parameters.
+// A stored copy of a tied head must equal the embedding.
 static void check_tied_head(const Model *model, const TensorSet *set, StoredTensor embedding) {
   const SafetensorsEntry *e = embedding.entry;
   StoredTensor head = tensor_set_find(set, head_name);
@@ -292,7 +308,7 @@ static void check_set(Model *model, const TensorSet *set) {
   for (const TensorFile *file = set->files; file < set->files + set->count; file++)
     for (int64_t k = 0; k < file->header.count; k++) {
       StoredTensor t = {file, &file->header.entries[k]};
-      const Parameter *p = owner_of(model, t.entry->name);
+      const Parameter *p = owner_of(model, set, t.entry->name);
       if (!p && means_nothing(model, t.entry->name)) continue;
       if (!p)
         fail("%s holds %s %s, for which the model that config.json describes has no place", file->path,
@@ -345,7 +361,7 @@ void weights_load(Model *model, Backend *backend, const char *folder, bool state
   for (const TensorFile *file = set.files; file < set.files + set.count; file++)
     for (const SafetensorsEntry *e = file->header.entries; e < file->header.entries + file->header.count;
          e++) {
-      const Parameter *p = owner_of(model, e->name);
+      const Parameter *p = owner_of(model, &set, e->name);
       if (p) tensor_read((StoredTensor){file, e}, backend, all, p, all->value, all->master);
     }
   tensor_set_close(&set);

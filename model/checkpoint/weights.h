@@ -1,6 +1,6 @@
 // Named tensors on disk: the model's weights as Hugging Face stores them, and the optimizer's state.
 //
-// A set of tensors is stem.safetensors, or stem-00001-of-00004.safetensors ... and
+// A set of tensors is stem.safetensors or, without that, stem-00001-of-00004.safetensors ... and
 // stem.safetensors.index.json. Files are mapped, and copied a few million elements at a time.
 #pragma once
 
@@ -17,11 +17,13 @@ typedef struct {
   char name[256];
   FILE *out; // the file being written, at the path `file`; NULL between files
   Path file;
+  uint32_t crc;     // of what is written to it
+  cJSON *checksums; // {"NAME": crc} of the files that are ended; NULL: none are taken
 } Folder;
 
 bool is_plain_name(const char *name); // no path, not "." or ".."
-// The next file, or its beginning; ends the one before.
-void folder_add(Folder *folder, const char *name, const void *bytes, size_t count);
+// The next file, or its beginning, with the permissions of `mode` less the umask; ends the one before.
+void folder_add(Folder *folder, const char *name, mode_t mode, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
 void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
 
@@ -74,7 +76,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // Reads model.safetensors or its shards into the weights and, where kept, the master weights; with `state`
 // also the optimizer's states. Fails naming a tensor that is missing, misshapen or not the model's, but for
-// buffers of old files and a copy of a tied head. Names may lack the prefix transformer. or model.
+// buffers of old files and a tied head, which may be there besides the embedding or in its place. Names may lack the prefix transformer. or model.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
 // Writes them, as fp32 from the master weights where given, or as bf16; and to training_state.safetensors or
 // its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.

@@ -104,11 +104,33 @@ TEST(a_tied_head_must_be_the_embedding) {
   t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
                "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
+  // safetensors.torch.save_model keeps the head's name alone
+  t.count--;
+  float first, *weights = t.run->trainer.model.parameters.items->value.data;
+  snprintf(t.list[0].name, sizeof t.list[0].name, "lm_head.weight");
+  load_tampered(&t, CHECKPOINT_SHARD_BYTES);
+  first = *weights, *weights = 7;
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("tampered"), false);
+  assert_true(*weights == first);
+  t.list[0].tensor = tensor_reshape_2d(t.list[0].tensor, 8, 20);
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lm_head.weight has the shape [8, 20]");
   run_close(t.run);
   t = tamper("--untie-word-embeddings");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
   t.count--;
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lacks lm_head.weight [20, 8]");
+  run_close(t.run);
+}
+
+TEST(files_are_filled_to_their_last_byte) {
+  Tampered t = tamper("");
+  size_t total = 0;
+  for (int64_t i = 0; i < t.count; i++) total += 4 * (size_t)tensor_count(t.list[i].tensor);
+  for (int less = 0; less < 2; less++) {
+    load_tampered(&t, total - (size_t)less);
+    assert_int_equal(path_exists(temp_path("tampered/model.safetensors")), !less);
+    assert_int_equal(path_exists(temp_path("tampered/model-00002-of-00002.safetensors")), less);
+  }
   run_close(t.run);
 }
 
@@ -134,6 +156,20 @@ TEST(shards_and_index_must_agree) {
     ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
                  cases[i].why, cases[i].more);
   }
+  // A head that the index names and no file has: a tied one. The one file counts where there is an index, too.
+  shell("cd %s && rm -rf other && cp -r tampered other && cd other && "
+        "sed -i 's/\"weight_map\":[^{]*{/&\"lm_head.weight\": \"model-00001-of-00003.safetensors\",/' *.json "
+        "&& "
+        "grep -q lm_head *.json",
+        temp_path("."));
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false);
+  run_close(t.run);
+  t = tamper("--untie-word-embeddings");
+  ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
+               "index.json lacks lm_head.weight [20, 8]");
+  load_tampered(&t, CHECKPOINT_SHARD_BYTES);
+  shell("echo '[' >%s", temp_path("tampered/model.safetensors.index.json"));
+  weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("tampered"), false);
   run_close(t.run);
 }
 
@@ -242,6 +278,9 @@ static CheckpointStore open_store(const char *name, int64_t keep) {
   "sync .saving-step-000002\nsync .saving-step-000002/model.safetensors\n"                                   \
   "sync .saving-step-000002/training_state.safetensors\n"                                                    \
   "sync .saving-step-000002/generation_config.json\nsync .saving-step-000002/config.json\n"                  \
+  "sync .saving-step-000002/trainer_state.json.new\n"                                                        \
+  "rename .saving-step-000002/trainer_state.json.new .saving-step-000002/trainer_state.json\n"               \
+  "sync .saving-step-000002\n"                                                                               \
   "sync .saving-step-000002\n"
 #define LATEST                                                                                               \
   "link .latest\nrename .latest latest\nlink config.json\nlink generation_config.json\n"                     \
@@ -275,7 +314,7 @@ TEST(a_checkpoint_is_saved_in_this_order) {
   assert_false(save_step(run, &store, 2, &reason));
   no_exchange = no_entry = false;
   assert_non_null(strstr(reason.text, strerror(EIO)));
-  checkpoint_require_whole(temp_path("order/store/step-000002")); // the old one is back
+  checkpoint_require_whole(temp_path("order/store/step-000002"), true); // the old one is back
   checkpoint_store_close(&store);
   run_close(run);
 }
@@ -300,10 +339,10 @@ TEST(a_killed_save_leaves_a_whole_checkpoint) {
       kill_before = -1;
       assert_true(!done || at > 20);
       checkpoint_store_close(&store); // a process that ends gives its lock back
-      checkpoint_require_whole(temp_path("killed/store/latest"));
+      checkpoint_require_whole(temp_path("killed/store/latest"), true);
       store = open_store("killed/store", 1);
       bool any;
-      char *newest = checkpoint_newest(temp_path("killed/store"), &any);
+      char *newest = checkpoint_newest(temp_path("killed/store"), true, &any);
       assert_non_null(newest);
       free(newest);
       shell("cd %s && ! ls -A | grep -e saving -e removing", temp_path("killed/store"));
@@ -330,8 +369,8 @@ TEST(a_full_disk_leaves_what_was_there) {
     setrlimit(RLIMIT_FSIZE, &limit);
     Reason reason;
     Folder folder = folder_begin(temp_path("full"), "step-000007", "{\"step\": 7}");
-    folder_add(&folder, "model.safetensors", text, strlen(text));
-    folder_add(&folder, "config.json", "", 0);
+    folder_add(&folder, "model.safetensors", 0666, text, strlen(text));
+    folder_add(&folder, "config.json", 0666, "", 0);
     bool finished = folder_finish(&folder, &reason);
     setrlimit(RLIMIT_FSIZE, &before);
     made = finished && most != 100;
@@ -365,9 +404,10 @@ TEST(damage_is_noticed_and_passed_over) {
       {"echo '{}' >trainer_state.json", "trainer_state.json has no step"},
       {"echo '{\"step\":2}' >trainer_state.json", "trainer_state.json is of step 2"},
       {"rm config.json", "config.json does not exist"},
+      {"rm generation_config.json", "generation_config.json does not exist"}, // which has a checksum
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
-      {"ln -s nowhere model.safetensors.index.json", "cannot open"}};
+      {"rm model.safetensors; ln -s nowhere model.safetensors.index.json", "cannot open"}};
   Run *run = open_tiny("");
   CheckpointStore store = open_store("store", 0);
   save_steps(run, &store, (const int64_t[]){5, 1000000}, 2);
@@ -377,8 +417,8 @@ TEST(damage_is_noticed_and_passed_over) {
     bool last = i == sizeof cases / sizeof *cases, any; // what an earlier version left is no damage
     shell("cd %s/.. && rm -rf damaged && cp -r store damaged && cd damaged/step-1000000 && %s",
           temp_path("store"), last ? "echo x >checksums.json" : cases[i].command);
-    if (!last) ASSERT_FAILS(checkpoint_require_whole(at), cases[i].why, "name another checkpoint");
-    char *newest = checkpoint_newest(temp_path("damaged"), &any); // warns
+    if (!last) ASSERT_FAILS(checkpoint_require_whole(at, true), cases[i].why, "name another checkpoint");
+    char *newest = checkpoint_newest(temp_path("damaged"), true, &any); // warns
     assert_string_equal(strrchr(newest, '/'), last ? "/step-1000000" : "/step-000005");
     free(newest);
   }
@@ -434,6 +474,8 @@ TEST(the_newest_are_kept) {
   checkpoint_store_close(&store);
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000002 is there",
                "--resume auto");
+  ASSERT_FAILS(checkpoint_store_open(directory, temp_path("elsewhere"), NULL, 2000000, false),
+               "step-1000002 is there, which is not of this run"); // and which --keep would remove
   run_close(run);
 }
 
@@ -488,7 +530,7 @@ TEST(foreign_files_are_never_removed) {
   shell("test -e %s/.saving-step-000009/config.json", temp_path("foreign/store"));
   make_directory("dumped");
   Folder folder = folder_begin(temp_path("."), "dumped", NULL);
-  folder_add(&folder, "first_step.safetensors", "x", 1);
+  folder_add(&folder, "first_step.safetensors", 0666, "x", 1);
   assert_false(folder_finish(&folder, &reason));
   assert_non_null(strstr(reason.text, "dumped: it exists; name another directory"));
   assert_false(path_exists(temp_path(".saving-dumped")));
@@ -517,29 +559,32 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
   ASSERT_FAILS(open_store("read-only", 0), "read-only: nothing can be written there", strerror(EROFS));
   read_only = false;
   bool any;
-  assert_null(checkpoint_newest(temp_path("absent"), &any));
+  assert_null(checkpoint_newest(temp_path("absent"), true, &any));
   assert_false(any);
 }
 
 // The model's other files travel along, even from a folder that is gone by then; a given tokenizer wins.
 TEST(companions_travel_along) {
+  static const char mine[] = "{\"a\": 0}", another[] = "{\"b\": 0}", ours[] = "{\"c\": 0}";
   static const struct {
     const char *store, *origin, *tokenizer;
     const char *text, *merges; // of tokenizer.json and merges.txt
-  } cases[] = {{"by-file", "base", "given/mine.json", "mine", NULL},
-               {"by-folder", "base", "given", "another", NULL},
-               {"no-model", NULL, "given/mine.json", "mine", NULL},
-               {"no-settings", NULL, "bare", "mine", NULL},
-               {"resumed", "by-file", NULL, "mine", NULL},
-               {"by-model", "base", NULL, "the model's", "the model's"}};
+  } cases[] = {
+      {"by-file", "base", "given/mine.json", mine, NULL}, {"by-folder", "base", "given", another, NULL},
+      {"no-model", NULL, "given/mine.json", mine, NULL},  {"no-settings", NULL, "bare", mine, NULL},
+      {"resumed", "by-file", NULL, mine, NULL},           {"by-model", "base", NULL, ours, "the model's"}};
   static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
                     top_p[] = "{\"top_p\": 1}", nothing[] = "{\"_from_model_config\": true}\n";
+  umask(022);
   shell("cp -r tests/golden/llama %s", temp_path("base"));
-  WRITE_TEXTS({"base/tokenizer.json", "the model's"}, {"base/merges.txt", "the model's"},
+  WRITE_TEXTS({"base/tokenizer.json", ours}, {"base/merges.txt", "the model's"},
               {"base/tokenizer_config.json", limit}, {"base/special_tokens_map.json", "{}"},
-              {"base/generation_config.json", top_k}, {"given/mine.json", "mine"},
-              {"given/tokenizer.json", "another"}, {"given/tokenizer_config.json", limit},
+              {"base/generation_config.json", top_k}, {"given/mine.json", mine},
+              {"given/tokenizer.json", another}, {"given/tokenizer_config.json", limit},
               {"given/special_tokens_map.json", "{}"}, {"given/generation_config.json", top_p});
+  shell("cd %s && chmod 600 given/mine.json && chmod 640 base/config.json && cd base && "
+        "mv merges.txt secret && chmod 600 secret && ln -s secret merges.txt",
+        temp_path("."));
   shell("cd %s && cp -r given bare && cd bare && rm generation_config.json && mv mine.json tokenizer.json",
         temp_path("."));
   Run *run =
@@ -569,6 +614,16 @@ TEST(companions_travel_along) {
     shell("cd %s && grep -q '\"eos_token_id\":\t%s' config.json", temp_path(cases[i].store),
           origin ? "2" : "null");
   }
+  // What others may not read in the origin they may not read in a checkpoint, where a link led to it, too.
+  shell("cd %s && test $(stat -Lc%%a by-file/tokenizer.json by-model/merges.txt by-model/config.json "
+        "by-model/trainer_state.json no-model/config.json | tr -d '\n') = 600600640644644",
+        temp_path("."));
+  WRITE_TEXTS({"given/generation_config.json", "{\"top_k\": 3"}, {"given/vocab.json", "[1]"});
+  ASSERT_FAILS(checkpoint_store_open(temp_path("cut"), NULL, temp_path("given"), -1, false),
+               "given/generation_config.json cannot go into checkpoints: it is no JSON object (see byte 11)");
+  shell("rm %s", temp_path("given/generation_config.json"));
+  ASSERT_FAILS(checkpoint_store_open(temp_path("invalid"), NULL, temp_path("given"), -1, false),
+               "vocab.json cannot go into checkpoints", "repair or remove it");
   run_close(run);
 }
 

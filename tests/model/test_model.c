@@ -258,6 +258,109 @@ TEST(test_master_weights) {
   model_destroy(&mixed);
 }
 
+enum { PARTS = 3 };
+static Model parts[PARTS];
+static ParameterGroup gathered; // of whose first moments
+
+static void gather_parts(Backend *backend, const Collective *a) {
+  for (int part = 0; part < PARTS; part++) {
+    const char *mine = parts[0].parameters.state[0][gathered].data;
+    const char *theirs = parts[part].parameters.state[0][gathered].data;
+    memcpy((char *)a->out.data + (size_t)part * tensor_bytes(a->x), theirs + ((char *)a->x.data - mine),
+           tensor_bytes(a->x));
+  }
+}
+
+// Where an element of a group lies: buckets are cut from the end, and each into a slice for each rank.
+static float *element_of(ParameterGroup group, int64_t element) {
+  const ParameterSet *p = &parts[0].parameters;
+  int64_t total = p->group_elements[group], bucket = p->bucket[group];
+  int64_t end = total - (total - 1 - element) / bucket * bucket, first = end > bucket ? end - bucket : 0;
+  int64_t slice = (end - first) / PARTS, part = (element - first) / slice;
+  return (float *)parts[part].parameters.state[0][group].data + first / PARTS + (element - first) % slice;
+}
+
+// Elements [first, stop) of a parameter are written by all ranks, and read; no other one changes.
+static void check_range(Backend *backend, const Parameter *t, int64_t first, int64_t stop) {
+  static float values[4096], read[4096];
+  ParameterGroup g = gathered = t->group;
+  for (int64_t i = first; i < stop; i++) values[i - first] = (float)(1 + i);
+  int64_t changed = 0;
+  for (int part = 0; part < PARTS; part++) {
+    const ParameterSet *p = &parts[part].parameters;
+    Tensor x = p->state[0][g];
+    memset(x.data, 0, tensor_bytes(x));
+    shards_write(p, backend, p->state[0], t, first, stop - first, values);
+    for (int64_t i = 0; i < tensor_count(x); i++) changed += ((float *)x.data)[i] != 0;
+  }
+  assert_int_equal(changed, stop - first);
+  for (int64_t i = first; i < stop; i++) assert_true(*element_of(g, t->offset + i) == (float)(1 + i));
+  memset(read, 0, sizeof read);
+  shards_read(&parts[0].parameters, backend, parts[0].parameters.state[0], t, first, stop - first, read);
+  assert_memory_equal(read, values, (size_t)(stop - first) * sizeof *read);
+}
+
+// The first moments of a model over PARTS ranks; `bucket` elements a bucket, but for a split head.
+static void make_parts(Backend *b, const ModelConfig *config, bool split, int64_t bucket) {
+  ParameterDtypes dtypes = all_fp32;
+  dtypes.zero = 1, dtypes.vocab_parallel = split;
+  for (b->ranks = PARTS, b->rank = PARTS; b->rank-- > 0;) {
+    Model *m = &parts[b->rank];
+    model_create(m, config, b, dtypes, 16);
+    for (int g = split; g < GROUP_COUNT; g++) m->parameters.bucket[g] = bucket;
+  }
+  b->rank = 0;
+}
+
+// Ranges that begin and end at and beside every slice's end, with buckets of a few hundred elements; and in a
+// split head that is gathered in pieces.
+HARNESS_TEST(test_shards_of_every_range) {
+  Backend *b = h->backend;
+  ModelConfig config = small("llama-tiny");
+  config.vocab_size = 90, config.hidden_size = 24, config.intermediate_size = 40, config.head_dim = 8;
+  config.num_attention_heads = 3, config.num_key_value_heads = 1, config.tie_word_embeddings = false;
+  const BackendOps *real = b->ops;
+  BackendOps ops = *real;
+  ops.all_gather = gather_parts;
+  b->ops = &ops;
+  const ParameterSet *p = &parts[0].parameters;
+  for (int split = 0; split < 2; split++) {
+    make_parts(b, &config, split, (split ? 1 : 5) * PARTS * 128);
+    for (const Parameter *t = p->items; t < p->items + p->count; t++)
+      for (int64_t i = 0, n = parameter_elements(t), ends = 3 * (n / 128 + 2); i < ends * ends; i++) {
+        int64_t a = i / ends, z = i % ends, first = a / 3 * 128 + a % 3 - 1, stop = z / 3 * 128 + z % 3 - 1;
+        if (first >= 0 && first < stop && stop <= n) check_range(b, t, first, stop);
+      }
+    for (int part = 0; part < PARTS; part++) model_destroy(&parts[part]);
+  }
+  config.vocab_size = 400000;
+  make_parts(b, &config, true, PARTS * 128);
+  for (int part = 0; part < PARTS - 1; part++) {
+    int64_t end = part * p->group_elements[GROUP_HEAD] / PARTS + BUCKET_BYTES / 4 / PARTS; // of a piece
+    check_range(b, &p->items[p->count - 1], end - 2, end + 2);
+  }
+  for (int part = 0; part < PARTS; part++) model_destroy(&parts[part]);
+  b->ops = real, b->ranks = 1;
+}
+
+// With an odd H a rank's rows of a split head are a multiple of 128: of 256 the third rank of three has none.
+HARNESS_TEST(test_a_head_that_cannot_be_split) {
+  ModelConfig config = small("llama-tiny");
+  config.vocab_size = 256, config.hidden_size = 33, config.tie_word_embeddings = false;
+  Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
+  plan->ranks = 3, plan->rank = 2;
+  ParameterDtypes dtypes = all_fp32;
+  dtypes.zero = 1, dtypes.vocab_parallel = true;
+  Model model;
+  assert_fails(h, "a vocabulary of 256, in parts of 128, cannot be split over 3 ranks",
+               model_create(&model, &config, plan, dtypes, 40));
+  config.vocab_size++;
+  model_create(&model, &config, plan, dtypes, 40);
+  assert_int_equal(model.parameters.sharding.head_rows, 1);
+  model_destroy(&model);
+  backend_destroy(plan);
+}
+
 TEST(test_impossible_sizes) {
 #define SIZE(member)                                                                                         \
   { #member, offsetof(ModelConfig, member) }

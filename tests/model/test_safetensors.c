@@ -143,9 +143,10 @@ TEST(half_precision_widens_exactly) {
 
 #define SIZES                                                                                                \
   "'vocab_size':10,'hidden_size':12,'intermediate_size':20,'num_hidden_layers':2,'num_attention_heads':3"
-#define LLAMA  "{'model_type':'llama'," SIZES
-#define GPT2   "{'model_type':'gpt2','vocab_size':10,'n_embd':12,'n_layer':2,'n_head':3,'n_positions':7"
-#define LLAMA3 "'factor':8,'low_freq_factor':1,'high_freq_factor':4,'original_max_position_embeddings':32"
+#define LLAMA        "{'model_type':'llama'," SIZES
+#define GPT2         "{'model_type':'gpt2','vocab_size':10,'n_embd':12,'n_layer':2,'n_head':3,'n_positions':7"
+#define LLAMA3_ALONE "'rope_type':'llama3','factor':8,'low_freq_factor':1,'high_freq_factor':4"
+#define LLAMA3       "'factor':8,'low_freq_factor':1,'high_freq_factor':4,'original_max_position_embeddings':32"
 
 static bool parse_config(const char *text, ModelConfig *config, Reason *reason) {
   char quoted[4096];
@@ -161,10 +162,12 @@ static ModelConfig read_config(const char *text) {
   return config;
 }
 
-#define MISTRAL "{'model_type':'mistral'," SIZES
-#define QWEN2   "{'model_type':'qwen2'," SIZES ",'num_key_value_heads':3"
-#define QWEN3   "{'model_type':'qwen3'," SIZES
-#define SCALED  "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 7"
+#define MISTRAL        "{'model_type':'mistral'," SIZES
+#define QWEN2          "{'model_type':'qwen2'," SIZES ",'num_key_value_heads':3"
+#define QWEN3          "{'model_type':'qwen3'," SIZES
+#define PLAIN_QWEN2    "10 12 20 2 3 3 4 32768 0 rms gated qkv_bias 1e-06 10000"
+#define WINDOWED_QWEN2 "10 12 20 2 3 3 4 32768 9 rms gated qkv_bias 1e-06 10000"
+#define SCALED         "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 7"
 
 // V H F L Q K D P and the window; choices; epsilon and theta; RoPE's scaling where there is one.
 static const char *config_text(const ModelConfig *c) {
@@ -218,6 +221,14 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
       {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'linear','factor':2,'low_freq_factor':1,"
              "'original_max_position_embeddings':32}}",
        SCALED " 2 0 0 0", 0},
+      // What transformers 5.24 makes of each
+      {LLAMA ",'rope_theta':7,'rope_scaling':{'rope_type':'dynamic','factor':2}}", SCALED, 0},
+      {LLAMA ",'rope_theta':7,'rope_scaling':{" LLAMA3_ALONE "}}", SCALED " 8 1 4 2048", 0},
+      {LLAMA ",'rope_theta':7,'original_max_position_embeddings':16,'rope_scaling':{" LLAMA3_ALONE "}}",
+       SCALED " 8 1 4 16", 0},
+      {LLAMA ",'rope_theta':7,'original_max_position_embeddings':16,'rope_scaling':{'type':'llama3'," LLAMA3
+             "}}",
+       SCALED " 8 1 4 16", 0},
       {GPT2 "}", "10 12 48 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out tied 1e-05 10000", 0},
       {GPT2 ",'n_inner':5,'tie_word_embeddings':false,'activation_function':'gelu_new'}",
        "10 12 5 2 3 3 4 7 0 learned qkv_bias out_bias mlp_bias in_out 1e-05 10000", 0},
@@ -226,9 +237,18 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
       // transformers ignores attention_bias there
       {MISTRAL ",'num_key_value_heads':1,'sliding_window':null,'attention_bias':true}",
        "10 12 20 2 3 1 4 131072 0 rms gated 1e-06 10000", 0},
-      {QWEN2 "}", "10 12 20 2 3 3 4 32768 0 rms gated qkv_bias 1e-06 10000", 0},
-      {QWEN2 ",'use_sliding_window':true,'sliding_window':9}",
-       "10 12 20 2 3 3 4 32768 9 rms gated qkv_bias 1e-06 10000", 0},
+      {QWEN2 "}", PLAIN_QWEN2, 0},
+      // Without max_window_layers the first 28 layers have no window.
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9}", PLAIN_QWEN2, 0},
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9,'max_window_layers':2}", PLAIN_QWEN2, 0},
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9,'max_window_layers':1}", WINDOWED_QWEN2, 0},
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9,'max_window_layers':0,"
+             "'layer_types':['full_attention','full_attention']}",
+       PLAIN_QWEN2, 0},
+      {QWEN2 ",'use_sliding_window':true,'sliding_window':9,'max_window_layers':2,"
+             "'layer_types':['full_attention','sliding_attention']}",
+       WINDOWED_QWEN2, 0},
+      {QWEN2 ",'sliding_window':9,'layer_types':['sliding_attention','sliding_attention']}", PLAIN_QWEN2, 0},
       {QWEN3 ",'num_key_value_heads':3}", "10 12 20 2 3 3 128 32768 0 rms gated qk_norm 1e-06 10000", 0},
       {QWEN3 ",'num_key_value_heads':1,'head_dim':6,'attention_bias':true}",
        "10 12 20 2 3 1 6 32768 0 rms gated qk_norm qkv_bias out_bias 1e-06 10000", 0}};
@@ -263,6 +283,8 @@ TEST(other_configs_are_refused_by_name) {
       {LLAMA ",'quantization_config':{}}", "quantized"},
       {LLAMA ",'rope_scaling':{'rope_type':'yarn','factor':4}}", "rope_type \"yarn\""},
       {LLAMA ",'rope_scaling':{'rope_type':'linear'}}", "rope_scaling lacks factor"},
+      {LLAMA ",'rope_scaling':{'rope_type':'dynamic'}}", "rope_scaling lacks factor"},
+      {QWEN2 ",'use_sliding_window':true,'max_window_layers':-1}", "max_window_layers is not a whole number"},
       {LLAMA ",'rope_scaling':{'rope_type':'llama3','factor':4}}", "lacks one of"},
       {LLAMA ",'rope_scaling':'linear'}", "rope_scaling is no object with a rope_type"},
       {LLAMA ",'rope_scaling':[8]}", "rope_scaling is no object with a rope_type"},

@@ -162,6 +162,18 @@ TEST(test_chunk_option) {
   }
 }
 
+// --save gathers a split head, which is one bucket, in pieces no larger than other buckets.
+TEST(test_saving_a_split_head) {
+  Options o = options_on(ON_CPU, LLAMA "--vocab 40000 --hidden-size 1024 --untie-word-embeddings --batch 1 "
+                                       "--seq-len 16 --sample-every 0 --val-fraction 0 --save none --plan "
+                                       "--ranks 3 --zero 1 --vocab-parallel");
+  assert_in_range(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE], BUCKET_BYTES - 4096,
+                  BUCKET_BYTES);
+  o.save = NULL;
+  assert_true(plan_run(&o, ON_CPU, LCE_FUSED).highest[MEMORY_WORKSPACE] < BUCKET_BYTES / 4);
+  options_free(&o);
+}
+
 // The budget holds for all that a run does, validation too, and with one token more in a chunk it would not.
 static void check_budget(DeviceKind device, const char *job, bool masked, bool trains, int mebibytes) {
   Options o = options_on(device, "%s --lce-memory %d", job, mebibytes);

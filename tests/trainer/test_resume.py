@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import ROOT, SIZES, TEXT, TRAIN, column, keep, main, once, read_log, run, same_files, start, tensors, train  # noqa: E402
@@ -186,6 +187,25 @@ def test_damaged_checkpoints_are_skipped(folder):
     for path in saved.glob("step-*/model.safetensors"):
         path.write_bytes(b"x")
     train(RUN + f"--resume auto --save {saved}").fails("no checkpoint in")
+
+
+# Each file's CRC-32 is in the state, its own too. A plan reads no weights, and older checkpoints have none.
+def test_a_flipped_bit_is_named(folder):
+    state = json.loads((straight() / LAST / STATE).read_text())
+    names = sorted(path.name for path in (straight() / LAST).iterdir())
+    assert sorted(state["crc32"]) == names
+    for name in names:
+        saved = shutil.copytree(straight(), folder / name, symlinks=True)
+        data = bytearray((saved / LAST / name).read_bytes())
+        assert name == STATE or state["crc32"][name] == zlib.crc32(data)
+        data[data.index(b'"seed":\t"1') + 9 if name == STATE else len(data) // 2] ^= 2
+        (saved / LAST / name).write_bytes(data)
+        train(RESUME + f"{saved}/{LAST}").refused(f"{LAST}/{name}")
+    train(RESUME + f"{saved}/{LAST} --plan").ok()
+    assert f"{name} is not as it was written" in train(RESUME + f"{saved} --steps 7").ok("after step 6 of 7").err
+    del state["crc32"]
+    (saved / LAST / STATE).write_text(json.dumps(state))
+    train(RESUME + f"{saved}/{LAST}").ok()
 
 
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
