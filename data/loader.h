@@ -57,8 +57,8 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text);
 // Fails where the data are too few for one window of each requested kind.
 Loader loader_create(LoaderOptions options);
 
-// Makes step `step` begin at `place`. In sequential order that need not be a multiple of T, which may have
-// changed: the rest of the pass has windows from there on, and leaves out what fills none at its end.
+// Makes step `step` begin at `place`. In sequential order T may be another one than before: where the tokens
+// are no multiple of it, the rest of the pass has windows from there on, one less at its end.
 void loader_start(Loader *loader, int64_t step, DataPlace place);
 // Where `step` begins, with steps of so many windows.
 DataPlace loader_place(const Loader *loader, int64_t step, int64_t windows);

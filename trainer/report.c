@@ -233,8 +233,14 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
 }
 
 void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
-  double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
+  const StepResult *last = NULL; // that has a loss
+  int made = 0;
+  for (const StepResult *s = results; s < results + count; s++)
+    if (s->counted) made++, last = s;
+  double rate = (double)r->options->total_batch * made / seconds, each = seconds / made;
   for (const StepResult *s = results; s < results + count; s++) {
+    if (!s->counted) LOG("step", NUM("step", s->step + 1), NUM("tokens", 0));
+    if (!s->counted) continue;
     LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
         OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
         OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
@@ -245,15 +251,17 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
     r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
   }
-  if (r->steps_done > 0) {
-    r->steps_timed += count;
+  if (r->steps_done > r->steps_skipped) {
+    r->steps_timed += made;
     r->seconds_timed += seconds;
   }
   r->steps_done += count;
+  r->steps_skipped += count - made;
+  if (!made) return;
   // An exponential moving average, since the first steps are slower.
   r->smoothed_seconds = r->smoothed_seconds > 0 ? 0.8 * r->smoothed_seconds + 0.2 * each : each;
   Backend *backend = trainer->backend;
-  print_progress(r, &results[count - 1], backend->ops->device_bytes_now(backend));
+  print_progress(r, last, backend->ops->device_bytes_now(backend));
 }
 
 bool report_due(const Report *r, const Trainer *t) {
@@ -263,20 +271,15 @@ bool report_due(const Report *r, const Trainer *t) {
 
 void report_collect(Report *r, Trainer *t, RunState *state) {
   StepResult results[TRAINER_PENDING];
-  int all = trainer_collect(t, results), count = 0;
-  for (int i = 0; i < all; i++) {
-    if (results[i].counted)
-      results[count++] = results[i];
-    else
-      LOG("step", NUM("step", results[i].step + 1), NUM("tokens", 0));
-  }
-  r->steps_done += all - count;
-  r->steps_skipped += all - count;
+  int count = trainer_collect(t, results);
   state->skipped = t->skipped;
   if (!count) return;
   double seconds = now_seconds() - r->since; // only now has the device done them all
-  if (isnan(state->first_loss)) state->first_loss = results[0].loss;
-  state->last_loss = results[count - 1].loss;
+  for (int i = 0; i < count; i++) {
+    if (!results[i].counted) continue;
+    if (isnan(state->first_loss)) state->first_loss = results[i].loss;
+    state->last_loss = results[i].loss;
+  }
   report_steps(r, t, results, count, seconds);
   t->step_seconds = r->smoothed_seconds;
 }
