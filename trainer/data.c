@@ -47,8 +47,10 @@ static DataPlace saved_place(const Options *o, const RunData *d, const char **or
   if (place) return (DataPlace){(int64_t)pass->valuedouble, (int64_t)tokens->valuedouble};
   // Of an earlier version, which had no place.
   const char *total = json_text(json_member(o->resumed_from, "settings"), "total-batch");
-  int64_t in_pass = d->loader.train_windows * o->seq_len;
-  int64_t read = o->first_step * (total ? strtoll(total, NULL, 10) : o->total_batch);
+  int64_t in_pass = d->loader.train_windows * o->seq_len, read;
+  if (__builtin_mul_overflow(o->first_step, total ? strtoll(total, NULL, 10) : o->total_batch, &read) ||
+      read < 0)
+    fail("%s/trainer_state.json: the setting total-batch is wrong; name another checkpoint", o->origin);
   return (DataPlace){read / in_pass, read % in_pass};
 }
 
