@@ -637,15 +637,18 @@ def test_a_longer_context(folder):
     line = f"--device cpu --data {write_shard(folder / 'data.bin', 400 * [4, 2])} --batch 1 --steps 1 --sample-every 0 "
     longer = "--rope-theta 7 --max-position-embeddings 128 "
     train(line + "--init tests/golden/llama --seq-len 128").refused("lower it, or raise --max-position-embeddings")
-    output = train(line + f"--init tests/golden/llama {longer} --seq-len 70 --save {folder}/longer --log {folder}/log").ok(
-        "with --rope-theta 7 in place of 10000, --max-position-embeddings 128 in place of 64\n")
-    config = json.loads((folder / "longer/config.json").read_text())
-    assert 7 in (config.get("rope_theta"), config.get("rope_parameters", {}).get("rope_theta")) and config["max_position_embeddings"] == 128
+    model = shutil.copytree(ROOT / "tests/golden/llama", folder / "model")
+    for name in ("kept", "rope_parameters"):  # a file need not say what is the default
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != name}))
+        train(line + f"--init {model} {longer} --seq-len 70 --save {folder}/{name} --log {folder}/log").ok(
+            "with --rope-theta 7 in place of 10000, --max-position-embeddings 128 in place of 64\n")
+        config = json.loads((folder / name / "config.json").read_text())
+        assert config.get("rope_parameters", config)["rope_theta"] == 7 and config["max_position_embeddings"] == 128
     assert read_log(folder / "log")[0]["rope_theta"] == 7
-    assert " in place of " not in train(line + f"--init {folder}/longer {longer} --seq-len 70 --log {folder}/again").ok().out
-    losses = [column(read_log(folder / "again"), "loss")]
-    train(line + f"--init {folder}/longer --seq-len 70 --rope-theta 10000 --log {folder}/again").ok()
-    assert losses[0] != column(read_log(folder / "again"), "loss"), output
+    assert " in place of " not in train(line + f"--init {folder}/kept {longer} --seq-len 70 --log {folder}/again").ok().out
+    train(line + f"--init {folder}/kept --seq-len 70 --rope-theta 10000 --log {folder}/other").ok()
+    assert column(read_log(folder / "again"), "loss") != column(read_log(folder / "other"), "loss")
 
 
 # One line for each event: number, step, time, name, total, and the categories, which add up to the total.
