@@ -72,7 +72,7 @@ RunData run_data_open(const Options *o) {
   RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, SPLIT_TRAIN)};
   if (o->val_data)
     d.val_source = source_open_split(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
-  const char *shared = o->train_step && o->val_data ? source_shared_file(d.source, d.val_source) : NULL;
+  const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
   if (shared)
     fail("%s is both in --data and in --val-data; leave it out of one, to validate on what is not trained on",
          shared);

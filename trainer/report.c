@@ -239,8 +239,10 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
     if (s->counted) made++, last = s;
   double rate = (double)r->options->total_batch * made / seconds, each = seconds / made;
   for (const StepResult *s = results; s < results + count; s++) {
-    if (!s->counted) LOG("step", NUM("step", s->step + 1), NUM("tokens", 0));
-    if (!s->counted) continue;
+    if (!s->counted) {
+      LOG("step", NUM("step", s->step + 1), NUM("tokens", 0));
+      continue;
+    }
     LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
         OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
         OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
