@@ -25,14 +25,15 @@ static void require_tokenizer(const Options *o, const Source *source) {
     Path theirs = path_in(folder.text, "tokenizer.json");
     size_t sizes[2] = {0};
     char *mine = file_read(own.text, &sizes[0]), *other = file_read(theirs.text, &sizes[1]);
-    if (!other)
+    bool found = other, same = mine && other && sizes[0] == sizes[1] && !memcmp(mine, other, sizes[0]);
+    free(mine);
+    free(other);
+    if (!found)
       warn("%s does not exist: nothing says whether %s is of the tokenizer of the model", theirs.text, path);
-    else if (!mine || sizes[0] != sizes[1] || memcmp(mine, other, sizes[0]))
+    if (found && !same)
       fail("%s is not of the model's tokenizer: %s and %s differ; make it again with tools/prepare_data.py "
            "--tokenizer %s, or give --other-tokenizer to take it all the same",
            path, theirs.text, own.text, o->origin);
-    free(mine);
-    free(other);
   }
 }
 
@@ -58,10 +59,8 @@ static void go_on(const Options *o, RunData *d) {
   const char *order;
   DataPlace place = saved_place(o, d, &order);
   if (strcmp(order, d->order)) {
-    warn("the data had \"%s\" when %s was saved and have \"%s\" now, which cannot go on after %s tokens of "
-         "pass "
-         "%lld: a new pass begins",
-         order, o->origin, d->order, text_grouped(place.tokens).text, (long long)place.pass + 1);
+    warn("%s was saved %s tokens into pass %lld over \"%s\", and \"%s\" begin a new pass", o->origin,
+         text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
     place = (DataPlace){place.pass + (place.tokens > 0), 0};
   }
   loader_start(&d->loader, o->first_step, place);
@@ -69,7 +68,8 @@ static void go_on(const Options *o, RunData *d) {
 
 RunData run_data_open(const Options *o) {
   int64_t vocab_size = o->model.vocab_size;
-  RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, SPLIT_TRAIN)};
+  SourceSplit split = o->train_step || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
+  RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, split)};
   if (o->val_data)
     d.val_source = source_open_split(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
   const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
