@@ -59,8 +59,10 @@ static void go_on(const Options *o, RunData *d) {
   const char *order;
   DataPlace place = saved_place(o, d, &order);
   if (strcmp(order, d->order)) {
-    warn("%s was saved %s tokens into pass %lld over \"%s\", and \"%s\" begin a new pass", o->origin,
-         text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
+    warn("%s was saved %s tokens into pass %lld over \"%s\", and now there are \"%s\": a new pass begins in "
+         "place "
+         "of the rest",
+         o->origin, text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
     place = (DataPlace){place.pass + (place.tokens > 0), 0};
   }
   loader_start(&d->loader, o->first_step, place);

@@ -128,7 +128,7 @@ def test_the_place_in_the_data_is_kept(folder):
     state.write_text(state.read_text().replace('"unknown":', '"place":'))
     for options in ("--seq-len 8", "--seed 2", "--data-order sequential", "--val-fraction 0.5", f"--data {TEXT}"):
         _, output = first(f"--resume {folder}/drawn --steps 7 --batch 2 --total-batch {16 if options == '--seq-len 8' else 32} {options}")
-        assert "was saved 384 tokens into pass 1 over " in output.err and "begin a new pass" in output.err and "and 0 tokens of pass 2" in output.out
+        assert "was saved 384 tokens into pass 1 over " in output.err and "a new pass begins in place of the rest" in output.err and "and 0 tokens of pass 2" in output.out
 
 
 # What a checkpoint says wrongly names its file, and what it says nothing of is no default in silence.
