@@ -28,7 +28,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_micro_batch, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_skips, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -47,6 +47,7 @@ static void create_model(Run *run) {
   const Options *o = run->options;
   double start = now_seconds();
   trainer_create(&run->trainer, o, run->backend);
+  run->trainer.skipped = run->checkpoints.state.skipped;
   run->trainer.token_bytes = prompt_token_bytes(&run->prompt, &run->data, o->model.vocab_size);
   if (o->origin) printf("loaded   in %.1fs\n", now_seconds() - start);
   plan_set_mode(&run->trainer, o->pass.mode);
@@ -64,7 +65,7 @@ static void open_run(Run *run, Options *o) {
   resume_require_same(o, run->backend, run->data.text);
   report_settings(o, run->backend, &run->data);
   plan_require(o, run->backend->device, machine_usable_bytes(run->backend));
-  run->checkpoints = resume_open(o, run->data.text);
+  run->checkpoints = resume_open(o, &run->data);
   run->report = report_open(o, run->backend);
   create_model(run);
   if (o->dump) folder_require_new("dump", o->dump, "first-step");
@@ -97,7 +98,8 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
 
   // Load all micro-batches: the loss is the mean over the targets that count in the whole step.
   int64_t counted = trainer_load(t, loader, step);
-  float scale = counted ? (float)(1.0 / (double)counted) : 0;
+  if (trainer_skips(t, step, counted)) return;
+  float scale = (float)(1.0 / (double)counted);
 
   // Forward and backward of each. Gradients add up, and the last pass sums them over the ranks.
   for (int64_t m = 0; m < o->micro_steps; m++) {
@@ -119,7 +121,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   Update update = o->update;
   update.grad_scale = t->scale;
   update.lr = (float)rate;
-  update.step = step + 1;
+  update.step = step + 1 - t->skipped;
   update.seed = o->seed;
   parameters_update(t->backend, &t->model.parameters, update);
   trainer_end_step(t, (StepResult){.step = step, .learning_rate = rate, .counted = counted});
@@ -150,7 +152,7 @@ static void sample(Run *run, int64_t step) {
 static void save(Run *run, int64_t step) {
   double start = now_seconds();
   report_break(&run->report);
-  if (resume_save(&run->checkpoints, run->options, &run->trainer.model, run->backend, step, run->data.text))
+  if (resume_save(&run->checkpoints, run->options, &run->trainer.model, run->backend, step, &run->data))
     report_checkpoint(&run->report, step, now_seconds() - start);
 }
 

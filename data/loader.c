@@ -150,16 +150,40 @@ static int64_t validation_rows(const Loader *loader, int64_t batches) {
   return all ? loader->validation_windows : batches * loader->options.batch;
 }
 
-// The window of row `number` of training (validated < 0), or of `validated` rows of validation; -1: none.
-static int64_t window_of(const Loader *loader, int64_t validated, int64_t number) {
+// The place of training's row `number`, counted from the loader's start.
+static DataPlace place_of(const Loader *loader, int64_t number) {
+  int64_t windows = loader->train_windows, T = loader->options.seq_len, shift = loader->start.tokens % T;
+  int64_t window = loader->start.tokens / T + number;
+  if (shift && window >= windows - 1) window++, shift = 0; // one window less fits into the first pass
+  return (DataPlace){loader->start.pass + window / windows, window % windows * T + shift};
+}
+
+void loader_start(Loader *loader, int64_t step, DataPlace place) {
   const LoaderOptions *o = &loader->options;
+  if (o->order == ORDER_SHUFFLED) place.tokens -= place.tokens % o->seq_len;
+  if (ceil_div(place.tokens, o->seq_len) >= loader->train_windows) place = (DataPlace){place.pass + 1, 0};
+  loader->first_step = step;
+  loader->start = place;
+}
+
+DataPlace loader_place(const Loader *loader, int64_t step, int64_t windows) {
+  return place_of(loader, (step - loader->first_step) * windows);
+}
+
+// The window of row `number` of training (validated < 0), or of `validated` rows of validation; -1: none.
+// *shift: how many tokens later it begins.
+static int64_t window_of(const Loader *loader, int64_t validated, int64_t number, int64_t *shift) {
+  const LoaderOptions *o = &loader->options;
+  *shift = 0;
   if (validated >= 0 && number >= validated) return -1;
   if (validated > 0 && validated < loader->validation_windows)
     number = (number * loader->validation_windows + loader->validation_windows / 2) / validated;
   if (validated >= 0) return o->validation_source ? number : split_window(loader, number);
-  uint64_t windows = (uint64_t)loader->train_windows, epoch = (uint64_t)number / windows,
-           place = (uint64_t)number % windows;
-  if (o->order == ORDER_SHUFFLED) place = random_permute(o->seed, order_stream + epoch, place, windows);
+  DataPlace at = place_of(loader, number);
+  uint64_t windows = (uint64_t)loader->train_windows, place = (uint64_t)(at.tokens / o->seq_len);
+  *shift = at.tokens % o->seq_len;
+  if (o->order == ORDER_SHUFFLED)
+    place = random_permute(o->seed, order_stream + (uint64_t)at.pass, place, windows);
   return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
 }
 
@@ -171,7 +195,8 @@ static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t numbe
   const Packing *packing = &source->packing;
   int64_t counted = 0, at = 0, all = o->batch * o->seq_len;
   for (int64_t row = 0; row < o->batch; row++) {
-    int64_t window = window_of(loader, validated, number + row), first = window * stride(o, source);
+    int64_t shift, window = window_of(loader, validated, number + row, &shift);
+    int64_t first = window * stride(o, source) + shift;
     PackedSpan whole = {.first = first, .length = min_i64(o->seq_len, source->tokens - 1 - first)};
     const PackedSpan *piece = &whole, *last = piece + (window >= 0);
     if (packing->starts && window >= 0)
@@ -194,9 +219,10 @@ static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t numbe
 
 int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens, int32_t *targets,
                            int32_t *documents) {
-  assert(at.step >= 0 && at.micro_step >= 0 && at.micro_step < at.micro_steps);
+  assert(at.step >= loader->first_step && at.micro_step >= 0 && at.micro_step < at.micro_steps);
   assert(at.rank >= 0 && at.rank < at.ranks);
-  int64_t batches = (at.step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
+  int64_t step = at.step - loader->first_step;
+  int64_t batches = (step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
   return fill_batch(loader, -1, batches * loader->options.batch, tokens, targets, documents);
 }
 
@@ -264,4 +290,14 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
            text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, ~crc);
+}
+
+void loader_describe_order(const Loader *loader, char *out, size_t size) {
+  const LoaderOptions *o = &loader->options;
+  char windows[160] = "windows in file order";
+  if (o->order == ORDER_SHUFFLED)
+    snprintf(windows, sizeof windows, "%lld of %lld %swindows of %lld, shuffled by seed %llu",
+             (long long)loader->train_windows, (long long)source_windows(o),
+             o->source->packing.starts ? "packed " : "", (long long)o->seq_len, (unsigned long long)o->seed);
+  snprintf(out, size, "%s; checksum %08x", windows, ~add_checksum(o->source, UINT32_MAX));
 }

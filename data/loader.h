@@ -1,5 +1,5 @@
-// Batches of a source. The batch of a step is a function of data, seed and step alone, so resuming and ranks
-// need no state, and no memory beyond the struct.
+// Batches of a source. The batch of a step is a function of data, seed, step and where the loader starts
+// (loader_start), so ranks need no state, and no memory beyond the struct.
 //
 // A training window is T + 1 consecutive tokens: T inputs and, shifted by one, T targets. Windows do not
 // overlap, and the last tokens that fill none are left out. A fixed fraction of the windows, at least one, is
@@ -31,9 +31,17 @@ typedef struct {
   DataOrder order;                 // of the training windows
 } LoaderOptions;
 
+// A place in the training data, which stays the same where a run resumes with other batches.
+typedef struct {
+  int64_t pass;   // or epoch, from 0
+  int64_t tokens; // that this pass has read: whole windows, but see loader_start
+} DataPlace;
+
 // A plain value: copy it, drop it.
 typedef struct {
   LoaderOptions options;
+  int64_t first_step; // loader_start's, or 0
+  DataPlace start;
   int64_t train_windows;      // in an epoch; at least 1
   int64_t validation_windows; // 0 when there is no validation
   int64_t validation_batches; // ceil(validation_windows / batch)
@@ -48,6 +56,15 @@ void source_pack(Source *source, int64_t seq_len, int64_t end_of_text);
 
 // Fails where the data are too few for one window of each requested kind.
 Loader loader_create(LoaderOptions options);
+
+// Makes step `step` begin at `place`. In sequential order T may be another one than before: where the tokens
+// are no multiple of it, the rest of the pass has windows from there on, one less at its end.
+void loader_start(Loader *loader, int64_t step, DataPlace place);
+// Where `step` begins, with steps of so many windows.
+DataPlace loader_place(const Loader *loader, int64_t step, int64_t windows);
+// What the order of the training windows follows from, T included unless it is sequential: places in the same
+// order can be compared. "windows in file order; checksum 0a1b2c3d", cut to `size` bytes.
+void loader_describe_order(const Loader *loader, char *out, size_t size);
 
 typedef struct {
   int64_t step;       // of the optimizer, from 0

@@ -15,6 +15,7 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
+#include "data/manifest.h"
 #include "kernels/alloc.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
@@ -59,19 +60,25 @@ static int compare_paths(const void *a, const void *b) {
   return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
-// Adds the regular files under `directory`, links to files included; `tree`: those of the corpus.
+// Adds the regular files under `directory`, links to files included; `tree`: those of the corpus. fts_number:
+// whether a directory has files of another split.
 static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
   if (!walk) fail("cannot read the directory %s: %s", directory, strerror(errno));
   FTSENT *entry;
   struct stat status;
+  bool training = source->split == SPLIT_TRAIN;
   while (errno = 0, (entry = fts_read(walk))) {
     int info = entry->fts_info;
     if (info == FTS_DNR || info == FTS_ERR || info == FTS_NS)
       fail("cannot read %s: %s", entry->fts_path, strerror(entry->fts_errno));
     bool skip = entry->fts_level <= 0 || is_left_out(entry->fts_name, info == FTS_D, tree);
     if (info == FTS_D && skip && entry->fts_level > 0) fts_set(walk, entry, FTS_SKIP);
+    if (info == FTS_D && source->split)
+      entry->fts_number = (training ? manifest_is_in : manifest_has_validation)(entry->fts_path);
+    if (entry->fts_level > 0 && entry->fts_parent->fts_number)
+      skip |= !fnmatch(training ? "val_*.bin" : "train_*.bin", entry->fts_name, 0);
     if (!skip && !stat(entry->fts_path, &status) && S_ISREG(status.st_mode))
       append(source, entry->fts_path, FILE_FOUND);
   }
@@ -333,8 +340,13 @@ static void find_root(char root[PATH_MAX]) {
 }
 
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size) {
+  return source_open_split(paths, count, vocab_size, SPLIT_NONE);
+}
+
+Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split) {
   Source *source = host_alloc(1, sizeof *source, "a data source");
   source->vocab_size = vocab_size;
+  source->split = split;
   if (count == 0) {
     char root[PATH_MAX];
     find_root(root);
@@ -366,6 +378,23 @@ void source_close(Source *source) {
   free(source->first_left);
   free(source->name);
   free(source);
+}
+
+const char *source_path(const Source *source, int64_t file) {
+  return source->parts[file].path;
+}
+
+const char *source_shared_file(const Source *a, const Source *b) {
+  struct stat *all = host_alloc(a->files, sizeof *all, "the files of a data source"), own;
+  const char *shared = NULL;
+  for (int64_t i = 0; i < a->files; i++) stat(a->parts[i].path, &all[i]);
+  for (int64_t k = 0; k < b->files && !shared; k++) {
+    bool there = !stat(b->parts[k].path, &own);
+    for (int64_t i = 0; i < a->files && there; i++)
+      if (own.st_ino == all[i].st_ino && own.st_dev == all[i].st_dev) shared = b->parts[k].path;
+  }
+  free(all);
+  return shared;
 }
 
 const char *source_kind_name(const Source *source) {

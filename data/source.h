@@ -41,12 +41,17 @@ typedef struct {
   int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
 } Packing;
 
+// What is read of directories that tools/prepare_data.py made (data/manifest.h): all; all but val_*.bin; or,
+// where there are val_*.bin, all but train_*.bin.
+typedef enum { SPLIT_NONE, SPLIT_TRAIN, SPLIT_VALIDATION } SourceSplit;
+
 typedef struct {
   char *name; // "corpus.txt", "shards/a.bin and 2 more"
   SourceKind kind;
   int64_t tokens; // separators included
   int64_t files;
   int64_t vocab_size;
+  SourceSplit split;
   bool masked;              // some file has a mask: targets may be ignored
   int64_t left;             // files of directories and globs that were not taken, masks not counted
   char *first_left;         // the path of one; NULL: there is none
@@ -60,8 +65,11 @@ typedef struct {
 // unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for which it may
 // read all data. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
+Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
 
-void source_close(Source *source); // NULL is fine
+void source_close(Source *source);                                // NULL is fine
+const char *source_path(const Source *source, int64_t file);      // of one of `files`
+const char *source_shared_file(const Source *a, const Source *b); // the path in b of a file of both, or NULL
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
 // "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" where all were taken.

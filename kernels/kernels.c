@@ -528,16 +528,16 @@ NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or 
     check_##name(#name, backend, &a);                                                                        \
     MemoryMark mark = memory_mark(&backend->memory);                                                         \
     size_t bytes = backend->scratch->name ? backend->scratch->name(&a) : 0;                                  \
-    a.workspace = push_scratch(backend, #name, PROFILE_##group, bytes);                                      \
+    a.workspace = push_scratch(backend, "scratch of " #name, PROFILE_##group, bytes);                        \
     ranks_alive();                                                                                           \
     if (backend->ops->name) backend->ops->name(backend, &a);                                                 \
     memory_pop_to(&backend->memory, mark);                                                                   \
   }
 
-static Tensor push_scratch(Backend *backend, Op op, ProfileGroup group, size_t bytes) {
+static Tensor push_scratch(Backend *backend, const char *name, ProfileGroup group, size_t bytes) {
   if (!bytes) return (Tensor){0};
   MemoryCategory category = group == PROFILE_HEAD_LOSS ? MEMORY_HEAD : MEMORY_WORKSPACE;
-  return memory_push_1d(&backend->memory, op, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
+  return memory_push_1d(&backend->memory, name, category, DTYPE_I32, (int64_t)((bytes + 3) / 4));
 }
 
 OPERATIONS(ENTRY, ENTRY_WITH_SCRATCH)

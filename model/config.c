@@ -97,9 +97,9 @@ int64_t model_max_seq_len(const ModelConfig *c) {
 
 void model_check_seq_len(const ModelConfig *c, int64_t seq_len) {
   if (seq_len > c->max_position_embeddings)
-    fail("--seq-len %lld is longer than the %lld positions of %s; lower it, or train a new model with more "
-         "--max-position-embeddings",
-         (long long)seq_len, (long long)c->max_position_embeddings, c->name);
+    fail("--seq-len %lld is longer than the %lld positions of %s; lower it, or %s --max-position-embeddings",
+         (long long)seq_len, (long long)c->max_position_embeddings, c->name,
+         c->learned_positions ? "train a new model with more" : "raise");
   if (seq_len > model_max_seq_len(c))
     fail("--seq-len %lld is longer than the sliding window of %lld tokens through which %s attends, and only "
          "full attention is computed here; lower it to the window",

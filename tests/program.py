@@ -219,6 +219,12 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     return path
 
 
+def write_mask(path, counts):
+    """Which tokens of a shard count as targets."""
+    bits = bytes(sum(bool(count) << k for k, count in enumerate(counts[i:i + 8])) for i in range(0, len(counts), 8))
+    return write_shard(path, bits, magic=20261120, count=len(counts))
+
+
 def assert_planned(line, peak):
     """The plan of these options is `peak` bytes: it fits there, and into no byte less."""
     train(f"{line} --plan --device-memory {peak / 2**30!r}").ok()

@@ -21,10 +21,10 @@
 #include "trainer/trainer.h"
 
 static const char *const names[] = {
-    "init",        "tokenizer",  "data",   "val-data", "val-fraction",  "data-order", "pack",
-    "end-of-text", "seed",       "batch",  "seq-len",  "logit-softcap", "fused-lce",  "materialized-logits",
-    "lce-chunk",   "lce-memory", "log",    "plan",     "fit",           "device",     "device-memory",
-    "dtype",       "ranks",      "timeout"};
+    "init",          "tokenizer",  "data",  "val-data", "val-fraction",  "data-order", "pack",
+    "end-of-text",   "seed",       "batch", "seq-len",  "logit-softcap", "fused-lce",  "materialized-logits",
+    "lce-chunk",     "lce-memory", "log",   "plan",     "fit",           "device",     "other-tokenizer",
+    "device-memory", "dtype",      "ranks", "timeout"};
 enum { NAMES = sizeof names / sizeof *names };
 
 static void read_options(Options *o, int argc, char **argv) {

@@ -1,19 +1,85 @@
 #include "trainer/data.h"
 
 #include <ctype.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
+#include "data/json.h"
+#include "data/manifest.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"
 
+// Shards that tools/prepare_data.py made must be of the tokenizer of the model that they are for.
+static void require_tokenizer(const Options *o, const Source *source) {
+  Path own = path_in(o->origin ? o->origin : "", "tokenizer.json"), folder, last = {""};
+  if (!o->origin || o->other_tokenizer || !path_exists(own.text)) return;
+  for (int64_t i = 0; i < source->files; last = folder, i++) {
+    const char *path = source_path(source, i), *slash = strrchr(path, '/');
+    snprintf(folder.text, sizeof folder.text, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    if (!strcmp(folder.text, last.text) || !manifest_is_in(folder.text)) continue;
+    Path theirs = path_in(folder.text, "tokenizer.json");
+    size_t sizes[2] = {0};
+    char *mine = file_read(own.text, &sizes[0]), *other = file_read(theirs.text, &sizes[1]);
+    bool found = other, same = mine && other && sizes[0] == sizes[1] && !memcmp(mine, other, sizes[0]);
+    free(mine);
+    free(other);
+    if (!found)
+      warn("%s does not exist: nothing says whether %s is of the tokenizer of the model", theirs.text, path);
+    if (found && !same)
+      fail("%s is not of the model's tokenizer: %s and %s differ; make it again with tools/prepare_data.py "
+           "--tokenizer %s, or give --other-tokenizer to take it all the same",
+           path, theirs.text, own.text, o->origin);
+  }
+}
+
+// Where the checkpoint's run was in its data.
+static DataPlace saved_place(const Options *o, const RunData *d, const char **order) {
+  const cJSON *place = json_member(o->resumed_from, "place"), *pass = json_member(place, "pass"),
+              *tokens = json_member(place, "tokens");
+  *order = place ? json_text(place, "order") : d->order;
+  if (place && !(json_is_whole(pass) && json_is_whole(tokens) && *order))
+    fail("%s/trainer_state.json: \"place\" has no pass, tokens and order; name another checkpoint",
+         o->origin);
+  if (place) return (DataPlace){(int64_t)pass->valuedouble, (int64_t)tokens->valuedouble};
+  // Of an earlier version, which had no place.
+  const char *total = json_text(json_member(o->resumed_from, "settings"), "total-batch");
+  int64_t in_pass = d->loader.train_windows * o->seq_len, read;
+  if (__builtin_mul_overflow(o->first_step, total ? strtoll(total, NULL, 10) : o->total_batch, &read) ||
+      read < 0)
+    fail("%s/trainer_state.json: the setting total-batch is wrong; name another checkpoint", o->origin);
+  return (DataPlace){read / in_pass, read % in_pass};
+}
+
+static void go_on(const Options *o, RunData *d) {
+  const char *order;
+  DataPlace place = saved_place(o, d, &order);
+  if (strcmp(order, d->order)) {
+    warn("%s was saved %s tokens into pass %lld over \"%s\", and now there are \"%s\": a new pass begins in "
+         "place "
+         "of the rest",
+         o->origin, text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
+    place = (DataPlace){place.pass + (place.tokens > 0), 0};
+  }
+  loader_start(&d->loader, o->first_step, place);
+}
+
 RunData run_data_open(const Options *o) {
-  RunData d = {.source = source_open(o->data, arrlen(o->data), o->model.vocab_size)};
-  if (o->val_data) d.val_source = source_open(o->val_data, arrlen(o->val_data), o->model.vocab_size);
+  int64_t vocab_size = o->model.vocab_size;
+  SourceSplit split = o->train_step || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
+  RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, split)};
+  if (o->val_data)
+    d.val_source = source_open_split(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
+  const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
+  if (shared)
+    fail("%s is both in --data and in --val-data; leave it out of one, to validate on what is not trained on",
+         shared);
+  require_tokenizer(o, d.source);
+  if (d.val_source) require_tokenizer(o, d.val_source);
   if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);
   if (o->pack && d.val_source) source_pack(d.val_source, o->seq_len, o->end_of_text);
   d.loader = loader_create((LoaderOptions){.source = d.source,
@@ -24,6 +90,8 @@ RunData run_data_open(const Options *o) {
                                            .seed = o->seed,
                                            .order = o->data_order});
   loader_describe(&d.loader, d.text, sizeof d.text);
+  loader_describe_order(&d.loader, d.order, sizeof d.order);
+  if (o->resumed_from) go_on(o, &d);
   return d;
 }
 

@@ -8,9 +8,13 @@
 typedef struct {
   Source *source, *val_source; // val_source: of --val-data, or NULL
   Loader loader;
-  char text[256]; // loader_describe's
+  char text[256];  // loader_describe's
+  char order[256]; // loader_describe_order's
 } RunData;
 
+// Opens the data. A resumed run goes on from the checkpoint's place in them, or, with a warning, with a new
+// pass where the windows' order is another one. Fails where a file is both trained on and validated, and
+// where the tokenizer.json beside a manifest is not that of options->origin, unless other_tokenizer.
 RunData run_data_open(const Options *options);
 void run_data_close(RunData *data);
 

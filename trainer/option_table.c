@@ -14,25 +14,6 @@
 
 // --- values ------------------------------------------------------------------------------------------------
 
-static int64_t whole(const Option *o, const char *text) {
-  char *end;
-  errno = 0;
-  long long value = strtoll(text, &end, 10), min = (int64_t)o->min,
-            max = o->max > 0 ? (int64_t)o->max : INT64_MAX;
-  if (errno || end == text || *end || value < min || value > max)
-    fail("--%s %s: give a whole number from %lld to %lld", o->name, text, min, max);
-  return value;
-}
-
-static double number(const Option *o, const char *text) {
-  char *end;
-  errno = 0;
-  double value = strtod(text, &end);
-  if (errno || end == text || *end || !(value >= o->min && value <= o->max))
-    fail("--%s %s: give a number from %g to %g", o->name, text, o->min, o->max);
-  return value;
-}
-
 // The length of the word at `list`; *next is the one after it, in "a, b or c".
 static size_t word_length(const char *list, const char **next) {
   size_t length = strcspn(list, ", ");
@@ -49,21 +30,6 @@ static int place_in(const char *list, const char *text, size_t length) {
   return -1;
 }
 
-// The place of a choice; the bits of a set.
-static int64_t words(const Option *o, const char *text) {
-  bool several = o->type == OPTION_SET;
-  int64_t value = 0;
-  for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
-    end = word + (several ? strcspn(word, ",") : strlen(word));
-    int place = place_in(o->choices, word, (size_t)(end - word));
-    if (place < 0)
-      fail("--%s %s: give %s%s%s", o->name, text, several ? "one or more of " : "", o->choices,
-           several ? ", with commas between them" : "");
-    value |= several ? 1 << place : place;
-  }
-  return value;
-}
-
 static void store(const Option *o, void *field, int64_t value) {
   if (o->size == sizeof(bool))
     *(bool *)field = value != 0;
@@ -73,20 +39,63 @@ static void store(const Option *o, void *field, int64_t value) {
     *(int64_t *)field = value;
 }
 
+static bool set_whole(const Option *o, void *field, const char *text, Reason *reason) {
+  char *end;
+  errno = 0;
+  long long value = strtoll(text, &end, 10), min = (int64_t)o->min,
+            max = o->max > 0 ? (int64_t)o->max : INT64_MAX;
+  if (errno || end == text || *end || value < min || value > max)
+    return refuse(reason, "give a whole number from %lld to %lld", min, max);
+  store(o, field, value);
+  return true;
+}
+
+static bool set_number(const Option *o, double *field, const char *text, Reason *reason) {
+  char *end;
+  errno = 0;
+  double value = strtod(text, &end);
+  if (errno || end == text || *end || !(value >= o->min && value <= o->max))
+    return refuse(reason, "give a number from %g to %g", o->min, o->max);
+  *field = value;
+  return true;
+}
+
+// The place of a choice; the bits of a set.
+static bool set_words(const Option *o, void *field, const char *text, Reason *reason) {
+  bool several = o->type == OPTION_SET;
+  int64_t value = 0;
+  for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
+    end = word + (several ? strcspn(word, ",") : strlen(word));
+    int place = place_in(o->choices, word, (size_t)(end - word));
+    if (place < 0)
+      return refuse(reason, "give %s%s%s", several ? "one or more of " : "", o->choices,
+                    several ? ", with commas between them" : "");
+    value |= several ? 1 << place : place;
+  }
+  store(o, field, value);
+  return true;
+}
+
 static int64_t stored(const Option *o, const void *field) {
   return o->size == sizeof(bool)  ? *(const bool *)field
          : o->size == sizeof(int) ? *(const int *)field
                                   : *(const int64_t *)field;
 }
 
-void option_set(const Option *o, void *values, const char *text) {
+bool option_try_set(const Option *o, void *values, const char *text, Reason *reason) {
   void *field = (char *)values + o->offset;
+  if (o->type == OPTION_WHOLE) return set_whole(o, field, text, reason);
+  if (o->type == OPTION_NUMBER) return set_number(o, field, text, reason);
+  if (o->type == OPTION_CHOICE || o->type == OPTION_SET) return set_words(o, field, text, reason);
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
-  if (o->type == OPTION_WHOLE) store(o, field, whole(o, text));
-  if (o->type == OPTION_NUMBER) *(double *)field = number(o, text);
-  if (o->type == OPTION_CHOICE || o->type == OPTION_SET) store(o, field, words(o, text));
   if (o->type == OPTION_TEXT) *(const char **)field = text;
   if (o->type == OPTION_LIST) arrput(*(const char ***)field, text);
+  return true;
+}
+
+void option_set(const Option *o, void *values, const char *text) {
+  Reason reason;
+  if (!option_try_set(o, values, text, &reason)) fail("--%s %s: %s", o->name, text, reason.text);
 }
 
 double option_number(const Option *o, const void *values) {

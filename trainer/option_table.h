@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/fail.h"
+
 typedef enum {
   OPTION_END,
   OPTION_GROUP,  // a heading of --help: its text is `help`
@@ -47,8 +49,9 @@ typedef struct {
 // `excludes`, unless a number of the two is 0 or a choice its first.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
-// One value as from the command line.
+// One value as from the command line. option_try_set: or false with a reason, "give a number from 1 to 9".
 void option_set(const Option *option, void *values, const char *text);
+bool option_try_set(const Option *option, void *values, const char *text, Reason *reason);
 // The value as the command line would have it ("" for a flag): what option_set reads back, bit for bit. False
 // for a flag whose value is not set. Not of texts and lists. option_number: of a choice its place.
 bool option_text(const Option *option, const void *values, char text[64]);

@@ -9,6 +9,7 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
+#include "data/manifest.h"
 #include "kernels/fail.h"
 #include "kernels/memory.h"
 #include "kernels/ranks/ranks.h"
@@ -40,7 +41,7 @@ const Option options_rows[] = {
     {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
     {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), HELP("The head has its own matrix")},
     {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
-     HELP("Base of the rotary frequencies (not GPT-2; default the preset's)")},
+     HELP("Base of the rotary frequencies (not GPT-2; default the preset's, or what --init says)")},
 
     {GROUP("Job")},
     {WHOLE("batch", "B", batch, 1, MAX), DEFAULT("4"), .flags = SETTING, HELP("Sequences in a micro-batch")},
@@ -87,7 +88,8 @@ const Option options_rows[] = {
      HELP("Keep the logits of all tokens, to compare with")},
     {WHOLE("lce-chunk", "TOKENS", pass.chunk, 1, MAX), .flags = SETTING,
      EXCLUDES("lce-memory", "both choose the chunk"),
-     HELP("Tokens per chunk, up to 4096 (default B x T / 9, at least 112; on cuda 1024 or an eighth)")},
+     HELP("Most tokens in a chunk, up to 4096 (default B x T / 9 or 112, the larger; on cuda 1024 or an "
+          "eighth); chunks are nearly equal, so that 256 tokens make three of 86")},
     {WHOLE("lce-memory", "MIB", lce_memory, 1, 1 << 30),
      HELP("Choose the largest chunk with which LM head + loss hold at most this much")},
     {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING,
@@ -107,10 +109,13 @@ const Option options_rows[] = {
     {GROUP("Data")},
     {LIST("data", "PATH", data),
      HELP("Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; may be given again "
-          "(default: this source tree)")},
+          "(default: this source tree). Of a directory by tools/prepare_data.py its train_*.bin")},
     {LIST("val-data", "PATH", val_data),
      EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
-     HELP("Separate validation data (default: a held-out part of --data)")},
+     HELP("Separate validation data (default: val_*.bin of a --data directory by tools/prepare_data.py, else "
+          "a held-out part of --data)")},
+    {FLAG("other-tokenizer", other_tokenizer, true), .flags = SETTING,
+     HELP("Accept shards made with another tokenizer than the one in --init")},
     {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"),
      .flags = SETTING, HELP("shuffled, or sequential: windows in file order, one token shared, as in llm.c")},
     {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
@@ -267,9 +272,26 @@ static void require_agreement(const Options *o, const Options *requested) {
     const Option *row = &options_rows[i];
     if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
     double wanted = option_number(row, requested), have = option_number(row, o);
+    if (wanted != have && row->type == OPTION_FLAG)
+      fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
+           o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
     if (wanted != have)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
            row->name, wanted, o->origin, have);
+  }
+}
+
+// What a directory's model may change: other rotary frequencies, or more positions, extend the context.
+static void change_positions(Options *o, const Options *requested) {
+  static const char *const names[] = {"rope-theta", "max-position-embeddings"};
+  size_t length = 0;
+  for (int i = 0; i < 2 && !o->model.learned_positions; i++) {
+    const Option *row = &options_rows[option_row(options_rows, names[i])];
+    double wanted = option_number(row, requested), have = option_number(row, o);
+    if (!options_given(o, names[i]) || wanted == have) continue;
+    memcpy((char *)o + row->offset, (const char *)requested + row->offset, row->size);
+    length += (size_t)snprintf(o->changes + length, sizeof o->changes - length,
+                               "%s--%s %.10g in place of %.10g", length ? ", " : "", names[i], wanted, have);
   }
 }
 
@@ -279,6 +301,7 @@ static void resolve_model(Options *o) {
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;
   if (options_given(o, "logit-softcap"))
     o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
+  if (o->origin) change_positions(o, &requested);
   model_config_check(&o->model);
   if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
     fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
@@ -351,6 +374,10 @@ static void resolve_job(Options *o) {
   if (o->schedule.warmup_steps > o->steps && !o->resumed_from)
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
+  if (o->first_step > o->steps)
+    fail("--steps %lld: %s is after step %lld already; give --steps above that, or resume from an earlier "
+         "checkpoint",
+         (long long)o->steps, o->origin, (long long)o->first_step);
   if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
@@ -385,6 +412,10 @@ void options_parse(Options *o, const OptionTable *table, int argc, char **argv) 
   option_table_parse(table, o, given, argc, argv);
   for (int i = 0; table->rows[i].type != OPTION_END; i++)
     if (given[i]) o->given[option_row(options_rows, table->rows[i].name)] = true;
+  if (o->val_data || options_given(o, "val-fraction")) return;
+  for (int64_t i = 0; i < arrlen(o->data); i++)
+    if (manifest_has_validation(o->data[i])) arrput(o->val_data, o->data[i]);
+  o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
 }
 
 // An earlier log may be written over, but not while it is read as text.

@@ -34,6 +34,7 @@ typedef struct {
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   const char *preset;          // NULL: none was named
   ModelConfig model;
+  char changes[128]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
   // job
   int64_t batch, seq_len; // of a micro-batch on one rank: sequences, and tokens in each
   int64_t total_batch;    // tokens in an optimizer step, over micro-batches and ranks
@@ -55,7 +56,8 @@ typedef struct {
   enum { PACK_NONE, PACK_DOCUMENTS } pack;
   int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
   double val_fraction;
-  bool masked; // some of the data has a mask, or windows are padded: training targets may be ignored
+  bool other_tokenizer; // the data may have another tokenizer than the model
+  bool masked;          // some of the data has a mask, or windows are padded: training targets may be ignored
   // evaluation
   int64_t eval_every, eval_batches, sample_every;
   Generation generation;          // all but prompt, window and seed
@@ -94,7 +96,8 @@ void options_resolve(Options *options);                     // all but what depe
 void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
 void options_free(Options *options);
 
-// options_read for a program that has some of these options: their rows are the table's.
+// options_read for a program that has some of these options: their rows are the table's. Without validation
+// options, --data directories with a manifest of validation shards are --val-data, too.
 void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
 // Whether --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);

@@ -137,11 +137,14 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
     source_describe_left(sources[i], left, sizeof left);
     if (*left) printf("         %s\n", left);
   }
+  if (data->val_source) printf("         validation data: %s\n", data->val_source->name);
   if (o->resumed_from)
-    printf("resumed  %s, after step %lld of %lld\n", o->origin, (long long)o->first_step,
-           (long long)o->steps);
+    printf("resumed  %s, after step %lld of %lld and %s tokens of pass %lld over the data\n", o->origin,
+           (long long)o->first_step, (long long)o->steps, text_grouped(data->loader.start.tokens).text,
+           (long long)data->loader.start.pass + 1);
   else if (o->origin)
     printf("weights  %s\n", o->origin);
+  if (*o->changes) printf("         with %s\n", o->changes);
   if (o->train_step) print_saving(o);
 }
 
@@ -167,6 +170,7 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUM("parameters", model_parameter_count(&o->model)),
       NUM("num_hidden_layers", o->model.num_hidden_layers), NUM("total_batch", o->total_batch),
       NUM("ranks", o->ranks), NUM("steps", o->steps), NUM("seed", o->seed),
+      OPTIONAL("rope_theta", o->model.learned_positions ? NAN : o->model.rope_theta),
       {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8)}, STR("data", data),
       OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
@@ -229,8 +233,16 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
 }
 
 void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
-  double rate = (double)r->options->total_batch * count / seconds, each = seconds / count;
+  const StepResult *last = NULL; // that has a loss
+  int made = 0;
+  for (const StepResult *s = results; s < results + count; s++)
+    if (s->counted) made++, last = s;
+  double rate = (double)r->options->total_batch * made / seconds, each = seconds / made;
   for (const StepResult *s = results; s < results + count; s++) {
+    if (!s->counted) {
+      LOG("step", NUM("step", s->step + 1), NUM("tokens", 0));
+      continue;
+    }
     LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
         OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
         OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
@@ -241,15 +253,17 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
     r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
   }
-  if (r->steps_done > 0) {
-    r->steps_timed += count;
+  if (r->steps_done > r->steps_skipped) {
+    r->steps_timed += made;
     r->seconds_timed += seconds;
   }
   r->steps_done += count;
+  r->steps_skipped += count - made;
+  if (!made) return;
   // An exponential moving average, since the first steps are slower.
   r->smoothed_seconds = r->smoothed_seconds > 0 ? 0.8 * r->smoothed_seconds + 0.2 * each : each;
   Backend *backend = trainer->backend;
-  print_progress(r, &results[count - 1], backend->ops->device_bytes_now(backend));
+  print_progress(r, last, backend->ops->device_bytes_now(backend));
 }
 
 bool report_due(const Report *r, const Trainer *t) {
@@ -260,10 +274,14 @@ bool report_due(const Report *r, const Trainer *t) {
 void report_collect(Report *r, Trainer *t, RunState *state) {
   StepResult results[TRAINER_PENDING];
   int count = trainer_collect(t, results);
+  state->skipped = t->skipped;
   if (!count) return;
   double seconds = now_seconds() - r->since; // only now has the device done them all
-  if (isnan(state->first_loss)) state->first_loss = results[0].loss;
-  state->last_loss = results[count - 1].loss;
+  for (int i = 0; i < count; i++) {
+    if (!results[i].counted) continue;
+    if (isnan(state->first_loss)) state->first_loss = results[i].loss;
+    state->last_loss = results[i].loss;
+  }
   report_steps(r, t, results, count, seconds);
   t->step_seconds = r->smoothed_seconds;
 }
@@ -371,9 +389,13 @@ void report_summary(Report *r, Trainer *trainer, const RunState *state, double e
   MemoryColumn peak = largest_peak(trainer);
   double per_step = r->steps_timed ? r->seconds_timed / (double)r->steps_timed : NAN;
   double rate = (double)o->total_batch / per_step;
-  double dropped_tiles = r->dropped_tiles / (double)r->steps_done;
-  double dropped_mass = r->dropped_mass / (double)r->steps_done;
+  double made = (double)(r->steps_done - r->steps_skipped);
+  double dropped_tiles = r->dropped_tiles / made, dropped_mass = r->dropped_mass / made;
 
+  if (state->skipped)
+    warn("%lld of %lld steps had no target that counts: they have no loss and updated nothing; a larger "
+         "--total-batch leaves fewer such steps",
+         (long long)state->skipped, (long long)(o->first_step + r->steps_done));
   printf("\nloss     ");
   if (isfinite(state->first_loss))
     printf("%.4f at first, %.4f at last; ", state->first_loss, state->last_loss);

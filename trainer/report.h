@@ -20,6 +20,7 @@ typedef struct {
   double peak;             // gpu_peak_flops of all ranks
   double smoothed_seconds; // per step
   int64_t steps_done;      // by this run
+  int64_t steps_skipped;   // of them: without a target that counts
   int64_t steps_timed;     // after the first ones,
   double seconds_timed;    // without validation and samples
   double since; // when the steps under way began; the caller sets it again after whatever else takes time

@@ -26,16 +26,26 @@ static bool setting_text(const Options *o, const Option *row, unsigned flags, ch
 
 static void take_paths(const char ***list, const Options *o, const char *member) {
   cJSON *item, *paths = cJSON_GetObjectItemCaseSensitive(o->resumed_from, member);
+  bool good = !paths || cJSON_IsArray(paths);
   cJSON_ArrayForEach(item, paths) {
     const char *path = json_bytes(item);
+    good &= path != NULL;
     if (path) arrput(*list, path);
   }
+  if (!good)
+    fail("%s/trainer_state.json: %s is no list of paths; name the data with --data and --val-data", o->origin,
+         member);
 }
 
 // A setting's value as a message has it. NULL: of a flag that is not set, or older than the option.
 static const char *value_words(const Option *row, const char *text) {
   if (!text) return row->initial ? row->initial : "not set";
   return *text ? text : "set";
+}
+
+static _Noreturn void refuse_setting(const Options *o, const Option *row, const Reason *reason) {
+  fail("%s/trainer_state.json: the setting %s is wrong: %s; give --%s here, or name another checkpoint",
+       o->origin, row->name, reason->text, row->name);
 }
 
 static void take_settings(Options *o) {
@@ -50,11 +60,14 @@ static void take_settings(Options *o) {
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
     unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
-    const char *value = row->flags & taken && !o->given[i] ? json_text(settings, row->name) : NULL;
+    const cJSON *item = row->flags & taken && !o->given[i] ? json_member(settings, row->name) : NULL;
+    const char *value = cJSON_GetStringValue(item);
+    Reason reason = {"it is no text"};
+    if (item && !value) refuse_setting(o, row, &reason);
     dtypes_given |= row->flags & GPU_SETTING && o->given[i];
     if (!value || option_excluded_by(options_rows, o, o->given, i) >= 0) continue;
     if (!option_needs_met(options_rows, o, i)) continue;
-    option_set(row, o, value);
+    if (!option_try_set(row, o, value, &reason)) refuse_setting(o, row, &reason);
     o->given[i] = true;
   }
   o->dtypes_from_gpu = from_gpu && !dtypes_given;
@@ -123,8 +136,10 @@ static cJSON *paths(const char **list) {
 }
 
 static cJSON *state_json(const Options *o, const RunState *state, DeviceKind device, int64_t step,
-                         const char *data) {
+                         const RunData *data) {
   cJSON *settings = cJSON_CreateObject();
+  DataPlace at = loader_place(&data->loader, step, o->total_batch / o->seq_len);
+  const LogField place[] = {NUM("pass", at.pass), NUM("tokens", at.tokens), STR("order", data->order), {0}};
   char text[64];
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
     if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, text))
@@ -135,8 +150,10 @@ static cJSON *state_json(const Options *o, const RunState *state, DeviceKind dev
                                        NUM("last_loss", state->last_loss),
                                        NUM("val_loss", state->val_loss),
                                        NUM("val_step", state->val_step),
+                                       NUM("skipped_steps", state->skipped),
+                                       {"place", .item = log_object(place)},
                                        {"settings", .item = settings},
-                                       STR("data", data),
+                                       STR("data", data->text),
                                        {"data_paths", .item = paths(o->data)},
                                        {"val_data_paths", .item = paths(o->val_data)},
                                        {0}});
@@ -166,14 +183,16 @@ static void warn_of_changes(const Options *o, const char *data) {
          data_then, o->origin, data);
 }
 
-Checkpoints resume_open(const Options *o, const char *data) {
-  const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step");
+Checkpoints resume_open(const Options *o, const RunData *data) {
+  const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step"),
+              *skipped = json_member(json, "skipped_steps");
   Checkpoints c = {.saved_step = json ? o->first_step : -1,
                    .state = {.first_loss = saved_loss(json, "first_loss"),
                              .last_loss = saved_loss(json, "last_loss"),
                              .val_loss = saved_loss(json, "val_loss"),
-                             .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1}};
-  if (json) warn_of_changes(o, data);
+                             .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1,
+                             .skipped = json_is_whole(skipped) ? (int64_t)skipped->valuedouble : 0}};
+  if (json) warn_of_changes(o, data->text);
   if (o->save && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
@@ -185,7 +204,7 @@ Checkpoints resume_open(const Options *o, const char *data) {
 }
 
 bool resume_save(Checkpoints *c, const Options *o, const Model *model, Backend *backend, int64_t step,
-                 const char *data) {
+                 const RunData *data) {
   Reason reason;
   cJSON *json = state_json(o, &c->state, backend->device, step, data);
   int32_t saved = checkpoint_save(&c->store, model, backend, step, json, &reason);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "model/checkpoint/checkpoint.h"
-#include "trainer/options.h"
+#include "trainer/data.h"
 
 // Finds origin, resumed_from and first_step for init, resume and save. Options that were not given take the
 // checkpoint's values, where those that were given allow it. Fails when what is named is missing or damaged.
@@ -14,6 +14,7 @@ void resume_require_same(const Options *options, Backend *backend, const char *d
 typedef struct {
   double first_loss, last_loss, val_loss; // NaN where there is none
   int64_t val_step;                       // the step that val_loss was measured after; -1: none
+  int64_t skipped;                        // steps without a target that counts
 } RunState;
 
 typedef struct {
@@ -24,7 +25,7 @@ typedef struct {
 
 // With the state of options->resumed_from. Warns of every setting, and of data, that differ from those of
 // now.
-Checkpoints resume_open(const Options *options, const char *data);
+Checkpoints resume_open(const Options *options, const RunData *data);
 // The checkpoint after `step` steps. False, with a warning, where it cannot be written. Call it on all ranks.
 bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,
-                 int64_t step, const char *data);
+                 int64_t step, const RunData *data);

@@ -10,7 +10,7 @@ enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds
 int64_t trainer_load(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
   const Backend *b = t->backend;
-  int64_t tokens = o->batch * o->seq_len, counted = 0;
+  int64_t tokens = o->batch * o->seq_len, counted = loader ? 0 : o->total_batch;
   for (int64_t m = 0; loader && m < o->micro_steps; m++) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;

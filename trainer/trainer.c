@@ -126,6 +126,14 @@ void trainer_end_step(Trainer *t, StepResult result) {
   t->pending[t->pending_count++] = result;
 }
 
+bool trainer_skips(Trainer *t, int64_t step, int64_t counted) {
+  if (counted) return false;
+  trainer_share_results(t); // whether to stop, too
+  trainer_end_step(t, (StepResult){.step = step});
+  t->skipped++;
+  return true;
+}
+
 int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
   int count = t->pending_count;
   if (!count) return 0;
@@ -137,10 +145,10 @@ int trainer_collect(Trainer *t, StepResult results[TRAINER_PENDING]) {
     StepResult *r = &results[i];
     *r = t->pending[i];
     for (int k = 0; k < RESULT_STATISTICS; k++) {
-      double over = k == RESULT_TILES_DROPPED ? (double)sums[RESULT_TILES] : (double)r->counted;
+      double over = k == RESULT_TILES_DROPPED && r->counted ? (double)sums[RESULT_TILES] : (double)r->counted;
       r->means[k] = !tensor_exists(t->statistics[k]) ? NAN : over > 0 ? (double)sums[k] / over : 0;
     }
-    r->grad_norm = (double)sums[RESULT_NORM];
+    r->grad_norm = r->counted ? (double)sums[RESULT_NORM] : 0;
     t->stopping |= sums[RESULT_STOP] > 0;
     t->agreed_seconds = (double)sums[RESULT_SECONDS] / t->backend->ranks;
   }
@@ -158,6 +166,7 @@ void trainer_gradient_pass(Trainer *t) {
 
 void trainer_dump(const Trainer *t) {
   Reason reason;
+  if (!*t->host_max_counted) fail("--dump: no target of the first step counts; raise --batch or --seq-len");
   Folder folder = folder_begin(t->options->dump, "first-step", NULL);
   const ParameterSet *p = &t->model.parameters;
   const TensorToStore per_token[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},

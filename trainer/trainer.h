@@ -30,8 +30,8 @@ enum {
 typedef struct {
   int64_t step, counted; // from 0; counted targets
   double grad_norm, learning_rate;
-  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted, NaN where they are not
-  // requested.
+  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted (trainer_skips), NaN where
+  // they are not requested.
   union {
     struct {
       double loss, z_loss;                        // --z-loss
@@ -57,6 +57,7 @@ typedef struct Trainer {
   int64_t *host_max_counted; // of each micro-batch: counted targets, the maximum over the ranks
   StepResult pending[TRAINER_PENDING];
   int pending_count;
+  int64_t skipped; // steps so far without a target that counts, those before a resume included: the caller's
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   bool cut_short;       // the last validation, by a signal
@@ -85,8 +86,10 @@ TrainStep train_step;
 // Around all else of a step. `result` has what the host knows; trainer_collect adds what the device computed.
 void trainer_begin_step(Trainer *trainer);
 void trainer_end_step(Trainer *trainer, StepResult result);
-// Reads this rank's micro-batches of the step (none without a loader); returns how many targets count in all
-// ranks'.
+// Where no target counts: ends the step without a loss and without an update. All ranks agree.
+bool trainer_skips(Trainer *trainer, int64_t step, int64_t counted);
+// Reads this rank's micro-batches of the step; returns how many targets count in all ranks'. A plan has no
+// loader, and all count.
 int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
 // Copies micro-batch m to the device; in a plan it has only its shape. `masked` lists the positions of the
 // targets that count, then the ignored ones: the loss is computed for the former.

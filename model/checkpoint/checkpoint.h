@@ -6,7 +6,7 @@
 //
 // A checkpoint appears whole or not at all: its files are written into DIR/.saving-step-000100 and synced,
 // and the folder is synced and renamed; a later run removes what a killed one left. Nothing in it depends on
-// the number of ranks: the data's position and every random number follow from the step and the seed.
+// the number of ranks: every random number follows from the step and the seed; the place in the data is kept.
 //
 // Only a folder with one of these names is removed that holds nothing but regular files with these names and
 // a trainer_state.json of that step. Links are not followed; anything else stays, with a warning.

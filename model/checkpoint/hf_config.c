@@ -300,8 +300,26 @@ static cJSON *describe(const ModelConfig *c) {
   return json;
 }
 
+// A number that a run may change, wherever the file has it; added where it is absent and not the default.
+static void change_number(cJSON *json, const char *name, double value, double standard) {
+  cJSON *places[] = {json, cJSON_GetObjectItemCaseSensitive(json, "rope_parameters"),
+                     cJSON_GetObjectItemCaseSensitive(json, "rope_scaling")};
+  bool found = value == standard;
+  for (int i = 0; i < 3; i++) {
+    cJSON *item = cJSON_GetObjectItemCaseSensitive(places[i], name);
+    if (cJSON_IsNumber(item)) cJSON_SetNumberValue(item, value), found = true;
+  }
+  if (!found) set(json, name, cJSON_CreateNumber(value));
+}
+
 char *hf_config_write(const ModelConfig *c, Dtype dtype, const char *original) {
   cJSON *json = original ? cJSON_Parse(original) : describe(c);
+  const ModelConfig *standard = &model_families[c->family].config;
+  if (!c->learned_positions) {
+    change_number(json, "rope_theta", c->rope_theta, standard->rope_theta);
+    change_number(json, "max_position_embeddings", (double)c->max_position_embeddings,
+                  (double)standard->max_position_embeddings);
+  }
   static const char softcap[] = "final_logit_softcapping"; // a run may change it
   if (c->final_logit_softcapping > 0)
     set(json, softcap, cJSON_CreateNumber(c->final_logit_softcapping));

@@ -47,6 +47,11 @@ static void mark_row(char *seen, const int32_t *tokens, const int32_t *targets, 
   for (int64_t p = first; p <= first + seq_len; p++) assert_int_equal(seen[p]++, 0);
 }
 
+static void mark_inputs(char *seen, const int32_t *tokens, const int32_t *targets, int64_t seq_len) {
+  int64_t first = assert_row(tokens, targets, seq_len);
+  for (int64_t p = first; p < first + seq_len; p++) assert_int_equal(seen[p]++, 0);
+}
+
 TEST(no_position_is_trained_on_twice_or_validated) {
   enum { B = 4 };
   const int64_t lengths[] = {1, 3, 7, 16}, sizes[] = {34, 35, 100, 257, 1000};
@@ -295,6 +300,43 @@ TEST(sequential_windows_overlap_by_a_token) {
   ASSERT_FAILS(loader_create(options), "needs 15");
   options.validation_fraction = 0;
   ASSERT_FAILS(loader_create(options), "holds 7 tokens and one window of --seq-len 7 + 1 tokens needs 8");
+  source_close(source);
+}
+
+// A pass that goes on, in sequential order with another T, has every token once, and then the next one begins.
+TEST(a_pass_goes_on_where_it_was) {
+  enum { COUNT = 613, MOST = 16, STEP = 7 };
+  Source *source = open_counting("counting.bin", COUNT);
+  for (int i = 0; i < 600; i++) {
+    bool shuffled = i % 3 == 0;
+    DataPlace place = {i % 5, 0};
+    char seen[COUNT] = {0}, order[2][256];
+    int64_t T = 0, next = 0, read = 0, tokens_read = 0;
+    for (int part = 0; part < 2; part++) {
+      if (!part || !shuffled) T = 1 + (int64_t)(random_bits(1, (uint64_t)part, (uint64_t)i) % MOST);
+      Loader loader = loader_create((LoaderOptions){.source = source,
+                                                    .batch = 1,
+                                                    .seq_len = T,
+                                                    .seed = 3,
+                                                    .order = shuffled ? ORDER_SHUFFLED : ORDER_SEQUENTIAL});
+      loader_describe_order(&loader, order[part], sizeof order[part]);
+      loader_start(&loader, STEP, place);
+      int64_t windows = 0, stop = (int64_t)(random_bits(2, 0, (uint64_t)i) % (uint64_t)loader.train_windows);
+      for (; (part || windows < stop) && loader_place(&loader, STEP + windows, 1).pass == i % 5; windows++) {
+        int32_t tokens[MOST], targets[MOST];
+        train_batch(&loader, STEP + windows, tokens, targets);
+        mark_inputs(seen, tokens, targets, T);
+        if (!shuffled) assert_int_equal(tokens[0], next);
+        next = tokens[0] + T;
+      }
+      place = loader_place(&loader, STEP + windows, 1);
+      read += windows, tokens_read += windows * T;
+      if (!part) assert_true(place.pass == i % 5 && place.tokens == windows * T);
+      if (part) assert_true(place.pass == i % 5 + 1 && place.tokens == 0);
+      if (part) assert_true(shuffled ? read == loader.train_windows : COUNT - 1 - tokens_read < 2 * T);
+    }
+    assert_string_equal(order[0], order[1]);
+  }
   source_close(source);
 }
 

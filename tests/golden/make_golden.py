@@ -12,7 +12,7 @@
 
 Made with torch 2.15.0 and transformers 5.23.0. Everything is drawn from fixed seeds.
 """
-import argparse, json, math, pathlib, struct, subprocess, sys, tempfile
+import argparse, json, math, pathlib, shutil, struct, subprocess, sys, tempfile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -263,7 +263,7 @@ def compare(name, program):
     tokens, targets = windows(shard)
     with tempfile.TemporaryDirectory() as scratch:
         scratch = pathlib.Path(scratch)
-        common = ["--data", shard, "--val-data", shard, "--batch", BATCH, "--seq-len", SEQ]
+        common = ["--data", shard, "--val-data", shutil.copy(shard, scratch), "--batch", BATCH, "--seq-len", SEQ]
         run(program, "--init", folder, "--steps", STEPS, "--schedule", "constant", "--warmup", 0, "--lr", ADAMW["lr"],
             "--epsilon", ADAMW["eps"], "--weight-decay", ADAMW["weight_decay"], "--grad-clip", CLIP, "--eval-batches", 0,
             "--save", scratch / "trained", "--log", scratch / "log.jsonl", *common)

@@ -4,6 +4,7 @@ import math
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import struct
 import sys
@@ -22,7 +23,7 @@ def trained():
     """A model, its data and its log, the last line of which has the loss over all of them."""
     folder = pathlib.Path(keep.name)
     shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(700)])
-    train(TINY + f"--steps 2 --data {shard} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
+    train(TINY + f"--steps 2 --data {shutil.copy(shard, folder / 'train.bin')} --val-data {shard} --eval-batches 0 --save {folder}/model --log {folder}/log").ok()
     return folder / "model", shard, read_log(folder / "log")[-1]
 
 
@@ -36,6 +37,13 @@ def test_evaluates(folder):
         assert [line["event"] for line in log] == ["start", "validation", "summary"] and not column(log, "grad_norm"), log
         assert abs(log[-1]["val_loss"] - summary["val_loss"]) < 1e-6, (log, summary)
         assert math.isclose(log[-1]["perplexity"], math.exp(log[-1]["val_loss"])), log
+    # Of a folder that tools/prepare_data.py made its validation shards, whether the others are there or not.
+    shutil.copy(shard, folder / "val_000000.bin")
+    (folder / "manifest.json").write_text('{"format": "lce.c shards"}')
+    for option in "--val-data", "--data", "--val-data":
+        evaluate(f"--init {model} --seq-len 16 {option} {folder} --log {folder}/log").ok()
+        assert abs(read_log(folder / "log")[-1]["val_loss"] - summary["val_loss"]) < 1e-6
+        write_shard(folder / "train_000000.bin", [1] * 700)
     # A byte of text is a token: bits per byte are the loss in bits.
     evaluate(f"--init {model} --data {TEXT} --val-fraction 0.5 --log {folder}/log").ok(" bits per byte")
     validation = read_log(folder / "log")[1]

@@ -13,7 +13,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
-                     train, write_shard)
+                     train, write_mask, write_shard)
 from tap import Skip  # noqa: E402
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
@@ -239,8 +239,8 @@ def test_wrong_data(folder):
     # Data of which nothing counts; one target that counts is enough.
     for name in ("bare", "full", "one"):
         write_shard(folder / f"{name}.bin", 400 * [1])
-    for name, marks in (("bare", bytes(50)), ("one", bytes(25) + b"\1" + bytes(24))):
-        write_shard(folder / f"{name}.mask", marks, magic=20261120, count=400)
+    for name, counts in (("bare", 400 * [0]), ("one", [i == 200 for i in range(400)])):
+        write_mask(folder / f"{name}.mask", counts)
     for data, val_data, part in (("bare", "full", "training windows"), ("full", "bare", "validation batches")):
         train(TINY + f"--data {folder}/{data}.bin --val-data {folder}/{val_data}.bin").refused(
             "bare.bin", f"no target of the {part} counts")
@@ -583,6 +583,74 @@ def test_shards(folder):
     assert abs(sum(floats(dumped["loss"])) / 48 / first["loss"] - 1) < 1e-5 and abs(norm / first["grad_norm"] - 1) < 1e-5
 
 
+def made_by_prepare_data(folder, **counts):
+    """A folder as tools/prepare_data.py makes it."""
+    folder.mkdir()
+    for name, count in counts.items():
+        write_shard(folder / f"{name}_000000.bin", [i * i % 61 for i in range(count)])
+    (folder / "manifest.json").write_text('{"format": "lce.c shards", "splits": {}}')
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    return folder
+
+
+# Of a folder with a manifest --data takes the training shards, and what validates is its own, unless more is said.
+def test_a_folder_of_prepare_data(folder):
+    line, made, bare = TINY + "--steps 1 --sample-every 0 --data ", made_by_prepare_data(folder / "made", train=600, val=100), folder / "bare"
+    shutil.copytree(made, bare)
+    (bare / "manifest.json").write_text('{"format": "another"}')
+    (folder / "both").mkdir()
+    shutil.copytree(made, folder / "both/again")
+    other = write_shard(folder / "other.bin", [1, 2] * 50)
+    for options, says, own in ((f"{made}", "600 tokens; 35 training and 7 validation", made), (f"{made} --val-fraction 0.2", "28 training and 7", ""),
+                               (f"{made} --val-data {other}", "35 training and 7", other), (f"{folder}/both", "600 tokens; 33 training", ""),
+                               (f"{bare}", "2 files, 700 tokens; 39 training and 2 validation", ""), (f"{other} --val-data {made}", "7 validation", made),
+                               (f"{other} --val-data {bare}", "44 validation", bare)):
+        output = train(line + options).ok(says)
+        assert (f"validation data: {own}\n" in output.out) == bool(own) and ("validation data: " in output.out) == bool(own), output
+    train(f"{line} {made} --save {folder}/saved").ok()
+    assert f"validation data: {made}\n" in (output := train(f"--device cpu --resume {folder}/saved --steps 2").ok()).out
+    assert output.err.count("lce:") == 1, output  # of --steps
+    (folder / "link.bin").symlink_to(made / "train_000000.bin")
+    for options in (f"{made} --val-data {folder}/link.bin", f"'{made}/*.bin' --val-data {made}", f"{bare} --val-data {bare}/val_000000.bin"):
+        train(line + options).refused(".bin is both in --data and in --val-data; leave it out of one")
+    train(TINY + "--val-data README.md").refused("README.md is both in")
+
+
+# Shards of another tokenizer than the model's are refused, however they are named, unless that is what is wanted.
+def test_shards_of_another_tokenizer(folder):
+    made, model = made_by_prepare_data(folder / "made", train=600, val=100), shutil.copytree(ROOT / "tests/golden/llama", folder / "model")
+    line = f"--device cpu --init {model} --steps 1 --batch 1 --seq-len 16 --sample-every 0 "
+    train(line + f"--data {made}").ok()  # the model has none
+    shutil.copy(made / "tokenizer.json", model)
+    assert "differ" not in train(line + f"--data {made}").ok().err
+    (made / "tokenizer.json").write_text('{"model": 2}')
+    for options in (f"--data {made}", f"--data '{made}/train_*.bin'", f"--val-data {made}/val_000000.bin --data {model}/tokens.bin"):
+        train(line + options).refused("is not of the model's tokenizer: ", "or give --other-tokenizer")
+    train(line + f"--data {made} --other-tokenizer --save {folder}/saved").ok()
+    assert (output := train(f"--device cpu --resume {folder}/saved --steps 2").ok()).err.count("lce:") == 2, output
+    os.remove(made / "tokenizer.json")
+    assert "tokenizer.json does not exist: nothing says" in train(line + f"--data {made}").ok().err
+
+
+# A model's context is extended: by another base of its rotary frequencies and more positions, which its config then has.
+def test_a_longer_context(folder):
+    line = f"--device cpu --data {write_shard(folder / 'data.bin', 400 * [4, 2])} --batch 1 --steps 1 --sample-every 0 "
+    longer = "--rope-theta 7 --max-position-embeddings 128 "
+    train(line + "--init tests/golden/llama --seq-len 128").refused("lower it, or raise --max-position-embeddings")
+    model = shutil.copytree(ROOT / "tests/golden/llama", folder / "model")
+    for name in ("kept", "rope_parameters"):  # a file need not say what is the default
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != name}))
+        train(line + f"--init {model} {longer} --seq-len 70 --save {folder}/{name} --log {folder}/log").ok(
+            "with --rope-theta 7 in place of 10000, --max-position-embeddings 128 in place of 64\n")
+        config = json.loads((folder / name / "config.json").read_text())
+        assert config.get("rope_parameters", config)["rope_theta"] == 7 and config["max_position_embeddings"] == 128
+    assert read_log(folder / "log")[0]["rope_theta"] == 7
+    assert " in place of " not in train(line + f"--init {folder}/kept {longer} --seq-len 70 --log {folder}/again").ok().out
+    train(line + f"--init {folder}/kept --seq-len 70 --rope-theta 10000 --log {folder}/other").ok()
+    assert column(read_log(folder / "again"), "loss") != column(read_log(folder / "other"), "loss")
+
+
 # One line for each event: number, step, time, name, total, and the categories, which add up to the total.
 def test_timeline(folder):
     train(TINY + f"--steps 5 --sample-every 0 --timeline {folder}/timeline.csv").ok()
@@ -652,7 +720,8 @@ def test_full_log(folder):
     output = run("bash", "-c", f"ulimit -f 200; exec {TRAIN} {ENDLESS} --warmup 0 --save {folder}/full --log {folder}/log")
     assert output.status == 1 and output.err.endswith("/log: File too large\n") and output.err.count("\n") == 1, output
     assert "saved in " in output.out and re.search(r"stopped after step \d+\nstep ", output.out), output
-    train(f"--device cpu --resume {folder}/full --steps 1 --log {folder}/log").ok()
+    done = re.search(r"stopped after step (\d+)", output.out)[1]
+    train(f"--device cpu --resume {folder}/full --steps {done} --log {folder}/log").ok()
     assert len(read_log(folder / "log")) > 100
 
 

@@ -12,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Process, assert_planned, column, difference, keep, main,  # noqa: E402
-                     need_ranks, once, read_log, run, start, together, train, write_shard)
+                     need_ranks, once, read_log, run, start, together, train, write_mask, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 STEPS = 6
@@ -325,6 +325,19 @@ def test_plans_depend_on_ranks(folder):
         assert_planned(f"{options} --save x --ranks 2", summary["peak_bytes"])
         if "--lce-memory" in way:  # as a rank has it; chunks come in steps
             assert 1 << 19 < summary["head_peak_bytes"] <= 1 << 20, summary
+
+
+# Ranks agree on steps without a target that counts, and count them once.
+def test_steps_without_targets(folder):
+    size = 768 * STEPS + 1
+    tokens = write_shard(folder / "masked.bin", [i * i % 61 for i in range(size)])
+    write_mask(folder / "masked.mask", [(i - 1) // 768 not in (1, 4) for i in range(size)])
+    options = LLAMA.replace(str(TEXT), str(tokens)) + f"--data-order sequential --val-data {TEXT} --zero 1 "
+    one, several = job(1, options), job(2, options)
+    several.same_training(one)
+    assert [count == 0 for count in column(several.log, "tokens", "step")] == [False, True, False, False, True, False], several.log
+    for run in one, several:
+        assert run.output.err.count("lce:") == 1 and "2 of 6 steps had no target" in run.output.err, run.output
 
 
 # All-reduces are rings: (ranks - 1) / ranks of the bytes, each way. Tied embeddings' gradients are gathered as rows, once.

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """Runs of ./train that stop, are killed or run out of disk, and continue: all is bitwise what it would have been."""
+import array
 import json
 import os
 import pathlib
@@ -12,7 +13,7 @@ import time
 import zlib
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, SIZES, TEXT, TRAIN, column, keep, main, once, read_log, run, same_files, start, tensors, train  # noqa: E402
+from program import ROOT, SIZES, TEXT, TRAIN, column, keep, main, once, read_log, run, same_files, start, tensors, train, write_mask, write_shard  # noqa: E402
 
 # Two micro-batches a step, a clipped gradient, a rate that moves, validation where no checkpoint is.
 RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
@@ -54,7 +55,8 @@ def test_a_resumed_run_equals_an_unbroken_one(folder):
         f"saves    {quoted}\n", f"saved in {quoted} (").out
     assert "nothing is saved" not in output
     losses = re.search(r"\nloss +[\d.]+ at first, [\d.]+ at last; [\d.]+ on", output)[0]
-    train("--device cpu --steps 3 --resume", saved).ok("after step 6 of 3", losses)  # nobody gave the warm-up that is longer
+    train("--device cpu --steps 3 --resume", saved).refused("--steps 3: ", "/step-000006 is after step 6 already; give --steps above that")
+    train("--device cpu --steps 6 --warmup 9 --resume", saved).ok("after step 6 of 6", losses)  # a warm-up may be longer
     train("--device cpu --steps 12 --resume", saved).ok("after step 6 of 12", f"saves    {quoted}\n")
     assert [path.name for path in saved.glob("step-*")] == [LAST]
     assert tensors(saved / "model.safetensors")["model.norm.weight"].dtype == "BF16"
@@ -95,6 +97,81 @@ def test_any_path_resumes(folder):
     assert "the data were" not in train(RESUME + f"{folder}/saved --steps 3").ok().err
     os.remove(path)
     train(RESUME + f"{folder}/saved --steps 3").fails(r"gr\xFC\xDF\x1B.txt: No such file")
+
+
+# A run resumed with other batches goes on with the next token of the data: in file order with another --seq-len, too.
+def test_the_place_in_the_data_is_kept(folder):
+    counting = write_shard(folder / "counting.bin", list(range(3000)))
+
+    def first(line):
+        """The tokens of the first step, and the run's output."""
+        for name in ("dump", "next"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        output = train(f"--device cpu --vocab 3000 --sample-every 0 {line} --dump {folder}/dump --save {folder}/next").ok()
+        dumped = tensors(folder / "dump/first-step/first_step.safetensors")["tokens"]
+        return array.array("i", dumped.bytes).tolist(), output
+    job = RUN.replace("--vocab 300 ", "--vocab 3000 ").replace(str(TEXT), str(counting)) + "--sample-every 0 --steps 6 "
+    train(job + f"--data-order sequential --save {folder}/file").ok()
+    train(job + f"--save {folder}/drawn").ok()
+    for options in ("--total-batch 32", "--batch 8 --total-batch 128", "--batch 1 --seq-len 25 --total-batch 25"):
+        tokens, output = first(f"--resume {folder}/file --steps 7 {options}")
+        assert tokens == list(range(384, 384 + len(tokens))) and "and 384 tokens of pass 1 over the data\n" in output.out, output
+        assert "new pass" not in output.err
+    shutil.move(folder / "next", folder / "odd")
+    tokens, output = first(f"--resume {folder}/odd --steps 8 --batch 2 --seq-len 16 --total-batch 32")
+    assert tokens == list(range(409, 441)), output
+    rows, _ = first(job + "--batch 25 --total-batch 400")
+    state = folder / "drawn" / "step-000006" / STATE
+    state.write_text(state.read_text().replace('"crc32":', '"unchecked":'))
+    for options in ("--batch 2 --total-batch 32", "--batch 1 --total-batch 16"):
+        tokens, output = first(f"--resume {folder}/drawn --steps 7 {options}")
+        assert tokens[:16] == rows[-16:] and "and 384 tokens of pass 1" in output.out, output
+        state.write_text(state.read_text().replace('"place":', '"unknown":'))  # of an earlier version
+    state.write_text(state.read_text().replace('"unknown":', '"place":'))
+    for options in ("--seq-len 8", "--seed 2", "--data-order sequential", "--val-fraction 0.5", f"--data {TEXT}"):
+        _, output = first(f"--resume {folder}/drawn --steps 7 --batch 2 --total-batch {16 if options == '--seq-len 8' else 32} {options}")
+        assert "was saved 384 tokens into pass 1 over " in output.err and "a new pass begins in place of the rest" in output.err and "and 0 tokens of pass 2" in output.out
+
+
+# What a checkpoint says wrongly names its file, and what it says nothing of is no default in silence.
+def test_wrong_settings_of_a_checkpoint(folder):
+    saved = shutil.copytree(straight() / "step-000006", folder / "step-000006")
+    state = json.loads((saved / STATE).read_text())
+    del state["crc32"]
+    for change, says in (({"settings": {"lr": "x"}}, "the setting lr is wrong: give a number from 0 to 100; give --lr here"),
+                         ({"settings": {"lr": 0.5}}, "the setting lr is wrong: it is no text"),
+                         ({"settings": {"optimizer": "sgd"}}, "the setting optimizer is wrong: give adamw or muon"),
+                         ({"settings": {"batch": "0"}}, "the setting batch is wrong: give a whole number from 1"),
+                         ({"data_paths": "words"}, "data_paths is no list of paths"), ({"data_paths": [5]}, "data_paths is no list"),
+                         ({"place": {}}, "has no pass, tokens and order"), ({"place": {**state["place"], "tokens": -1}}, "has no pass")):
+        (saved / STATE).write_text(json.dumps({**state, **change}))
+        assert "--lr x" not in train(RESUME + str(saved)).refused(f"{saved}/{STATE}: ", says).err
+    (saved / STATE).write_text(json.dumps({**state, "settings": {**state["settings"], "lr": "x"}}))
+    train(RESUME + f"{saved} --lr 0.002 --steps 7").ok()
+
+
+# Steps without a target that counts are as if they were not: the same weights as without their data, also resumed.
+def test_steps_without_targets_change_nothing(folder):
+    every, skipped = [7 if i % 32 == 0 else i * i % 61 for i in range(193)], (0, 5)
+    for name, tokens in {"all": every, "some": [token for i, token in enumerate(every) if i // 32 not in skipped]}.items():
+        write_shard(folder / f"{name}.bin", tokens)
+    write_mask(folder / "all.mask", [(i - 1) // 32 not in skipped for i in range(193)])
+    job = RUN + "--total-batch 32 --schedule constant --warmup 0 --val-fraction 0 --data-order sequential --sample-every 0 "
+    for name, steps in (("all", 6), ("some", 4)):
+        options = job.replace(str(TEXT), f"{folder}/{name}.bin") + f"--steps {steps} --save {folder}/{name} --log {folder}/{name}.log "
+        output = train(options + "--save-every 3").ok()
+        assert ("2 of 6 steps had no target that counts" in output.err) == (name == "all") and output.err.count("lce:") == (name == "all")
+    logs = [read_log(folder / f"{name}.log") for name in ("all", "some")]
+    assert column(logs[0], "loss") == column(logs[1], "loss") and 0 not in column(logs[0], "loss")
+    assert column(logs[0], "tokens") == [0, 32, 32, 32, 32, 0]
+    assert all(logs[0][-1][field] == logs[1][-1][field] for field in ("first_loss", "last_loss"))
+    for name in ("model.safetensors", "training_state.safetensors"):
+        assert (folder / "all/step-000006" / name).read_bytes() == (folder / "some/step-000004" / name).read_bytes(), name
+    train(RESUME + f"{folder}/all/step-000003 --save {folder}/half").ok()
+    same_files(folder / "all/step-000006", folder / "half/step-000006")
+    # The first step of a resumed run can be dumped where it counts.
+    train(RESUME + f"{folder}/all/step-000003 --steps 5 --save {folder}/five --dump {folder}/dump").ok()
+    train(RESUME + f"{folder}/five --steps 6 --dump {folder}/none").fails("--dump: no target of the first step counts")
 
 
 # An optimizer's state is its own; its momentum and settings are restored.

@@ -103,6 +103,7 @@ static int make_data(void **state) {
   }
   write_shard("packed.ends", 20261121, 1, TOKENS, ends, sizeof ends);
   write_shard16("short.bin", tokens, 60);
+  write_shard16("other.bin", tokens, 60);
   write_letters("held_back.txt", 150, 'a', 23);
   write_letters("few.txt", 69, 'a', 23);
   write_letters("ten_letters.txt", 400, 1, 10);
@@ -488,7 +489,7 @@ TEST(test_validation) {
 // The pass that --compare-modes measures counts every target, whatever batch was there before it.
 TEST(test_gradient_pass_after_a_padded_batch) {
   char options[256];
-  snprintf(options, sizeof options, "--val-data %s", temp_path("short.bin"));
+  snprintf(options, sizeof options, "--val-data %s", temp_path("other.bin"));
   Run *run = open_on(LLAMA, "short.bin", options);
   assert_false(run->options.masked);
   run_step(run, 0);
