@@ -388,10 +388,8 @@ template <typename T> static DEVICE void reduce_amax(unsigned *amax, unsigned la
 
 // --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. Element (i, j) of an operand is data[i * stride + j], or data[j * stride + i] when transposed.
-struct Operand {
-  const void *data;
-  int64_t stride;
+// linear.cu. A matrix as it is stored; the GEMM reads its transpose where `transposed`.
+struct Operand : Tensor {
   bool transposed;
   int64_t apart = 0; // elements from one matrix of a batch to the next
 };
@@ -402,34 +400,25 @@ enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_
 
 // out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n] in fp32; then the epilogue and rounding.
 struct Gemm {
-  int64_t m, n, k;
-  Operand left, right;
-  Dtype operand_dtype, out_dtype; // out, addend: out_dtype; left, right, bias, pre: operand_dtype
-  void *out;
-  int64_t out_stride;
-  const void *addend = nullptr; // may be out itself, with the same stride
-  int64_t addend_stride = 0;
+  Operand left, right; // of one type, which is that of bias and pre
+  Tensor out, addend;  // of one type; addend: absent, or maybe out itself
   float alpha = 1.0f, beta = 1.0f;
   int batch = 1; // so many GEMMs, without bias or pre
   int64_t out_apart = 0, addend_apart = 0;
   GemmEpilogue epilogue = GEMM_PLAIN;
-  const void *bias = nullptr;
-  void *pre = nullptr;
-  int64_t pre_stride = 0;
+  Tensor bias = {}, pre = {};
   // Of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
   const void *left_scale = nullptr, *right_scale = nullptr;
+
+  __host__ DEVICE int64_t m() const { return out.shape[0]; }
+  __host__ DEVICE int64_t n() const { return out.shape[1]; }
+  __host__ DEVICE int64_t k() const { return left.shape[left.transposed ? 0 : 1]; }
 };
 
 // out = left right, each transposed or not; accumulate: added to what out holds.
 static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor right, bool right_transposed,
                            bool accumulate = false) {
-  Gemm g = {.m = out.shape[0], .n = out.shape[1], .k = left.shape[left_transposed ? 0 : 1]};
-  g.left = {left.data, left.stride, left_transposed};
-  g.right = {right.data, right.stride, right_transposed};
-  g.operand_dtype = left.dtype, g.out_dtype = out.dtype;
-  g.out = out.data, g.out_stride = out.stride;
-  if (accumulate) g.addend = out.data, g.addend_stride = out.stride;
-  return g;
+  return {{left, left_transposed}, {right, right_transposed}, out, accumulate ? out : Tensor{}};
 }
 
 void cuda_gemm(Backend *backend, const Gemm *gemm);

@@ -273,9 +273,8 @@ static __global__ void __launch_bounds__(1024)
 // Logits of vocabulary entries [first, first + columns) into a tile.
 static void logits_gemm(Backend *backend, Tensor x, Tensor weight, float *tile, int64_t stride, int64_t first,
                         int64_t columns) {
-  Tensor out = tensor_2d(tile, DTYPE_F32, x.shape[0], columns);
+  Tensor out = tensor_columns(tensor_2d(tile, DTYPE_F32, x.shape[0], stride), 0, columns);
   Gemm g = gemm_of(out, x, false, tensor_rows(weight, first, columns), true);
-  g.out_stride = stride;
   cuda_gemm(backend, &g);
 }
 

@@ -243,7 +243,7 @@ void cuda_batched_gemm(Backend *backend, const BatchedGemm *a) {
   Gemm g = gemm_of(a->out.first, a->left.first, a->left_transposed, a->right.first, a->right_transposed);
   g.alpha = a->alpha, g.beta = a->beta, g.batch = (int)a->count;
   g.left.apart = a->left.apart, g.right.apart = a->right.apart, g.out_apart = a->out.apart;
-  g.addend = a->addend.first.data, g.addend_stride = a->addend.first.stride, g.addend_apart = a->addend.apart;
+  g.addend = a->addend.first, g.addend_apart = a->addend.apart;
   if (g.batch) cuda_gemm(backend, &g);
 }
 
