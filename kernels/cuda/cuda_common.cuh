@@ -412,7 +412,7 @@ struct Gemm {
 
   __host__ DEVICE int64_t m() const { return out.shape[0]; }
   __host__ DEVICE int64_t n() const { return out.shape[1]; }
-  __host__ DEVICE int64_t k() const { return left.shape[left.transposed ? 0 : 1]; }
+  __host__ DEVICE int64_t k() const { return left.transposed ? left.shape[0] : left.shape[1]; }
 };
 
 // out = left right, each transposed or not; accumulate: added to what out holds.
