@@ -59,30 +59,26 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
 // One warp a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight, const T *bias,
-                         const int32_t *targets, int64_t rows, int hidden_size, float softcap) {
+    target_logits_kernel(const __grid_constant__ LceTargetLogits a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  int target = targets[row];
+  if (row >= a.x.shape[0]) return;
+  int target = data_of<int32_t>(a.targets)[row];
   float z = 0;
   if (target >= 0)
-    z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)target * hidden_size, hidden_size);
-  if (target >= 0 && bias) z += to_float(bias[target]);
-  if (softcap > 0) z = softcap * tanhf(z / softcap);
-  if (threadIdx.x % 32 == 0) target_z[row] = z;
+    z = warp_dot<T, W>(data_of<T>(a.x) + row * a.x.stride, data_of<T>(a.weight) + target * a.weight.stride,
+                       (int)a.x.shape[1]);
+  if (target >= 0 && a.bias.data) z += to_float(data_of<T>(a.bias)[target]);
+  if (a.softcap > 0) z = a.softcap * tanhf(z / a.softcap);
+  if (threadIdx.x % 32 == 0) data_of<float>(a.target_z)[row] = z;
 }
 
 void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
-  int64_t rows = a->x.shape[0];
   with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
-    using T = decltype(type);
-    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(rows, 8), 256,
+    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(a->x.shape[0], 8), 256,
                            hopper_runs(backend)};
-    launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
-                  a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), data_of<int32_t>(a->targets), rows,
-                  (int)a->x.shape[1], a->softcap);
+    launch_kernel(launch, target_logits_kernel<decltype(type), width>, *a);
   });
 }
 
@@ -140,22 +136,13 @@ static __device__ void raise_to(float *max, float x) {
     atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
 }
 
-template <typename T> struct FinalizeParams {
-  T *exps; // NULL: not kept
-  int64_t exps_stride, x_stride;
-  SoftmaxStatistics row;
-  const T *x, *weight;
-  const int32_t *targets;
-  int64_t rows, vocab_size;
-  int hidden_size;
+struct FinalizeParams {
+  LceLogitsExp op; // of the rows; tile_sums are written where one is repaired
   float inv_temperature;
-  Capped<T> capped;
-  int64_t first;                // is added to the columns of the largest logits
   const double *sum, *distance; // [rows], or
   RowParts parts;               // [rows, across]: what is still to be added; best: [rows, max(1, across)]
   int across;
   float *shares, *distance_shares; // [rows, blocks]; may overlap parts
-  Tensor tile_sums;                // [rows, tiles]; written where a row is repaired; absent: not kept
 };
 
 // One tile's part of a row of E, by a warp.
@@ -180,17 +167,20 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
 // block returns; else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
-    finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {
+    finalize_rows_kernel(const __grid_constant__ FinalizeParams a) {
   cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  const LceLogitsExp &op = a.op;
+  const SoftmaxStatistics &softmax = op.softmax;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  float *anchor = data_of<float>(a.row.anchor), *row_sum = data_of<float>(a.row.row_sum);
-  float *target_e = data_of<float>(a.row.target_e);
-  float *e_distance = data_of<float>(a.row.e_distance);
-  const float *target_z = data_of<float>(a.row.target_z);
+  int64_t rows = op.x.shape[0], vocab_size = op.weight.shape[0];
+  float *anchor = data_of<float>(softmax.anchor), *row_sum = data_of<float>(softmax.row_sum);
+  float *target_e = data_of<float>(softmax.target_e), *e_distance = data_of<float>(softmax.e_distance);
+  const float *target_z = data_of<float>(softmax.target_z);
+  const int32_t *targets = data_of<int32_t>(op.targets);
+  T *exps = data_of<T>(op.exps);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
-       row += (int64_t)gridDim.x * warps) {
+  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < rows; row += (int64_t)gridDim.x * warps) {
     auto total = [&](const double *sums, const float *parts) {
       double sum = lane == 0 && sums ? sums[row] : 0;
 #pragma unroll 8
@@ -198,52 +188,53 @@ static __global__ void __launch_bounds__(1024)
       return (float)warp_sum(sum);
     };
     float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
-    if (a.row.max.data) {
+    if (softmax.max.data) {
       Ranked largest = 0;
       int tiles = max(1, a.across);
       for (int i = lane; i < tiles; i += 32) largest = max(largest, a.parts.best[row * tiles + i]);
       largest = warp_max(largest);
-      data_of<float>(a.row.max)[row] = ranked_value(largest);
-      data_of<int32_t>(a.row.best)[row] = (int32_t)(a.first + ranked_column(largest));
+      data_of<float>(softmax.max)[row] = ranked_value(largest);
+      data_of<int32_t>(softmax.best)[row] = (int32_t)(op.first + ranked_column(largest));
     }
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
     target_e[row] = 1;
-    anchor[row] = anchor_of(target_z[row], a.targets[row]);
+    anchor[row] = anchor_of(target_z[row], targets[row]);
   }
   grid.sync();
   auto repaired = [&](int64_t row) { return row_sum[row] > LCE_LARGEST_SUM; };
   bool any = false;
-  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= repaired(row);
+  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) any |= repaired(row);
   if (!__syncthreads_or(any)) return;
 
-  int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-  int64_t end = min(a.vocab_size, begin + share);
+  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(vocab_size, begin + share);
   auto logit = [&](int64_t row, int64_t v, float &slope) {
-    float z = warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
-    return a.capped(z, v, slope);
+    float z = warp_dot<T, W>(data_of<T>(op.x) + row * op.x.stride,
+                             data_of<T>(op.weight) + v * op.weight.stride, (int)op.x.shape[1]);
+    return Capped<T>{data_of<T>(op.bias), op.softcap}(z, v, slope);
   };
-  for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
+  for (int64_t row = grid.thread_rank(); row < rows; row += grid.size())
     if (repaired(row)) anchor[row] = -INFINITY;
   grid.sync();
-  for (int64_t row = 0; row < a.rows; row++) {
+  for (int64_t row = 0; row < rows; row++) {
     if (!repaired(row)) continue;
     float max = -INFINITY, slope;
     for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v, slope));
     if (lane == 0) raise_to(&anchor[row], max);
   }
   grid.sync();
-  for (int64_t row = 0; row < a.rows; row++) {
+  for (int64_t row = 0; row < rows; row++) {
     if (!repaired(row)) continue;
     float sum = 0, distance = 0, slope;
     for (int64_t v = begin + warp; v < end; v += warps) {
       float d = (logit(row, v, slope) - anchor[row]) * a.inv_temperature,
-            e = v == a.targets[row] ? 0.0f : __expf(d);
+            e = v == targets[row] ? 0.0f : __expf(d);
       if (lane) continue;
       sum += e;
       if (e > 0) distance += e * d;
-      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e * slope);
+      if (exps) exps[row * op.exps.stride + v] = from_float<T>(e * slope);
     }
     sum = block_sum(sum), distance = block_sum(distance);
     if (threadIdx.x) continue;
@@ -251,7 +242,7 @@ static __global__ void __launch_bounds__(1024)
     a.distance_shares[row * gridDim.x + blockIdx.x] = distance;
   }
   grid.sync();
-  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
+  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < rows; row += (int64_t)gridDim.x * warps) {
     if (!repaired(row)) continue;
     float sum = 0, distance = 0;
     for (unsigned i = lane; i < gridDim.x; i += 32) {
@@ -259,9 +250,9 @@ static __global__ void __launch_bounds__(1024)
       distance += a.distance_shares[row * gridDim.x + i];
     }
     sum = warp_sum(sum), distance = warp_sum(distance);
-    for (int64_t t = 0; a.tile_sums.data && t < a.tile_sums.shape[1]; t++) {
-      float part = tile_sum(a.exps + row * a.exps_stride, t, a.vocab_size);
-      if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
+    for (int64_t t = 0; op.tile_sums.data && t < op.tile_sums.shape[1]; t++) {
+      float part = tile_sum(exps + row * op.exps.stride, t, vocab_size);
+      if (lane == 0) data_of<float>(op.tile_sums)[row * op.tile_sums.stride + t] = part;
     }
     if (lane) continue;
     row_sum[row] = sum;
@@ -307,12 +298,11 @@ static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
 }
 
 void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
-  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
   TileScratch s = tile_scratch(a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   // As many as run at the same time, and whose shares fit in the scratch.
-  int64_t across = hopper_sum_parts(vocab_size);
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
@@ -329,26 +319,16 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
         done = rows;
       }
       RowParts tile_parts = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
-      FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
-                                  .exps_stride = rest.exps.stride,
-                                  .x_stride = rest.x.stride,
-                                  .row = rest.softmax,
-                                  .x = data_of<T>(rest.x),
-                                  .weight = data_of<T>(a->weight),
-                                  .targets = data_of<int32_t>(rest.targets),
-                                  .rows = done,
-                                  .vocab_size = vocab_size,
-                                  .hidden_size = (int)hidden_size,
-                                  .inv_temperature = inverse_temperature(a->temperature),
-                                  .capped = {data_of<T>(a->bias), a->softcap},
-                                  .first = a->first,
-                                  .sum = on_hopper ? nullptr : s.sum,
-                                  .distance = on_hopper ? nullptr : s.distance,
-                                  .parts = tile_parts,
-                                  .across = on_hopper ? (int)across : 0,
-                                  .shares = s.tile,
-                                  .distance_shares = s.tile + rows * blocks,
-                                  .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
+      rest.x.shape[0] = done;
+      if (!on_hopper) rest.tile_sums = Tensor{};
+      FinalizeParams params = {.op = rest,
+                               .inv_temperature = inverse_temperature(a->temperature),
+                               .sum = on_hopper ? nullptr : s.sum,
+                               .distance = on_hopper ? nullptr : s.distance,
+                               .parts = tile_parts,
+                               .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
+                               .shares = s.tile,
+                               .distance_shares = s.tile + rows * blocks};
       with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
         KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
         launch.cooperative = true;
