@@ -109,18 +109,13 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
 }
 
 template <bool TERMS>
-static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
-                          float inv_temperature) {
+static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
   using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  int64_t floats_per_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
-  int64_t fit = (int64_t)(bytes / sizeof(float)) / floats_per_row;
-  if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
-  if (rows == 0) return 0;
-  CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
+  CUtensorMap x_map = tma_map(backend, a->x, K::ROWS),
               weight_map = tma_map(backend, a->weight, TILE_N / CLUSTER),
-              out_map = store ? tma_map(backend, tensor_rows(a->exps, 0, rows), STORE_ROWS) : x_map;
+              out_map = store ? tma_map(backend, a->exps, STORE_ROWS) : x_map;
   EpilogueParams params = {.anchor = data_of<float>(a->softmax.target_z),
                            .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
@@ -130,15 +125,15 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
                            .store = store};
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
-  return rows;
 }
 
-int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
-                          float inv_temperature) {
-  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
-  if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
+bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
+  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
+  if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps)))
+    return false;
   bool terms = lce_row_parts(&a->softmax) > 2 || tensor_exists(a->bias) || a->softcap > 0;
-  return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
+  (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, inv_temperature);
+  return true;
 }
 
 // Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.

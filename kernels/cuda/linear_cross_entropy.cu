@@ -287,16 +287,6 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   }
 }
 
-// The rows from `first` on, as an operation of their own.
-static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
-  LceLogitsExp rest = *a;
-  int64_t count = a->x.shape[0] - first;
-  rest.softmax = softmax_statistics_range(&a->softmax, first, count);
-  for (Tensor *t : {&rest.exps, &rest.x, &rest.targets, &rest.tile_sums})
-    if (tensor_exists(*t)) *t = tensor_rows(*t, first, count);
-  return rest;
-}
-
 void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
@@ -306,39 +296,30 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    int64_t done = 0;
-    for (int64_t first = 0; first < rows; first += done) {
-      LceLogitsExp rest = rows_from(a, first);
-      bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
-      float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile;
-      size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
-      done = hopper_logits_exp(backend, &rest, parts, bytes, inverse_temperature(a->temperature));
-      bool on_hopper = done > 0;
-      if (!on_hopper) {
-        logits_exp_tiles<T>(backend, a, s);
-        done = rows;
-      }
-      RowParts tile_parts = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
-      rest.x.shape[0] = done;
-      if (!on_hopper) rest.tile_sums = Tensor{};
-      FinalizeParams params = {.op = rest,
-                               .inv_temperature = inverse_temperature(a->temperature),
-                               .sum = on_hopper ? nullptr : s.sum,
-                               .distance = on_hopper ? nullptr : s.distance,
-                               .parts = tile_parts,
-                               .across = on_hopper ? (int)hopper_sum_parts(vocab_size) : 0,
-                               .shares = s.tile,
-                               .distance_shares = s.tile + rows * blocks};
-      with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
-        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
-        launch.cooperative = true;
-        launch_kernel(launch, finalize_rows_kernel<T, W>, params);
-      });
-      if (!on_hopper && keep)
-        launch_kernel(
-            {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
-            tile_sums_kernel<T>, *a);
+    bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
+    float *parts = keep ? data_of<float>(a->tile_sums) : s.tile;
+    float inv_temperature = inverse_temperature(a->temperature);
+    FinalizeParams params = {.op = *a,
+                             .inv_temperature = inv_temperature,
+                             .shares = s.tile,
+                             .distance_shares = s.tile + rows * blocks};
+    bool on_hopper = hopper_logits_exp(backend, a, parts, inv_temperature);
+    if (on_hopper) {
+      params.parts = row_parts(a, parts, rows), params.across = (int)hopper_sum_parts(vocab_size);
+    } else {
+      logits_exp_tiles<T>(backend, a, s);
+      params.sum = s.sum, params.distance = s.distance, params.parts.best = s.best;
+      params.op.tile_sums = Tensor{};
     }
+    with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
+      KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
+      launch.cooperative = true;
+      launch_kernel(launch, finalize_rows_kernel<T, W>, params);
+    });
+    if (!on_hopper && keep)
+      launch_kernel(
+          {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
+          tile_sums_kernel<T>, *a);
   });
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile, tile_bytes, false)) return;

@@ -50,12 +50,15 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   return memory_padded((size_t)min_i64(whole, max_i64(smallest, CUDA_LCE_TILE_BYTES)));
 }
 
-// The tiles of logits; a row's sums so far in double, and its largest entry.
+// The tiles of logits; a row's sums so far in double, and its largest entry. Or, on Hopper, the parts of
+// these (RowParts).
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
-  int64_t rows = a->x.shape[0];
+  int64_t rows = a->x.shape[0], across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max);
-  return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded((size_t)(rows * vectors) * sizeof(double));
+  size_t parts = (size_t)(rows * across * (lce_row_parts(&a->softmax) - 1)) * sizeof(float);
+  size_t tiles = CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
+                 memory_padded((size_t)(rows * vectors) * sizeof(double));
+  return tiles > parts ? tiles : parts;
 }
 
 // A tile of logits.
