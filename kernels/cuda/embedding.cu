@@ -44,7 +44,13 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
       load(values, dout + (b * seq_len + t) * hidden_size + i);
       EACH (k, W) sum[k] += values[k];
     }
-    store_or_add(dposition + t * hidden_size + i, sum, accumulate);
+    TD *to = dposition + t * hidden_size + i;
+    if (accumulate) {
+      float old[W];
+      load(old, to);
+      EACH (k, W) sum[k] += old[k];
+    }
+    store(to, sum);
   }
 }
 

@@ -60,8 +60,7 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     target_logits_kernel(const __grid_constant__ LceTargetLogits a) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= a.x.shape[0]) return;
   int target = data_of<int32_t>(a.targets)[row];
@@ -178,8 +177,7 @@ static __global__ void __launch_bounds__(1024)
   const float *target_z = data_of<float>(softmax.target_z);
   const int32_t *targets = data_of<int32_t>(op.targets);
   T *exps = data_of<T>(op.exps);
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < rows; row += (int64_t)gridDim.x * warps) {
     auto total = [&](const double *sums, const float *parts) {
       double sum = lane == 0 && sums ? sums[row] : 0;
@@ -261,14 +259,6 @@ static __global__ void __launch_bounds__(1024)
   }
 }
 
-// Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_gemm(Backend *backend, Tensor x, Tensor weight, float *tile, int64_t stride, int64_t first,
-                        int64_t columns) {
-  Tensor out = tensor_columns(tensor_2d(tile, DTYPE_F32, x.shape[0], stride), 0, columns);
-  Gemm g = gemm_of(out, x, false, tensor_rows(weight, first, columns), true);
-  cuda_gemm(backend, &g);
-}
-
 // The portable path: E, and the rows' sums, tile after tile.
 template <typename T>
 static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const TileScratch &s) {
@@ -276,7 +266,9 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   T *exps = data_of<T>(a->exps);
   for (int64_t first = 0; first < vocab_size; first += s.columns) {
     int64_t columns = min_i64(s.columns, vocab_size - first);
-    logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
+    Tensor logits = tensor_columns(tensor_2d(s.tile, DTYPE_F32, rows, s.columns), 0, columns);
+    Gemm g = gemm_of(logits, a->x, false, tensor_rows(a->weight, first, columns), true);
+    cuda_gemm(backend, &g);
     with_width<T>(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       launch_kernel({"the exponentials of a tile", cuda_stream(backend), rows, threads},
@@ -333,8 +325,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     lce_row_losses_kernel(const __grid_constant__ LceRowLosses a, float inv_temperature) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   const LossTerms &terms = a.terms;
   int64_t row = blockIdx.x;
   int hidden_size = (int)a.x.shape[1], target = data_of<int32_t>(a.targets)[row];
@@ -404,8 +395,7 @@ void cuda_lce_row_losses(Backend *backend, const LceRowLosses *a) {
 // One block a row.
 template <typename TD, typename T, int W>
 static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInputGradient a) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   int64_t row = blockIdx.x;
   int hidden_size = (int)a.dx.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;

@@ -107,14 +107,10 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   return k;
 }
 
-static bool rows_start_aligned(Tensor t) {
-  return (uintptr_t)t.data % 16 == 0 && (size_t)t.stride * dtype_bytes(t.dtype) % 16 == 0;
-}
-
 // The Hopper kernels are for bf16, rows that TMA takes, and chunks of at least a tile's rows.
 static size_t lce_kept_bytes(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass) {
-  if (weight.dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS || !rows_start_aligned(weight) ||
-      !rows_start_aligned(dx) || !rows_start_aligned(dweight))
+  if (weight.dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS || !rows_start_aligned(weight, 16) ||
+      !rows_start_aligned(dx, 16) || !rows_start_aligned(dweight, 16))
     return 0;
   return cuda_kept_tiles(NULL, rows, weight.shape[0], weight.shape[1], full_mass).bytes;
 }
