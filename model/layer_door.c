@@ -65,24 +65,16 @@ static void send_grads(const Pass *p, int64_t l) {
   if (p->backend->ranks > 1) copies_join(p->backend, ASYNC_EVENTS - 1, 0);
 }
 
-// Layer l's input on the host, between the passes; absent: it stays on the device.
-static Tensor input_on_host(const Pass *p, int64_t l) {
+// Layer l's input to the host, where it lies between the passes, FORWARD, and back.
+static int64_t move_input(const Pass *p, int64_t l, Direction direction) {
   Tensor inputs = p->options.inputs;
-  if (!p->training || !tensor_exists(inputs) || l < 0 || l * p->rows >= inputs.shape[0]) return none;
-  return tensor_flat(tensor_rows(inputs, l * p->rows, p->rows));
-}
-
-static int64_t send_input(const Pass *p, int64_t l) {
-  Tensor there = input_on_host(p, l);
-  if (!tensor_exists(there)) return 0;
-  copy_out(p->backend, (Copy){.out = there, .x = tensor_flat(p->states[l].input)});
-  return 1;
-}
-
-static int64_t fetch_input(const Pass *p, int64_t l) {
-  Tensor there = input_on_host(p, l);
-  if (!tensor_exists(there)) return 0;
-  copy_in(p->backend, (Copy){.out = tensor_flat(p->states[l].input), .x = there});
+  if (!p->training || !tensor_exists(inputs) || l < 0 || l * p->rows >= inputs.shape[0]) return 0;
+  Tensor there = tensor_flat(tensor_rows(inputs, l * p->rows, p->rows)),
+         here = tensor_flat(p->states[l].input);
+  if (direction == FORWARD)
+    copy_out(p->backend, (Copy){.out = there, .x = here});
+  else
+    copy_in(p->backend, (Copy){.out = here, .x = there});
   return 1;
 }
 
@@ -101,10 +93,10 @@ void layer_enter(Pass *p, int64_t l, Direction direction) {
     push_output(p, l);
     if (l == 0) fetch_weights(p, 0);
     coming += fetch_weights(p, l + 1);
-    copies_join(p->backend, coming, send_input(p, l));
+    copies_join(p->backend, coming, move_input(p, l, FORWARD));
   } else {
     coming += fetch_grads(p, l - 1);
-    coming += fetch_input(p, l - 1);
+    coming += move_input(p, l - 1, BACKWARD);
     if (l < layers_of(p) - 1) coming += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(p->backend, coming, 1);
   }

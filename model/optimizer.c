@@ -28,12 +28,6 @@ static void gather_weights(Backend *backend, const ParameterSet *p, ParameterGro
              (Collective){.out = whole, .x = shards_part(p, p->value, group, bucket), .async = true});
 }
 
-static void update_adamw(Backend *backend, const ParameterSet *p, ParameterGroup group, Bucket bucket,
-                         Update settings) {
-  adamw(backend, slice_update(p, group, bucket, settings));
-  gather_weights(backend, p, group, bucket);
-}
-
 // --- Muon --------------------------------------------------------------------------------------------------
 
 // Bound of the updates of layers that are updated together: small GEMMs alone would leave a GPU idle.
@@ -123,8 +117,8 @@ static void update_layers_muon(Backend *backend, const ParameterSet *p, Update s
 }
 
 const Optimizer optimizers[] = {
-    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, NULL},
-    {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_adamw, update_layers_muon},
+    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, NULL},
+    {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_layers_muon},
 };
 
 // --- a step ------------------------------------------------------------------------------------------------
@@ -170,8 +164,10 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
 void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
   bool layers_apart = p->optimizer->update_layers != NULL;
   if (layers_apart) p->optimizer->update_layers(backend, p, settings);
-  for (UpdateRange range = {0}; next_range(p, &range);)
-    if (!layers_apart || range.group != GROUP_MATRICES)
-      p->optimizer->update(backend, p, range.group, range.bucket, settings);
+  for (UpdateRange range = {0}; next_range(p, &range);) {
+    if (layers_apart && range.group == GROUP_MATRICES) continue;
+    adamw(backend, slice_update(p, range.group, range.bucket, settings));
+    gather_weights(backend, p, range.group, range.bucket);
+  }
   collectives_join(backend, 0);
 }

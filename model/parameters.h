@@ -163,11 +163,8 @@ struct Optimizer {
   struct {
     const char *name, *label; // "NAME.PARAMETER" in a checkpoint; a plan's name
   } states[OPTIMIZER_STATES]; // NULL after the last
-  // This rank's part of a bucket, whose weights are then gathered; collectives_join waits. `settings` has no
-  // tensor but grad_scale, and the run's seed.
-  void (*update)(Backend *backend, const ParameterSet *parameters, ParameterGroup group, Bucket bucket,
-                 Update settings);
-  // The layers' matrices, all at once, and without the second state; NULL: they are updated as the others.
+  // The layers' matrices, all at once, and without the second state; NULL: AdamW updates them as the others.
+  // `settings` has no tensor but grad_scale, and the run's seed.
   void (*update_layers)(Backend *backend, const ParameterSet *parameters, Update settings);
 };
 

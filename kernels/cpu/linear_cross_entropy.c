@@ -304,10 +304,6 @@ static void draw_tiles(const LceSampledGradients *a) {
   stats[2] += (float)mass;
 }
 
-static bool tile_kept(Tensor tiles, int64_t b, int64_t t) {
-  return cpu_row(tiles, b)[t] > 0;
-}
-
 // The same units and sums as the logits-exp pass has without sampling.
 static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
@@ -319,7 +315,7 @@ static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
       float *share = wide + (slice * chunk + b * LCE_TILE_ROWS) * hidden;
       bool begun = false;
       for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
-        if (!tile_kept(a->tiles, b, t)) continue;
+        if (!(cpu_row(a->tiles, b)[t] > 0)) continue; // dropped
         add_tile(backend, a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
         begun = true;
       }
@@ -337,7 +333,7 @@ static void sampled_dweight(const Backend *backend, const LceSampledGradients *a
   Tile tile = tile_of(chunk, vocab, 0, t);
   float *out = cpu_row(a->dweight, tile.column);
   for (int64_t b = 0; b < a->tiles.shape[0]; b++) {
-    if (!tile_kept(a->tiles, b, t)) continue;
+    if (!(cpu_row(a->tiles, b)[t] > 0)) continue; // dropped
     tile = tile_of(chunk, vocab, b, t);
     const float *exps = cpu_row(a->exps, tile.row) + tile.column;
     CpuMatrix e = {.data = exps, .stride = a->exps.stride, .transposed = true},

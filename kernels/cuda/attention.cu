@@ -57,7 +57,7 @@ void cuda_attention_forward(Backend *backend, const AttentionForward *a) {
   cudaStream_t stream = cuda_stream(backend);
   if (!takes(a->shape, a->qkv, a->out))
     attention_generic_forward(a, stream);
-  else if (!attention_hopper_forward(a, data_of<int>(a->workspace), stream))
+  else if (!attention_hopper_forward(backend, a, data_of<int>(a->workspace)))
     attention_tensor_core_forward(a, stream);
 }
 
@@ -69,7 +69,7 @@ void cuda_attention_backward(Backend *backend, const AttentionBackward *a) {
   if (takes(a->shape, a->qkv, a->out) && rows_align({a->dout, a->dqkv}, 8)) {
     int *counters = reinterpret_cast<int *>(after);
     attention_statistics(a, counters, stream);
-    summed = attention_hopper_backward(a, counters, partials, stream);
+    summed = attention_hopper_backward(backend, a, counters, partials);
     if (!summed) attention_tensor_core_backward(a, stream);
   } else {
     attention_generic_backward(a, stream);

@@ -325,13 +325,11 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
 
 } // namespace attention
 
-bool attention_hopper_backward(const AttentionBackward *b, int *counters, float *partials,
-                               cudaStream_t stream) {
+bool attention_hopper_backward(Backend *backend, const AttentionBackward *b, int *counters, float *partials) {
   using namespace attention;
   AttentionShape s = b->shape;
   HopperBackwardArguments key = {};
-  if (!hopper_sms<PassTraits<64, true, 2, true, false>>() ||
-      !set_arguments(&key, b->qkv, b->documents, s, counters) ||
+  if (!hopper_runs(backend) || !set_arguments(&key, b->qkv, b->documents, s, counters) ||
       !describe(&key.dout, b->dout, s, s.num_heads))
     return false;
   key.dqkv = data_of<bf16>(b->dqkv), key.dqkv_stride = b->dqkv.stride,
@@ -341,11 +339,11 @@ bool attention_hopper_backward(const AttentionBackward *b, int *counters, float 
   // What was fastest on an H200 of the forms that fit in the registers.
   with_bool(tensor_exists(b->documents), [&](auto packed) {
     if (s.head_dim == 64) {
-      launch<PassTraits<64, true, 2, true, packed>>(key, stream);
-      launch<PassTraits<64, false, 3, true, packed>>(query, stream);
+      launch<PassTraits<64, true, 2, true, packed>>(backend, key);
+      launch<PassTraits<64, false, 3, true, packed>>(backend, query);
     } else {
-      launch<PassTraits<128, true, 2, false, packed>>(key, stream);
-      launch<PassTraits<128, false, 3, false, packed>>(query, stream);
+      launch<PassTraits<128, true, 2, false, packed>>(backend, key);
+      launch<PassTraits<128, false, 3, false, packed>>(backend, query);
     }
   });
   return true;

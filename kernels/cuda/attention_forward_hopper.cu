@@ -254,19 +254,18 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
 
 } // namespace attention
 
-bool attention_hopper_forward(const AttentionForward *f, int *counter, cudaStream_t stream) {
+bool attention_hopper_forward(Backend *backend, const AttentionForward *f, int *counter) {
   using namespace attention;
   HopperForwardArguments a = {};
-  if (!hopper_sms<ForwardTraits<64, false>>() || !set_arguments(&a, f->qkv, f->documents, f->shape, counter))
-    return false;
+  if (!hopper_runs(backend) || !set_arguments(&a, f->qkv, f->documents, f->shape, counter)) return false;
   a.out = data_of<bf16>(f->out), a.out_stride = f->out.stride;
   a.lse = data_of<float>(f->lse), a.lse_stride = f->lse.stride;
-  cuda_check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "clearing a counter");
+  cuda_check(cudaMemsetAsync(counter, 0, sizeof *counter, cuda_stream(backend)), "clearing a counter");
   with_bool(tensor_exists(f->documents), [&](auto packed) {
     if (f->shape.head_dim == 64)
-      launch<ForwardTraits<64, packed>>(a, stream);
+      launch<ForwardTraits<64, packed>>(backend, a);
     else
-      launch<ForwardTraits<128, packed>>(a, stream);
+      launch<ForwardTraits<128, packed>>(backend, a);
   });
   return true;
 }

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/attention_kernels.h"
 #include "kernels/cuda/attention_mma.cuh"
+#include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 
 namespace attention {
@@ -180,9 +181,7 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
 
 // [batch, token, head, element] in tiles of 64 tokens and 64 elements of one head.
 static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads) {
-  static PFN_cuTensorMapEncodeTiled_v12000 encode;
-  if (!encode) encode = tma_encoder();
-  if (!encode) return false;
+  static const PFN_cuTensorMapEncodeTiled_v12000 encode = tma_encoder(); // found where hopper_runs()
   cuuint64_t dims[4] = {(cuuint64_t)s.head_dim, (cuuint64_t)heads, (cuuint64_t)s.seq_len,
                         (cuuint64_t)s.batch};
   cuuint64_t strides[3] = {(cuuint64_t)s.head_dim * 2, (cuuint64_t)t.stride * 2,
@@ -191,18 +190,6 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, dims, strides, tile, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-// The device's SMs; 0 where it is no Hopper or the program has no code for it. F: any pass of the file.
-template <class F> static int hopper_sms() {
-  static thread_local int known = -1, sms = 0; // the latest device, and its SMs
-  int device = 0;
-  cuda_check(cudaGetDevice(&device), "querying the device");
-  if (device == known) return sms;
-  known = device, sms = 0;
-  if (!hopper_has_code((const void *)hopper_kernel<F>)) return sms;
-  cuda_check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "querying its size");
-  return sms;
 }
 
 // Fills in what does not depend on the pass; false where no TMA tile can be described.
@@ -215,15 +202,15 @@ static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, Atte
   return describe(&a->qkv, qkv, s, s.num_heads + 2 * s.num_key_value_heads);
 }
 
-template <class F> static void launch(typename F::Arguments a, cudaStream_t stream) {
+template <class F> static void launch(Backend *backend, typename F::Arguments a) {
   a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
   a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
   a.work = a.heads * a.blocks;
   // What a head streams: a group of query heads' q and dout, or k and v.
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
   a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
-  int64_t blocks = min_i64(hopper_sms<F>(), a.work);
-  launch_kernel({"attention", stream, blocks, (F::WARPGROUPS + 1) * 128, false,
+  int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, a.work);
+  launch_kernel({"attention", cuda_stream(backend), blocks, (F::WARPGROUPS + 1) * 128, false,
                  sizeof(typename F::SharedStorage) + 1024},
                 hopper_kernel<F>, a);
 }

@@ -18,11 +18,10 @@ void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream)
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream);
 void attention_tensor_core_backward(const AttentionBackward *a, cudaStream_t stream);
 
-// The same on Hopper (sm_90a), faster. False, with nothing done, on other devices, in programs without its
-// code or with LCE_HOPPER=0 in the environment. The forward pass sets its counter to 0 itself.
-bool attention_hopper_forward(const AttentionForward *a, int *counter, cudaStream_t stream);
-bool attention_hopper_backward(const AttentionBackward *a, int *counters, float *partials,
-                               cudaStream_t stream);
+// The same on Hopper, faster. False, with nothing done, where not hopper_runs() (hopper_gemm.h). The forward
+// pass sets its counter to 0 itself.
+bool attention_hopper_forward(Backend *backend, const AttentionForward *a, int *counter);
+bool attention_hopper_backward(Backend *backend, const AttentionBackward *a, int *counters, float *partials);
 
 // Writes what both tensor-core backward passes read (attention_mma.cuh), and sets the counters to 0.
 enum { ATTENTION_COUNTERS = 2 };

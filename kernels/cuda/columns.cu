@@ -96,25 +96,22 @@ void cuda_sum_columns(Backend *backend, const SumColumns *a) {
 
 // One block a row.
 template <int W>
-static __global__ void __launch_bounds__(256)
-    add_outer_kernel(float *out, const float *rows, const float *columns, int width, float alpha) {
-  int64_t row = blockIdx.x;
-  float factor = rows ? alpha * rows[row] : alpha;
-  out += row * width;
+static __global__ void __launch_bounds__(256) add_outer_kernel(const __grid_constant__ AddOuter a) {
+  int width = (int)a.out.shape[1];
+  float factor = a.alpha * read(a.rows, blockIdx.x, 1);
+  float *out = data_of<float>(a.out) + (int64_t)blockIdx.x * width;
   for (int i = threadIdx.x * W; i < width; i += blockDim.x * W) {
     float values[W], add[W];
     load(values, out + i);
-    load(add, columns + i);
+    load(add, data_of<float>(a.columns) + i);
     EACH (k, W) values[k] += factor * add[k];
     store(out + i, values);
   }
 }
 
 void cuda_add_outer(Backend *backend, const AddOuter *a) {
-  int64_t rows = a->out.shape[0], width = a->out.shape[1];
   with_width<float>(rows_align({a->out, a->columns}, WIDTH<float>), [&](auto W) {
-    launch_kernel(per_row(backend, "add_outer", rows, ceil_div(width, W)), add_outer_kernel<W>,
-                  data_of<float>(a->out), data_of<float>(a->rows), data_of<float>(a->columns), (int)width,
-                  a->alpha);
+    launch_kernel(per_row(backend, "add_outer", a->out.shape[0], ceil_div(a->out.shape[1], W)),
+                  add_outer_kernel<W>, *a);
   });
 }

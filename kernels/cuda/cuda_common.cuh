@@ -77,8 +77,8 @@ void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t be
 // --- launches ----------------------------------------------------------------------------------------------
 
 // Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel
-// before it finish. Every thread of such a kernel calls griddepcontrol_wait() before it touches memory that
-// others write or read, and griddepcontrol_launch_dependents() early.
+// before it finish. Every thread of such a kernel calls pdl_begin() before it touches memory that others
+// write or read.
 static inline cudaLaunchAttribute pdl_attribute() {
   cudaLaunchAttribute pdl = {};
   pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -86,15 +86,11 @@ static inline cudaLaunchAttribute pdl_attribute() {
   return pdl;
 }
 
-static DEVICE void griddepcontrol_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-static DEVICE void griddepcontrol_launch_dependents() {
+// Lets the blocks of the next kernel start, and waits for the kernels before this one.
+static DEVICE void pdl_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
@@ -211,13 +207,6 @@ template <typename T, typename F> static inline void with_width(bool wide, F f) 
     f(std::integral_constant<int, 1>());
 }
 
-// Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
-static inline bool rows_start_aligned(Tensor t, int64_t width) {
-  uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
-  return (uintptr_t)t.data % bytes == 0 &&
-         (t.rank == 1 || (uintptr_t)t.stride * dtype_bytes(t.dtype) % bytes == 0);
-}
-
 // Whether, beyond that, a row is a whole number of groups.
 static inline bool rows_align(Tensor t, int64_t width) {
   return rows_start_aligned(t, width) && t.shape[t.rank - 1] % width == 0;
@@ -235,11 +224,8 @@ static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t wid
 template <typename F>
 static inline void with_access(Dtype dtype, std::initializer_list<Tensor> tensors, F f) {
   with_float(dtype, [&](auto type) {
-    constexpr int W = WIDTH<decltype(type)>;
-    if (rows_align(tensors, W))
-      f(type, std::integral_constant<int, W>());
-    else
-      f(type, std::integral_constant<int, 1>());
+    using T = decltype(type);
+    with_width<T>(rows_align(tensors, WIDTH<T>), [&](auto width) { f(type, width); });
   });
 }
 
@@ -273,16 +259,6 @@ template <int N, typename T> static DEVICE void store(T *to, const float (&value
   *reinterpret_cast<Group<T, N> *>(to) = group;
 }
 
-// to (+)= values.
-template <int N, typename T> static DEVICE void store_or_add(T *to, float (&values)[N], bool accumulate) {
-  if (accumulate) {
-    float old[N];
-    load(old, to);
-    EACH (i, N) values[i] += old[i];
-  }
-  store(to, values);
-}
-
 // An operation's optional vectors, fp32.
 static DEVICE float read(const Tensor &t, int64_t n, float otherwise) {
   return t.data ? data_of<float>(t)[n] : otherwise;
@@ -300,26 +276,19 @@ template <typename T> static DEVICE T warp_sum(T x) {
   return x;
 }
 
+static DEVICE float2 warp_sum(float2 x) {
+  return make_float2(warp_sum(x.x), warp_sum(x.y));
+}
+
 // Over a block of whole warps, at most 32; every thread gets the result.
-static DEVICE float2 block_sum(float2 x) {
-  __shared__ float2 partial[32];
-  x.x = warp_sum(x.x), x.y = warp_sum(x.y);
+template <typename T> static DEVICE T block_sum(T x) {
+  __shared__ T partial[32];
+  x = warp_sum(x);
   if (blockDim.x == 32) return x;
   __syncthreads(); // the previous call's results have been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : make_float2(0, 0);
-  return make_float2(warp_sum(x.x), warp_sum(x.y));
-}
-
-static DEVICE float block_sum(float x) {
-  __shared__ float partial[32];
-  x = warp_sum(x);
-  if (blockDim.x == 32) return x;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
+  return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : T());
 }
 
 // An entry and its column in one number: the largest of a row's is the largest entry's, the first of several.
@@ -388,10 +357,8 @@ template <typename T> static DEVICE void reduce_amax(unsigned *amax, unsigned la
 
 // --- called from several files -----------------------------------------------------------------------------
 
-// linear.cu. Element (i, j) of an operand is data[i * stride + j], or data[j * stride + i] when transposed.
-struct Operand {
-  const void *data;
-  int64_t stride;
+// linear.cu. A matrix as it is stored; the GEMM reads its transpose where `transposed`.
+struct Operand : Tensor {
   bool transposed;
   int64_t apart = 0; // elements from one matrix of a batch to the next
 };
@@ -402,34 +369,25 @@ enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_
 
 // out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n] in fp32; then the epilogue and rounding.
 struct Gemm {
-  int64_t m, n, k;
-  Operand left, right;
-  Dtype operand_dtype, out_dtype; // out, addend: out_dtype; left, right, bias, pre: operand_dtype
-  void *out;
-  int64_t out_stride;
-  const void *addend = nullptr; // may be out itself, with the same stride
-  int64_t addend_stride = 0;
+  Operand left, right; // of one type, which is that of bias and pre
+  Tensor out, addend;  // of one type; addend: absent, or maybe out itself
   float alpha = 1.0f, beta = 1.0f;
   int batch = 1; // so many GEMMs, without bias or pre
   int64_t out_apart = 0, addend_apart = 0;
   GemmEpilogue epilogue = GEMM_PLAIN;
-  const void *bias = nullptr;
-  void *pre = nullptr;
-  int64_t pre_stride = 0;
+  Tensor bias = {}, pre = {};
   // Of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
   const void *left_scale = nullptr, *right_scale = nullptr;
+
+  __host__ DEVICE int64_t m() const { return out.shape[0]; }
+  __host__ DEVICE int64_t n() const { return out.shape[1]; }
+  __host__ DEVICE int64_t k() const { return left.transposed ? left.shape[0] : left.shape[1]; }
 };
 
 // out = left right, each transposed or not; accumulate: added to what out holds.
 static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor right, bool right_transposed,
                            bool accumulate = false) {
-  Gemm g = {.m = out.shape[0], .n = out.shape[1], .k = left.shape[left_transposed ? 0 : 1]};
-  g.left = {left.data, left.stride, left_transposed};
-  g.right = {right.data, right.stride, right_transposed};
-  g.operand_dtype = left.dtype, g.out_dtype = out.dtype;
-  g.out = out.data, g.out_stride = out.stride;
-  if (accumulate) g.addend = out.data, g.addend_stride = out.stride;
-  return g;
+  return {{left, left_transposed}, {right, right_transposed}, out, accumulate ? out : Tensor{}};
 }
 
 void cuda_gemm(Backend *backend, const Gemm *gemm);

@@ -111,6 +111,13 @@ static inline int64_t cuda_attention_slices(AttentionShape s) {
 // optimizer.cu: partial sums, in double, of sum_elements, and of frobenius_normalize for each matrix.
 enum { CUDA_SUM_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
 
+// Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
+static inline bool rows_start_aligned(Tensor t, int64_t width) {
+  uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
+  return (uintptr_t)t.data % bytes == 0 &&
+         (t.rank == 1 || (uintptr_t)t.stride * dtype_bytes(t.dtype) % bytes == 0);
+}
+
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 
 #define DECLARE(name, Arguments, group) void cuda_##name(Backend *backend, const Arguments *a);

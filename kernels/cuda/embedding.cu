@@ -6,31 +6,28 @@
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename T, int W>
-static __global__ void embedding_forward_kernel(T *out, const int32_t *tokens, const T *token_weight,
-                                                const T *position_weight, const int32_t *positions,
-                                                int seq_len, int hidden_size) {
+static __global__ void embedding_forward_kernel(const __grid_constant__ EmbeddingForward a) {
   int64_t row = blockIdx.x;
-  const T *token = token_weight + (int64_t)tokens[row] * hidden_size;
+  int hidden_size = (int)a.out.shape[1];
+  const int32_t *positions = data_of<int32_t>(a.positions);
+  const T *token = data_of<T>(a.token_weight) + (int64_t)data_of<int32_t>(a.tokens)[row] * hidden_size;
+  int64_t position = positions ? positions[row] : (int)row % (int)a.seq_len;
   for (int i = threadIdx.x * W; i < hidden_size; i += blockDim.x * W) {
     float sum[W];
     load(sum, token + i);
-    if (position_weight) {
-      float position[W];
-      load(position, position_weight + (positions ? positions[row] : row % seq_len) * hidden_size + i);
-      EACH (k, W) sum[k] += position[k];
+    if (a.position_weight.data) {
+      float added[W];
+      load(added, data_of<T>(a.position_weight) + position * hidden_size + i);
+      EACH (k, W) sum[k] += added[k];
     }
-    store(out + row * hidden_size + i, sum);
+    store(data_of<T>(a.out) + row * hidden_size + i, sum);
   }
 }
 
 void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
-  int64_t rows = a->out.shape[0], hidden_size = a->out.shape[1];
   with_access(a->out.dtype, {a->out, a->token_weight, a->position_weight}, [&](auto type, auto width) {
-    using T = decltype(type);
-    launch_kernel(per_row(backend, "embedding_forward", rows, ceil_div(hidden_size, width)),
-                  embedding_forward_kernel<T, width>, data_of<T>(a->out), data_of<int32_t>(a->tokens),
-                  data_of<T>(a->token_weight), data_of<T>(a->position_weight), data_of<int32_t>(a->positions),
-                  (int)a->seq_len, (int)hidden_size);
+    launch_kernel(per_row(backend, "embedding_forward", a->out.shape[0], ceil_div(a->out.shape[1], width)),
+                  embedding_forward_kernel<decltype(type), width>, *a);
   });
 }
 
@@ -47,7 +44,13 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
       load(values, dout + (b * seq_len + t) * hidden_size + i);
       EACH (k, W) sum[k] += values[k];
     }
-    store_or_add(dposition + t * hidden_size + i, sum, accumulate);
+    TD *to = dposition + t * hidden_size + i;
+    if (accumulate) {
+      float old[W];
+      load(old, to);
+      EACH (k, W) sum[k] += old[k];
+    }
+    store(to, sum);
   }
 }
 

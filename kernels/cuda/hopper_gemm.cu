@@ -21,8 +21,7 @@ struct DxLists {
 };
 
 static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_constant__ DxLists a) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   constexpr int AT_ONCE = 8; // loads
   int list = blockIdx.x, lane = threadIdx.x, length = 0, slot[AT_ONCE];
   const int32_t *slots = a.slots + (int64_t)list * a.across;
@@ -86,18 +85,13 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
 }
 
 template <bool TERMS>
-static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
-                          float inv_temperature) {
+static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
   using K = KernelTraits<LogitsExp<TERMS>>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  int64_t floats_per_row = hopper_sum_parts(vocab_size) * (lce_row_parts(&a->softmax) - 1);
-  int64_t fit = (int64_t)(bytes / sizeof(float)) / floats_per_row;
-  if (fit < rows) rows = fit / K::CLUSTER_ROWS * K::CLUSTER_ROWS;
-  if (rows == 0) return 0;
-  CUtensorMap x_map = tma_map(backend, tensor_rows(a->x, 0, rows), K::ROWS),
+  CUtensorMap x_map = tma_map(backend, a->x, K::ROWS),
               weight_map = tma_map(backend, a->weight, TILE_N / CLUSTER),
-              out_map = store ? tma_map(backend, tensor_rows(a->exps, 0, rows), STORE_ROWS) : x_map;
+              out_map = store ? tma_map(backend, a->exps, STORE_ROWS) : x_map;
   EpilogueParams params = {.anchor = data_of<float>(a->softmax.target_z),
                            .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
@@ -107,15 +101,15 @@ static int64_t logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, 
                            .store = store};
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
-  return rows;
 }
 
-int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
-                          float inv_temperature) {
-  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return 0;
-  if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps))) return 0;
+bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
+  if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
+  if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps)))
+    return false;
   bool terms = lce_row_parts(&a->softmax) > 2 || tensor_exists(a->bias) || a->softcap > 0;
-  return (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, bytes, inv_temperature);
+  (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, inv_temperature);
+  return true;
 }
 
 // Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.
@@ -142,18 +136,15 @@ static void split_last_wave(TileScheduler *s, int clusters, size_t scratch_bytes
   s->work_tiles = s->whole + rest * s->splits;
 }
 
-// The share of the time in which clusters have work, if all tiles take equally long.
-static double utilisation(double tiles, double clusters) {
-  return tiles / (ceil(tiles / clusters) * clusters);
-}
-
 // Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits.
 // Where both fill the device, bytes decide: at C = 4096 it takes 1% less at H = 2048 and 3% more at 4096.
 static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
   double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
-  for (int splits = 1; splits <= 3; splits++)
-    library = fmax(library, utilisation(library_tiles * splits, clusters));
+  for (int splits = 1; splits <= 3; splits++) { // the share of the time in which clusters have work
+    double tiles = library_tiles * splits;
+    library = fmax(library, tiles / (ceil(tiles / clusters) * clusters));
+  }
   double tiles = (double)s.m * s.n / (s.rows * TILE_N);
   double time = ceil((double)s.whole / clusters) + ceil(rest * s.splits / clusters) * split_time(s.splits);
   return (s.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;

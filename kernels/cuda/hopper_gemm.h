@@ -1,5 +1,5 @@
 // The LM head's and SwiGLU's GEMMs on Hopper (hopper_kernel.cuh). Each function says whether it did the work:
-// false (or 0), with nothing touched, means that the device or rows do not suit or that cuBLASLt is faster.
+// false, with nothing touched, means that the device or rows do not suit or that cuBLASLt is faster.
 #pragma once
 
 #include "kernels/cuda/cuda_ops.h"
@@ -21,10 +21,8 @@ typedef struct {
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
 
 // E of LceLogitsExp with target_z as anchor, written to exps where given, and its row_parts. Tensors are bf16
-// with rows that start on 16 bytes. Does as many of the first rows as `bytes` of parts hold, and returns how
-// many; 0 where it does not run, or not even 256 rows fit.
-int64_t hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, size_t bytes,
-                          float inv_temperature);
+// with rows that start on 16 bytes.
+bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature);
 
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
 // partials go through `scratch`, added in a fixed order. Unless `always`, only where faster than cuBLASLt.

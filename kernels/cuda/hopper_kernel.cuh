@@ -182,15 +182,6 @@ static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, Pipelin
   release_stage(pipeline, previous);
 }
 
-// Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
-// might wait two rounds ahead, which a parity does not tell.
-static DEVICE void order_wait(int consumer) {
-  named_barrier_sync<2 * WARPGROUP>(1 + consumer);
-}
-static DEVICE void order_arrive(int consumer) {
-  named_barrier_arrive<2 * WARPGROUP>(1 + consumer);
-}
-
 template <typename K>
 static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
                            const CUtensorMap *out, const CUtensorMap *gate_up, uint32_t buffers, int consumer,
@@ -213,10 +204,12 @@ static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params,
     }
     int columns = tile_columns<K>(s, work), a_first = me.row * 128;
     epilogue.begin(me, work, columns);
-    if (!K::COOPERATIVE && w >= work_stride()) order_wait(consumer);
+    // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
+    // might wait two rounds ahead, which a parity does not tell.
+    if (!K::COOPERATIVE && w >= work_stride()) named_barrier_sync<2 * WARPGROUP>(1 + consumer);
     bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {
-      if (more) order_arrive(consumer ^ 1);
+      if (more) named_barrier_arrive<2 * WARPGROUP>(1 + (consumer ^ 1));
     };
     if (columns > 128)
       mainloop<K, 192>(acc, pipeline, at, work.steps(), a_first, last_stage_is_full);
@@ -256,8 +249,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     mbarrier_init_fence();
   }
   cluster_sync();
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   if (consumer < 0) {
     setmaxnreg_dec<40>();
     if (warp == 0) produce<K>(scheduler, params, pipeline, &a, &b, rank);

@@ -82,8 +82,7 @@ template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
                         const __grid_constant__ TileScheduler s) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   const int size = s.rows * s.columns;
   int rest = s.m_tiles * s.n_tiles - s.whole, tile = s.whole + blockIdx.y;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4, line = i / TILE_N;

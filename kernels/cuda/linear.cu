@@ -41,21 +41,18 @@ static uint32_t alignment_of(const void *address) {
 }
 
 // What is added, or would be.
-static const void *addend_of(const Gemm *p) {
-  return p->addend ? p->addend : p->out;
-}
-static int64_t addend_stride_of(const Gemm *p) {
-  return p->addend ? p->addend_stride : p->out_stride;
+static const Tensor &addend_of(const Gemm *p) {
+  return tensor_exists(p->addend) ? p->addend : p->out;
 }
 
 // Everything that the choice of an algorithm may depend on.
 static auto key_of(const Gemm *p) {
-  return std::make_tuple(p->m, p->n, p->k, p->left.stride, p->right.stride, addend_stride_of(p),
-                         p->out_stride, has_pre(p->epilogue) ? p->pre_stride : 0, p->batch, p->left.apart,
+  return std::make_tuple(p->m(), p->n(), p->k(), p->left.stride, p->right.stride, addend_of(p).stride,
+                         p->out.stride, has_pre(p->epilogue) ? p->pre.stride : 0, p->batch, p->left.apart,
                          p->right.apart, p->addend_apart, p->out_apart, p->left.transposed,
-                         p->right.transposed, p->operand_dtype, p->out_dtype, p->epilogue,
-                         alignment_of(p->left.data), alignment_of(p->right.data), alignment_of(addend_of(p)),
-                         alignment_of(p->out));
+                         p->right.transposed, p->left.dtype, p->out.dtype, p->epilogue,
+                         alignment_of(p->left.data), alignment_of(p->right.data),
+                         alignment_of(addend_of(p).data), alignment_of(p->out.data));
 }
 
 // In the library's terms: d[m, n] = a[m, k] b[k, n] + c.
@@ -99,10 +96,11 @@ static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t a
   lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
 }
 
-static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns, int64_t stride, int batch,
-                                     int64_t apart) {
+// Its rows are the library's columns.
+static cublasLtMatrixLayout_t layout(const Tensor &t, int batch, int64_t apart) {
   cublasLtMatrixLayout_t out;
-  lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(dtype), (uint64_t)rows, (uint64_t)columns, stride),
+  lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(t.dtype), (uint64_t)t.shape[1], (uint64_t)t.shape[0],
+                                      t.stride),
            "describing a matrix");
   auto set_batch = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
     lt_check(cublasLtMatrixLayoutSetAttribute(out, attribute, &value, sizeof value), "describing a batch");
@@ -112,37 +110,30 @@ static cublasLtMatrixLayout_t layout(Dtype dtype, int64_t rows, int64_t columns,
   return out;
 }
 
-// An operand of `rows` by `columns` in our terms: its rows are the library's columns.
-static cublasLtMatrixLayout_t operand_layout(const Gemm *p, Operand o, int64_t rows, int64_t columns) {
-  return layout(p->operand_dtype, o.transposed ? rows : columns, o.transposed ? columns : rows, o.stride,
-                p->batch, o.apart);
-}
-
 static void describe(GemmPlan *plan, const Gemm *p) {
   static const cublasLtEpilogue_t epilogues[] = {CUBLASLT_EPILOGUE_DEFAULT, CUBLASLT_EPILOGUE_BIAS,
                                                  CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
                                                  CUBLASLT_EPILOGUE_DGELU}; // in GemmEpilogue's order
-  Dtype bias = p->operand_dtype == DTYPE_E4M3 ? DTYPE_BF16 : p->operand_dtype;
+  Dtype bias = p->left.dtype == DTYPE_E4M3 ? DTYPE_BF16 : p->left.dtype;
   lt_check(cublasLtMatmulDescCreate(&plan->operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, p->right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, p->left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogues[p->epilogue]);
   if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(bias));
   if (has_pre(p->epilogue)) {
-    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(p->operand_dtype));
-    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p->pre_stride);
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(p->left.dtype));
+    set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p->pre.stride);
   }
-  plan->a = operand_layout(p, p->right, p->k, p->n);
-  plan->b = operand_layout(p, p->left, p->m, p->k);
-  plan->c = layout(p->out_dtype, p->n, p->m, addend_stride_of(p), p->batch,
-                   p->addend ? p->addend_apart : p->out_apart);
-  plan->d = layout(p->out_dtype, p->n, p->m, p->out_stride, p->batch, p->out_apart);
+  plan->a = layout(p->right, p->batch, p->right.apart);
+  plan->b = layout(p->left, p->batch, p->left.apart);
+  plan->c = layout(addend_of(p), p->batch, tensor_exists(p->addend) ? p->addend_apart : p->out_apart);
+  plan->d = layout(p->out, p->batch, p->out_apart);
 }
 
 static void point_epilogue(GemmPlan *plan, const Gemm *p) {
-  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias);
-  if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre);
-  if (p->operand_dtype != DTYPE_E4M3) return;
+  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias.data);
+  if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre.data);
+  if (p->left.dtype != DTYPE_E4M3) return;
   set(plan->operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p->right_scale);
   set(plan->operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p->left_scale);
 }
@@ -161,8 +152,8 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p->right.data));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p->left.data));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(addend_of(p)));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p->out));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(addend_of(p).data));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p->out.data));
   int found = 0;
   cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(gemms->handle, plan->operation, plan->a, plan->b,
                                                          plan->c, plan->d, preference, max, results, &found);
@@ -175,10 +166,10 @@ static int suggestions(Gemms *gemms, const GemmPlan *plan, const Gemm *p,
 static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm *p,
                               const cublasLtMatmulAlgo_t *algorithm) {
   CudaState *state = cuda_state(backend);
-  float beta = p->addend ? p->beta : 0.0f;
+  float beta = tensor_exists(p->addend) ? p->beta : 0.0f;
   return cublasLtMatmul(state->gemms->handle, plan->operation, &p->alpha, p->right.data, plan->a,
-                        p->left.data, plan->b, &beta, addend_of(p), plan->c, p->out, plan->d, algorithm,
-                        state->gemm_workspace, CUDA_GEMM_WORKSPACE_BYTES, state->stream);
+                        p->left.data, plan->b, &beta, addend_of(p).data, plan->c, p->out.data, plan->d,
+                        algorithm, state->gemm_workspace, CUDA_GEMM_WORKSPACE_BYTES, state->stream);
 }
 
 // --- measuring the loss's dW -------------------------------------------------------------------------------
@@ -192,10 +183,10 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
 // A large fp32 gradient of few tokens, multiples of 128 alone, so that shapes stay few where the count of
 // tokens varies. Not while it adds to what out holds, nor while the stream is captured into a graph.
 static bool worth_measuring(Backend *backend, const Gemm *p) {
-  bool weight_gradient = p->left.transposed && !p->right.transposed && p->operand_dtype == DTYPE_BF16 &&
-                         p->out_dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
-  if (!weight_gradient || p->addend || p->out_stride != p->n) return false;
-  if (p->k % 128 || p->k > 4096 || p->m * p->n < 1 << 24) return false;
+  bool weight_gradient = p->left.transposed && !p->right.transposed && p->left.dtype == DTYPE_BF16 &&
+                         p->out.dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
+  if (!weight_gradient || tensor_exists(p->addend) || !tensor_is_dense(p->out)) return false;
+  if (p->k() % 128 || p->k() > 4096 || tensor_count(p->out) < 1 << 24) return false;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(cuda_stream(backend), &capture),
              "querying whether the stream is captured");
@@ -226,8 +217,8 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   float times[CANDIDATES] = {}, spent = 0;
   int found = suggestions(cuda_state(backend)->gemms, plan, &p, results, CANDIDATES), count = 0;
   if (found < 2) return;
-  size_t left_bytes = memory_padded((size_t)(p.k * p.left.stride) * sizeof(bf16));
-  size_t bytes = left_bytes + memory_padded((size_t)(p.k * p.right.stride) * sizeof(bf16));
+  size_t left_bytes = memory_padded((size_t)(p.k() * p.left.stride) * sizeof(bf16));
+  size_t bytes = left_bytes + memory_padded((size_t)(p.k() * p.right.stride) * sizeof(bf16));
   char *memory = nullptr;
   if (cudaMalloc(reinterpret_cast<void **>(&memory), bytes + sizeof(uint64_t)) != cudaSuccess) {
     cudaGetLastError(); // the first choice serves
@@ -237,7 +228,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
                 reinterpret_cast<uint32_t *>(memory), (int64_t)bytes / 4, random_key(0, 0));
   p.left.data = memory, p.right.data = memory + left_bytes;
   Gemm added = p; // as all chunks but the first
-  added.addend = p.out, added.addend_stride = p.out_stride;
+  added.addend = p.out;
 
   auto run = [&](const Gemm &g, int i) { return execute(backend, plan, &g, &algorithms[i]); };
   auto checksum = [&] {
@@ -245,7 +236,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
     unsigned long long value = 0;
     cuda_check(cudaMemsetAsync(sum, 0, sizeof *sum, cuda_stream(backend)), "clearing a checksum");
     launch_kernel({"a checksum", cuda_stream(backend), 1024, 256}, checksum_kernel, sum,
-                  static_cast<const uint32_t *>(p.out), p.m * p.n);
+                  data_of<const uint32_t>(p.out), tensor_count(p.out));
     cuda_check(cudaMemcpyAsync(&value, sum, sizeof value, cudaMemcpyDeviceToHost, cuda_stream(backend)),
                "reading a checksum");
     cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "measuring a GEMM");
@@ -284,15 +275,11 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
 
 // --- GEMMs by the library ----------------------------------------------------------------------------------
 
-static bool aligned(const void *data, int64_t stride, Dtype dtype) {
-  return !data || ((uintptr_t)data | (uintptr_t)stride * dtype_bytes(dtype)) % 16 == 0;
-}
-
+// Whether all rows start on 16 bytes.
 static bool all_aligned(const Gemm *p) {
-  return aligned(p->left.data, p->left.stride, p->operand_dtype) &&
-         aligned(p->right.data, p->right.stride, p->operand_dtype) &&
-         aligned(p->pre, p->pre_stride, p->operand_dtype) && aligned(p->out, p->out_stride, p->out_dtype) &&
-         aligned(p->addend, p->addend_stride, p->out_dtype);
+  for (const Tensor &t : {(Tensor)p->left, (Tensor)p->right, p->pre, p->out, p->addend})
+    if (tensor_exists(t) && !rows_start_aligned(t, 16)) return false;
+  return true;
 }
 
 static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
@@ -310,8 +297,10 @@ static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
 
 // False when the library cannot do this GEMM, or not accurately.
 static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
-  if (p->operand_dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
-  if ((p->addend || p->epilogue != GEMM_PLAIN) && p->out_dtype == DTYPE_BF16 && !all_aligned(p)) return false;
+  if (p->left.dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
+  if ((tensor_exists(p->addend) || p->epilogue != GEMM_PLAIN) && p->out.dtype == DTYPE_BF16 &&
+      !all_aligned(p))
+    return false;
   GemmPlan *plan = plan_of(backend, p);
   if (!plan->possible) return false;
   if (!plan->measured && cuda_state(backend)->gemms->measure && worth_measuring(backend, p)) {
@@ -344,34 +333,32 @@ static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, 
 template <typename T, typename TO>
 static __device__ void plain_epilogue(const Gemm &p, int64_t row, int64_t column, float sum) {
   float value = p.alpha * sum;
-  T *pre = static_cast<T *>(p.pre) + row * p.pre_stride + column;
-  if (p.addend) value += p.beta * to_float(static_cast<const TO *>(p.addend)[row * p.addend_stride + column]);
-  if (p.bias) value += to_float(static_cast<const T *>(p.bias)[column]);
+  T *pre = data_of<T>(p.pre) + row * p.pre.stride + column;
+  if (p.addend.data) value += p.beta * to_float(data_of<TO>(p.addend)[row * p.addend.stride + column]);
+  if (p.bias.data) value += to_float(data_of<T>(p.bias)[column]);
   if (p.epilogue == GEMM_GELU_DERIVATIVE) {
     value *= Gelu::derivative(to_float(*pre));
-  } else if (p.pre) {
+  } else if (p.pre.data) {
     *pre = from_float<T>(value);
     value = Gelu::value(value, 0);
   }
-  static_cast<TO *>(p.out)[row * p.out_stride + column] = from_float<TO>(value);
+  data_of<TO>(p.out)[row * p.out.stride + column] = from_float<TO>(value);
 }
 
 template <typename T, typename TO> static __global__ void __launch_bounds__(256) plain_gemm_kernel(Gemm p) {
   __shared__ float left[TERMS][TILE + 1], right[TERMS][TILE + 1];
-  p.left.data = static_cast<const T *>(p.left.data) + blockIdx.y * p.left.apart;
-  p.right.data = static_cast<const T *>(p.right.data) + blockIdx.y * p.right.apart;
-  p.out = static_cast<TO *>(p.out) + blockIdx.y * p.out_apart;
-  if (p.addend) p.addend = static_cast<const TO *>(p.addend) + blockIdx.y * p.addend_apart;
-  const unsigned down =
-      (unsigned)((p.m + TILE - 1) / TILE); // tiles; in one axis, for the other two are short
+  p.left.data = data_of<T>(p.left) + blockIdx.y * p.left.apart;
+  p.right.data = data_of<T>(p.right) + blockIdx.y * p.right.apart;
+  p.out.data = data_of<TO>(p.out) + blockIdx.y * p.out_apart;
+  if (p.addend.data) p.addend.data = data_of<TO>(p.addend) + blockIdx.y * p.addend_apart;
+  const int64_t m = p.m(), n = p.n(), k = p.k();
+  const unsigned down = (unsigned)((m + TILE - 1) / TILE); // tiles; in one axis, for the other two are short
   int64_t first_row = (int64_t)(blockIdx.x % down) * TILE, first_column = (int64_t)(blockIdx.x / down) * TILE;
   int x = threadIdx.x % 16, y = threadIdx.x / 16;
   float sum[4][4] = {};
-  for (int64_t term = 0; term < p.k; term += TERMS) {
-    load_tile(left, static_cast<const T *>(p.left.data), p.left.stride, !p.left.transposed, first_row, p.m,
-              term, p.k);
-    load_tile(right, static_cast<const T *>(p.right.data), p.right.stride, p.right.transposed, first_column,
-              p.n, term, p.k);
+  for (int64_t term = 0; term < k; term += TERMS) {
+    load_tile(left, data_of<const T>(p.left), p.left.stride, !p.left.transposed, first_row, m, term, k);
+    load_tile(right, data_of<const T>(p.right), p.right.stride, p.right.transposed, first_column, n, term, k);
     __syncthreads();
     EACH (t, TERMS)
       EACH (i, 4)
@@ -381,14 +368,14 @@ template <typename T, typename TO> static __global__ void __launch_bounds__(256)
   for (int i = 0; i < 4; i++)
     for (int j = 0; j < 4; j++) {
       int64_t row = first_row + y + 16 * i, column = first_column + x + 16 * j;
-      if (row < p.m && column < p.n) plain_epilogue<T, TO>(p, row, column, sum[i][j]);
+      if (row < m && column < n) plain_epilogue<T, TO>(p, row, column, sum[i][j]);
     }
 }
 
 static void plain_gemm(Backend *backend, const Gemm *p) {
-  Grid grid(ceil_div(p->m, TILE) * ceil_div(p->n, TILE), p->batch);
-  with_float(p->operand_dtype, [&](auto type) {
-    with_float(p->out_dtype, [&](auto out_type) {
+  Grid grid(ceil_div(p->m(), TILE) * ceil_div(p->n(), TILE), p->batch);
+  with_float(p->left.dtype, [&](auto type) {
+    with_float(p->out.dtype, [&](auto out_type) {
       launch_kernel({"a plain GEMM", cuda_stream(backend), grid, 256},
                     plain_gemm_kernel<decltype(type), decltype(out_type)>, *p);
     });
@@ -406,21 +393,25 @@ static bool ragged(int64_t extent) {
   return extent % WHOLE != 0 && extent >= 64 * WHOLE;
 }
 
-// The GEMM from row `rows`, column `columns` and term `terms` on.
-static Gemm corner(const Gemm *p, int64_t rows, int64_t columns, int64_t terms) {
-  Gemm rest = *p;
-  int64_t width = (int64_t)dtype_bytes(p->operand_dtype), out_width = (int64_t)dtype_bytes(p->out_dtype);
-  auto skip = [&](Operand *o, int64_t down, int64_t along) {
-    int64_t elements = o->transposed ? along * o->stride + down : down * o->stride + along;
-    o->data = static_cast<const char *>(o->data) + elements * width;
-  };
-  rest.m -= rows, rest.n -= columns, rest.k -= terms;
-  skip(&rest.left, rows, terms);
-  skip(&rest.right, terms, columns);
-  rest.out = static_cast<char *>(p->out) + (rows * p->out_stride + columns) * out_width;
-  if (p->addend)
-    rest.addend = static_cast<const char *>(p->addend) + (rows * p->addend_stride + columns) * out_width;
-  return rest;
+struct Range {
+  int64_t first, count;
+};
+
+static Tensor part_of(Tensor t, Range rows, Range columns) {
+  if (!tensor_exists(t)) return t;
+  return tensor_columns(tensor_rows(t, rows.first, rows.count), columns.first, columns.count);
+}
+
+static Operand part_of(Operand o, Range rows, Range columns) {
+  if (o.transposed) std::swap(rows, columns);
+  return {part_of((Tensor)o, rows, columns), o.transposed, o.apart};
+}
+
+static Gemm part_of(const Gemm *p, Range m, Range n, Range k) {
+  Gemm part = *p;
+  part.left = part_of(p->left, m, k), part.right = part_of(p->right, k, n);
+  part.out = part_of(p->out, m, n), part.addend = part_of(p->addend, m, n);
+  return part;
 }
 
 static void any_gemm(Backend *backend, const Gemm *p) {
@@ -428,28 +419,25 @@ static void any_gemm(Backend *backend, const Gemm *p) {
 }
 
 void cuda_gemm(Backend *backend, const Gemm *p) {
-  if (p->m == 0 || p->n == 0) return;
-  bool splits = p->operand_dtype == DTYPE_BF16 && p->epilogue == GEMM_PLAIN && all_aligned(p);
-  Gemm bulk = *p, rest;
-  if (splits && ragged(p->k) && (!p->left.transposed || p->right.transposed)) {
-    bulk.k -= p->k % WHOLE;
-    rest = corner(p, 0, 0, bulk.k);
-    rest.addend = p->out, rest.addend_stride = p->out_stride, rest.addend_apart = p->out_apart, rest.beta = 1;
-  } else if (splits && ragged(p->m) && p->left.transposed) {
-    bulk.m -= p->m % WHOLE;
-    rest = corner(p, bulk.m, 0, 0);
-  } else if (splits && ragged(p->n)) {
-    bulk.n -= p->n % WHOLE;
-    rest = corner(p, 0, bulk.n, 0);
-  } else {
-    any_gemm(backend, p);
-    return;
+  if (p->m() == 0 || p->n() == 0) return;
+  Range m = {0, p->m()}, n = {0, p->n()}, k = {0, p->k()}, *cut = nullptr;
+  if (p->left.dtype == DTYPE_BF16 && p->epilogue == GEMM_PLAIN && all_aligned(p)) {
+    if (ragged(k.count) && (!p->left.transposed || p->right.transposed))
+      cut = &k;
+    else if (ragged(m.count) && p->left.transposed)
+      cut = &m;
+    else if (ragged(n.count))
+      cut = &n;
   }
+  if (!cut) return any_gemm(backend, p);
+  int64_t more = cut->count % WHOLE;
+  cut->count -= more;
+  Gemm bulk = part_of(p, m, n, k);
+  *cut = {cut->count, more};
+  Gemm rest = part_of(p, m, n, k);
+  if (cut == &k) rest.addend = p->out, rest.addend_apart = p->out_apart, rest.beta = 1;
   cuda_gemm(backend, &bulk);
-  if (bulk.m < p->m)
-    any_gemm(backend, &rest);
-  else
-    plain_gemm(backend, &rest);
+  (cut == &m ? any_gemm : plain_gemm)(backend, &rest);
 }
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
@@ -462,10 +450,10 @@ void cuda_linear_forward(Backend *backend, const LinearForward *a) {
       hopper_swiglu(backend, a->out, a->pre_activation, a->x, a->weight))
     return;
   Gemm g = gemm_of(apart ? a->pre_activation : a->out, a->x, false, a->weight, !a->in_out_layout);
-  g.addend = a->residual.data, g.addend_stride = a->residual.stride;
+  g.addend = a->residual;
   g.epilogue = fused ? bias ? GEMM_BIAS_GELU : GEMM_GELU : bias ? GEMM_BIAS : GEMM_PLAIN;
-  g.bias = a->bias.data;
-  if (fused) g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
+  g.bias = a->bias;
+  if (fused) g.pre = a->pre_activation;
   cuda_gemm(backend, &g);
   ActivationForward activation = {.activation = a->activation, .out = a->out, .x = a->pre_activation};
   if (apart) cuda_activation_forward(backend, &activation);
@@ -481,10 +469,7 @@ void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) 
     return;
   Tensor product = is_gated(a->activation) ? a->dactivation : a->dx;
   Gemm g = gemm_of(product, a->dout, false, a->weight, a->in_out_layout, a->accumulate);
-  if (fused) {
-    g.epilogue = GEMM_GELU_DERIVATIVE;
-    g.pre = a->pre_activation.data, g.pre_stride = a->pre_activation.stride;
-  }
+  if (fused) g.epilogue = GEMM_GELU_DERIVATIVE, g.pre = a->pre_activation;
   cuda_gemm(backend, &g);
   ActivationBackward activation = {
       .activation = a->activation, .dx = a->dx, .dout = product, .x = a->pre_activation};
@@ -495,7 +480,7 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
   Gemm g = gemm_of(a->dweight, left, true, right, false, a->accumulate);
   g.alpha = a->alpha;
-  if (g.k > 0)
+  if (g.k() > 0)
     cuda_gemm(backend, &g);
   else if (!a->accumulate)
     cuda_fill_zero(backend, &a->dweight);
@@ -505,11 +490,11 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
 
 void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
   Gemm g = gemm_of(a->out, a->a.codes, false, a->b.codes, true);
-  g.addend = a->residual.data, g.addend_stride = a->residual.stride;
+  g.addend = a->residual;
   g.epilogue = tensor_exists(a->bias) ? GEMM_BIAS : GEMM_PLAIN;
-  g.bias = a->bias.data;
+  g.bias = a->bias;
   g.left_scale = a->a.amax.data, g.right_scale = a->b.amax.data, g.alpha = 1 / (E4M3_MAX * E4M3_MAX);
-  if (g.m && g.n && !cublaslt_gemm(backend, &g))
+  if (g.m() && g.n() && !cublaslt_gemm(backend, &g))
     fail("cuBLASLt has no FP8 GEMM for this GPU and %s times the transpose of %s",
          tensor_text(a->a.codes).text, tensor_text(a->b.codes).text);
 }

@@ -59,30 +59,25 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
 // One warp a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
-    target_logits_kernel(float *target_z, const T *x, int64_t x_stride, const T *weight, const T *bias,
-                         const int32_t *targets, int64_t rows, int hidden_size, float softcap) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+    target_logits_kernel(const __grid_constant__ LceTargetLogits a) {
+  pdl_begin();
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  int target = targets[row];
+  if (row >= a.x.shape[0]) return;
+  int target = data_of<int32_t>(a.targets)[row];
   float z = 0;
   if (target >= 0)
-    z = warp_dot<T, W>(x + row * x_stride, weight + (int64_t)target * hidden_size, hidden_size);
-  if (target >= 0 && bias) z += to_float(bias[target]);
-  if (softcap > 0) z = softcap * tanhf(z / softcap);
-  if (threadIdx.x % 32 == 0) target_z[row] = z;
+    z = warp_dot<T, W>(data_of<T>(a.x) + row * a.x.stride, data_of<T>(a.weight) + target * a.weight.stride,
+                       (int)a.x.shape[1]);
+  if (target >= 0 && a.bias.data) z += to_float(data_of<T>(a.bias)[target]);
+  if (a.softcap > 0) z = a.softcap * tanhf(z / a.softcap);
+  if (threadIdx.x % 32 == 0) data_of<float>(a.target_z)[row] = z;
 }
 
 void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
-  int64_t rows = a->x.shape[0];
   with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
-    using T = decltype(type);
-    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(rows, 8), 256,
+    KernelLaunch launch = {"lce_target_logits", cuda_stream(backend), ceil_div(a->x.shape[0], 8), 256,
                            hopper_runs(backend)};
-    launch_kernel(launch, target_logits_kernel<T, width>, data_of<float>(a->target_z), data_of<T>(a->x),
-                  a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), data_of<int32_t>(a->targets), rows,
-                  (int)a->x.shape[1], a->softcap);
+    launch_kernel(launch, target_logits_kernel<decltype(type), width>, *a);
   });
 }
 
@@ -140,22 +135,13 @@ static __device__ void raise_to(float *max, float x) {
     atomicMin(reinterpret_cast<unsigned *>(max), __float_as_uint(x));
 }
 
-template <typename T> struct FinalizeParams {
-  T *exps; // NULL: not kept
-  int64_t exps_stride, x_stride;
-  SoftmaxStatistics row;
-  const T *x, *weight;
-  const int32_t *targets;
-  int64_t rows, vocab_size;
-  int hidden_size;
+struct FinalizeParams {
+  LceLogitsExp op; // of the rows; tile_sums are written where one is repaired
   float inv_temperature;
-  Capped<T> capped;
-  int64_t first;                // is added to the columns of the largest logits
   const double *sum, *distance; // [rows], or
   RowParts parts;               // [rows, across]: what is still to be added; best: [rows, max(1, across)]
   int across;
   float *shares, *distance_shares; // [rows, blocks]; may overlap parts
-  Tensor tile_sums;                // [rows, tiles]; written where a row is repaired; absent: not kept
 };
 
 // One tile's part of a row of E, by a warp.
@@ -180,17 +166,19 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
 // block returns; else each block makes the entries of its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
-    finalize_rows_kernel(const __grid_constant__ FinalizeParams<T> a) {
+    finalize_rows_kernel(const __grid_constant__ FinalizeParams a) {
   cooperative_groups::grid_group grid = cooperative_groups::this_grid();
+  const LceLogitsExp &op = a.op;
+  const SoftmaxStatistics &softmax = op.softmax;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  float *anchor = data_of<float>(a.row.anchor), *row_sum = data_of<float>(a.row.row_sum);
-  float *target_e = data_of<float>(a.row.target_e);
-  float *e_distance = data_of<float>(a.row.e_distance);
-  const float *target_z = data_of<float>(a.row.target_z);
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
-  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < a.rows;
-       row += (int64_t)gridDim.x * warps) {
+  int64_t rows = op.x.shape[0], vocab_size = op.weight.shape[0];
+  float *anchor = data_of<float>(softmax.anchor), *row_sum = data_of<float>(softmax.row_sum);
+  float *target_e = data_of<float>(softmax.target_e), *e_distance = data_of<float>(softmax.e_distance);
+  const float *target_z = data_of<float>(softmax.target_z);
+  const int32_t *targets = data_of<int32_t>(op.targets);
+  T *exps = data_of<T>(op.exps);
+  pdl_begin();
+  for (int64_t row = (int64_t)warp * gridDim.x + blockIdx.x; row < rows; row += (int64_t)gridDim.x * warps) {
     auto total = [&](const double *sums, const float *parts) {
       double sum = lane == 0 && sums ? sums[row] : 0;
 #pragma unroll 8
@@ -198,52 +186,53 @@ static __global__ void __launch_bounds__(1024)
       return (float)warp_sum(sum);
     };
     float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
-    if (a.row.max.data) {
+    if (softmax.max.data) {
       Ranked largest = 0;
       int tiles = max(1, a.across);
       for (int i = lane; i < tiles; i += 32) largest = max(largest, a.parts.best[row * tiles + i]);
       largest = warp_max(largest);
-      data_of<float>(a.row.max)[row] = ranked_value(largest);
-      data_of<int32_t>(a.row.best)[row] = (int32_t)(a.first + ranked_column(largest));
+      data_of<float>(softmax.max)[row] = ranked_value(largest);
+      data_of<int32_t>(softmax.best)[row] = (int32_t)(op.first + ranked_column(largest));
     }
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
     target_e[row] = 1;
-    anchor[row] = anchor_of(target_z[row], a.targets[row]);
+    anchor[row] = anchor_of(target_z[row], targets[row]);
   }
   grid.sync();
   auto repaired = [&](int64_t row) { return row_sum[row] > LCE_LARGEST_SUM; };
   bool any = false;
-  for (int64_t row = threadIdx.x; row < a.rows; row += blockDim.x) any |= repaired(row);
+  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) any |= repaired(row);
   if (!__syncthreads_or(any)) return;
 
-  int64_t share = (a.vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
-  int64_t end = min(a.vocab_size, begin + share);
+  int64_t share = (vocab_size + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share;
+  int64_t end = min(vocab_size, begin + share);
   auto logit = [&](int64_t row, int64_t v, float &slope) {
-    float z = warp_dot<T, W>(a.x + row * a.x_stride, a.weight + v * a.hidden_size, a.hidden_size);
-    return a.capped(z, v, slope);
+    float z = warp_dot<T, W>(data_of<T>(op.x) + row * op.x.stride,
+                             data_of<T>(op.weight) + v * op.weight.stride, (int)op.x.shape[1]);
+    return Capped<T>{data_of<T>(op.bias), op.softcap}(z, v, slope);
   };
-  for (int64_t row = grid.thread_rank(); row < a.rows; row += grid.size())
+  for (int64_t row = grid.thread_rank(); row < rows; row += grid.size())
     if (repaired(row)) anchor[row] = -INFINITY;
   grid.sync();
-  for (int64_t row = 0; row < a.rows; row++) {
+  for (int64_t row = 0; row < rows; row++) {
     if (!repaired(row)) continue;
     float max = -INFINITY, slope;
     for (int64_t v = begin + warp; v < end; v += warps) max = fmaxf(max, logit(row, v, slope));
     if (lane == 0) raise_to(&anchor[row], max);
   }
   grid.sync();
-  for (int64_t row = 0; row < a.rows; row++) {
+  for (int64_t row = 0; row < rows; row++) {
     if (!repaired(row)) continue;
     float sum = 0, distance = 0, slope;
     for (int64_t v = begin + warp; v < end; v += warps) {
       float d = (logit(row, v, slope) - anchor[row]) * a.inv_temperature,
-            e = v == a.targets[row] ? 0.0f : __expf(d);
+            e = v == targets[row] ? 0.0f : __expf(d);
       if (lane) continue;
       sum += e;
       if (e > 0) distance += e * d;
-      if (a.exps) a.exps[row * a.exps_stride + v] = from_float<T>(e * slope);
+      if (exps) exps[row * op.exps.stride + v] = from_float<T>(e * slope);
     }
     sum = block_sum(sum), distance = block_sum(distance);
     if (threadIdx.x) continue;
@@ -251,7 +240,7 @@ static __global__ void __launch_bounds__(1024)
     a.distance_shares[row * gridDim.x + blockIdx.x] = distance;
   }
   grid.sync();
-  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < a.rows; row += (int64_t)gridDim.x * warps) {
+  for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < rows; row += (int64_t)gridDim.x * warps) {
     if (!repaired(row)) continue;
     float sum = 0, distance = 0;
     for (unsigned i = lane; i < gridDim.x; i += 32) {
@@ -259,24 +248,15 @@ static __global__ void __launch_bounds__(1024)
       distance += a.distance_shares[row * gridDim.x + i];
     }
     sum = warp_sum(sum), distance = warp_sum(distance);
-    for (int64_t t = 0; a.tile_sums.data && t < a.tile_sums.shape[1]; t++) {
-      float part = tile_sum(a.exps + row * a.exps_stride, t, a.vocab_size);
-      if (lane == 0) data_of<float>(a.tile_sums)[row * a.tile_sums.stride + t] = part;
+    for (int64_t t = 0; op.tile_sums.data && t < op.tile_sums.shape[1]; t++) {
+      float part = tile_sum(exps + row * op.exps.stride, t, vocab_size);
+      if (lane == 0) data_of<float>(op.tile_sums)[row * op.tile_sums.stride + t] = part;
     }
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
     target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
   }
-}
-
-// Logits of vocabulary entries [first, first + columns) into a tile.
-static void logits_gemm(Backend *backend, Tensor x, Tensor weight, float *tile, int64_t stride, int64_t first,
-                        int64_t columns) {
-  Tensor out = tensor_2d(tile, DTYPE_F32, x.shape[0], columns);
-  Gemm g = gemm_of(out, x, false, tensor_rows(weight, first, columns), true);
-  g.out_stride = stride;
-  cuda_gemm(backend, &g);
 }
 
 // The portable path: E, and the rows' sums, tile after tile.
@@ -286,7 +266,9 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   T *exps = data_of<T>(a->exps);
   for (int64_t first = 0; first < vocab_size; first += s.columns) {
     int64_t columns = min_i64(s.columns, vocab_size - first);
-    logits_gemm(backend, a->x, a->weight, s.tile, s.columns, first, columns);
+    Tensor logits = tensor_columns(tensor_2d(s.tile, DTYPE_F32, rows, s.columns), 0, columns);
+    Gemm g = gemm_of(logits, a->x, false, tensor_rows(a->weight, first, columns), true);
+    cuda_gemm(backend, &g);
     with_width<T>(!exps || rows_start_aligned(a->exps, WIDTH<T>), [&](auto W) {
       int threads = row_threads(ceil_div(columns, EXPS_GROUPS * W), 1024);
       launch_kernel({"the exponentials of a tile", cuda_stream(backend), rows, threads},
@@ -297,70 +279,40 @@ static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const Tile
   }
 }
 
-// The rows from `first` on, as an operation of their own.
-static LceLogitsExp rows_from(const LceLogitsExp *a, int64_t first) {
-  LceLogitsExp rest = *a;
-  int64_t count = a->x.shape[0] - first;
-  rest.softmax = softmax_statistics_range(&a->softmax, first, count);
-  for (Tensor *t : {&rest.exps, &rest.x, &rest.targets, &rest.tile_sums})
-    if (tensor_exists(*t)) *t = tensor_rows(*t, first, count);
-  return rest;
-}
-
 void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
-  int64_t rows = a->x.shape[0], hidden_size = a->x.shape[1], vocab_size = a->weight.shape[0];
+  int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
   if (rows == 0) return;
   TileScratch s = tile_scratch(a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   // As many as run at the same time, and whose shares fit in the scratch.
-  int64_t across = hopper_sum_parts(vocab_size);
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    int64_t done = 0;
-    for (int64_t first = 0; first < rows; first += done) {
-      LceLogitsExp rest = rows_from(a, first);
-      bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
-      float *parts = keep ? data_of<float>(rest.tile_sums) : s.tile;
-      size_t bytes = keep ? tensor_bytes(rest.tile_sums) : tile_bytes;
-      done = hopper_logits_exp(backend, &rest, parts, bytes, inverse_temperature(a->temperature));
-      bool on_hopper = done > 0;
-      hopper_require(backend, on_hopper);
-      if (!on_hopper) {
-        logits_exp_tiles<T>(backend, a, s);
-        done = rows;
-      }
-      RowParts tile_parts = on_hopper ? row_parts(a, parts, done) : RowParts{.best = s.best};
-      FinalizeParams<T> params = {.exps = data_of<T>(rest.exps),
-                                  .exps_stride = rest.exps.stride,
-                                  .x_stride = rest.x.stride,
-                                  .row = rest.softmax,
-                                  .x = data_of<T>(rest.x),
-                                  .weight = data_of<T>(a->weight),
-                                  .targets = data_of<int32_t>(rest.targets),
-                                  .rows = done,
-                                  .vocab_size = vocab_size,
-                                  .hidden_size = (int)hidden_size,
-                                  .inv_temperature = inverse_temperature(a->temperature),
-                                  .capped = {data_of<T>(a->bias), a->softcap},
-                                  .first = a->first,
-                                  .sum = on_hopper ? nullptr : s.sum,
-                                  .distance = on_hopper ? nullptr : s.distance,
-                                  .parts = tile_parts,
-                                  .across = on_hopper ? (int)across : 0,
-                                  .shares = s.tile,
-                                  .distance_shares = s.tile + rows * blocks,
-                                  .tile_sums = on_hopper ? rest.tile_sums : Tensor{}};
-      with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
-        KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
-        launch.cooperative = true;
-        launch_kernel(launch, finalize_rows_kernel<T, W>, params);
-      });
-      if (!on_hopper && keep)
-        launch_kernel(
-            {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
-            tile_sums_kernel<T>, *a);
+    bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
+    float *parts = keep ? data_of<float>(a->tile_sums) : s.tile;
+    float inv_temperature = inverse_temperature(a->temperature);
+    FinalizeParams params = {.op = *a,
+                             .inv_temperature = inv_temperature,
+                             .shares = s.tile,
+                             .distance_shares = s.tile + rows * blocks};
+    bool on_hopper = hopper_logits_exp(backend, a, parts, inv_temperature);
+    hopper_require(backend, on_hopper);
+    if (on_hopper) {
+      params.parts = row_parts(a, parts, rows), params.across = (int)hopper_sum_parts(vocab_size);
+    } else {
+      logits_exp_tiles<T>(backend, a, s);
+      params.sum = s.sum, params.distance = s.distance, params.parts.best = s.best;
+      params.op.tile_sums = Tensor{};
     }
+    with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
+      KernelLaunch launch = {"the rows' sums", cuda_stream(backend), blocks, 1024, hopper_runs(backend)};
+      launch.cooperative = true;
+      launch_kernel(launch, finalize_rows_kernel<T, W>, params);
+    });
+    if (!on_hopper && keep)
+      launch_kernel(
+          {"the row sums of tiles", cuda_stream(backend), ceil_div(tensor_count(a->tile_sums), 8), 256},
+          tile_sums_kernel<T>, *a);
   });
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile, tile_bytes, false)) return;
@@ -375,8 +327,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     lce_row_losses_kernel(const __grid_constant__ LceRowLosses a, float inv_temperature) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   const LossTerms &terms = a.terms;
   int64_t row = blockIdx.x;
   int hidden_size = (int)a.x.shape[1], target = data_of<int32_t>(a.targets)[row];
@@ -446,8 +397,7 @@ void cuda_lce_row_losses(Backend *backend, const LceRowLosses *a) {
 // One block a row.
 template <typename TD, typename T, int W>
 static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInputGradient a) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   int64_t row = blockIdx.x;
   int hidden_size = (int)a.dx.shape[1], target = data_of<int32_t>(a.targets)[row];
   bool counts = target != IGNORE_INDEX, here = target >= 0;

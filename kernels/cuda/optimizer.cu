@@ -243,21 +243,19 @@ void cuda_batched_gemm(Backend *backend, const BatchedGemm *a) {
   Gemm g = gemm_of(a->out.first, a->left.first, a->left_transposed, a->right.first, a->right_transposed);
   g.alpha = a->alpha, g.beta = a->beta, g.batch = (int)a->count;
   g.left.apart = a->left.apart, g.right.apart = a->right.apart, g.out_apart = a->out.apart;
-  g.addend = a->addend.first.data, g.addend_stride = a->addend.first.stride, g.addend_apart = a->addend.apart;
+  g.addend = a->addend.first, g.addend_apart = a->addend.apart;
   if (g.batch) cuda_gemm(backend, &g);
 }
 
 // --- the clip factor ---------------------------------------------------------------------------------------
 
-static __global__ void clip_scale_kernel(float *norm, float *scale, const float *sum_of_squares,
-                                         float max_norm) {
-  float n = sqrtf(*sum_of_squares), s = 1;
-  if (max_norm > 0 && n > max_norm) s = max_norm / n;
-  *norm = n;
-  *scale = isfinite(n) ? s : NAN;
+static __global__ void clip_scale_kernel(const __grid_constant__ ClipScale a) {
+  float norm = sqrtf(*data_of<float>(a.sum_of_squares)), scale = 1;
+  if (a.max_norm > 0 && norm > a.max_norm) scale = a.max_norm / norm;
+  *data_of<float>(a.norm) = norm;
+  *data_of<float>(a.scale) = isfinite(norm) ? scale : NAN;
 }
 
 void cuda_clip_scale(Backend *backend, const ClipScale *a) {
-  launch_kernel({"clip_scale", cuda_stream(backend), 1, 1}, clip_scale_kernel, data_of<float>(a->norm),
-                data_of<float>(a->scale), data_of<float>(a->sum_of_squares), a->max_norm);
+  launch_kernel({"clip_scale", cuda_stream(backend), 1, 1}, clip_scale_kernel, *a);
 }

@@ -50,12 +50,15 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   return memory_padded((size_t)min_i64(whole, max_i64(smallest, CUDA_LCE_TILE_BYTES)));
 }
 
-// The tiles of logits; a row's sums so far in double, and its largest entry.
+// The tiles of logits; a row's sums so far in double, and its largest entry. Or, on Hopper, the parts of
+// these (RowParts).
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
-  int64_t rows = a->x.shape[0];
+  int64_t rows = a->x.shape[0], across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max);
-  return CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
-         memory_padded((size_t)(rows * vectors) * sizeof(double));
+  size_t parts = (size_t)(rows * across * (lce_row_parts(&a->softmax) - 1)) * sizeof(float);
+  size_t tiles = CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
+                 memory_padded((size_t)(rows * vectors) * sizeof(double));
+  return tiles > parts ? tiles : parts;
 }
 
 // A tile of logits.
@@ -104,14 +107,10 @@ KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t 
   return k;
 }
 
-static bool rows_start_aligned(Tensor t) {
-  return (uintptr_t)t.data % 16 == 0 && (size_t)t.stride * dtype_bytes(t.dtype) % 16 == 0;
-}
-
 // The Hopper kernels are for bf16, rows that TMA takes, and chunks of at least a tile's rows.
 static size_t lce_kept_bytes(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass) {
-  if (weight.dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS || !rows_start_aligned(weight) ||
-      !rows_start_aligned(dx) || !rows_start_aligned(dweight))
+  if (weight.dtype != DTYPE_BF16 || rows < LCE_TILE_ROWS || !rows_start_aligned(weight, 16) ||
+      !rows_start_aligned(dx, 16) || !rows_start_aligned(dweight, 16))
     return 0;
   return cuda_kept_tiles(NULL, rows, weight.shape[0], weight.shape[1], full_mass).bytes;
 }

@@ -59,12 +59,6 @@ static __global__ void __launch_bounds__(32 * WARPS, 8)
   store(out, total);
 }
 
-static int bits_of(int64_t count) {
-  int bits = 1;
-  while (bits < 31 && ((int64_t)1 << bits) < count) bits++;
-  return bits;
-}
-
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace) {
   int64_t count = x.shape[0], hidden_size = x.shape[1];
@@ -77,7 +71,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
   int32_t *positions = reinterpret_cast<int32_t *>(at + 2 * id_bytes);
   launch_kernel(per_element(backend, "a sum over equal ids", count), count_up, unsorted, count);
   // IGNORE_INDEX is the lowest id; as many low bits as this distinguish it and the ids above it from any row.
-  int bits = bits_of(out.shape[0] - IGNORE_INDEX);
+  int bits = 64 - __builtin_clzll((uint64_t)(out.shape[0] - IGNORE_INDEX - 1));
   cuda_check(cub::DeviceRadixSort::SortPairs(at + 3 * id_bytes, sort_bytes, ids, sorted_ids, unsorted,
                                              positions, count, 0, bits, cuda_stream(backend)),
              "sorting, for which cuda_segment_sort_bytes must be enough");

@@ -3,19 +3,17 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/lce/loss_row.h"
 
-static __global__ void shard_indices_kernel(int32_t *out, const int32_t *indices, int64_t rows, int64_t first,
-                                            int64_t count) {
+static __global__ void shard_indices_kernel(const __grid_constant__ ShardIndices a) {
   int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (n >= rows) return;
-  int32_t index = indices[n];
-  int64_t local = index - first;
-  out[n] = index == IGNORE_INDEX ? IGNORE_INDEX : local >= 0 && local < count ? (int32_t)local : ELSEWHERE;
+  if (n >= a.indices.shape[0]) return;
+  int32_t index = data_of<int32_t>(a.indices)[n];
+  int64_t local = index - a.first;
+  bool here = local >= 0 && local < a.count;
+  data_of<int32_t>(a.out)[n] = index == IGNORE_INDEX ? IGNORE_INDEX : here ? (int32_t)local : ELSEWHERE;
 }
 
 void cuda_shard_indices(Backend *backend, const ShardIndices *a) {
-  int64_t rows = a->indices.shape[0];
-  launch_kernel(per_element(backend, "shard_indices", rows), shard_indices_kernel, data_of<int32_t>(a->out),
-                data_of<int32_t>(a->indices), rows, a->first, a->count);
+  launch_kernel(per_element(backend, "shard_indices", a->indices.shape[0]), shard_indices_kernel, *a);
 }
 
 static __global__ void combine_kernel(const __grid_constant__ LceCombine a, int ranks, int rank,

@@ -18,8 +18,7 @@ enum { THREADS = 256, WARPS = THREADS / 32, ONE_BLOCK = 1024 };
 // A block sums the masses of 32 tiles side by side.
 static __global__ void __launch_bounds__(THREADS)
     tile_masses_kernel(const __grid_constant__ LceSampledGradients a) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   __shared__ float part[WARPS][32], row_scale[LCE_TILE_ROWS]; // what a row's sums are multiplied with
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
@@ -83,8 +82,7 @@ struct Columns {
 // Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, modulo 1.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     draw_tiles_kernel(float *tiles, int across, float full_mass, uint64_t key) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   float *row = tiles + (int64_t)blockIdx.x * across;
   Columns mine(across);
   auto step = [&](int t) { return (uint64_t)(keep_probability(row[t], full_mass) * 0x1p32f); };
@@ -151,8 +149,7 @@ static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, i
 
 static __global__ void __launch_bounds__(ONE_BLOCK)
     flush_kernel(const __grid_constant__ KeptTiles k, int across) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   KeptState state = *k.state;
   __syncthreads();
   make_dweight_lists(k, state, across);
@@ -162,8 +159,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
 static __global__ void __launch_bounds__(ONE_BLOCK)
     place_kernel(const __grid_constant__ KeptTiles k, float *stats, const float *tiles, int blocks,
                  int across, bool first, bool accumulate) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   add_stats(stats, tiles, (int64_t)blocks * across);
   KeptState state =
       first ? KeptState{.kept = 0, .chunks = 0, .begun = accumulate, .accumulate = 0} : *k.state;
@@ -213,8 +209,7 @@ enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 static __global__ void __launch_bounds__(THREADS)
     gather_kernel(const __grid_constant__ KeptTiles k, const __grid_constant__ Tensor exps,
                   const __grid_constant__ Tensor scaled_x, const float *tiles) {
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();
+  pdl_begin();
   constexpr int GROUPS = LCE_TILE_COLUMNS / 8, OF_PANEL = CUDA_PANEL_COLUMNS / 8;
   int b = blockIdx.y, t = (int)blockIdx.x - X_BLOCKS, across = (int)gridDim.x - X_BLOCKS;
   int64_t first_row = (int64_t)b * LCE_TILE_ROWS, rows = exps.shape[0] - first_row;

@@ -8,18 +8,15 @@
 #include "kernels/lce/linear_cross_entropy.h"
 
 // Some of a call's tokens: views of the caller's tensors, or what all ranks gave.
-#define TOKEN_FIELDS                                                                                         \
-  Tensor x, targets, token_weights; /* read */                                                               \
-  Tensor loss, dx;                  /* written */                                                            \
-  TokenOutputs outputs;
+enum { TOKENS_READ = 3, TOKENS_ALL = TOKENS_READ + 2 + sizeof(TokenOutputs) / sizeof(Tensor) };
 typedef union {
   struct {
-    TOKEN_FIELDS
+    Tensor x, targets, token_weights; // read
+    Tensor loss, dx;                  // written
+    TokenOutputs outputs;
   };
-  Tensor all[sizeof(struct {TOKEN_FIELDS}) / sizeof(Tensor)];
+  Tensor all[TOKENS_ALL];
 } Tokens;
-
-enum { TOKENS_READ = 3, TOKENS_ALL = sizeof(Tokens) / sizeof(Tensor) };
 
 // Label smoothing's sums over all rows of W and over all tokens. All are absent without it.
 typedef struct {

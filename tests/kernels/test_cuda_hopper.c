@@ -49,30 +49,25 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
   return l;
 }
 
-// The call for the rows from `first` on.
-static LceLogitsExp call_from(const Logits *l, int64_t first, bool keep) {
-  int64_t count = l->rows - first;
-  return (LceLogitsExp){.exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0},
-                        .softmax = {.target_z = tensor_rows(l->anchor, first, count)},
-                        .x = tensor_rows(l->x, first, count),
+static LceLogitsExp call_of(const Logits *l, bool keep) {
+  return (LceLogitsExp){.exps = keep ? l->exps : (Tensor){0},
+                        .softmax = {.target_z = l->anchor},
+                        .x = l->x,
                         .weight = l->weight,
-                        .targets = tensor_rows(l->targets, first, count)};
+                        .targets = l->targets};
 }
 
-static void logits_run(Harness *h, Logits *l, bool keep, size_t scratch_bytes) {
+static void logits_run(Harness *h, Logits *l, bool keep) {
   Backend *b = h->backend;
   MemoryMark mark = memory_mark(&b->memory);
-  int64_t across = hopper_sum_parts(l->vocab), done = 0;
-  Tensor scratch = poisoned_vector(h, DTYPE_F32, (int64_t)scratch_bytes / 4);
-  for (int64_t first = 0; first < l->rows; first += done) {
-    LceLogitsExp call = call_from(l, first, keep);
-    done = hopper_logits_exp(b, &call, scratch.data, scratch_bytes, 1);
-    assert_in_range(done, 1, l->rows - first);
-    double *parts = values_of(h, tensor_1d(scratch.data, DTYPE_F32, done * across));
-    for (int64_t n = 0; n < done; n++) {
-      l->sums[first + n] = 0;
-      for (int64_t i = 0; i < across; i++) l->sums[first + n] += parts[n * across + i];
-    }
+  int64_t across = hopper_sum_parts(l->vocab);
+  Tensor scratch = poisoned_vector(h, DTYPE_F32, l->rows * across);
+  LceLogitsExp call = call_of(l, keep);
+  assert_true(hopper_logits_exp(b, &call, scratch.data, 1));
+  double *parts = values_of(h, scratch);
+  for (int64_t n = 0; n < l->rows; n++) {
+    l->sums[n] = 0;
+    for (int64_t i = 0; i < across; i++) l->sums[n] += parts[n * across + i];
   }
   memory_pop_to(&b->memory, mark);
 }
@@ -99,7 +94,7 @@ static void logits_case(Harness *h, const void *shape) {
   const int64_t *sizes = shape;
   if (small_shapes() && sizes[0] * sizes[2] > 1000000) return;
   Logits l = logits_make(h, sizes[0], sizes[1], sizes[2], 2 / sqrt((double)sizes[1]));
-  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_run(h, &l, true);
   logits_check(h, &l, 12);
 }
 
@@ -111,19 +106,13 @@ HARNESS_TEST(test_logits) {
   RUN_CASES(h, logits_case, shapes);
 }
 
-// Without E the sums have the same bits; with little scratch, too, since a row's sums do not meet another's.
-HARNESS_TEST(test_logits_in_groups) {
+HARNESS_TEST(test_sums_without_exps) {
   Logits l = logits_make(h, 1000, 64, 1000, 0.2);
-  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_run(h, &l, true);
   double *sums = copied_values(h, l.sums, l.rows);
-  logits_run(h, &l, false, SCRATCH_BYTES);
-  assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
-  size_t tiles = (size_t)hopper_sum_parts(1000);
-  logits_run(h, &l, true, tiles * 300 * sizeof(float)); // groups of 256 rows
+  logits_run(h, &l, false);
   assert_memory_equal(sums, l.sums, (size_t)l.rows * sizeof *sums);
   logits_check(h, &l, 8);
-  LceLogitsExp call = call_from(&l, 0, false);
-  assert_int_equal(hopper_logits_exp(h->backend, &call, l.exps.data, tiles * 255 * sizeof(float), 1), 0);
 }
 
 // Anchors of 25 to 73 and sums down to 1e-29. The anchor's product with log2(e) is rounded to 2^-18 there,
@@ -133,7 +122,7 @@ HARNESS_TEST(test_nearly_certain) {
   double *anchor = host_values(h, l.rows);
   for (int64_t n = 0; n < l.rows; n++) anchor[n] = 25 + 0.37 * (double)n; // need not be the target's logit
   logits_expect(h, &l, anchor, random_ids(h, l.rows, l.vocab));
-  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_run(h, &l, true);
   for (int64_t n = 0; n < l.rows; n++)
     if (!(fabs(l.sums[n] - l.sum_want[n]) <= (5e-7 + 1.4e-8 * anchor[n]) * l.sum_want[n]))
       fail_msg("row %lld with anchor %.2f sums to %.9g, not %.9g", (long long)n, anchor[n], l.sums[n],
@@ -156,7 +145,7 @@ HARNESS_TEST(test_special_rows) {
   const uint16_t nan_bits = 0x7FC0;
   backend_to_device(h->backend, tensor_1d((char *)l.x.data + (NAN_ROW * 64 + 5) * 2, DTYPE_BF16, 1),
                     &nan_bits);
-  logits_run(h, &l, true, SCRATCH_BYTES);
+  logits_run(h, &l, true);
   double *exps = values_of(h, l.exps);
   for (int64_t n = 0; n < l.rows; n++)
     if (n == NAN_ROW)
@@ -284,7 +273,7 @@ HARNESS_TEST(test_refuses) {
   for (int i = 0; i < 2; i++) {
     LceLogitsExp call = {
         .softmax = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
-    assert_int_equal(hopper_logits_exp(h->backend, &call, full.data, 1 << 12, 1), 0);
+    assert_false(hopper_logits_exp(h->backend, &call, full.data, 1));
   }
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
   assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,

@@ -2,6 +2,7 @@
 // warp that loads and a warpgroup that multiplies. kernels/cuda/hopper_kernel.cuh adds a second consumer,
 // clusters and an order of tiles that spares memory.
 #include "kernels/cuda/hopper_ptx.cuh"
+#include "kernels/lce/loss_row.h"
 #include "tools/ladder/ladder.h"
 
 enum { THREADS = 512 };
@@ -149,7 +150,7 @@ static __global__ void __launch_bounds__(THREADS)
   float sum = 0, anchor = anchor_of(a, n), target_z = at(a.softmax.target_z, n);
   for (int64_t i = threadIdx.x; i < parts.shape[1]; i += THREADS) sum += row_of<float>(parts, n)[i];
   sum = block_sum(sum);
-  if (sum > LADDER_SUM_LIMIT) {
+  if (sum > LCE_LARGEST_SUM) {
     int warp = threadIdx.x / 32, warps = THREADS / 32;
     Ranked largest = 0;
     for (int64_t j = warp; j < vocab; j += warps) largest = max(largest, ranked(logit(a, n, j), 0));

@@ -18,24 +18,23 @@ extern const char *const ladder_names[RUNGS];
 bool ladder_has(const Backend *backend, int rung);
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all
-// tokens at once) and scale; only the last reads its other fields, except that rungs 4 and 5 sample. Rung 0
+// tokens at once) and scale; other fields are for the last alone, except that rungs 4 and 5 sample. Rung 0
 // is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides. What a rung
 // needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
 // --- what happens to rows: rows_cpu.c, in fp32 -------------------------------------------------------------
 
-// The tokens of a chunk, and what rungs 4 and 5 know of them.
+// A chunk of C tokens, and what rungs 4 and 5 know of them.
 typedef struct {
-  Tensor x, weight, targets, loss, dx, dweight; // of the chunk's call
-  Tensor target_z;                              // [C]: z[y]
-  Tensor anchor;                                // [C]: a, which is z[y] but in repaired rows
-  Tensor target_e;                              // [C]: exp(z[y] - a), so 1 but in repaired rows
-  Tensor row_sum;                               // [C]: R
-  Tensor r, c;                                  // [C]: what multiplies E W and W[y] in dx
-  Tensor scaled_x;                              // [C, H]: r x
-  Tensor exps;                                  // E [C, V]
-  float scale;
+  LinearCrossEntropy call; // of the chunk
+  Tensor target_z;         // [C]: z[y]
+  Tensor anchor;           // [C]: a, which is z[y] but in repaired rows
+  Tensor target_e;         // [C]: exp(z[y] - a), so 1 but in repaired rows
+  Tensor row_sum;          // [C]: R
+  Tensor r, c;             // [C]: what multiplies E W and W[y] in dx
+  Tensor scaled_x;         // [C, H]: r x
+  Tensor exps;             // E [C, V]
 } Anchored;
 
 // lse[n] = logsumexp(z[n]), loss[n] = lse[n] - z[n, y].
@@ -48,17 +47,14 @@ void ladder_anchors(const Anchored *a);
 void ladder_exponentials(const Anchored *a);
 // The same from x and W, without storing a logit.
 void ladder_matmul_exponentials(Backend *backend, const Anchored *a);
-// Rows whose sum went out of range: once more, with the row's maximum as anchor.
+// Rows whose sum exceeds LCE_LARGEST_SUM (loss_row.h): once more, with the row's maximum as anchor.
 void ladder_repair(const Anchored *a);
 // loss, r, c and scaled_x from row_sum and target_e.
 void ladder_finish(const Anchored *a);
 // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
 void ladder_add_targets(const Anchored *a);
-// A random part of E's tiles remains, scaled so that E keeps its expectation.
-void ladder_sample(const Anchored *a, const TileSampling *sampling);
-
-// Row sums above this are out of range, as that of one logit which beats the target's by 66.
-#define LADDER_SUM_LIMIT 0x1p96f
+// A random part of E's tiles remains (call.sampling), scaled so that E keeps its expectation.
+void ladder_sample(const Anchored *a);
 
 // --- hopper.cu ---------------------------------------------------------------------------------------------
 

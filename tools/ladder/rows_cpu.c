@@ -5,14 +5,13 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 #include "kernels/integers.h"
+#include "kernels/lce/loss_row.h"
 #include "kernels/random.h"
 #include "tools/ladder/ladder.h"
 
-static float dot(const float *x, const float *w, int64_t count) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < count; i++) sum += (double)x[i] * (double)w[i];
-  return (float)sum;
+// Row n of x times row j of W.
+static float logit(const Anchored *a, int64_t n, int64_t j) {
+  return (float)weighted_sum(cpu_row(a->call.x, n), cpu_row(a->call.weight, j), a->call.x.shape[1]);
 }
 
 // --- rungs 1 to 3: softmax as it is usually written --------------------------------------------------------
@@ -51,12 +50,12 @@ void ladder_gradients(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
 // --- rungs 4 and 5: anchored at the target -----------------------------------------------------------------
 
 void ladder_anchors(const Anchored *a) {
-  const int32_t *target = a->targets.data;
+  const int32_t *target = a->call.targets.data;
   float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
-  EACH_PARALLEL (n, a->x.shape[0]) {
+  EACH_PARALLEL (n, a->call.x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
     // Exercise 1: target_z, anchor and target_e of row n.
-    target_z[n] = counts ? dot(cpu_row(a->x, n), cpu_row(a->weight, target[n]), a->x.shape[1]) : 0;
+    target_z[n] = counts ? logit(a, n, target[n]) : 0;
     anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
     target_e[n] = 1;
     // end of exercise 1
@@ -66,7 +65,7 @@ void ladder_anchors(const Anchored *a) {
 // Columns [first, first + count) of row n: logits become exponentials in place. Returns their sum.
 static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64_t count) {
   float *z = cpu_row(a->exps, n) + first;
-  int64_t target = ((const int32_t *)a->targets.data)[n] - first;
+  int64_t target = ((const int32_t *)a->call.targets.data)[n] - first;
   if (target >= 0 && target < count) z[target] = -INFINITY; // its exponential is 0
   return exp_and_sum(z, ((const float *)a->anchor.data)[n], 1, count, z);
 }
@@ -74,45 +73,47 @@ static double exponentials_of(const Anchored *a, int64_t n, int64_t first, int64
 // One read and one write of the row.
 void ladder_exponentials(const Anchored *a) {
   float *row_sum = a->row_sum.data;
-  EACH_PARALLEL (n, a->x.shape[0]) row_sum[n] = (float)exponentials_of(a, n, 0, a->weight.shape[0]);
+  EACH_PARALLEL (n, a->exps.shape[0]) row_sum[n] = (float)exponentials_of(a, n, 0, a->exps.shape[1]);
 }
 
 // The matmul a tile of W at a time, and the exponentials while the tile of logits is in cache.
 void ladder_matmul_exponentials(Backend *backend, const Anchored *a) {
   enum { TILE = 1024 };
   float *row_sum = a->row_sum.data;
-  int64_t vocab = a->weight.shape[0];
-  memset(row_sum, 0, tensor_bytes(a->row_sum));
+  int64_t vocab = a->exps.shape[1];
+  fill_zero(backend, a->row_sum);
   for (int64_t first = 0; first < vocab; first += TILE) {
-    int64_t count = vocab - first < TILE ? vocab - first : TILE;
+    int64_t count = min_i64(TILE, vocab - first);
     linear_forward(backend, (LinearForward){.out = tensor_columns(a->exps, first, count),
-                                            .x = a->x,
-                                            .weight = tensor_rows(a->weight, first, count)});
-    EACH_PARALLEL (n, a->x.shape[0]) row_sum[n] += (float)exponentials_of(a, n, first, count);
+                                            .x = a->call.x,
+                                            .weight = tensor_rows(a->call.weight, first, count)});
+    EACH_PARALLEL (n, a->exps.shape[0]) row_sum[n] += (float)exponentials_of(a, n, first, count);
   }
 }
 
 void ladder_repair(const Anchored *a) {
-  float *row_sum = a->row_sum.data, *anchor = a->anchor.data;
-  int64_t vocab = a->weight.shape[0];
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    if (!(row_sum[n] > LADDER_SUM_LIMIT)) continue;
+  float *row_sum = a->row_sum.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
+  const float *target_z = a->target_z.data;
+  int64_t vocab = a->exps.shape[1];
+  for (int64_t n = 0; n < a->exps.shape[0]; n++) {
+    if (!(row_sum[n] > LCE_LARGEST_SUM)) continue;
     // Exercise 4: row n once more, with its maximum as anchor: exps, anchor, target_e and row_sum.
     float *z = cpu_row(a->exps, n);
-    for (int64_t j = 0; j < vocab; j++) z[j] = dot(cpu_row(a->x, n), cpu_row(a->weight, j), a->x.shape[1]);
+    for (int64_t j = 0; j < vocab; j++) z[j] = logit(a, n, j);
     anchor[n] = maximum_of(z, vocab);
-    ((float *)a->target_e.data)[n] = exp_f32(((const float *)a->target_z.data)[n] - anchor[n]);
+    target_e[n] = exp_f32(target_z[n] - anchor[n]);
     row_sum[n] = (float)exponentials_of(a, n, 0, vocab);
     // end of exercise 4
   }
 }
 
 void ladder_finish(const Anchored *a) {
+  const LinearCrossEntropy *call = &a->call;
   const float *row_sum = a->row_sum.data, *target_e = a->target_e.data, *target_z = a->target_z.data;
   const float *anchor = a->anchor.data;
-  const int32_t *target = a->targets.data;
-  float *loss = a->loss.data, *r = a->r.data, *c = a->c.data;
-  EACH_PARALLEL (n, a->x.shape[0]) {
+  const int32_t *target = call->targets.data;
+  float *loss = call->loss.data, *r = a->r.data, *c = a->c.data;
+  EACH_PARALLEL (n, call->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
     // Exercise 1: loss, r and c of row n, from row_sum, target_e, anchor and target_z.
     float total = row_sum[n] + target_e[n]; // 1 + R
@@ -121,36 +122,38 @@ void ladder_finish(const Anchored *a) {
     r[n] = counts ? 1 / total : 0;
     c[n] = counts ? -row_sum[n] / total : 0;
     // end of exercise 1
-    const float *x = cpu_row(a->x, n);
+    const float *x = cpu_row(call->x, n);
     float *scaled = cpu_row(a->scaled_x, n);
-    for (int64_t i = 0; i < a->x.shape[1]; i++) scaled[i] = r[n] * x[i];
+    for (int64_t i = 0; i < call->x.shape[1]; i++) scaled[i] = r[n] * x[i];
   }
 }
 
 // Several tokens may have one target, so rows of dweight are added to by one thread.
 void ladder_add_targets(const Anchored *a) {
-  const int32_t *target = a->targets.data;
+  const LinearCrossEntropy *call = &a->call;
+  const int32_t *target = call->targets.data;
   const float *r = a->r.data, *c = a->c.data;
-  for (int64_t n = 0; n < a->x.shape[0]; n++) {
-    float *dx = cpu_row(a->dx, n);
+  for (int64_t n = 0; n < call->x.shape[0]; n++) {
+    float *dx = cpu_row(call->dx, n);
     if (target[n] == IGNORE_INDEX) {
-      memset(dx, 0, (size_t)a->x.shape[1] * sizeof *dx);
+      memset(dx, 0, (size_t)call->x.shape[1] * sizeof *dx);
       continue;
     }
-    const float *x = cpu_row(a->x, n), *w = cpu_row(a->weight, target[n]);
-    float *dw = cpu_row(a->dweight, target[n]);
-    for (int64_t i = 0; i < a->x.shape[1]; i++) {
-      dx[i] = a->scale * (r[n] * dx[i] + c[n] * w[i]);
-      dw[i] += a->scale * c[n] * x[i];
+    const float *x = cpu_row(call->x, n), *w = cpu_row(call->weight, target[n]);
+    float *dw = cpu_row(call->dweight, target[n]);
+    for (int64_t i = 0; i < call->x.shape[1]; i++) {
+      dx[i] = call->scale * (r[n] * dx[i] + c[n] * w[i]);
+      dw[i] += call->scale * c[n] * x[i];
     }
   }
 }
 
 // A tile's mass is its sum of probabilities, r E. The draws are independent, those of linear_cross_entropy
 // systematic; dropped tiles are multiplied as zeros: this shows what sampling does and saves no time.
-void ladder_sample(const Anchored *a, const TileSampling *s) {
+void ladder_sample(const Anchored *a) {
+  const TileSampling *s = &a->call.sampling;
   const float *r = a->r.data;
-  int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];
+  int64_t rows = a->exps.shape[0], vocab = a->exps.shape[1];
   uint64_t tile = 0;
   for (int64_t top = 0; top < rows; top += LCE_TILE_ROWS)
     for (int64_t left = 0; left < vocab; left += LCE_TILE_COLUMNS, tile++) {

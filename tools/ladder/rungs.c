@@ -1,17 +1,18 @@
 #include "tools/ladder/ladder.h"
 
 #include "kernels/fail.h"
+#include "kernels/lce/call.h"
 #include "kernels/random.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
 // [rows, V], with rows as far apart as the backend's matmuls like them.
-static Tensor push_logits(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
+static Tensor push_logit_rows(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
   int64_t stride = backend->scratch->logits_stride(vocab, dtype);
   return tensor_columns(memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride), 0, vocab);
 }
 
-static Tensor push_vector(Backend *backend, const char *name, int64_t count) {
+static Tensor push_floats(Backend *backend, const char *name, int64_t count) {
   return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
 }
 
@@ -45,7 +46,7 @@ static void backward(Backend *backend, const LinearCrossEntropy *c, Tensor dz, T
 // The three matmuls that no rung can do without: what the others are measured against.
 
 static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
-  Tensor logits = push_logits(backend, "logits", l->x.dtype, l->chunk, l->weight.shape[0]);
+  Tensor logits = push_logit_rows(backend, "logits", l->x.dtype, l->chunk, l->weight.shape[0]);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
     Tensor z = tensor_rows(logits, 0, c.x.shape[0]);
@@ -59,12 +60,12 @@ static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
 
 static void materialized(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
-  Tensor logits = push_logits(backend, "logits", DTYPE_F32, tokens, vocab);
-  Tensor lse = push_vector(backend, "lse", tokens);
+  Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, tokens, vocab);
+  Tensor lse = push_floats(backend, "lse", tokens);
   forward(backend, l, logits);
   ladder_losses(l->loss, lse, logits, l->targets);
 
-  Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, tokens, vocab);
+  Tensor dlogits = push_logit_rows(backend, "dlogits", l->x.dtype, tokens, vocab);
   ladder_gradients(dlogits, logits, lse, l->targets, l->scale);
   backward(backend, l, dlogits, l->x, 1);
 }
@@ -75,8 +76,8 @@ static void materialized(Backend *backend, const LinearCrossEntropy *l) {
 
 static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
-  Tensor lse = push_vector(backend, "lse", tokens);
-  Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, vocab);
+  Tensor lse = push_floats(backend, "lse", tokens);
+  Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // forward
     LinearCrossEntropy c = chunk_at(l, first);
     int64_t count = c.x.shape[0];
@@ -85,7 +86,7 @@ static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
     ladder_losses(c.loss, tensor_rows(lse, first, count), z, c.targets);
   }
 
-  Tensor dlogits = push_logits(backend, "dlogits", l->x.dtype, l->chunk, vocab);
+  Tensor dlogits = push_logit_rows(backend, "dlogits", l->x.dtype, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // backward
     LinearCrossEntropy c = chunk_at(l, first);
     int64_t count = c.x.shape[0];
@@ -102,8 +103,8 @@ static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
 
 static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
   // Exercise 2: losses and gradients, with three matmuls a chunk and one matrix of a chunk's logits.
-  Tensor logits = push_logits(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
-  Tensor lse = push_vector(backend, "lse", l->chunk);
+  Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
+  Tensor lse = push_floats(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
     LinearCrossEntropy c = chunk_at(l, first);
     Tensor z = tensor_rows(logits, 0, c.x.shape[0]), dz = z; // in their place
@@ -125,106 +126,78 @@ static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
 //
 // The normaliser acts on rows of length H, never on rows of length V.
 
-static Anchored push_anchored(Backend *backend, const LinearCrossEntropy *c) {
-  int64_t rows = c->x.shape[0], hidden = c->x.shape[1], vocab = c->weight.shape[0];
-  return (Anchored){.x = c->x,
-                    .weight = c->weight,
-                    .targets = c->targets,
-                    .loss = c->loss,
-                    .dx = c->dx,
-                    .dweight = c->dweight,
-                    .scale = c->scale,
-                    .target_z = push_vector(backend, "target logits", rows),
-                    .anchor = push_vector(backend, "anchors", rows),
-                    .target_e = push_vector(backend, "target exponentials", rows),
-                    .row_sum = push_vector(backend, "row sums", rows),
-                    .r = push_vector(backend, "r", rows),
-                    .c = push_vector(backend, "c", rows),
-                    .scaled_x =
-                        memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, c->x.dtype, rows, hidden),
-                    .exps = push_logits(backend, "exponentials", c->x.dtype, rows, vocab)};
+static Anchored push_anchored(Backend *backend, LinearCrossEntropy c) {
+  int64_t rows = c.x.shape[0], hidden = c.x.shape[1];
+  Memory *memory = &backend->memory;
+  return (Anchored){.call = c,
+                    .target_z = push_floats(backend, "target logits", rows),
+                    .anchor = push_floats(backend, "anchors", rows),
+                    .target_e = push_floats(backend, "target exponentials", rows),
+                    .row_sum = push_floats(backend, "row sums", rows),
+                    .r = push_floats(backend, "r", rows),
+                    .c = push_floats(backend, "c", rows),
+                    .scaled_x = memory_push_2d(memory, "scaled x", MEMORY_HEAD, c.x.dtype, rows, hidden),
+                    .exps = push_logit_rows(backend, "exponentials", c.x.dtype, rows, c.weight.shape[0])};
 }
 
-// What follows from E and R.
-static void anchored_gradients(Backend *backend, const LinearCrossEntropy *c, const Anchored *a) {
-  ladder_repair(a);
-  ladder_finish(a);
-  if (c->sampling.full_mass > 0) ladder_sample(a, &c->sampling);
-  backward(backend, c, a->exps, a->scaled_x, a->scale);
-  ladder_add_targets(a);
+// Chunk by chunk: E and R, then what follows from them.
+static void anchored_chunks(Backend *backend, const LinearCrossEntropy *l,
+                            void (*exponentials)(Backend *, const Anchored *)) {
+  MemoryMark mark = memory_mark(&backend->memory);
+  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
+    Anchored a = push_anchored(backend, chunk_at(l, first));
+    ladder_anchors(&a);
+    exponentials(backend, &a);
+    ladder_repair(&a);
+    ladder_finish(&a);
+    if (l->sampling.full_mass > 0) ladder_sample(&a);
+    backward(backend, &a.call, a.exps, a.scaled_x, a.call.scale);
+    ladder_add_targets(&a);
+    memory_pop_to(&backend->memory, mark);
+  }
 }
 
 // Rung 4: a chunk's logits in fp32, then their exponentials in place, in one pass, without a maximum.
+static void exponentials_in_place(Backend *backend, const Anchored *a) {
+  Tensor logits = a->exps;
+  forward(backend, &a->call, logits);
+  ladder_exponentials(a);
+}
+
 static void anchored(Backend *backend, const LinearCrossEntropy *l) {
-  MemoryMark mark = memory_mark(&backend->memory);
-  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    LinearCrossEntropy c = chunk_at(l, first);
-    Anchored a = push_anchored(backend, &c);
-    Tensor logits = a.exps;
-    ladder_anchors(&a);
-    forward(backend, &c, logits);
-    ladder_exponentials(&a);
-    anchored_gradients(backend, &c, &a);
-    memory_pop_to(&backend->memory, mark);
-  }
+  anchored_chunks(backend, l, exponentials_in_place);
 }
 
 // Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory,
 // and E takes half the bytes of fp32 logits where operands are bf16.
 static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
-  MemoryMark mark = memory_mark(&backend->memory);
-  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    LinearCrossEntropy c = chunk_at(l, first);
-    Anchored a = push_anchored(backend, &c);
-    ladder_anchors(&a);
-    ladder_matmul_exponentials(backend, &a);
-    anchored_gradients(backend, &c, &a);
-    memory_pop_to(&backend->memory, mark);
-  }
+  anchored_chunks(backend, l, ladder_matmul_exponentials);
 }
 
 // --- rung 6: rung 5 on Hopper ------------------------------------------------------------------------------
-// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu); the library does the rest.
+// The same by a matmul that keeps Hopper's tensor cores busy (hopper.cu); the library's steps do the rest.
 
 #ifdef HAVE_CUDA
 static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
-  int64_t hidden = l->x.shape[1], vocab = l->weight.shape[0];
+  int64_t tokens = l->x.shape[0], hidden = l->x.shape[1];
   if (l->x.dtype != DTYPE_BF16) fail("rung 6 takes bf16; x is %s", tensor_text(l->x).text);
   if (hidden % 8) fail("rung 6 copies 8 elements at a time; a hidden size of %d is no multiple", (int)hidden);
-  MemoryMark mark = memory_mark(&backend->memory);
-  for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    LinearCrossEntropy c = chunk_at(l, first);
-    int64_t count = c.x.shape[0];
-    SoftmaxStatistics softmax = {.target_z = push_vector(backend, "target logits", count),
-                                 .anchor = push_vector(backend, "anchors", count),
-                                 .row_sum = push_vector(backend, "row sums", count),
-                                 .target_e = push_vector(backend, "target exponentials", count),
-                                 .scale_non_target = push_vector(backend, "r", count),
-                                 .scale_target = push_vector(backend, "c", count)};
-    Tensor exps = push_logits(backend, "exponentials", DTYPE_BF16, count, vocab);
-    Tensor scaled_x = memory_push_2d(&backend->memory, "scaled x", MEMORY_HEAD, DTYPE_BF16, count, hidden);
-    lce_target_logits(
-        backend,
-        (LceTargetLogits){.target_z = softmax.target_z, .x = c.x, .weight = c.weight, .targets = c.targets});
-    ladder_hopper_exponentials(backend, exps, &softmax, c.x, c.weight, c.targets);
-    lce_row_losses(backend, (LceRowLosses){.loss = c.loss,
-                                           .softmax = softmax,
-                                           .scaled_x = scaled_x,
-                                           .x = c.x,
-                                           .targets = c.targets,
-                                           .vocab_size = vocab});
-    backward(backend, &c, exps, scaled_x, c.scale);
-    lce_input_gradient(
-        backend,
-        (LceInputGradient){
-            .dx = c.dx, .softmax = softmax, .weight = c.weight, .targets = c.targets, .alpha = c.scale});
-    lce_target_gradient(backend, (LceTargetGradient){.dweight = c.dweight,
-                                                     .scale_target = softmax.scale_target,
-                                                     .x = c.x,
-                                                     .targets = c.targets,
-                                                     .alpha = c.scale});
+  Call c = lce_begin(backend, l);
+  Chunk buffers = lce_push_buffers(&c, l->chunk, tokens);
+  lce_target_z(&c, buffers.softmax.target_z, l->x, l->targets);
+  for (int64_t first = 0; first < tokens; first += l->chunk) {
+    Chunk k = lce_chunk_at(&c, &buffers, first);
+    MemoryMark mark = memory_mark(&backend->memory);
+    ladder_hopper_exponentials(backend, k.exps, &k.softmax, k.tokens.x, l->weight, k.targets);
+    lce_losses(&c, &k);
+    linear_backward_input(backend,
+                          (LinearBackwardInput){.dx = k.tokens.dx, .dout = k.exps, .weight = l->weight});
+    lce_add_non_targets(&c, &k, first > 0);
+    lce_finish_dx(&c, &k);
     memory_pop_to(&backend->memory, mark);
   }
+  lce_add_all_targets(&c, &buffers);
+  lce_end(&c);
 }
 #else
 #define on_hopper       NULL
