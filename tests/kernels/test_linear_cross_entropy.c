@@ -525,11 +525,12 @@ HARNESS_TEST(test_used_chunk) {
   for (int i = 0; i < 3; i++) assert_int_equal(lce_default_chunk(ON_CUDA, asked[i]), on_gpu[i]);
 }
 
-// The CPU's exponential, from its smallest normal result to its largest.
-HARNESS_TEST(test_exponential) {
+// The CPU's exponential, from its smallest normal result to its largest, and tanh around its two forms.
+HARNESS_TEST(test_exponential_and_tanh) {
   for (int i = -8733; i < 8872; i += 3) {
-    float x = (float)i / 100;
+    float x = (float)i / 100, y = x / 100;
     assert_true(fabs(exp_f32(x) / exp((double)x) - 1) < 2 * dtype_epsilon(DTYPE_F32));
+    assert_true(fabs(tanh_f32(y) - tanh((double)y)) <= 8 * dtype_epsilon(DTYPE_F32) * fabs(tanh((double)y)));
   }
   assert_true(exp_f32(-88) == 0 && exp_f32(-INFINITY) == 0 && exp_f32(89) == INFINITY && isnan(exp_f32(NAN)));
 }
