@@ -365,6 +365,7 @@ static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
         FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
+        SIZE(V, a->vocab_size),
         FIELD(exps, backward ? "T [C, V] strided or absent" : "absent: scaled_x is absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
@@ -487,7 +488,7 @@ NEEDS(copy_out, Copy, COPIED)
 // --- what tools/torch alone calls --------------------------------------------------------------------------
 
 #define GRADIENT_FACTORS                                                                                     \
-  NAMED("lse", a->factors.lse, "fp32 [N]"), NAMED("per_p", a->factors.per_p, "fp32 [N]"),                    \
+  NAMED("log_total", a->factors.log_total, "fp32 [N]"), NAMED("per_p", a->factors.per_p, "fp32 [N]"),        \
       NAMED("per_distance", a->factors.per_distance, "fp32 [N]"),                                            \
       NAMED("at_target", a->factors.at_target, "fp32 [N]"), FIELD(targets, "int32 [N]")
 
@@ -504,6 +505,7 @@ static void check_lce_gradient_factors(Op op, Backend *backend, LceGradientFacto
 NEEDS(lce_logits_gradient, LceLogitsGradient, GRADIENT_FACTORS, FIELD(x, "T [N, H] or absent"),
       FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
       FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
+      FIELD(anchor, tensor_exists(a->x) ? "fp32 [N]" : "absent: x is absent"),
       REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
       FIELD(dlogits, "T [N, V] strided"))
 

@@ -364,7 +364,8 @@ typedef struct {
 //   R      = sum_j E[j], in fp32 before E is rounded
 //   exps   = E, with a soft-cap times du/dz                dx_raw = exps W
 // Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j]
-// and target_e = exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
+// and target_e = exp((u[target] - anchor) / T); so is one whose u[target] is minus infinity. For IGNORE_INDEX
+// E and R are 0, and the anchor infinite.
 typedef struct {
   // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;
@@ -410,7 +411,8 @@ typedef struct {
   Tensor loss;          // fp32 [C], or absent where scaled_x is given
   TokenOutputs outputs; // any; entropy needs softmax.e_distance, the last three softmax.max and softmax.best
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
-  // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target
+  // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target, the
+  // latter not 0 where the former is not: what it then adds to the row's gradient is below rounding
   Tensor exps;
   SoftmaxStatistics softmax; // reads the first eight; writes the scales (scale_uniform: with label smoothing)
   Tensor x, targets;         // fp32/bf16 [C, H]; int32 [C]

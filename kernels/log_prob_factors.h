@@ -6,15 +6,15 @@
 
 // `scale` multiplies the gradient of loss and z-loss, `entropy_scale` that of the entropy.
 typedef struct {
-  LossReal lse, per_p, per_distance, at_target;
+  LossReal log_total, per_p, per_distance, at_target;
 } TokenFactors;
 
 LOSS_ROW TokenFactors token_factors(LossReal target_v, LossReal nll, LossReal entropy, LossReal class_weight,
                                     LossReal z_loss, LossReal scale, LossReal entropy_scale) {
-  LossReal lse = target_v + nll, p_scale = 2 * z_loss * lse, p = exp(-nll);
-  return (TokenFactors){lse, scale * (class_weight + p_scale) - entropy_scale * entropy, -entropy_scale,
+  LossReal p_scale = z_loss > 0 ? 2 * z_loss * (target_v + nll) : 0, p = exp(-nll);
+  return (TokenFactors){nll, scale * (class_weight + p_scale) - entropy_scale * entropy, -entropy_scale,
                         scale * (class_weight * expm1(-nll) + p_scale * p) -
-                            entropy_scale * p * (entropy - nll)};
+                            entropy_scale * entropy_at_target(p, nll, entropy)};
 }
 
 // log(R + target_e), where target_e / (R + target_e) = p[y].

@@ -7,14 +7,14 @@
 // What makes the gradients of a token's logits, from log_prob = log p[y] and entropy of an earlier forward
 // pass. With nll = -log_prob, s = alpha factor[0] token_weights[n] / T and t = alpha factor[0]
 // entropy_weights[n] / T:
-//   lse          = v[y] + nll, or with row_sum log(R + target_e), where target_e = p[y] (R + target_e)
+//   log_total    = nll, or with row_sum log(R + target_e), where target_e = p[y] (R + target_e)
 //   per_p        = s (w[y] + 2 lambda (v[y] + nll)) - t entropy
 //   per_distance = -t
 //   at_target    = s (w[y] expm1(-nll) + 2 lambda (v[y] + nll) p[y]) - t p[y] (entropy - nll)
 // with a soft-cap times du/dz of the target; all 0 where the target is IGNORE_INDEX.
 typedef union {
   struct {
-    Tensor lse, per_p, per_distance, at_target; // fp32 [N]
+    Tensor log_total, per_p, per_distance, at_target; // fp32 [N]
   };
   Tensor all[4];
 } GradientFactors;
@@ -33,14 +33,17 @@ struct LceGradientFactors {
 };
 
 // The gradient of the logits of some of W's rows, each entry final as soon as its logit is there:
-//   dlogits[n, j] = p (per_p[n] + per_distance[n] (v - lse[n])) du/dz,  p = exp(v - lse[n])
+//   dlogits[n, j] = p (per_p[n] + per_distance[n] d) du/dz,  d = (u - anchor[n]) / T - log_total[n]
 //                   at_target[n] at j = targets[n];  0 for IGNORE_INDEX
+// with p = exp(d), but at most 1: d is as exact as the logits, and log_prob, of which it is a difference.
 // Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
-// E exp(-lse[n]), v = log E. E's rounding to bf16, by at most 2^-8 of it, moves v by as much.
+// E exp(-log_total[n]), d = log E - log_total[n]. E's rounding to bf16, by at most 2^-8 of it, moves d by as
+// much.
 struct LceLogitsGradient {
   Tensor dlogits;          // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   GradientFactors factors; // read
   Tensor x, weight;        // fp32/bf16 [N, H] and [V, H], or both absent
+  Tensor anchor;           // fp32 [N]: u[y], as LceTargetLogits leaves it for W; given when x is
   Tensor bias;             // fp32/bf16 [V], or absent
   Tensor targets;          // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float softcap, temperature;

@@ -30,11 +30,10 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   bias_and_cap(v, a->bias.data, cap, vocab, NULL); // dv/dz is found again from v (derivative_of)
   EACH_SIMD (j, inv_temperature != 1 ? vocab : 0) v[j] *= inv_temperature;
   float target_v = v[target];
-  if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct)) {
-    int64_t predicted = index_of(v, vocab, maximum_of(v, vocab));
-    if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
-    cpu_store(a->outputs.correct, n, predicted == target);
-  }
+  int64_t predicted = 0;
+  if (tensor_exists(a->outputs.predicted) || tensor_exists(a->outputs.correct))
+    predicted = index_of(v, vocab, maximum_of(v, vocab));
+  if (tensor_exists(a->outputs.predicted)) ((int32_t *)a->outputs.predicted.data)[n] = (int32_t)predicted;
   double weighted = t->label_smoothing > 0 ? weighted_sum(v, w, vocab) : 0;
   v[target] = -INFINITY; // hidden from the sums: its exponential is 0
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
@@ -44,7 +43,7 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   RowSums row = {.row_sum = exp_and_sum(v, anchor, 1.0f, vocab, plain && a->backward ? v : NULL),
                  .target_e = exp((double)target_v - anchor),
                  .offset = anchor - (double)target_v,
-                 .target_v = target_v,
+                 .anchor_v = anchor,
                  .weighted = weighted,
                  .class_weight = class_weight,
                  .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
@@ -59,17 +58,18 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   cpu_store(a->outputs.log_prob, n, -r.nll);
   cpu_store(a->outputs.logsumexp, n, r.lse);
   cpu_store(a->outputs.entropy, n, entropy);
+  cpu_store(a->outputs.correct, n, predicted == target && !isnan(r.nll));
   if (!a->backward) return;
 
   double entropy_scale = alpha * cpu_read(a->entropy_weights, n, 0);
   double target_gradient = r.target - r.uniform * class_weight -
-                           entropy_scale * (row.target_e / r.total) * (target_v - r.lse + entropy);
+                           entropy_scale * entropy_at_target(row.target_e / r.total, r.nll, entropy);
   if (plain) {
     float scale = (float)(r.per_e * inv_temperature);
     EACH_SIMD (j, vocab) v[j] *= scale;
   } else {
     float per_e = (float)r.per_e, entropy_per_e = (float)(entropy_scale / r.total);
-    float from_anchor = (float)(anchor - r.lse + entropy), uniform = (float)r.uniform;
+    float from_anchor = (float)(entropy - r.log_total), uniform = (float)r.uniform;
     EACH_SIMD (j, vocab) {
       float d = v[j] - anchor, e = exp_f32(d);
       float g = e * per_e - (e == 0.0f ? 0.0f : e * entropy_per_e * (d + from_anchor));

@@ -240,7 +240,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   for (int64_t n = 0; n < rows; n++) {
     row_sum[n] = INFINITY; // unfinished
     target_e[n] = 1.0f;
-    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : target_z[n]; // every E of an ignored row is 0
+    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : finite_anchor(target_z[n]); // every E of it is 0
   }
   compute_rows(backend, a, &g, &scratch);
   bool repair = false;
@@ -418,7 +418,7 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
     RowSums sums = {.row_sum = row_sum[n],
                     .target_e = target_e[n],
                     .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
-                    .target_v = target_z[n] * inv_temperature,
+                    .anchor_v = counts ? anchor[n] * inv_temperature : 0,
                     .weighted = inv_temperature * weighted,
                     .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
                     .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
@@ -441,12 +441,13 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
     }
     if (!tensor_exists(a->scaled_x)) continue;
     if (cap > 0) row.target *= capped_slope(target_z[n], cap);
+    bool with_target = tensor_exists(a->exps) && targets[n] >= 0;
+    if (with_target) row.per_e = scale_with_target(row);
     float scale = (float)(row.per_e * cpu_read(r->rescale, n, 1));
     cpu_store(r->scale_non_target, n, scale);
     cpu_store(r->scale_target, n, row.target);
     if (smoothing) cpu_store(r->scale_uniform, n, -row.uniform);
-    if (tensor_exists(a->exps) && targets[n] >= 0)
-      cpu_row(a->exps, n)[targets[n]] = scale != 0 ? (float)(row.target / row.per_e) : 0;
+    if (with_target) cpu_row(a->exps, n)[targets[n]] = scale != 0 ? (float)(row.target / row.per_e) : 0;
     float *scaled = cpu_row(a->scaled_x, n);
     EACH_SIMD (i, a->x.shape[1]) scaled[i] = scale * x[i];
   }

@@ -22,8 +22,8 @@ void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
     double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
     if (cap > 0) r.at_target *= capped_slope(u, cap);
     if (tensor_exists(a->row_sum))
-      r.lse = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
-    cpu_store(a->factors.lse, n, counts ? r.lse : 0);
+      r.log_total = log_total(cpu_read(a->row_sum, n, 0), -cpu_read(a->log_prob, n, 0));
+    cpu_store(a->factors.log_total, n, counts ? r.log_total : 0);
     cpu_store(a->factors.per_p, n, counts ? r.per_p : 0);
     cpu_store(a->factors.per_distance, n, counts ? r.per_distance : 0);
     cpu_store(a->factors.at_target, n, counts ? r.at_target : 0);
@@ -51,19 +51,20 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
       memset(d, 0, (size_t)columns * sizeof *d);
       continue;
     }
-    float lse = ((const float *)a->factors.lse.data)[n], per_p = ((const float *)a->factors.per_p.data)[n];
+    float total = ((const float *)a->factors.log_total.data)[n], scale = expf(-total);
+    float per_p = ((const float *)a->factors.per_p.data)[n];
     float per_distance = ((const float *)a->factors.per_distance.data)[n];
-    float scale = expf(-lse);
+    float anchor = kept ? 0 : ((const float *)a->anchor.data)[n];
     EACH_SIMD (j, kept ? columns : 0) {
-      float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - lse : 0;
+      float distance = per_distance != 0 && d[j] > 0 ? logf(d[j]) - total : 0;
       d[j] = d[j] * scale * (per_p + per_distance * distance);
     }
     float slope[LCE_TILE_COLUMNS];
     bias_and_cap(d, bias ? bias + column : NULL, a->softcap, columns, slope);
     EACH_SIMD (j, kept ? 0 : columns) {
-      float distance = d[j] * inv_temperature - lse;
+      float distance = (d[j] - anchor) * inv_temperature - total;
       if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
-      d[j] = exp_f32(distance) * (per_p + per_distance * distance);
+      d[j] = exp_f32(distance > 0 ? 0 : distance) * (per_p + per_distance * distance);
     }
     if (a->softcap > 0)
       EACH_SIMD (j, columns) d[j] *= slope[j];

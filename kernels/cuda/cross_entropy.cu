@@ -128,7 +128,7 @@ static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64
   RowSums sums = {.row_sum = s.e * shrink,
                   .target_e = expf(target_v - anchor),
                   .offset = anchor - target_v,
-                  .target_v = target_v,
+                  .anchor_v = anchor,
                   .weighted = s.weighted,
                   .class_weight = read(a.terms.class_weights, target, 1),
                   .class_weight_sum = read(a.terms.class_weight_sum, 0, vocab_size),
@@ -145,17 +145,17 @@ static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64
     write(a.outputs.logsumexp, row, l.lse);
     write(a.outputs.entropy, row, entropy);
     write(a.outputs.max_logit, row, anchor);
-    int predicted = ahead || s.best == INT_MAX ? target : s.best;
+    int predicted = ahead ? target : s.best == INT_MAX ? 0 : s.best;
     if (a.outputs.predicted.data) data_of<int32_t>(a.outputs.predicted)[row] = predicted;
-    write(a.outputs.correct, row, predicted == target);
+    write(a.outputs.correct, row, predicted == target && !isnan(l.nll));
   }
   return {.anchor = anchor,
           .per_e = l.per_e,
           .entropy_per_e = entropy_scale / l.total,
-          .from_anchor = anchor - l.lse + entropy,
+          .from_anchor = entropy - l.log_total,
           .uniform = l.uniform,
           .target = l.target - l.uniform * sums.class_weight -
-                    entropy_scale * (sums.target_e / l.total) * (target_v - l.lse + entropy)};
+                    entropy_scale * entropy_at_target(sums.target_e / l.total, l.nll, entropy)};
 }
 
 template <typename T, int W, bool PLAIN>

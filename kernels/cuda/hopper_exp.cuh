@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "kernels/cuda/hopper_store.cuh"
+#include "kernels/lce/loss_row.h"
 
 static constexpr float LN_2 = 0.6931471805599453f;
 
@@ -21,7 +22,7 @@ static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
   EACH (i, TILE_N / 4) {
     int at = first_column + i / 2 * 8 + column + i % 2;
     float bias = at < s.n ? to_float(params.bias[at]) : 0;
-    if (bias < -1e30f) bias = -2e30f; // a masked entry's exponential is 0, and may be multiplied by t
+    if (bias < -0x1p100f) bias = -0x1p101f; // a masked entry's exponential is 0, and may be multiplied by t
     z[i / 2 * 4 + i % 2] += bias;
     z[i / 2 * 4 + 2 + i % 2] += bias;
   }
@@ -58,19 +59,19 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
     epilogue_bias(z, s, params, first_column, column);
     epilogue_cap_and_largest(z, parts, s, params, first_column, column);
   }
-  constexpr float NOTHING = -1e30f; // its exponential is 0, and may be multiplied by it
-  float shift[2], correction[2];
+  constexpr float NOTHING = -0x1p100f; // its exponential is 0, and may be multiplied by it
+  float shift[2], error[2];
   int target[2];
   bool edge = first_column + TILE_N > s.n;
   EACH (i, 2) {
     bool inside = row + 8 * i < s.m;
     int32_t row_target = inside ? params.targets[row + 8 * i] : ELSEWHERE;
     float a = row_target == IGNORE_INDEX ? -NOTHING : inside ? params.anchor[row + 8 * i] : 0.0f;
+    a = finite_anchor(a);
     target[i] = row_target - first_column;
     edge |= (unsigned)target[i] < TILE_N;
     shift[i] = -a * params.scale;
-    // -a scale = shift + error; 2^error = 1 + error ln 2.
-    correction[i] = fmaf(fmaf(-a, params.scale, -shift[i]), LN_2, 1.0f);
+    error[i] = LN_2 * fmaf(-a, params.scale, -shift[i]); // -a scale = shift + error / ln 2
     parts.sums[i] = parts.distances[i] = 0;
   }
   if (__any_sync(~0u, edge)) {
@@ -95,10 +96,11 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
     EACH (j, TILE_N / 2) z[j] = exponential(j, z[j]);
   }
   EACH (i, 2) {
-    // t lacks the error, too, which is (correction - 1) / ln 2.
+    // exp(error), above 0 whatever the error; t lacks the error, too.
     float &sum = parts.sums[i], &distance = parts.distances[i];
-    if (TERMS) distance = correction[i] * (LN_2 * distance + (correction[i] - 1) * sum);
-    sum *= correction[i];
+    float correction = fmaf(error[i], fmaf(error[i], 0.5f, 1), 1);
+    if (TERMS) distance = correction * (LN_2 * distance + error[i] * sum);
+    sum *= correction;
   }
 }
 

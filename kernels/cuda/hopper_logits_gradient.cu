@@ -5,11 +5,11 @@
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 
-// In place: with t = (v - lse) / ln 2, 2^t (per_p + per_distance ln 2 t) du/dz.
+// In place: with t = (v - lse) / ln 2, 2^min(t, 0) (per_p + per_distance ln 2 t) du/dz. Two rows a thread.
 template <bool TERMS>
 static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler &s,
                                      const EpilogueParams &params, int row, int first_column, int column) {
-  float shift[2], per_p[2], per_t[2], at_target[2];
+  float anchor[2], shift[2], per_p[2], per_t[2], at_target[2];
   int target[2];
   bool counts[2];
   if (TERMS) epilogue_bias(z, s, params, first_column, column);
@@ -19,7 +19,8 @@ static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler
     int32_t row_target = params.targets[n];
     target[i] = row_target - first_column;
     counts[i] = row_target != IGNORE_INDEX;
-    shift[i] = -params.factors.lse[n] * LOG2_E;
+    anchor[i] = params.anchor[n];
+    shift[i] = -params.factors.log_total[n] * LOG2_E;
     per_p[i] = params.factors.per_p[n];
     per_t[i] = params.factors.per_distance[n] * LN_2;
     at_target[i] = params.factors.at_target[n];
@@ -32,9 +33,9 @@ static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler
       u = params.softcap * tanh_z;
       slope = fmaf(-tanh_z, tanh_z, 1);
     }
-    float t = fmaf(u, params.scale, shift[i]);
+    float t = fmaf(u - anchor[i], params.scale, shift[i]);
     if (TERMS && t < -1e4f) t = -1e4f; // a masked entry: 0 times a number
-    z[j] = exp2_approx(t) * fmaf(t, per_t[i], per_p[i]);
+    z[j] = exp2_approx(fminf(t, 0)) * fmaf(t, per_t[i], per_p[i]);
     if (TERMS) z[j] *= slope;
     if (at == target[i]) z[j] = at_target[i];
     if (!counts[i] || first_column + at >= s.n) z[j] = 0;
@@ -55,11 +56,12 @@ template <bool TERMS> struct LogitsGradient : OfLogits {
 template <bool TERMS>
 static void logits_gradient(Backend *backend, const LceLogitsGradient *a, float inv_temperature) {
   using K = KernelTraits<LogitsGradient<TERMS>>;
-  EpilogueParams params = {.targets = data_of<int32_t>(a->targets),
+  EpilogueParams params = {.anchor = data_of<float>(a->anchor),
+                           .targets = data_of<int32_t>(a->targets),
                            .scale = LOG2_E * inv_temperature,
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
-                           .factors = {data_of<float>(a->factors.lse), data_of<float>(a->factors.per_p),
+                           .factors = {data_of<float>(a->factors.log_total), data_of<float>(a->factors.per_p),
                                        data_of<float>(a->factors.per_distance),
                                        data_of<float>(a->factors.at_target)}};
   launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),

@@ -23,7 +23,7 @@ struct TileScheduler {
 
 // GradientFactors (torch_operations.h).
 struct GradientFactorsOf {
-  const float *lse, *per_p, *per_distance, *at_target; // [m]
+  const float *log_total, *per_p, *per_distance, *at_target; // [m]
 };
 
 struct EpilogueParams {

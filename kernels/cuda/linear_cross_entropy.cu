@@ -83,7 +83,7 @@ void cuda_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
 
 // Every exponential of a row that does not count is 0.
 static __device__ float anchor_of(float target_z, int target) {
-  return target != IGNORE_INDEX ? target_z : INFINITY;
+  return target != IGNORE_INDEX ? finite_anchor(target_z) : INFINITY;
 }
 
 // One block a row of the tile, whose first column is vocabulary entry `first`. exps: NULL to keep nothing.
@@ -342,7 +342,7 @@ static __global__ void __launch_bounds__(256)
   RowSums sums = {.row_sum = data_of<float>(a.softmax.row_sum)[row],
                   .target_e = data_of<float>(a.softmax.target_e)[row],
                   .offset = (data_of<float>(a.softmax.anchor)[row] - target_z) * inv_temperature,
-                  .target_v = target_z * inv_temperature,
+                  .anchor_v = counts ? data_of<float>(a.softmax.anchor)[row] * inv_temperature : 0,
                   .weighted = weighted,
                   .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
                   .class_weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size),
@@ -352,8 +352,10 @@ static __global__ void __launch_bounds__(256)
                   .scale =
                       counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
   RowLoss l = loss_of_row(sums);
-  float r = counts ? l.per_e * read(a.softmax.rescale, row, 1) : 0, cap = terms.softcap;
+  float cap = terms.softcap;
   if (cap > 0) l.target *= capped_slope(target_z, cap);
+  if (a.exps.data) l.per_e = scale_with_target(l);
+  float r = counts ? l.per_e * read(a.softmax.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
     write(a.outputs.z_loss, row, counts ? l.z_loss : 0);

@@ -21,8 +21,8 @@ static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradie
   float cap = a.terms.softcap, u = data_of<float>(a.target_z)[n];
   if (cap > 0) r.at_target *= capped_slope(u, cap);
   if (counts && a.row_sum.data)
-    r.lse = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
-  write(a.factors.lse, n, r.lse);
+    r.log_total = log_total(data_of<float>(a.row_sum)[n], -data_of<float>(a.log_prob)[n]);
+  write(a.factors.log_total, n, r.log_total);
   write(a.factors.per_p, n, r.per_p);
   write(a.factors.per_distance, n, r.per_distance);
   write(a.factors.at_target, n, r.at_target);
@@ -41,9 +41,9 @@ static __global__ void __launch_bounds__(256)
                            int columns, Capped<T> capped, float inv_temperature) {
   int64_t row = blockIdx.x;
   int row_target = data_of<int32_t>(a.targets)[row], target = (int)(row_target - first);
-  float lse = data_of<float>(a.factors.lse)[row], per_p = data_of<float>(a.factors.per_p)[row];
-  float per_distance = data_of<float>(a.factors.per_distance)[row], scale = __expf(-lse);
-  float at_target = data_of<float>(a.factors.at_target)[row];
+  float log_total = data_of<float>(a.factors.log_total)[row], per_p = data_of<float>(a.factors.per_p)[row];
+  float per_distance = data_of<float>(a.factors.per_distance)[row], scale = __expf(-log_total);
+  float at_target = data_of<float>(a.factors.at_target)[row], anchor = read(a.anchor, row, 0);
   bool kept = W > 1 || !tile;
   T *out = data_of<T>(a.dlogits) + row * a.dlogits.stride + first;
   for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
@@ -55,11 +55,11 @@ static __global__ void __launch_bounds__(256)
     EACH (k, W) {
       float slope = 1, p, distance;
       if (kept) {
-        p = d[k] * scale, distance = d[k] > 0 ? __logf(d[k]) - lse : 0;
+        p = d[k] * scale, distance = d[k] > 0 ? __logf(d[k]) - log_total : 0;
       } else {
-        distance = capped(d[k], first + i + k, slope) * inv_temperature - lse;
+        distance = (capped(d[k], first + i + k, slope) - anchor) * inv_temperature - log_total;
         if (distance < -1e4f) distance = -1e4f; // a bias of minus infinity: p is 0, times a number
-        p = __expf(distance);
+        p = __expf(fminf(distance, 0));         // a NaN stays in the distance
       }
       d[k] = p * (per_p + per_distance * distance) * slope;
       if (i + k == target) d[k] = at_target;

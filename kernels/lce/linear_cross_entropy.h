@@ -46,8 +46,8 @@ typedef struct {
 // materialized mode.
 //
 // The caller owns every tensor; what else is needed is pushed as MEMORY_HEAD and popped before the return.
-// Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's, and so
-// does a bias of minus infinity at its target.
+// Wrong shapes fail with one sentence. NaN in a token's x makes that token's loss NaN and no other's. A bias
+// of minus infinity at its target makes the loss infinite; gradients are finite, with p[y] = 0.
 typedef struct {
   LceMode mode;
   int64_t chunk;        // LCE_FUSED: tokens per chunk, at least 1; need not divide anything

@@ -16,6 +16,13 @@ typedef double LossReal;
 // 66. It leaves E W a factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
 #define LCE_LARGEST_SUM 0x1p96f
 
+// A row's first anchor, from u[y]. One of minus infinity makes NaN of every masked entry; this makes R too
+// large, so that the row is repaired.
+#define LCE_LEAST_ANCHOR (-0x1p98f)
+LOSS_ROW float finite_anchor(float target_z) {
+  return target_z < LCE_LEAST_ANCHOR ? LCE_LEAST_ANCHOR : target_z;
+}
+
 static inline float inverse_temperature(float temperature) {
   return temperature > 0 ? 1.0f / temperature : 1.0f;
 }
@@ -23,8 +30,8 @@ static inline float inverse_temperature(float temperature) {
 typedef struct {
   LossReal row_sum;  // R: of exp(v - anchor) over the non-targets
   LossReal target_e; // exp(v[y] - anchor)
-  LossReal offset;   // anchor - v[y]
-  LossReal target_v; // v[y]
+  LossReal offset;   // anchor - v[y]; infinite where v[y] is minus infinity
+  LossReal anchor_v; // the anchor
   LossReal weighted; // sum_j w[j] v[j]; read with label smoothing
   LossReal class_weight, class_weight_sum, vocab_size;
   LossReal label_smoothing, z_loss;
@@ -32,7 +39,8 @@ typedef struct {
 } RowSums;
 
 typedef struct {
-  LossReal total, nll, lse; // R + target_e; lse - v[y]; lse
+  LossReal total, log_total; // R + target_e, and its logarithm
+  LossReal nll, lse;         // lse - v[y]; lse
   LossReal loss, z_loss;
   // d / d v[j] = per_e exp(v[j] - anchor) - uniform w[j], and for the target `target` - uniform w[y]
   LossReal per_e, target, uniform;
@@ -42,9 +50,10 @@ LOSS_ROW RowLoss loss_of_row(RowSums s) {
   RowLoss r;
   LossReal share = s.label_smoothing / s.vocab_size, target_scale = (1 - s.label_smoothing) * s.class_weight;
   r.total = s.row_sum + s.target_e;
-  // A target that is nearly certain: no cancellation.
-  r.nll = s.target_e == 1 ? log1p(s.row_sum) : s.offset + log(r.total);
-  r.lse = s.target_v + r.nll;
+  // A target that is nearly certain: no cancellation. One of minus infinity: lse stays finite.
+  r.log_total = s.target_e == 1 ? log1p(s.row_sum) : log(r.total);
+  r.nll = s.offset + r.log_total;
+  r.lse = s.anchor_v + r.log_total;
   r.loss = target_scale * r.nll;
   if (s.label_smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
   r.z_loss = s.z_loss * r.lse * r.lse;
@@ -64,5 +73,17 @@ LOSS_ROW LossReal capped_slope(LossReal u, LossReal cap) {
 
 // The entropy, from e_v = sum of exp(v - anchor) (v - anchor) over the non-targets.
 LOSS_ROW LossReal entropy_of_row(RowSums s, RowLoss r, LossReal e_v) {
-  return (s.target_e == 1 ? r.nll : log(r.total)) - (e_v - s.target_e * s.offset) / r.total;
+  return r.log_total - (e_v - (s.target_e > 0 ? s.target_e * s.offset : 0)) / r.total;
+}
+
+// - d entropy / d v[y], with p = p[y].
+LOSS_ROW LossReal entropy_at_target(LossReal p, LossReal nll, LossReal entropy) {
+  return p > 0 ? p * (entropy - nll) : 0;
+}
+
+// A dweight in W's dtype has no sum apart for the targets, so r multiplies their entry of E, too. Where terms
+// cancel and r is 0, or nearly, it gets a value beside which the rest of the row is nothing.
+LOSS_ROW LossReal scale_with_target(RowLoss r) {
+  LossReal least = fabs(r.target) * 0x1p-24f / r.total;
+  return fabs(r.per_e) < least ? least : r.per_e;
 }

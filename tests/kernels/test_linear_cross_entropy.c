@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include "kernels/cpu/vector_math.h"
 #include "tests/log_prob_call.h"
 
 static ReferenceLoss make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
@@ -128,6 +129,102 @@ HARNESS_TEST(test_common_offset) {
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
 
+// Logits of 2^17 / T that differ by whole numbers, in exact arithmetic: nothing of them is lost, nor is a
+// logit that is far below them.
+HARNESS_TEST(test_low_temperature) {
+  enum { ROWS = 9, HIDDEN = 8, VOCAB = 411 };
+  ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 0);
+  p.temperature = 0x1p-17;
+  p.entropy_weights = random_values(h, ROWS, 1);
+  for (int i = 0; i < ROWS * HIDDEN; i++) p.x[i] = i % HIDDEN == 0;
+  for (int n = 0; n < ROWS; n++) p.x[n * HIDDEN + 1] = (1 + n) * 0x1p-17, p.targets[n] = 7 * (3 * n + 1);
+  for (int v = 0; v < VOCAB; v += 7) p.weight[v * HIDDEN] = 1, p.weight[v * HIDDEN + 1] = v % 5;
+  reference_gradients(h, &p);
+  Tensor entropy_weights = vector_from(h, DTYPE_F32, p.entropy_weights, ROWS);
+  for (int way = 0; way < (h->dtype == DTYPE_F32 ? 3 : 2); way++) { // bf16 cannot store such logits
+    LinearCrossEntropy a = loss_call(h, &p, way == 2 ? LCE_MATERIALIZED : LCE_FUSED, ROWS);
+    loss_call_all_outputs(h, &a, &p);
+    if (way == 2)
+      materialized_with_entropies(h->backend, a, entropy_weights);
+    else
+      log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, way));
+    reference_loss(&p);
+    check_loss(h, "a low temperature", &a, &p, 0, (LossBefore){0}, with_size(within(16, 1), 1),
+               with_size(within_stored(h, 8, 0), p.scale));
+  }
+}
+
+// Where fp32's rounding of a logit over T is far above 1, losses are as exact as that, and gradients stay
+// finite, even with log-probabilities that are wrong.
+HARNESS_TEST(test_lowest_temperature) {
+  ReferenceLoss p = make_problem(h, 40, 16, 300, 30);
+  p.temperature = 0x1p-19;
+  LinearCrossEntropy a = fused(h, &p), again[] = {a, by_log_probs(h, a, false), by_log_probs(h, a, true), a};
+  again[3].dx = poisoned(h, h->dtype, p.rows, p.hidden);
+  LogProbGradients wrong = log_prob_call(h, &again[3], (Tensor){0}, false);
+  wrong.log_prob = vector_from(h, DTYPE_F32, host_values(h, p.rows), p.rows);
+  log_prob_gradients(h->backend, wrong);
+  reference_loss(&p);
+  check_values(h, "loss", a.loss, p.loss, within(8, (double)p.hidden));
+  for (int way = 0; way < 4; way++) {
+    const double *dx = values_of(h, again[way].dx), *dweight = values_of(h, again[way].dweight);
+    for (int64_t i = 0; i < p.rows * p.hidden; i++) assert_true(isfinite(dx[i]) && isfinite(dweight[i]));
+  }
+}
+
+// A bias of minus infinity at every second target: that loss is infinite, and all else as with a bias of a
+// large number.
+HARNESS_TEST(test_masked_targets) {
+  enum { ROWS = 21, HIDDEN = 16, VOCAB = 611 };
+  for (int way = 0; way < 3; way++) { // fused, materialized, and log-probabilities with E kept
+    ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
+    loss_problem_add(h, &p, TERM_BIAS | (way ? TERM_ENTROPY : 0) | (way < 2 ? TERM_Z_LOSS : 0));
+    for (int n = 0; n < ROWS; n++) p.targets[n] = 4 * n;
+    for (int v = 0; v < VOCAB; v += 8) p.bias[v] = -98304;
+    reference_gradients(h, &p);
+    LinearCrossEntropy a = loss_call(h, &p, way == 1 ? LCE_MATERIALIZED : LCE_FUSED, ROWS);
+    double *bias = copied_values(h, p.bias, VOCAB);
+    for (int v = 0; v < VOCAB; v += 8) bias[v] = -INFINITY;
+    a.bias = vector_from(h, h->dtype, bias, VOCAB);
+    loss_call_all_outputs(h, &a, &p);
+    Tensor entropy_weights = way ? vector_from(h, DTYPE_F32, p.entropy_weights, ROWS) : (Tensor){0};
+    if (way == 2)
+      log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, true));
+    else if (way == 1)
+      materialized_with_entropies(h->backend, a, entropy_weights);
+    else
+      linear_cross_entropy(h->backend, a);
+    reference_loss(&p);
+    const double *loss = values_of(h, a.loss), *log_prob = values_of(h, a.outputs.log_prob);
+    double off = way == 1 ? 8 * dtype_epsilon(h->dtype) : 1e-4;
+    for (int n = 0; n < ROWS; n++)
+      assert_true(n % 2 ? fabs(loss[n] - p.loss[n]) < off : loss[n] == INFINITY && log_prob[n] == -INFINITY);
+    a.loss = a.outputs.log_prob = (Tensor){0};
+    Tolerance outputs = way == 1 ? within_stored(h, 16, 16) : within(16, terms_of(&p));
+    check_loss(h, "masked targets", &a, &p, 0, (LossBefore){0}, with_size(outputs, 1),
+               with_size(within_stored(h, 8, 0), 2 * p.scale));
+  }
+}
+
+// The first of equal logits is predicted, over tiles too; no row whose loss is NaN is correct.
+HARNESS_TEST(test_ties_and_nans) {
+  enum { ROWS = 5, HIDDEN = 8, VOCAB = 6500, NANS = 3 }; // the rows from there on
+  ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  for (int n = 0; n < ROWS; n++) p.targets[n] = n == 1 || n == NANS ? 6400 : 0;
+  for (int i = 0; i < ROWS * HIDDEN; i++) p.x[i] = i / HIDDEN >= NANS ? NAN : 0;
+  double *bias = host_values(h, VOCAB);
+  for (int way = 0; way < 4; way++) {
+    bias[7] = way / 2 ? NAN : 0; // one wrong logit in every row
+    LinearCrossEntropy a = loss_call(h, &p, way % 2 ? LCE_MATERIALIZED : LCE_FUSED, ROWS);
+    a.bias = vector_from(h, h->dtype, bias, VOCAB);
+    loss_call_all_outputs(h, &a, &p);
+    linear_cross_entropy(h->backend, a);
+    const double *predicted = values_of(h, a.outputs.predicted), *correct = values_of(h, a.outputs.correct);
+    for (int n = 0; n < ROWS; n++)
+      assert_true(predicted[n] == 0 && correct[n] == (way < 2 && n != 1 && n < NANS));
+  }
+}
+
 // A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
 // predicted.
 HARNESS_TEST(test_masked_and_saturated) {
@@ -189,6 +286,31 @@ HARNESS_TEST(test_narrow_dweight) {
     off += (got[i] - p.dweight[i]) * (got[i] - p.dweight[i]), size += p.dweight[i] * p.dweight[i];
   if (!(sqrt(off / size) < fmax(1e-4, 2 * dtype_epsilon(h->dtype))))
     fail_msg("dweight is off by %g of its size, %g", sqrt(off / size), sqrt(size));
+}
+
+// E's entry of the target times r x is c x, also where r is 0 since terms cancel, and 0 where the token's
+// weight is.
+HARNESS_TEST(test_target_in_exps) {
+  enum { ROWS = 3, WIDTH = 8 };
+  double ones[] = {1, 1, 1}, z[] = {-1, -1, 0.5}, sums[] = {0, 2, 3}, weights[] = {1, 0, 1}, *x;
+  const int32_t targets[] = {2, 0, 7};
+  LceRowLosses a = {.x = random_tensor(h, &x, ROWS, WIDTH, 1), .targets = ids_from(h, targets, ROWS)};
+  a.softmax.target_z = a.softmax.anchor = vector_from(h, DTYPE_F32, z, ROWS);
+  a.softmax.row_sum = vector_from(h, DTYPE_F32, sums, ROWS);
+  a.softmax.target_e = vector_from(h, DTYPE_F32, ones, ROWS);
+  a.token_weights = vector_from(h, DTYPE_F32, weights, ROWS);
+  a.softmax.scale_non_target = poisoned_vector(h, DTYPE_F32, ROWS);
+  a.softmax.scale_target = poisoned_vector(h, DTYPE_F32, ROWS);
+  a.scaled_x = poisoned(h, h->dtype, ROWS, WIDTH), a.exps = poisoned(h, h->dtype, ROWS, WIDTH);
+  a.terms.z_loss = 0.5f, a.vocab_size = WIDTH;
+  lce_row_losses(h->backend, a);
+  const double *c = values_of(h, a.softmax.scale_target), *e = values_of(h, a.exps),
+               *scaled = values_of(h, a.scaled_x);
+  assert_true(c[0] == -1 && c[1] == 0 && c[2] < 0);
+  for (int i = 0; i < ROWS * WIDTH; i++) {
+    double want = c[i / WIDTH] * x[i], got = e[i / WIDTH * WIDTH + targets[i / WIDTH]] * scaled[i];
+    assert_true(fabs(got - want) <= 2 * dtype_epsilon(h->dtype) * fabs(want));
+  }
 }
 
 // All rows but one are to the bit what they are where nothing is wrong with that one.
@@ -393,6 +515,43 @@ HARNESS_TEST(test_bitwise_repeatable) {
   omp_set_num_threads(own);
 }
 
+// The fewest chunks, nearly equal, of a multiple of 128 where that is no larger than asked for.
+HARNESS_TEST(test_used_chunk) {
+  const int64_t tokens[] = {250, 300, 300, 100, 4097, 1}, chunks[] = {128, 128, 200, 4096, 4096, 7};
+  const int64_t used[] = {128, 128, 150, 100, 2176, 1};
+  for (int i = 0; i < 6; i++) assert_int_equal(lce_used_chunk(tokens[i], chunks[i]), used[i]);
+  const int64_t asked[] = {500, 9000, 50000}, on_cpu[] = {112, 1000, 4096}, on_gpu[] = {1024, 1125, 4096};
+  for (int i = 0; i < 3; i++) assert_int_equal(lce_default_chunk(ON_CPU, asked[i]), on_cpu[i]);
+  for (int i = 0; i < 3; i++) assert_int_equal(lce_default_chunk(ON_CUDA, asked[i]), on_gpu[i]);
+}
+
+// The CPU's exponential, from its smallest normal result to its largest, and tanh around its two forms.
+HARNESS_TEST(test_exponential_and_tanh) {
+  for (int i = -8733; i < 8872; i += 3) {
+    float x = (float)i / 100, y = x / 100;
+    assert_true(fabs(exp_f32(x) / exp((double)x) - 1) < 2 * dtype_epsilon(DTYPE_F32));
+    assert_true(fabs(tanh_f32(y) - tanh((double)y)) <= 8 * dtype_epsilon(DTYPE_F32) * fabs(tanh((double)y)));
+  }
+  assert_true(exp_f32(-88) == 0 && exp_f32(-INFINITY) == 0 && exp_f32(89) == INFINITY && isnan(exp_f32(NAN)));
+}
+
+// On a plan, since no CPU has a dweight in another type than fp32.
+HARNESS_TEST(test_narrow_dweight_is_written_once) {
+  Harness *plan = &(Harness){.backend = plan_backend_create(ON_CUDA, DTYPE_BF16), .dtype = DTYPE_BF16};
+  ReferenceLoss p = make_problem(h, 3, 8, 16, 1);
+  reference_gradients(h, &p);
+  LinearCrossEntropy call = loss_call(plan, &p, LCE_FUSED, 3);
+  call.dweight = poisoned(plan, DTYPE_BF16, 16, 8);
+  const char *part = "where it is written once";
+  ASSERT_REFUSED(plan, call, part, a.chunk = 2);
+  ASSERT_REFUSED(plan, call, part, a.accumulate = true);
+  ASSERT_REFUSED(plan, call, part, a.terms.label_smoothing = 0.1f);
+  ASSERT_REFUSED(plan, call, part, a.sampling.full_mass = 1);
+  ASSERT_REFUSED(plan, call, part, a.shard.vocab_size = 16);
+  linear_cross_entropy(plan->backend, call);
+  backend_destroy(plan->backend);
+}
+
 HARNESS_TEST(test_refusals) {
   ReferenceLoss p = make_problem(h, 3, 4, 5, 1);
   reference_gradients(h, &p);
@@ -401,6 +560,7 @@ HARNESS_TEST(test_refusals) {
   Tensor two = poisoned_vector(h, DTYPE_F32, 2), wide = poisoned(h, h->dtype, 5, 6);
   ASSERT_REFUSED(h, call, "whose hidden sizes differ", a.weight = wide);
   ASSERT_REFUSED(h, call, "a chunk of 0 tokens", a.chunk = 0);
+  ASSERT_REFUSED(h, call, "scale is inf, which is not finite", a.scale = INFINITY);
   ASSERT_REFUSED(h, call, "give dx, too", (a.dx.data = NULL, a.sampling.full_mass = 1));
   ASSERT_REFUSED(h, call, "where it is written once", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
   call.dx = call.dweight = (Tensor){0};

@@ -101,6 +101,7 @@ typedef struct {
   bool log_probs; // gradients by log_prob_gradients
   bool narrow;    // dweight in W's dtype
   bool kept;      // log_probs, with the exponentials that the forward pass has kept
+  double softcap; // or 0: the problem's
 } Way;
 
 static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights, LogProbGradients gradients) {
@@ -117,6 +118,7 @@ static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights,
 static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
   ReferenceLoss p = make_problem(h, terms, rows, hidden, vocab);
   ReferenceLoss *r = &p;
+  if (way.softcap > 0) r->softcap = way.softcap;
   if (!way.forward_only) reference_gradients(h, r);
   LinearCrossEntropy a = loss_call(h, r, way.mode, way.chunk);
   if (way.outputs) loss_call_all_outputs(h, &a, r);
@@ -201,6 +203,13 @@ HARNESS_TEST(test_forward_only) {
   for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
     for (int outputs = 0; outputs < 2; outputs++)
       check_both_modes(h, terms[i], 31, 19, 203, (Way){.chunk = 8, .forward_only = true, .outputs = outputs});
+}
+
+// From saturated to as good as none: u has the relative error of its fp32 logit.
+HARNESS_TEST(test_soft_caps) {
+  static const double caps[] = {1, 3, 7, 1e3, 1e6};
+  for (int i = 0; i < 5; i++)
+    check_both_modes(h, TERM_SOFTCAP, 29, 24, 101, (Way){.chunk = 29, .softcap = caps[i], .outputs = true});
 }
 
 // No token counts: nothing is divided by the sum of no weights.

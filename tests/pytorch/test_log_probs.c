@@ -1,4 +1,4 @@
-// What log_probs.h refuses. test_loss_terms.c and test_linear_cross_entropy.c test the values.
+// What log_probs.h refuses and holds. test_loss_terms.c and test_linear_cross_entropy.c test the values.
 
 #include "tests/log_prob_call.h"
 
@@ -48,6 +48,23 @@ HARNESS_TEST(test_refusals) {
   keep_exponentials(h->backend, forward, kept); // as they are, these calls are not refused
   log_prob_gradients(h->backend, g);
   assert_fails(h, "entropy_weights is fp32 [2]", materialized_with_entropies(h->backend, all, two));
+}
+
+// A block's gradient takes half of what a chunk's exponentials do, and what is held beside it is small.
+HARNESS_TEST(test_held_bytes) {
+  enum { ROWS = 512, HIDDEN = 8, CHUNK = 256, VOCAB = 64 * LCE_TILE_COLUMNS };
+  Harness *plan = &(Harness){.backend = plan_backend_create(ON_CPU, DTYPE_F32), .dtype = DTYPE_F32};
+  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(plan, &p, LCE_FUSED, CHUNK);
+  Ledger *ledger = &plan->backend->memory.ledger;
+  LogProbGradients g = log_prob_call(plan, &a, (Tensor){0}, false);
+  size_t before = ledger->stack;
+  ledger_reset_peak(ledger);
+  log_prob_gradients(plan->backend, g);
+  size_t half = CHUNK * VOCAB * sizeof(float) / 2, held = ledger->stack_peak - before;
+  assert_in_range(held, half, half + half / 4);
+  backend_destroy(plan->backend);
 }
 
 int main(void) {

@@ -65,12 +65,11 @@ static int64_t block_rows(const Backend *backend, const LinearCrossEntropy *a) {
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }
 
-static GradientFactors gradient_factors(const Call *c, const LogProbGradients *known) {
-  static const char *const names[] = {"logsumexp", "factors of p", "factors of p times distance",
+static GradientFactors gradient_factors(const Call *c, const LogProbGradients *known, Tensor target_z) {
+  static const char *const names[] = {"log of total", "factors of p", "factors of p times distance",
                                       "target entries"};
   const LinearCrossEntropy *a = c->a;
   int64_t tokens = a->x.shape[0];
-  Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens);
   GradientFactors factors;
   for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, tokens);
   lce_target_z(c, target_z, a->x, a->targets);
@@ -98,7 +97,8 @@ void log_prob_gradients(Backend *backend, LogProbGradients known) {
   bool kept = tensor_exists(known.kept.exps);
   int64_t size = kept ? vocab_size : block_rows(backend, a);
   int64_t stride = backend->scratch->logits_stride(size, a->x.dtype);
-  GradientFactors factors = gradient_factors(&c, &known);
+  Tensor target_z = push_vector(&c, "target logits", DTYPE_F32, tokens);
+  GradientFactors factors = gradient_factors(&c, &known, target_z);
   Tensor targets = push_vector(&c, "targets in the block", DTYPE_I32, tokens);
   Tensor buffer = kept ? known.kept.exps : push_matrix(&c, "gradient of logits", a->x.dtype, tokens, stride);
   Tensor dx = a->dx;
@@ -114,7 +114,8 @@ void log_prob_gradients(Backend *backend, LogProbGradients known) {
                                   .targets = targets,
                                   .softcap = a->terms.softcap,
                                   .temperature = a->terms.temperature};
-    if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.bias = first_rows(a->bias, first, count);
+    if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.anchor = target_z;
+    if (!kept) gradient.bias = first_rows(a->bias, first, count);
     lce_logits_gradient(backend, gradient);
     if (tensor_exists(dx))
       linear_backward_input(

@@ -23,7 +23,8 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
 //
 // with respect to x, W and bias, where log_prob and entropy are outputs of an earlier forward pass with the
 // same x, weight, bias, targets, soft-cap and temperature. factor is 1, or with `mean` 1 over the sum of the
-// counted tokens' class weights.
+// counted tokens' class weights. A log_prob of minus infinity does not say what lse is: without `kept` such a
+// token's gradient is NaN.
 typedef struct {
   // Without loss, outputs, label smoothing, sampling and shard, whatever the mode. dx: fp32 or of x's dtype;
   // dweight: fp32, or without `accumulate` of W's dtype. scale: finite and not 0. chunk: a block of W's rows
