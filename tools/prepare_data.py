@@ -567,7 +567,7 @@ class Tokens:
         makes the same tokens of both sides apart, given a character of the other side."""
         normalizer, ids = self.tokenizer.normalizer, range(self.vocab_size)
         tokens = self.tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
-        return ((normalizer is None or "\n" in normalizer.normalize_str("x\nx")) and
+        return ((normalizer is None or normalizer.normalize_str("\nx\n").count("\n") == 2) and
                 not any(re.search(r"\n\w", token) for token in tokens))
 
     def tell_special(self, options):
@@ -589,6 +589,7 @@ class Tokens:
                 model["vocab"] = {renamed(name): id for name, id in model["vocab"].items()}
             else:
                 model["vocab"] = [[renamed(name), score] for name, score in model["vocab"]]
+            model["merges"] = [pair for pair in model.get("merges", []) if not {*pair, "".join(pair)} & self.control]
             if model.get("unk_token"):
                 model["unk_token"] = renamed(model["unk_token"])
         self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
