@@ -52,14 +52,14 @@ PIECE_BYTES = 1 << 18  # of a document, tokenized by a thread
 BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30  # for a record
 
-# No text has these two noncharacters: CONTROL stands before the name of each special token that is meant, and
-# PLAIN, while a template is rendered, before each that a message just mentions.
+# No text has these noncharacters. CONTROL stands before each special token that is meant, and PLAIN, while a
+# template is rendered, before each that a message only mentions.
 CONTROL, PLAIN = "\ufdd0", "\ufdd1"
 INVALID = re.compile(f"[\ud800-\udfff{CONTROL}{PLAIN}]")
-# How files begin that are not read as text: what they are, and what makes text of them.
-UNREADABLE = [(b"BZh", "compressed by bzip2", "bunzip2"), (b"\x28\xb5\x2f\xfd", "compressed by Zstandard", "unzstd"),
-              (b"\xfd7zXZ\0", "compressed by xz", "unxz"), (b"PK\3\4", "a ZIP archive", "unzip"),
-              *((mark, "UTF-16", "iconv -f UTF-16 -t UTF-8") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))]
+# How files begin that are no text, what they are, and what makes text of them.
+UNREADABLE = [(b"\x28\xb5\x2f\xfd", "compressed by Zstandard", "unzstd"), (b"\xfd7zXZ\0", "compressed by xz", "unxz"),
+              *((b"BZh%d1AY" % level, "compressed by bzip2", "bunzip2") for level in range(1, 10)),
+              *((mark, "UTF-16", "iconv -f UTF-16 -t UTF-8") for mark in (b"\xff\xfe", b"\xfe\xff"))]
 
 # What is written to --out; in a folder with a manifest of ours these names are ours.
 OUTPUTS = re.compile(r"(train|val)_\d{6}\.(bin|mask|ends)|tokenizer\.json|tokenizer_config\.json|generation_config\.json"
@@ -103,6 +103,7 @@ def write_settings(path, settings):
 
 # --- files and their parts ----------------------------------------------------------------------------------
 
+BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
@@ -120,9 +121,9 @@ def find_files(options):
         every = list(filter(os.path.isfile, found))
         found = [path for path in every if not (os.path.isdir(name) and is_binary(path, options))]
         if not found:
-            fail(f"there is no file {name}" if not every else f"{name} has no file with text")
+            fail(f"there is no file {name}")
         if len(found) < len(every):
-            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty, or no text", file=sys.stderr)
+            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty or no text", file=sys.stderr)
         yield from found
 
 
@@ -141,17 +142,16 @@ def is_binary(path, options):
     if kind_of(path, options) == "parquet":
         return os.path.getsize(path) == 0
     try:
-        raw, file = open_text(path)
-        with raw:
-            start = file.read(1 << 13)
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile):
+        start = open_text(path)[1].read(1 << 13)
+    except (ValueError, *BAD_GZIP):
         return True
     return not start or b"\0" in start
 
 
+# A text is cut after a newline and before a letter or digit; see Tokens.can_be_cut.
+
 def pieces(text, step):
-    """(start, end) of pieces of at least `step`, each cut after a newline and before a letter or digit. Between
-    these no token begins and ends on both sides, see Tokens.can_be_cut."""
+    """(start, end) of pieces of at least `step`."""
     start = 0
     while start < len(text):
         end = start + step
@@ -162,31 +162,20 @@ def pieces(text, step):
         start = end
 
 
-def last_cut(data, start, anywhere):
-    """Where the last piece of `data` begins that `pieces` may cut, or with `anywhere` the last line; 0: nowhere.
-    Only newlines from `start` on count, and four bytes, as a character may take, follow."""
-    end = max(len(data) - 4, 0)
-    while (end := data.rfind(b"\n", start, end)) >= 0:
-        if anywhere or data[end + 1:end + 5].decode(errors="replace")[:1].isalnum():
-            return end + 1
-    return 0
-
-
 def blocks_of(path, step, anywhere):
-    """A file's bytes, about `step` at a time (below 0: all), with its bytes so far and whether they are the last."""
-    data, end = bytearray(), 0
+    """A file's lines, at least `step` bytes at a time; how many bytes of it are read; whether these are the last."""
+    lines, size = [], 0
     try:
         raw, file = open_text(path)
         with raw:
-            while block := file.read(step):
-                searched = max(len(data) - 4, 0)
-                data += block
-                if step > 0 and (end := last_cut(data, searched, anywhere)):
-                    yield bytes(data[:end]), raw.tell(), False
-                    del data[:end]
-            if data:
-                yield bytes(data), raw.tell(), True
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            for line in file:
+                if size >= step and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
+                    yield b"".join(lines), raw.tell(), False
+                    lines, size = [], 0
+                lines.append(line)
+                size += len(line)
+            yield b"".join(lines), raw.tell(), True
+    except BAD_GZIP as error:
         raise ValueError(f"{path} is no gzip file that can be read: {error}") from None
 
 
@@ -210,9 +199,9 @@ def parts_of(path, options):
     if kind == "parquet":
         yield from row_groups(path, size, options)
         return
-    step, at = ITEM_BYTES, 0
-    if kind == "text" and options.document != "line":
-        step = options.item_bytes if options.document == "file" else max(1 << 14, min(ITEM_BYTES, size // 100))
+    step, at = ITEM_BYTES if by_line else options.item_bytes, 0
+    if options.document == "stretch" and kind == "text":
+        step = max(1 << 14, min(ITEM_BYTES, size // 100))
     for data, done, last in blocks_of(path, step, by_line):
         yield done, last, items(at, data)
         at += len(data)
@@ -248,9 +237,9 @@ def field_of(record, name, option):
 
 
 def each_text(value, change):
-    """The value with each text in it changed, other than the names of members."""
+    """The value with each text in it changed."""
     if isinstance(value, dict):
-        return {name: each_text(member, change) for name, member in value.items()}
+        return {change(name): each_text(member, change) for name, member in value.items()}
     if isinstance(value, list):
         return [each_text(member, change) for member in value]
     return change(value) if isinstance(value, str) else value
@@ -556,8 +545,17 @@ class Tokens:
             own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
             self.around = encoding.ids[:own[0]], encoding.ids[own[-1] + 1:]
         if options.chat or not self.can_be_cut():
-            options.item_bytes, options.piece_bytes = -1, sys.maxsize
-        self.tell_special(options)
+            options.item_bytes = options.piece_bytes = sys.maxsize
+        # Special tokens are renamed to what no text has, in vocabulary and merges, too.
+        data, self.control = json.loads(self.tokenizer.to_str()), set()
+        data["post_processor"] = None  # it trims offsets, and adds what `around` has
+        if not options.parse_special:
+            names = {self.end_of_text, *self.special.values()}
+            self.control = {token["content"] for token in data["added_tokens"] if token["special"] or token["content"] in names}
+            merges = data["model"].get("merges", [])
+            data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & self.control]
+            data = each_text(data, lambda name: CONTROL + name if name in self.control else name)
+        self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
         digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
         self.manifest = {"file": "tokenizer.json", "sha256": digest, "vocab_size": self.vocab_size,
                          "end_of_text": self.end_of_text, "end_of_text_id": vocabulary[self.end_of_text]}
@@ -570,30 +568,6 @@ class Tokens:
         return ((normalizer is None or normalizer.normalize_str("\nx\n").count("\n") == 2) and
                 not any(re.search(r"\n\w", token) for token in tokens))
 
-    def tell_special(self, options):
-        """Renames special tokens to CONTROL and their name, which no text has, unless texts may have them."""
-        data, self.control = json.loads(self.tokenizer.to_str()), set()
-        data["post_processor"] = None  # which trims offsets, and adds what `around` has
-        if not options.parse_special:
-            names = {self.end_of_text, *self.special.values()}
-            special = [token for token in data["added_tokens"] if token["special"] or token["content"] in names]
-            self.control = {token["content"] for token in special}
-            model = data["model"]
-
-            def renamed(name):
-                return CONTROL + name if name in self.control else name
-
-            for token in special:
-                token["content"] = renamed(token["content"])
-            if isinstance(model["vocab"], dict):
-                model["vocab"] = {renamed(name): id for name, id in model["vocab"].items()}
-            else:
-                model["vocab"] = [[renamed(name), score] for name, score in model["vocab"]]
-            model["merges"] = [pair for pair in model.get("merges", []) if not {*pair, "".join(pair)} & self.control]
-            if model.get("unk_token"):
-                model["unk_token"] = renamed(model["unk_token"])
-        self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-
     def encodings(self, texts, special=False):
         try:
             return self.tokenizer.encode_batch(texts, add_special_tokens=special)
@@ -601,9 +575,9 @@ class Tokens:
             fail(f"the tokenizer fails on the text: {error}")
 
     def encode(self, batch):
-        """Of each piece the ids, and which of them count. What is cut is encoded with an x of the other side."""
-        encodings = self.encodings([("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch])
-        for (text, spans, _, opens, closes), encoding in zip(batch, encodings):
+        """Of each piece the ids, and which of them count. Where it is cut, an x stands for the text beyond."""
+        pieces = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
+        for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(pieces)):
             ids, counts, first, last = encoding.ids, True, 0, len(encoding)
             if spans is not None:  # a token counts with any of its characters
                 starts, ends = numpy.array(encoding.offsets).reshape(-1, 2).T
