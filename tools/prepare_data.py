@@ -71,10 +71,11 @@ def fail(sentence):
     sys.exit("prepare_data.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence))
 
 
-def require(module, purpose):
+def require(module, purpose, member=None):
     try:
-        return __import__(module, fromlist=["_"])
-    except ImportError as error:
+        found = __import__(module, fromlist=["_"])
+        return getattr(found, member) if member else found
+    except (ImportError, AttributeError) as error:
         package = module.split(".")[0]
         fail(f"{purpose} needs the Python package {package}: pip install -U {package} ({str(error).splitlines()[0]})")
 
@@ -83,13 +84,13 @@ def count(number, noun):
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def parse_json(text, name):
+def parse_json(text, name, kind=dict):
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no JSON object")
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is no JSON {'object' if kind == dict else 'array'}")
     return value
 
 
@@ -285,7 +286,7 @@ class Chat:
     def __init__(self, options, tokens):
         os.environ.update(TRANSFORMERS_VERBOSITY="error", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
         self.unreadable = require("jinja2", "a chat template").TemplateSyntaxError
-        self.render_jinja_template = require("transformers.utils.chat_template_utils", "a chat template").render_jinja_template
+        self.by_transformers = require("transformers.utils.chat_template_utils", "a chat template", "render_jinja_template")
         templates = tokens.template or SIMPLE_TEMPLATE
         try:
             self.templates = ({entry["name"]: entry["template"] for entry in templates} if isinstance(templates, list)
@@ -296,8 +297,7 @@ class Chat:
             fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
         self.special = {name: token for name, token in tokens.special.items() if token}
         self.special.setdefault("eos_token", tokens.end_of_text)
-        names = "|".join(re.escape(name) for name in sorted(tokens.control, key=len, reverse=True)) or "(?!)"
-        self.mentions, self.meant = re.compile(names), re.compile(f"{PLAIN}(?:{names})?|{names}")
+        self.named, self.written = tokens.named, re.compile(f"{PLAIN}(?:{tokens.named.pattern})?|{tokens.named.pattern}")
 
     def render(self, messages, before_answer, more):
         """The text, and the spans in {% generation %} if the template has it."""
@@ -307,8 +307,8 @@ class Chat:
         limits = [pages * resource.getpagesize() + TEMPLATE_BYTES, *(limit for limit in old if limit >= 0)]
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), old[1]))
         try:
-            texts, spans = self.render_jinja_template([messages], chat_template=template, return_assistant_tokens_mask=tagged,
-                                                      add_generation_prompt=before_answer, **more, **self.special)
+            texts, spans = self.by_transformers([messages], chat_template=template, return_assistant_tokens_mask=tagged,
+                                                add_generation_prompt=before_answer, **more, **self.special)
         except self.unreadable as error:
             fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
         finally:
@@ -325,8 +325,12 @@ class Chat:
         if not answers:
             return "", []
         more = {name: record.get(name) or None for name in ("tools", "documents")}
-        more = {name: json.loads(value) if isinstance(value, str) else value for name, value in more.items()}
-        messages, more = each_text([messages[:answers[-1] + 1], more], lambda text: self.mentions.sub(PLAIN + r"\g<0>", text))
+        for name, value in more.items():
+            if isinstance(value, str):
+                more[name] = parse_json(value, f"the field {name}", list)
+            elif not isinstance(value, (list, type(None))):
+                raise ValueError(f"the field {name} is {value!r:.40}, which is no list")
+        messages, more = each_text([messages[:answers[-1] + 1], more], lambda text: self.named.sub(PLAIN + r"\g<0>", text))
         text, spans = self.render(messages, False, more)
         if spans is not None:
             start = len(self.render(messages[:prompt], False, more)[0]) if prompt else 0
@@ -337,12 +341,13 @@ class Chat:
                 before, after = self.render(messages[:i], True, more)[0], self.render(messages[:i + 1], False, more)[0]
                 if not before.startswith(done) or not after.startswith(before) or not text.startswith(after):
                     raise ValueError("the chat template changes earlier messages when later ones come, so what the "
-                                     "assistant said cannot be separated from the rest; give another with --chat-template")
+                                     "assistant said cannot be separated from the rest; give a --chat-template that has it in "
+                                     "{% generation %}")
                 spans.append((len(before), len(after)))
                 done = after
         # Special tokens that the template writes are meant.
         bounds = [0, *(bound for span in spans for bound in span), len(text)]
-        parts = [self.meant.sub(lambda m: m[0][1:] if m[0][0] == PLAIN else CONTROL + m[0], text[start:end])
+        parts = [self.written.sub(lambda m: m[0][1:] if m[0][0] == PLAIN else CONTROL + m[0], text[start:end])
                  for start, end in zip(bounds, bounds[1:])]
         bounds = [sum(map(len, parts[:i])) for i in range(1, len(parts))]
         return "".join(parts), list(zip(bounds[::2], bounds[1::2]))
@@ -433,11 +438,14 @@ def make_shards(files, options, tokens, folder):
     shards = {split: Shards(os.path.join(folder, split), tokens, options) for split in ("train", "val")}
     read = Chat(options, tokens).text_of if options.chat else text_of
     report, batch, chars, number = collections.Counter(), [], 0, 0  # batch: (text, spans, split, opens and closes a document)
-    before, total, start = 0, sum(map(os.path.getsize, files)), time.monotonic()
+    before, total, start, parent = 0, sum(map(os.path.getsize, files)), time.monotonic(), os.getppid()
 
     def encode(done):
-        for (_, spans, split, _, closes), (ids, counts) in zip(batch, tokens.encode(batch)):
+        if os.getppid() != parent:
+            sys.exit("")
+        for (text, spans, split, _, closes), (ids, counts) in zip(batch, tokens.encode(batch)):
             shards[split].add(ids, counts, closes)
+            report["named"] += len(tokens.named.findall(text)) - text.count(CONTROL)  # but those that are meant
             report["endless"] += spans is not None and not any(id in tokens.stops for id, c in zip(ids, counts) if c)
         batch.clear()
         made, speed = sum(s.made["tokens"] + s.waiting for s in shards.values()), done / (time.monotonic() - start + 1e-9)
@@ -546,16 +554,18 @@ class Tokens:
             self.around = encoding.ids[:own[0]], encoding.ids[own[-1] + 1:]
         if options.chat or not self.can_be_cut():
             options.item_bytes = options.piece_bytes = sys.maxsize
-        # Special tokens are renamed to what no text has, in vocabulary and merges, too.
-        data, self.control = json.loads(self.tokenizer.to_str()), set()
+        # Special tokens get names that no text has, in vocabulary and merges, too.
+        data, control = json.loads(self.tokenizer.to_str()), set()
         data["post_processor"] = None  # it trims offsets, and adds what `around` has
         if not options.parse_special:
             names = {self.end_of_text, *self.special.values()}
-            self.control = {token["content"] for token in data["added_tokens"] if token["special"] or token["content"] in names}
+            control = {token["content"] for token in data["added_tokens"]
+                       if len(token["content"]) > 1 and (token["special"] or token["content"] in names)}
             merges = data["model"].get("merges", [])
-            data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & self.control]
-            data = each_text(data, lambda name: CONTROL + name if name in self.control else name)
+            data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & control]
+            data = each_text(data, lambda name: CONTROL + name if name in control else name)
         self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        self.named = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
         digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
         self.manifest = {"file": "tokenizer.json", "sha256": digest, "vocab_size": self.vocab_size,
                          "end_of_text": self.end_of_text, "end_of_text_id": vocabulary[self.end_of_text]}
@@ -576,16 +586,17 @@ class Tokens:
 
     def encode(self, batch):
         """Of each piece the ids, and which of them count. Where it is cut, an x stands for the text beyond."""
-        pieces = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
-        for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(pieces)):
+        texts = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
+        for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(texts)):
             ids, counts, first, last = encoding.ids, True, 0, len(encoding)
             if spans is not None:  # a token counts with any of its characters
                 starts, ends = numpy.array(encoding.offsets).reshape(-1, 2).T
                 span_starts, span_ends = numpy.array([*spans, (1 << 62, 1 << 62)]).T
                 counts = span_starts[numpy.searchsorted(span_ends, starts, "right")] < ends
-            while not opens and encoding.token_to_chars(first)[0] < 2:
+            while not opens and first < last and encoding.token_to_chars(first)[0] < 2:
                 first += 1
-            while not closes and encoding.token_to_chars(last - 1)[0] >= len(text) + 2 * (not opens):
+            end = len(text) + (0 if opens else 2)
+            while not closes and first < last and encoding.token_to_chars(last - 1)[0] >= end:
                 last -= 1
             yield self.around[0] * opens + ids[first:last] + self.around[1] * closes, counts
 
@@ -688,24 +699,18 @@ def prepare(options, staging):
         print(f"{count(report['replaced'], 'invalid character')} replaced by U+FFFD")
     if report["left out"] and options.chat:
         print(f"{count(report['left out'], 'conversation')} without a message of the assistant left out")
+    if report["named"]:
+        print(f"{count(report['named'], 'name')} of special tokens in the text are ordinary text; with --parse-special "
+              "they are these tokens")
     if report["endless"]:
-        print(f"{count(report['endless'], 'conversation')} with no stop token that is learned: the model does not learn to stop there. "
-              "Give a --chat-template that writes {{ eos_token }} at the end of each answer")
+        print(f"{count(report['endless'], 'conversation')} where no stop token is learned, so that the model does not learn "
+              "to stop; give a --chat-template that ends each answer with {{ eos_token }}")
     model = f"--vocab {tokens.vocab_size}"
     if options.chat:
         known = options.tokenizer and os.path.exists(os.path.join(options.tokenizer, "config.json"))
         model = f"--init {options.tokenizer if known else 'MODEL'} --pack documents"
     print(f"./train {model} --data '{options.out}/train_*.bin'"
           + (f" --val-data '{options.out}/val_*.bin'" if "val" in made else "") + f" --tokenizer {options.out}")
-
-
-def work(options, staging):
-    try:
-        prepare(options, staging)
-    except OSError as error:
-        fail(f"{error.filename or options.out}: {error.strerror or error}")
-    except ValueError as error:
-        fail(str(error))
 
 
 def main():
@@ -718,15 +723,19 @@ def main():
         if not worker:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            return work(options, staging)
+            return prepare(options, staging)
         status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        if status == -signal.SIGPROF:
+            fail(f"the chat template takes more than {2 * TEMPLATE_SECONDS} seconds in one expression")
+        if status < 0:
+            fail(f"ended by {signal.Signals(-status).name}, as where memory runs out")
         if status == 0:
             publish(staging, options.out)
-        elif status == -signal.SIGPROF:
-            fail(f"the chat template takes more than {2 * TEMPLATE_SECONDS} seconds in one expression")
-        elif status < 0:
-            fail(f"ended by {signal.Signals(-status).name}, as where memory runs out")
         sys.exit(status)
+    except OSError as error:
+        fail(f"{error.filename or options.out}: {error.strerror or error}")
+    except ValueError as error:
+        fail(str(error))
     except KeyboardInterrupt:
         if worker:
             os.kill(worker, signal.SIGKILL)

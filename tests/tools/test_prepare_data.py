@@ -416,7 +416,7 @@ def test_special_tokens_in_messages_are_text(folder):
 def test_no_stop_token_is_told(folder):
     need_templates()
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
-    part = "2 conversations with no stop token that is learned"
+    part = "2 conversations where no stop token is learned"
     for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False)):
         template = write(folder / "template", "{% for m in messages %}[{{ m.role }}]" + template + "{% endfor %}"
                          "{{ '[assistant]' if add_generation_prompt }}")
