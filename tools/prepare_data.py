@@ -124,7 +124,7 @@ def find_files(options):
         if not found:
             fail(f"there is no file {name}")
         if len(found) < len(every):
-            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty or no text", file=sys.stderr)
+            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty or binary", file=sys.stderr)
         yield from found
 
 
@@ -164,7 +164,7 @@ def pieces(text, step):
 
 
 def blocks_of(path, step, anywhere):
-    """A file's lines, at least `step` bytes at a time; how many bytes of it are read; whether these are the last."""
+    """A file's lines, at least `step` bytes at a time, how many of its bytes are read, and whether that is all."""
     lines, size = [], 0
     try:
         raw, file = open_text(path)
@@ -185,8 +185,8 @@ codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
 
 
 def parts_of(path, options):
-    """A file, a part at a time: how many of its bytes are read, whether it is the last, and pairs (place, item).
-    An item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
+    """A file, a part at a time: how many of its bytes are read, whether that is all, and pairs (place, item). An
+    item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
     kind, size = kind_of(path, options), os.path.getsize(path)
     by_line = kind == "jsonl" or options.document == "line"
 
@@ -223,7 +223,7 @@ def row_groups(path, size, options):
         raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 
-# --- documents: text, and of a conversation the spans that count ---------------------------------------------
+# --- documents: text, and of a conversation the spans that count --------------------------------------------
 
 def require_text(value, what):
     if not isinstance(value, str):
@@ -297,7 +297,8 @@ class Chat:
             fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
         self.special = {name: token for name, token in tokens.special.items() if token}
         self.special.setdefault("eos_token", tokens.end_of_text)
-        self.named, self.written = tokens.named, re.compile(f"{PLAIN}(?:{tokens.named.pattern})?|{tokens.named.pattern}")
+        self.named, names = tokens.named, tokens.named.pattern
+        self.written = re.compile(f"{PLAIN}(?:{names})?|{names}")
 
     def render(self, messages, before_answer, more):
         """The text, and the spans in {% generation %} if the template has it."""
@@ -318,8 +319,8 @@ class Chat:
         return texts[0], spans[0] if tagged else None
 
     def text_of(self, record, options):
-        """The conversation up to its last answer, and the spans of what the assistant says: {% generation %}, or what a
-        message of its adds to the text before it. Of prompt and completion only the latter counts."""
+        """The conversation up to its last answer, and the spans of what the assistant says: {% generation %}, or
+        what a message of its adds to the text before it. Of prompt and completion only the latter counts."""
         messages, prompt = messages_of(record, options)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= prompt]
         if not answers:
@@ -354,7 +355,7 @@ class Chat:
 
 
 def documents_of(items, read, options, report):
-    """Each a text, with the spans that count, without what is no valid character, which no tokenizer takes."""
+    """Each a text with the spans that count. U+FFFD replaces what is no character, which no tokenizer takes."""
     def valid(text):
         text, replaced = INVALID.subn("\ufffd", text)
         report["replaced"] += replaced
@@ -362,7 +363,7 @@ def documents_of(items, read, options, report):
 
     for place, item in items:
         signal.alarm(TEMPLATE_SECONDS)
-        signal.setitimer(signal.ITIMER_PROF, 2 * TEMPLATE_SECONDS)  # ends the process in what no alarm interrupts
+        signal.setitimer(signal.ITIMER_PROF, 2 * TEMPLATE_SECONDS)  # ends what no alarm interrupts, with the process
         try:
             if isinstance(item, bytes):
                 if item.lstrip()[:1] == b"[":
@@ -437,7 +438,8 @@ def split_of(options, *place):
 def make_shards(files, options, tokens, folder):
     shards = {split: Shards(os.path.join(folder, split), tokens, options) for split in ("train", "val")}
     read = Chat(options, tokens).text_of if options.chat else text_of
-    report, batch, chars, number = collections.Counter(), [], 0, 0  # batch: (text, spans, split, opens and closes a document)
+    # In the batch: a text, its spans, its split, whether it opens and closes a document.
+    report, batch, chars, number = collections.Counter(), [], 0, 0
     before, total, start, parent = 0, sum(map(os.path.getsize, files)), time.monotonic(), os.getppid()
 
     def encode(done):
@@ -564,15 +566,18 @@ class Tokens:
             merges = data["model"].get("merges", [])
             data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & control]
             data = each_text(data, lambda name: CONTROL + name if name in control else name)
-        self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        except Exception as error:
+            fail(f"the tokenizer's special tokens cannot be told from text ({error}); give --parse-special")
         self.named = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
         digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
         self.manifest = {"file": "tokenizer.json", "sha256": digest, "vocab_size": self.vocab_size,
                          "end_of_text": self.end_of_text, "end_of_text_id": vocabulary[self.end_of_text]}
 
     def can_be_cut(self):
-        """Whether no token of a text reaches from a newline into a letter or digit after it. Whatever the model, it then
-        makes the same tokens of both sides apart, given a character of the other side."""
+        """Whether no token reaches from a newline into a letter or digit after it. Any model then makes the same
+        tokens of both sides apart, given a character of the other side."""
         normalizer, ids = self.tokenizer.normalizer, range(self.vocab_size)
         tokens = self.tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
         return ((normalizer is None or normalizer.normalize_str("\nx\n").count("\n") == 2) and
@@ -585,7 +590,7 @@ class Tokens:
             fail(f"the tokenizer fails on the text: {error}")
 
     def encode(self, batch):
-        """Of each piece the ids, and which of them count. Where it is cut, an x stands for the text beyond."""
+        """The ids of each piece, and which of them count. Where it is cut, an x stands for the text beyond."""
         texts = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
         for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(texts)):
             ids, counts, first, last = encoding.ids, True, 0, len(encoding)
@@ -714,7 +719,7 @@ def prepare(options, staging):
 
 
 def main():
-    """A child makes everything, so that an interrupt need not wait for a library; the parent moves it into place."""
+    """A child makes everything, so that an interrupt waits for no library; the parent moves it into place."""
     options = parse_options()
     staging, worker = os.path.join(options.out, STAGING), 0
     try:

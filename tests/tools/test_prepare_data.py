@@ -199,7 +199,8 @@ def test_special_tokens_in_a_text_are_text(folder):
     assert read_shards(out)[1].count(0) == 1
     # Whose vocabulary and merges have them, too.
     for unigram in (False, True):
-        tokenizer = trained("<s> b </s> c " * 99 + prose(1, 999), pre_tokenizers.Metaspace(), decoders.Metaspace(), unigram)
+        words = "".join(f"{letter}</s> {letter}<s> " for letter in "abcdefgh") * 99 + prose(1, 999)
+        tokenizer = trained(words, pre_tokenizers.Metaspace(), decoders.Metaspace(), unigram)
         tokenizer.save(str(folder / "own.json"))
         _, tokens, *_ = shards(out, path, "--end-of-text", "</s>", tokenizer=folder / "own.json")
         assert 1 not in tokens and tokens.count(2) == 1
@@ -413,6 +414,16 @@ def test_special_tokens_in_messages_are_text(folder):
         assert GPT2_TOKENIZER.decode(learned, skip_special_tokens=False) == f"say {END}.{END}"
 
 
+    prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out").ok("2 names of special tokens in the text are ordinary text")
+
+
+def test_a_missing_package_is_told(folder):
+    need_templates()
+    write(folder / "packages/transformers.py", "raise ImportError('none here')\n")
+    run(sys.executable, PROGRAM, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", folder / "out",
+        PYTHONPATH=str(folder / "packages")).fails("needs the Python package transformers: pip install -U transformers (none here)")
+
+
 def test_no_stop_token_is_told(folder):
     need_templates()
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
@@ -475,6 +486,8 @@ WRONG = [
     ({"text": 5}, [], "input.jsonl, byte 0: the text is 5, which is no text"),
     ({"messages": [{"role": "user", "content": "?"}]}, ["--chat"], "there is no message of the assistant in"),
     ({"messages": "hello"}, ["--chat"], "is no list of messages"),
+    *[({**messages(CHATS[1]), "tools": tools}, ["--chat"], f"input.jsonl, byte 0: the field tools {part}")
+      for tools, part in ((5, "is 5, which is no list"), ("{", "is no JSON ("), ("{}", "is no JSON array"))],
     *[({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}, ["--chat"],
        f"input.jsonl, byte 0: the content of message 1 is {content}, which is no text") for content in (None, [1], {"a": 1}, 5)],
     *[(messages(CHATS[0]), ["--chat", "--chat-template", "FOLDER/" + template], part) for template, part in [
