@@ -359,8 +359,7 @@ TAGGED = """{{ bos_token }}
     {%- if m.role == 'assistant' %}
 <|start|>assistant
         {%- generation -%}
-            {{ '\\n' + (m.content or '') }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|eot_id|>
-{% endgeneration %}
+            {{ '\\n' + (m.content or '') }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|eot_id|> {% endgeneration %}
     {%- else %}
 <|start|>{{ m.role }}
 {{ m.content }}<|eot_id|>
