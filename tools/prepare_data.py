@@ -10,25 +10,29 @@ Hugging Face's `tokenizers` encode, on all cores. Out come llm.c's shards (uint1
 larger), each document whole in one of train and val and closed by the end-of-text token; next to each shard
 its documents' ends for --pack documents (x.ends for x.bin, see data/source.h); the tokenizer;
 generation_config.json with that token; and manifest.json, which says what is in them. In conversations
-(--chat) only what the assistant says is learned: a mask (x.mask), one bit a token, marks what counts. A run
-that fails leaves what an earlier one made, since all is written in a hidden folder and moved at the end.
+(--chat) only what the assistant says is learned: a mask (x.mask), one bit a token, marks what counts.
+`transformers` renders them, with their tools and documents. Names of special tokens in a text are ordinary
+text. A file may be compressed by gzip. A run that fails leaves what an earlier one made, since all is written
+in a hidden folder and moved at the end.
 
-Needs: pip install tokenizers numpy; for Parquet also pyarrow, for chat templates also jinja2.
+Needs: pip install tokenizers numpy; for Parquet also pyarrow, for --chat also transformers jinja2.
 """
 import argparse
 import codecs
 import collections
 import glob
+import gzip
 import hashlib
 import json
-import mmap
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import sys
 import time
+import zlib
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
 MASK_MAGIC, ENDS_MAGIC, HEADER_INTS = (20261120, 1), (20261121, 1), 256
@@ -46,7 +50,16 @@ SIMPLE_TEMPLATE = (
 ITEM_BYTES = 4 << 20  # of a file, read at a time
 PIECE_BYTES = 1 << 18  # of a document, tokenized by a thread
 BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
-TEMPLATE_SECONDS = 10  # for a record
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30  # for a record
+
+# No text has these noncharacters. CONTROL stands before each special token that is meant, and PLAIN, while a
+# template is rendered, before each that a message only mentions.
+CONTROL, PLAIN = "\ufdd0", "\ufdd1"
+INVALID = re.compile(f"[\ud800-\udfff{CONTROL}{PLAIN}]")
+# How files begin that are no text, what they are, and what makes text of them.
+UNREADABLE = [(b"\x28\xb5\x2f\xfd", "compressed by Zstandard", "unzstd"), (b"\xfd7zXZ\0", "compressed by xz", "unxz"),
+              *((b"BZh%d1AY" % level, "compressed by bzip2", "bunzip2") for level in range(1, 10)),
+              *((mark, "UTF-16", "iconv -f UTF-16 -t UTF-8") for mark in (b"\xff\xfe", b"\xfe\xff"))]
 
 # What is written to --out; in a folder with a manifest of ours these names are ours.
 OUTPUTS = re.compile(r"(train|val)_\d{6}\.(bin|mask|ends)|tokenizer\.json|tokenizer_config\.json|generation_config\.json"
@@ -58,24 +71,26 @@ def fail(sentence):
     sys.exit("prepare_data.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence))
 
 
-def require(module, purpose):
+def require(module, purpose, member=None):
     try:
-        return __import__(module, fromlist=["_"])
-    except ImportError:
-        fail(f"{purpose} needs the Python package {module.split('.')[0]}: pip install {module.split('.')[0]}")
+        found = __import__(module, fromlist=["_"])
+        return getattr(found, member) if member else found
+    except (ImportError, AttributeError) as error:
+        package = module.split(".")[0]
+        fail(f"{purpose} needs the Python package {package}: pip install -U {package} ({str(error).splitlines()[0]})")
 
 
 def count(number, noun):
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def parse_json(text, name):
+def parse_json(text, name, kind=dict):
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no JSON object")
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is no JSON {'object' if kind == dict else 'array'}")
     return value
 
 
@@ -89,11 +104,13 @@ def write_settings(path, settings):
 
 # --- files and their parts ----------------------------------------------------------------------------------
 
+BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 def kind_of(path, options):
-    return KINDS.get(os.path.splitext(path)[1].lower(), "text") if options.format == "auto" else options.format
+    suffix = os.path.splitext(re.sub(r"\.gz$", "", path.lower()))[1]
+    return KINDS.get(suffix, "text") if options.format == "auto" else options.format
 
 
 def find_files(options):
@@ -102,40 +119,74 @@ def find_files(options):
             found = sorted(os.path.join(folder, file) for folder, _, files in os.walk(name) for file in files if file[0] != ".")
         else:
             found = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
-        found = [path for path in found if os.path.isfile(path) and not (os.path.isdir(name) and is_binary(path, options))]
+        every = list(filter(os.path.isfile, found))
+        found = [path for path in every if not (os.path.isdir(name) and is_binary(path, options))]
         if not found:
             fail(f"there is no file {name}")
+        if len(found) < len(every):
+            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty or binary", file=sys.stderr)
         yield from found
+
+
+def open_text(path):
+    """The file, and what decompresses it or the file again."""
+    raw = open(path, "rb")
+    start = raw.peek(8)
+    for mark, what, remedy in UNREADABLE:
+        if start.startswith(mark):
+            raise ValueError(f"{path} is {what}; make UTF-8 text of it first: {remedy}")
+    return raw, gzip.GzipFile(fileobj=raw) if start.startswith(b"\x1f\x8b") else raw
 
 
 def is_binary(path, options):
     """Or empty."""
-    with open(path, "rb") as file:
-        start = file.read(1 << 13)
-    return not start or (kind_of(path, options) != "parquet" and b"\0" in start)
+    if kind_of(path, options) == "parquet":
+        return os.path.getsize(path) == 0
+    try:
+        start = open_text(path)[1].read(1 << 13)
+    except (ValueError, *BAD_GZIP):
+        return True
+    return not start or b"\0" in start
 
 
-def pieces(text, step, newline, anywhere=False):
-    """(start, end) of pieces of at least `step`, each cut after a newline and, unless `anywhere`, so that the
-    tokens stay the same: no tokenizer's piece reaches from a lone newline into the line after it."""
+# A text is cut after a newline and before a letter or digit; see Tokens.can_be_cut.
+
+def pieces(text, step):
+    """(start, end) of pieces of at least `step`."""
     start = 0
     while start < len(text):
         end = start + step
-        while (end := text.find(newline, end) + 1) > 0:
-            if anywhere or (text[end - 2:end - 1].strip() and text[end:end + 1].strip()):
-                break
+        while (end := text.find("\n", end) + 1) > 0 and not text[end:end + 1].isalnum():
+            pass
         end = end or len(text)
         yield start, end
         start = end
 
 
-# Bytes that are no UTF-8 become half of a surrogate pair, which documents_of replaces and counts.
+def blocks_of(path, step, anywhere):
+    """A file's lines, at least `step` bytes at a time, how many of its bytes are read, and whether that is all."""
+    lines, size = [], 0
+    try:
+        raw, file = open_text(path)
+        with raw:
+            for line in file:
+                if size >= step and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
+                    yield b"".join(lines), raw.tell(), False
+                    lines, size = [], 0
+                lines.append(line)
+                size += len(line)
+            yield b"".join(lines), raw.tell(), True
+    except BAD_GZIP as error:
+        raise ValueError(f"{path} is no gzip file that can be read: {error}") from None
+
+
+# Bytes that are no UTF-8 become half of a surrogate pair, which `valid` replaces and counts.
 codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
 
 
 def parts_of(path, options):
-    """A file, a part at a time: its bytes, whether it is the last, and pairs (place, item). An item is a row
-    of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
+    """A file, a part at a time: how many of its bytes are read, whether that is all, and pairs (place, item). An
+    item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
     kind, size = kind_of(path, options), os.path.getsize(path)
     by_line = kind == "jsonl" or options.document == "line"
 
@@ -148,15 +199,17 @@ def parts_of(path, options):
 
     if kind == "parquet":
         yield from row_groups(path, size, options)
-    elif size:
-        step = max(1 << 14, min(ITEM_BYTES, size // 100)) if options.document == "stretch" and kind == "text" else ITEM_BYTES
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for start, end in pieces(data, step, b"\n", by_line):
-                yield end - start, end == size, items(start, data[start:end])
+        return
+    step, at = ITEM_BYTES if by_line else options.item_bytes, 0
+    if options.document == "stretch" and kind == "text":
+        step = max(1 << 14, min(ITEM_BYTES, size // 100))
+    for data, done, last in blocks_of(path, step, by_line):
+        yield done, last, items(at, data)
+        at += len(data)
 
 
 def row_groups(path, size, options):
-    columns = [options.messages_field, "prompt", "completion"] if options.chat else [options.field]
+    columns = [options.messages_field, "prompt", "completion", "tools", "documents"] if options.chat else [options.field]
     parquet = require("pyarrow.parquet", "reading Parquet")
     try:
         file = parquet.ParquetFile(path)
@@ -165,12 +218,12 @@ def row_groups(path, size, options):
             fail(f"{path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
         for group in range(file.num_row_groups):
             rows = enumerate(file.read_row_group(group, columns=known).to_pylist())
-            yield size // file.num_row_groups, False, [(f"{path}, row {n} of row group {group}", row) for n, row in rows]
+            yield size * (group + 1) // file.num_row_groups, False, [(f"{path}, row {n} of row group {group}", row) for n, row in rows]
     except Exception as error:
         raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 
-# --- documents: segments of text, each with whether it counts -----------------------------------------------
+# --- documents: text, and of a conversation the spans that count --------------------------------------------
 
 def require_text(value, what):
     if not isinstance(value, str):
@@ -184,91 +237,152 @@ def field_of(record, name, option):
     return record[name]
 
 
-def text_segments(item, options):
+def each_text(value, change):
+    """The value with each text in it changed."""
+    if isinstance(value, dict):
+        return {change(name): each_text(member, change) for name, member in value.items()}
+    if isinstance(value, list):
+        return [each_text(member, change) for member in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def text_of(item, options):
     if isinstance(item, dict):
         item = require_text(field_of(item, options.field, "--field") or "", options.field)
-    return [(item[start:end], True) for start, end in pieces(item, PIECE_BYTES, "\n")]
+    return item, None
 
 
-def message_segments(record, options):
+def message_text(record, options):
     """What a tokenizer is trained on: the messages without their template."""
-    return [(message["content"], True) for message in messages_of(record, options)]
+    return "\n".join(message.get("content", "") for message in messages_of(record, options)[0]), None
 
 
 def messages_of(record, options):
+    """The messages, and the number of those that are only a prompt."""
     if isinstance(record, str):
         raise ValueError("this is plain text; conversations come as JSON lines or Parquet")
     if options.messages_field not in record and "prompt" in record and "completion" in record:
-        messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]
+        parts = [[{"role": role, "content": record[name]}] if isinstance(record[name], str) else record[name]
+                 for role, name in (("user", "prompt"), ("assistant", "completion"))]
     else:
-        messages = field_of(record, options.messages_field, "--messages-field")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        parts = [[], field_of(record, options.messages_field, "--messages-field")]
+    if not all(isinstance(part, list) and all(isinstance(message, dict) for message in part) for part in parts):
         raise ValueError("the conversation is no list of messages with role and content")
     roles = {"human": "user", "gpt": "assistant"}  # as ShareGPT writes them: from and value
     messages = [{"role": roles.get(m["from"], m["from"]), "content": m.get("value")}
-                if isinstance(m.get("from"), str) else m for m in messages]
+                if isinstance(m.get("from"), str) else m for m in parts[0] + parts[1]]
+    messages = [{name: value for name, value in m.items() if value is not None} for m in messages]  # as transformers
     for number, message in enumerate(messages):
         for name in ("role", "content"):
+            if name not in message and name == "content" and message.get("tool_calls"):
+                continue
             require_text(message.get(name), f"{name} of message {number}")
-    return messages
+    return messages, len(parts[0])
 
 
 class Chat:
-    """Conversations as text, by a chat template as Hugging Face has them."""
+    """Conversations as text, by a chat template as transformers renders it."""
 
     def __init__(self, options, tokens):
-        def refuse(message="the conversation is refused"):
-            raise ValueError(f"the chat template says: {message}")
-
-        sandbox = require("jinja2.sandbox", "a chat template")
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                            extensions=["jinja2.ext.loopcontrols"])
-        environment.globals.update(raise_exception=refuse, strftime_now=time.strftime)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        source = tokens.template
+        os.environ.update(TRANSFORMERS_VERBOSITY="error", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
+        self.unreadable = require("jinja2", "a chat template").TemplateSyntaxError
+        self.by_transformers = require("transformers.utils.chat_template_utils", "a chat template", "render_jinja_template")
+        templates = tokens.template or SIMPLE_TEMPLATE
         try:
-            if isinstance(source, list):
-                source = {entry["name"]: entry["template"] for entry in source}.get("default")
-            source = source or SIMPLE_TEMPLATE
-            # These marks of what the assistant said are not needed here.
-            self.template = environment.from_string(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
-        except Exception as error:
+            self.templates = ({entry["name"]: entry["template"] for entry in templates} if isinstance(templates, list)
+                              else {"default": templates})
+            if not isinstance(self.templates["default"], str):
+                raise TypeError("it is no text")
+        except (KeyError, TypeError) as error:
             fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
-        self.special = {**tokens.special, "eos_token": tokens.special["eos_token"] or tokens.end_of_text}
+        self.special = {name: token for name, token in tokens.special.items() if token}
+        self.special.setdefault("eos_token", tokens.end_of_text)
+        self.named, names = tokens.named, tokens.named.pattern
+        self.written = re.compile(f"{PLAIN}(?:{names})?|{names}")
 
-    def segments(self, record, options):
-        """What the assistant says counts: what a message of its adds to the text before it."""
-        segments, done, messages = [], "", messages_of(record, options)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.template.render(messages=messages[:i], add_generation_prompt=True, **self.special)
-                after = self.template.render(messages=messages[:i + 1], add_generation_prompt=False, **self.special)
-                if not before.startswith(done) or not after.startswith(before):
+    def render(self, messages, before_answer, more):
+        """The text, and the spans in {% generation %} if the template has it."""
+        template = self.templates["tool_use" if more["tools"] and "tool_use" in self.templates else "default"]
+        tagged = re.search(r"{%[-+]?\s*generation\b", template) is not None
+        old, pages = resource.getrlimit(resource.RLIMIT_AS), int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        limits = [pages * resource.getpagesize() + TEMPLATE_BYTES, *(limit for limit in old if limit >= 0)]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), old[1]))
+        try:
+            texts, spans = self.by_transformers([messages], chat_template=template, return_assistant_tokens_mask=tagged,
+                                                add_generation_prompt=before_answer, **more, **self.special)
+        except self.unreadable as error:
+            fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, old)
+        if len(texts[0]) > BATCH_CHARS:
+            raise ValueError(f"the chat template makes more than {BATCH_CHARS:,} characters of it")
+        return texts[0], spans[0] if tagged else None
+
+    def text_of(self, record, options):
+        """The conversation up to its last answer, and the spans of what the assistant says: {% generation %}, or
+        what a message of its adds to the text before it. Of prompt and completion only the latter counts."""
+        messages, prompt = messages_of(record, options)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= prompt]
+        if not answers:
+            return "", []
+        more = {name: record.get(name) or None for name in ("tools", "documents")}
+        for name, value in more.items():
+            if isinstance(value, str):
+                more[name] = parse_json(value, f"the field {name}", list)
+            elif not isinstance(value, (list, type(None))):
+                raise ValueError(f"the field {name} is {value!r:.40}, which is no list")
+        messages, more = each_text([messages[:answers[-1] + 1], more], lambda text: self.named.sub(PLAIN + r"\g<0>", text))
+        text, spans = self.render(messages, False, more)
+        if spans is not None:
+            start = len(self.render(messages[:prompt], False, more)[0]) if prompt else 0
+            spans = [span for span in spans if start <= span[0] < span[1]]
+        else:
+            spans, done = [], ""
+            for i in answers:
+                before, after = self.render(messages[:i], True, more)[0], self.render(messages[:i + 1], False, more)[0]
+                if not before.startswith(done) or not after.startswith(before) or not text.startswith(after):
                     raise ValueError("the chat template changes earlier messages when later ones come, so what the "
-                                     "assistant said cannot be separated from the rest; give another with --chat-template")
-                segments += [(before[len(done):], False), (after[len(before):], True)]
+                                     "assistant said cannot be separated from the rest; give a --chat-template that has it in "
+                                     "{% generation %}")
+                spans.append((len(before), len(after)))
                 done = after
-        return [(text, counts) for text, counts in segments if text]
+        # Special tokens that the template writes are meant.
+        bounds = [0, *(bound for span in spans for bound in span), len(text)]
+        parts = [self.written.sub(lambda m: m[0][1:] if m[0][0] == PLAIN else CONTROL + m[0], text[start:end])
+                 for start, end in zip(bounds, bounds[1:])]
+        bounds = [sum(map(len, parts[:i])) for i in range(1, len(parts))]
+        return "".join(parts), list(zip(bounds[::2], bounds[1::2]))
 
 
-def documents_of(items, segments_of, options, report):
-    """Each a list of segments, without halves of surrogate pairs, which no tokenizer takes."""
+def documents_of(items, read, options, report):
+    """Each a text with the spans that count. U+FFFD replaces what is no character, which no tokenizer takes."""
+    def valid(text):
+        text, replaced = INVALID.subn("\ufffd", text)
+        report["replaced"] += replaced
+        return text
+
     for place, item in items:
         signal.alarm(TEMPLATE_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, 2 * TEMPLATE_SECONDS)  # ends what no alarm interrupts, with the process
         try:
-            segments = segments_of(parse_json(item, "this line") if isinstance(item, bytes) else item, options)
+            if isinstance(item, bytes):
+                if item.lstrip()[:1] == b"[":
+                    raise ValueError("this is a JSON array; write one record a line, as jq -c '.[]' does")
+                item = parse_json(item, "this line")
+            text, spans = read(each_text(item, valid) if options.chat else item, options)
+            text = text if options.chat else valid(text)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
+        except MemoryError:
+            raise ValueError(f"{place}: the chat template takes more than {TEMPLATE_BYTES >> 30} GiB of memory") from None
         except Exception as error:
             raise ValueError(f"{place}: the chat template fails ({type(error).__name__}: {error})") from None
         finally:
             signal.alarm(0)
-        for i, (text, counts) in enumerate(segments):
-            text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text)
-            segments[i], report["replaced"] = (text, counts), report["replaced"] + replaced
-        report["left out"] += not segments
-        if segments:
-            yield segments
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        report["left out"] += not text
+        if text:
+            yield text, spans
 
 
 # --- shards -------------------------------------------------------------------------------------------------
@@ -285,14 +399,12 @@ class Shards:
         self.made = {"documents": 0, "tokens": 0, "counted_tokens": 0, "shards": []}
 
     def add(self, ids, counts, closes):
-        """A segment's tokens, and whether they count. With masks, an end of text that is added does not."""
+        """A piece's tokens, and whether they count. With masks, an end of text that is added does not."""
         added = closes and (not ids or ids[-1] != self.end)
         part = numpy.zeros(len(ids) + added, self.type)
         part["id"] = ids + [self.end] * added
-        part["counts"] = counts
-        if closes:
-            part["counts"][-1] &= not added or not self.masked
-            part["ends"][-1] = True
+        part["counts"][:len(ids)], part["counts"][len(ids):] = counts, not self.masked
+        part["ends"][-1:] = closes
         self.parts.append(part)
         self.waiting += len(part)
         self.made["documents"] += closes
@@ -325,35 +437,37 @@ def split_of(options, *place):
 
 def make_shards(files, options, tokens, folder):
     shards = {split: Shards(os.path.join(folder, split), tokens, options) for split in ("train", "val")}
-    segments_of = Chat(options, tokens).segments if options.chat else text_segments
-    report, batch, chars, number = collections.Counter(), [], 0, 0  # batch: (text, split, whether it counts, and ends a document)
-    done, total, start = 0, sum(map(os.path.getsize, files)), time.monotonic()
+    read = Chat(options, tokens).text_of if options.chat else text_of
+    # In the batch: a text, its spans, its split, whether it opens and closes a document.
+    report, batch, chars, number = collections.Counter(), [], 0, 0
+    before, total, start, parent = 0, sum(map(os.path.getsize, files)), time.monotonic(), os.getppid()
 
-    def encode():
-        texts = [text for text, *_ in batch]
-        try:
-            encodings = tokens.tokenizer.encode_batch(texts, add_special_tokens=options.special_tokens and not options.chat)
-        except Exception as error:
-            fail(f"the tokenizer fails on the text: {error}")
-        for (_, split, counts, closes), encoding in zip(batch, encodings):
-            shards[split].add(encoding.ids, counts, closes)
+    def encode(done):
+        if os.getppid() != parent:
+            sys.exit("")
+        for (text, spans, split, _, closes), (ids, counts) in zip(batch, tokens.encode(batch)):
+            shards[split].add(ids, counts, closes)
+            report["named"] += len(tokens.named.findall(text)) - text.count(CONTROL)  # but those that are meant
+            report["endless"] += spans is not None and not any(id in tokens.stops for id, c in zip(ids, counts) if c)
         batch.clear()
         made, speed = sum(s.made["tokens"] + s.waiting for s in shards.values()), done / (time.monotonic() - start + 1e-9)
         print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {made:,} tokens, {speed / 1e6:.1f} MB/s", file=sys.stderr, flush=True)
 
     for path in files:
-        whole, first = kind_of(path, options) == "text" and options.document == "file", number
-        for size, last, items in parts_of(path, options):
-            for n, segments in enumerate(documents_of(items, segments_of, options, report)):
+        whole, first, opens = kind_of(path, options) == "text" and options.document == "file", number, True
+        for done, last, items in parts_of(path, options):
+            for n, (text, spans) in enumerate(documents_of(items, read, options, report)):
                 split, closes = split_of(options, first) if whole else split_of(options, number, n), last or not whole
-                batch += [(text, split, counts, False) for text, counts in segments[:-1]]
-                batch.append((segments[-1][0], split, segments[-1][1], closes))
-                chars += sum(len(text) for text, _ in segments)
+                for begin, end in pieces(text, options.piece_bytes):
+                    batch.append((text[begin:end], spans, split, opens, closes and end == len(text)))
+                    opens = batch[-1][-1]
+                chars += len(text)
                 if chars > BATCH_CHARS:
-                    encode()
+                    encode(before + done)
                     chars = 0
-            number, done = number + 1, done + size
-    encode()
+            number += 1
+        before += os.path.getsize(path)
+    encode(total)
     for split in shards.values():
         split.write()
     return shards, report
@@ -369,11 +483,11 @@ def train_tokenizer(files, options, path):
         before.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def texts():
-        left, segments_of = options.tokenizer_sample, message_segments if options.chat else text_segments
+        left, read = options.tokenizer_sample, message_text if options.chat else text_of
         for _, _, items in (part for path in files for part in parts_of(path, options)):
-            for segments in documents_of(items, segments_of, options, collections.Counter()):
-                left -= sum(len(text) for text, _ in segments)
-                yield from (text for text, _ in segments)
+            for text, _ in documents_of(items, read, options, collections.Counter()):
+                left -= len(text)
+                yield from (text[start:end] for start, end in pieces(text, PIECE_BYTES))
             if left < 0:
                 return
 
@@ -413,7 +527,7 @@ class Tokens:
 
         settings = read_settings(os.path.join(source, "tokenizer_config.json")) or {"tokenizer_class": "PreTrainedTokenizerFast"}
         self.special = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
             value = settings.get(name)
             value = value.get("content") if isinstance(value, dict) else value
             self.special[name] = value if isinstance(value, str) else ""
@@ -432,9 +546,64 @@ class Tokens:
             if options.end_of_text or known.get(key) is None:
                 known[key] = value
             write_settings(os.path.join(folder, name), known)
+        stops = generation["eos_token_id"]
+        self.stops = {vocabulary[self.end_of_text], *(stops if isinstance(stops, list) else [stops])}
+        # What is put around a text.
+        self.around = [], []
+        if options.special_tokens and not options.chat:
+            encoding = self.encodings(["x"], True)[0]
+            own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
+            self.around = encoding.ids[:own[0]], encoding.ids[own[-1] + 1:]
+        if options.chat or not self.can_be_cut():
+            options.item_bytes = options.piece_bytes = sys.maxsize
+        # Special tokens get names that no text has, in vocabulary and merges, too.
+        data, control = json.loads(self.tokenizer.to_str()), set()
+        data["post_processor"] = None  # it trims offsets, and adds what `around` has
+        if not options.parse_special:
+            names = {self.end_of_text, *self.special.values()}
+            control = {token["content"] for token in data["added_tokens"]
+                       if len(token["content"]) > 1 and (token["special"] or token["content"] in names)}
+            merges = data["model"].get("merges", [])
+            data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & control]
+            data = each_text(data, lambda name: CONTROL + name if name in control else name)
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        except Exception as error:
+            fail(f"the tokenizer's special tokens cannot be told from text ({error}); give --parse-special")
+        self.named = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
         digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
         self.manifest = {"file": "tokenizer.json", "sha256": digest, "vocab_size": self.vocab_size,
                          "end_of_text": self.end_of_text, "end_of_text_id": vocabulary[self.end_of_text]}
+
+    def can_be_cut(self):
+        """Whether no token reaches from a newline into a letter or digit after it. Any model then makes the same
+        tokens of both sides apart, given a character of the other side."""
+        normalizer, ids = self.tokenizer.normalizer, range(self.vocab_size)
+        tokens = self.tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
+        return ((normalizer is None or normalizer.normalize_str("\nx\n").count("\n") == 2) and
+                not any(re.search(r"\n\w", token) for token in tokens))
+
+    def encodings(self, texts, special=False):
+        try:
+            return self.tokenizer.encode_batch(texts, add_special_tokens=special)
+        except Exception as error:
+            fail(f"the tokenizer fails on the text: {error}")
+
+    def encode(self, batch):
+        """The ids of each piece, and which of them count. Where it is cut, an x stands for the text beyond."""
+        texts = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
+        for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(texts)):
+            ids, counts, first, last = encoding.ids, True, 0, len(encoding)
+            if spans is not None:  # a token counts with any of its characters
+                starts, ends = numpy.array(encoding.offsets).reshape(-1, 2).T
+                span_starts, span_ends = numpy.array([*spans, (1 << 62, 1 << 62)]).T
+                counts = span_starts[numpy.searchsorted(span_ends, starts, "right")] < ends
+            while not opens and first < last and encoding.token_to_chars(first)[0] < 2:
+                first += 1
+            end = len(text) + (0 if opens else 2)
+            while not closes and first < last and encoding.token_to_chars(last - 1)[0] >= end:
+                last -= 1
+            yield self.around[0] * opens + ids[first:last] + self.around[1] * closes, counts
 
 
 # --- the output folder --------------------------------------------------------------------------------------
@@ -457,6 +626,7 @@ def require_own(options, files):
 def publish(staging, out):
     """Moves what was made into place, the manifest last, and removes what only an earlier run had."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it is done, or not begun
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     made = sorted(os.listdir(staging), key=lambda name: (name == "manifest.json", name))
     for name in made:
         if name == "manifest.json":
@@ -482,6 +652,7 @@ def parse_options():
         "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
     add("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
     add("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
+    add("--parse-special", action="store_true", help="the names of special tokens in a text are these tokens, not text")
     add("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
     add("--messages-field", default="messages", help="where the messages are (messages)")
     add("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
@@ -490,12 +661,13 @@ def parse_options():
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
     options = parser.parse_args()
     for name, least, most in [("val_fraction", 0, 0.999999), ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 4096),
-                              ("train_tokenizer", 257, 2**31 - 1)]:
+                              ("train_tokenizer", 257, 2**20)]:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             fail(f"--{name.replace('_', '-')} {value}: give {least} to {most}")
     if not options.out:
         fail("--out: the path is empty")
+    options.item_bytes, options.piece_bytes = ITEM_BYTES, PIECE_BYTES
     return options
 
 
@@ -503,7 +675,7 @@ def prepare(options, staging):
     def too_slow(*_):
         raise ValueError(f"it takes more than {TEMPLATE_SECONDS} seconds")
 
-    global numpy, tokenizers  # here, where an interrupt is caught; --help needs neither
+    global numpy, tokenizers  # --help needs neither
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
     numpy, tokenizers = require("numpy", "writing shards"), require("tokenizers", "making tokens")
     signal.signal(signal.SIGALRM, too_slow)
@@ -521,7 +693,6 @@ def prepare(options, staging):
     write_settings(os.path.join(staging, "manifest.json"), {
         "format": FORMAT, "version": 1, "dtype": tokens.dtype, "masked": options.chat, "tokenizer": tokens.manifest,
         "splits": made, "inputs": inputs, "arguments": sys.argv[1:]})
-    publish(staging, options.out)
     for split, m in made.items():
         counted = f", of which {m['counted_tokens']:,} count" if options.chat else ""
         print(f"{split}: {count(m['documents'], 'document')}, {count(m['tokens'], 'token')}{counted}, "
@@ -533,23 +704,51 @@ def prepare(options, staging):
         print(f"{count(report['replaced'], 'invalid character')} replaced by U+FFFD")
     if report["left out"] and options.chat:
         print(f"{count(report['left out'], 'conversation')} without a message of the assistant left out")
-    print(f"./train --vocab {tokens.vocab_size} --data '{options.out}/train_*.bin'"
+    if report["named"]:
+        print(f"{count(report['named'], 'name')} of special tokens in the text are ordinary text; with --parse-special "
+              "they are these tokens")
+    if report["endless"]:
+        print(f"{count(report['endless'], 'conversation')} where no stop token is learned, so that the model does not learn "
+              "to stop; give a --chat-template that ends each answer with {{ eos_token }}")
+    model = f"--vocab {tokens.vocab_size}"
+    if options.chat:
+        known = options.tokenizer and os.path.exists(os.path.join(options.tokenizer, "config.json"))
+        model = f"--init {options.tokenizer if known else 'MODEL'} --pack documents"
+    print(f"./train {model} --data '{options.out}/train_*.bin'"
           + (f" --val-data '{options.out}/val_*.bin'" if "val" in made else "") + f" --tokenizer {options.out}")
 
 
 def main():
+    """A child makes everything, so that an interrupt waits for no library; the parent moves it into place."""
     options = parse_options()
-    staging = os.path.join(options.out, STAGING)
+    staging, worker = os.path.join(options.out, STAGING), 0
     try:
-        prepare(options, staging)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        worker = os.fork()
+        if not worker:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            return prepare(options, staging)
+        status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        if status == -signal.SIGPROF:
+            fail(f"the chat template takes more than {2 * TEMPLATE_SECONDS} seconds in one expression")
+        if status < 0:
+            fail(f"ended by {signal.Signals(-status).name}, as where memory runs out")
+        if status == 0:
+            publish(staging, options.out)
+        sys.exit(status)
     except OSError as error:
         fail(f"{error.filename or options.out}: {error.strerror or error}")
     except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
+        if worker:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
         fail(f"interrupted; {options.out} is as it was")
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if worker:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""tools/prepare_data.py: its shards against `tokenizers` itself, masks, errors, and ./train on what it made."""
+"""tools/prepare_data.py: its shards against `tokenizers` and `transformers`, masks, errors, and ./train on what it made."""
+import bz2
+import gzip
 import json
+import lzma
 import os
 import pathlib
 import random
@@ -18,10 +21,16 @@ from tap import Skip  # noqa: E402
 
 try:
     import numpy
-    from tokenizers import Tokenizer
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 except ImportError as missing:
     print(f"1..1\nok 1 # SKIP {missing}: pip install tokenizers numpy")
     sys.exit(0)
+
+try:
+    import jinja2  # noqa: F401
+    from transformers import PreTrainedTokenizerFast
+except ImportError as missing:
+    PreTrainedTokenizerFast, NO_CHAT = None, f"{missing}: pip install transformers jinja2"
 
 GPT2, LLAMA3 = (ROOT / "tests/golden/tokenizers" / name for name in ("gpt2", "llama3"))
 PROGRAM = ROOT / "tools/prepare_data.py"
@@ -48,6 +57,17 @@ def shards(out, path, *arguments, tokenizer=GPT2, val_fraction=0):
     """What the program makes of a file, as read_shards gives it."""
     prepare(path, "--tokenizer", tokenizer, "--out", out, "--val-fraction", val_fraction, *arguments).ok()
     return read_shards(out)
+
+
+def need_templates():
+    if not PreTrainedTokenizerFast:
+        raise Skip(NO_CHAT)
+
+
+def prepare_with(settings, *arguments):
+    """With other settings of its own: what it reads and cuts at a time, a template's seconds."""
+    return run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\nimport prepare_data\n"
+               f"vars(prepare_data).update({settings})\nprepare_data.main()", *arguments)
 
 
 def train(*arguments):
@@ -109,6 +129,89 @@ def test_a_file_is_what_its_text_is(folder):
     both = [shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
     assert sum(len(GPT2_TOKENIZER.decode(part)) for part in both) == len(text)
+
+
+def trained(words, pre_tokenizer, decoder, unigram=False, normalizer=None, whole=False, **model):
+    """A tokenizer of `words`, which has <s> and </s>."""
+    tokenizer = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>", **model))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    trainer = (trainers.UnigramTrainer if unigram else trainers.BpeTrainer)(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False, **({"unk_token": "<unk>"} if unigram else {}))
+    tokenizer.train_from_iterator([words] if whole else words.split("\n"), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    return tokenizer
+
+
+def llama2(words):
+    """As Llama 2's: no pre-tokenizer, an underscore for each space and before the text, bytes of what is unknown."""
+    data = json.loads(trained(words, pre_tokenizers.Metaspace(), None, fuse_unk=True).to_str())
+    for byte in range(256):
+        data["model"]["vocab"][f"<0x{byte:02X}>"] = len(data["model"]["vocab"])
+    data["model"]["byte_fallback"], data["pre_tokenizer"] = True, None
+    tokenizer = Tokenizer.from_str(json.dumps(data))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def tokenizers_of(words):
+    metaspace, split = pre_tokenizers.Metaspace, pre_tokenizers.Split
+    byte_level, o200k = pre_tokenizers.ByteLevel, Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+")
+    yield llama2(words)
+    yield trained(words, metaspace(prepend_scheme="first", split=False), decoders.Metaspace())
+    yield trained(words, metaspace(prepend_scheme="first"), decoders.Metaspace(), unigram=True)
+    yield trained(words, metaspace(prepend_scheme="always"), decoders.Metaspace())
+    yield trained(words, byte_level(add_prefix_space=True), decoders.ByteLevel())
+    yield trained(words, pre_tokenizers.Sequence([split(o200k, "isolated"), byte_level(add_prefix_space=False, use_regex=False)]),
+                  decoders.ByteLevel())
+    # These have tokens across lines, and the program cuts nothing.
+    yield trained(words, byte_level(add_prefix_space=False, use_regex=False), decoders.ByteLevel(), whole=True)
+    yield trained(words, metaspace(), decoders.Metaspace(), True, normalizers.Sequence([normalizers.Strip(), normalizers.Replace("\n", " ")]))
+
+
+def test_cuts_change_no_tokens(folder):
+    words = "".join(prose(seed, 300) + end for seed in range(20) for end in ("\nThe", ".\n/x", "\n\n\nA", "\n5", "e\u0301\n世", "\n\u3000"))
+    path, record = write(folder / "words.txt", words), write(folder / "words.jsonl", {"text": words})
+    for number, tokenizer in enumerate(tokenizers_of(words)):
+        name = folder / f"{number}.json"
+        tokenizer.save(str(name))
+        for file, arguments, want in [(path, ["--special-tokens"], tokenizer.encode(words).ids),
+                                      (record, [], tokenizer.encode(words, add_special_tokens=False).ids + [2])]:
+            done = prepare_with("ITEM_BYTES=5000, PIECE_BYTES=70", file, "--tokenizer", name, "--out", folder / "out",
+                                "--end-of-text", "</s>", "--val-fraction", 0, *arguments).ok()
+            manifest, tokens, _, ends = read_shards(folder / "out")
+            assert tokens == want and ends == [len(want) - 1], (number, done)
+
+
+def test_special_tokens_in_a_text_are_text(folder):
+    text, out = f"a{END} b <s>\nc\ufdd0{END}", folder / "out"
+    path = write(folder / "text.txt", text)
+    plain = Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
+    plain.encode_special_tokens = True
+    clean = text.replace("\ufdd0", "\ufffd")
+    _, tokens, *_ = shards(out, path)
+    assert tokens == plain.encode(clean).ids + [GPT2_END] and tokens.count(GPT2_END) == 1
+    _, tokens, *_ = shards(out, path, "--parse-special")
+    assert tokens == GPT2_TOKENIZER.encode(clean).ids and tokens.count(GPT2_END) == 2
+    prepare(path, "--train-tokenizer", 300, "--out", out, "--val-fraction", 0).ok()
+    assert read_shards(out)[1].count(0) == 1
+    # Whose vocabulary and merges have them, too.
+    for unigram in (False, True):
+        words = "".join(f"{letter}</s> {letter}<s> " for letter in "abcdefgh") * 99 + prose(1, 999)
+        tokenizer = trained(words, pre_tokenizers.Metaspace(), decoders.Metaspace(), unigram)
+        tokenizer.save(str(folder / "own.json"))
+        _, tokens, *_ = shards(out, path, "--end-of-text", "</s>", tokenizer=folder / "own.json")
+        assert 1 not in tokens and tokens.count(2) == 1
+
+
+def test_gzip_is_read(folder):
+    text = prose(2, 3000)
+    want = shards(folder / "out", write(folder / "a.txt", text))[1]
+    for arguments in [[write(folder / "gz/a.txt.gz", gzip.compress(text.encode()))], [folder / "gz"],
+                      [write(folder / "b.jsonl.gz", gzip.compress(json.dumps({"text": text}).encode()))]]:
+        assert shards(folder / "out", *arguments)[1] == want
 
 
 def test_a_document_is_in_one_split(folder):
@@ -207,9 +310,11 @@ def messages(chat):
 
 
 def test_only_answers_count(folder):
+    need_templates()
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
     done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--val-fraction", 0)
-    done.ok("1 conversation without a message of the assistant left out")
+    done.ok("1 conversation without a message of the assistant left out", "./train --init MODEL --pack documents --data")
+    assert "stop token" not in done.out
     _, tokens, counts, _ = read_shards(folder / "out")
     decoded = "".join(("[%s]" if counts[i] else "%s") % GPT2_TOKENIZER.decode([id], skip_special_tokens=False)
                       for i, id in enumerate(tokens)).replace("][", "")
@@ -223,6 +328,7 @@ LLAMA_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['rol
 
 
 def test_a_chat_template(folder):
+    need_templates()
     instruct, out = folder / "instruct", folder / "out"
     write(instruct / "tokenizer_config.json", {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>",
                                                "chat_template": LLAMA_TEMPLATE})
@@ -245,7 +351,91 @@ def test_a_chat_template(folder):
     assert tokens == asked + said and counts == [0] * len(asked) + [1] * (len(said) - 1) + [0], (tokens, counts)
 
 
+TAGGED = """{{ bos_token }}
+{%- if tools %}{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for document in documents or [] %}[{{ document.title }}: {{ document.text }}]{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+<|start|>assistant
+        {%- generation -%}
+            {{ '\\n' + (m.content or '') }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|eot_id|> {% endgeneration %}
+    {%- else %}
+<|start|>{{ m.role }}
+{{ m.content }}<|eot_id|>
+    {%- endif %}
+{%- endfor %}"""
+TALK = [{"role": "user", "content": "How much is  1 + 1?"}, {"role": "assistant", "content": "two\n\n"},
+        {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes: 2. "}]
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+
+
+def test_conversations_are_as_transformers_has_them(folder):
+    need_templates()
+    metaspace = llama2(prose(4, 4000))
+    metaspace.add_special_tokens(["<|start|>", "<|eot_id|>"])
+    for number, tokenizer in enumerate([Tokenizer.from_file(str(LLAMA3 / "tokenizer.json")), metaspace]):
+        own = folder / str(number)
+        bos = ["<|begin_of_text|>", "<s>"][number]
+        write(own / "tokenizer_config.json", {"bos_token": bos, "eos_token": "<|eot_id|>", "chat_template": TAGGED})
+        tokenizer.save(str(own / "tokenizer.json"))
+        tokenizer.post_processor = None  # whose offsets leave out spaces, which transformers then masks
+        reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="<|eot_id|>")
+        untagged = TAGGED.replace("{%- generation -%}", "{%- if true -%}").replace("{% endgeneration %}", "{% endif %}")
+        for record, talk, skipped in [
+                ({"messages": TALK + TALK[:1]}, TALK, 0), ({"messages": [TALK[0], CALL, *TALK[2:]], "tools": [TOOL]}, [TALK[0], CALL, *TALK[2:]], 0),
+                ({"messages": TALK, "tools": json.dumps([TOOL]), "documents": [{"title": "T", "text": "t"}]}, TALK, 0),
+                ({"prompt": TALK[:3], "completion": TALK[3:]}, TALK, 1), ({"prompt": TALK[0]["content"], "completion": TALK[1:2]}, TALK[:2], 0)]:
+            path, given = write(folder / "one.jsonl", record), {"documents": record.get("documents")}
+            _, tokens, counts, _ = shards(folder / "out", path, "--chat", tokenizer=own)
+            want = reference.apply_chat_template(talk, tools=[TOOL] if "tools" in record else None, chat_template=TAGGED, **given,
+                                                 return_dict=True, return_assistant_tokens_mask=True)
+            masks = want["assistant_masks"]
+            if skipped:  # the prompt's answer
+                masks[:masks.index(0, masks.index(1))] = [0] * masks.index(0, masks.index(1))
+            size = len(masks)
+            assert tokens[:size] == want["input_ids"] and counts[:size] == masks, (number, record, tokens, want)
+            # By what an answer adds to the text before it, where the template has no such tags.
+            _, tokens, counts, _ = shards(folder / "out", path, "--chat", "--chat-template", write(folder / "untagged", untagged), tokenizer=own)
+            assert tokens[:size] == want["input_ids"] and sum(counts) >= sum(masks)
+
+
+def test_special_tokens_in_messages_are_text(folder):
+    need_templates()
+    path = write(folder / "one.jsonl", messages([("user", f"x{END}y"), ("assistant", f"say {END}.")]))
+    for arguments, ends in ([], 1), (["--parse-special"], 3):
+        _, tokens, counts, _ = shards(folder / "out", path, "--chat", *arguments)
+        assert tokens.count(GPT2_END) == ends
+        told = f"### User:\nx{END}y\n\n### Assistant:\nsay {END}.{END}"
+        assert GPT2_TOKENIZER.decode(tokens, skip_special_tokens=False) == told
+        learned = [id for id, c in zip(tokens, counts) if c]
+        assert GPT2_TOKENIZER.decode(learned, skip_special_tokens=False) == f"say {END}.{END}"
+
+
+    prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out").ok("2 names of special tokens in the text are ordinary text")
+
+
+def test_a_missing_package_is_told(folder):
+    need_templates()
+    write(folder / "packages/transformers.py", "raise ImportError('none here')\n")
+    run(sys.executable, PROGRAM, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", folder / "out",
+        PYTHONPATH=str(folder / "packages")).fails("needs the Python package transformers: pip install -U transformers (none here)")
+
+
+def test_no_stop_token_is_told(folder):
+    need_templates()
+    path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
+    part = "2 conversations where no stop token is learned"
+    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False)):
+        template = write(folder / "template", "{% for m in messages %}[{{ m.role }}]" + template + "{% endfor %}"
+                         "{{ '[assistant]' if add_generation_prompt }}")
+        done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--chat-template", template).ok()
+        assert (part in done.out) == told, done
+
+
 def test_masked_shards_train(folder):
+    need_templates()
     chats = [messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")]) for seed in range(60)]
     shards(folder / "many", write(folder / "many.jsonl", chats), "--chat")
     job = ["--vocab", 401, "--data", folder / "many", "--steps", 3, "--sample-every", 0]
@@ -261,6 +451,8 @@ TEMPLATES = {
     "divides": "{{ 1 / 0 }}",
     "strips": "{{ messages[0]['content'].strop() }}",
     "broken": "{% for %}",
+    "grows": "{% set a = namespace(x='x' * 10**8) %}{% for i in range(99) %}{{ a.x }}{% endfor %}",
+    "repeats": "{{ 'x' * 3 * 10**7 }}",
     "shortens": "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}",  # earlier answers
 }
 # Input (None: no such file; bytes: text, or JSON lines after a brace), options, a part of the sentence.
@@ -283,16 +475,26 @@ WRONG = [
     (b'{"text": ' + b"[" * 100000 + b"]" * 100000 + b"}\n", [], "input.jsonl, byte 0: this line is no JSON"),
     ({"body\x1b": "text"}, [], "input.jsonl, byte 0: the record has no field text; it has body\\x1b: name one with --field"),
     ({"body\x1b": "text"}, ["--chat"], "has no field messages; it has body\\x1b: name one with --messages-field"),
+    (b'[\n{"text": "x"}\n]\n', ["--format", "jsonl"], "input.txt, byte 0: this is a JSON array; write one record a line"),
+    *[(held, [], f"input.txt is {what}; make UTF-8 text of it first: {remedy}") for held, what, remedy in [
+        (bz2.compress(b"text"), "compressed by bzip2", "bunzip2"), (lzma.compress(b"text"), "compressed by xz", "unxz"),
+        (b"\x28\xb5\x2f\xfdtext", "compressed by Zstandard", "unzstd"), ("text".encode("utf-16"), "UTF-16", "iconv"),
+        (b"\xfe\xff\0t", "UTF-16", "iconv")]],
+    (gzip.compress(b"text" * 99)[:-9], [], "input.txt is no gzip file that can be read"),
     (b"", [], "there is no text in"),
     ({"text": 5}, [], "input.jsonl, byte 0: the text is 5, which is no text"),
     ({"messages": [{"role": "user", "content": "?"}]}, ["--chat"], "there is no message of the assistant in"),
     ({"messages": "hello"}, ["--chat"], "is no list of messages"),
+    *[({**messages(CHATS[1]), "tools": tools}, ["--chat"], f"input.jsonl, byte 0: the field tools {part}")
+      for tools, part in ((5, "is 5, which is no list"), ("{", "is no JSON ("), ("{}", "is no JSON array"))],
     *[({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}, ["--chat"],
        f"input.jsonl, byte 0: the content of message 1 is {content}, which is no text") for content in (None, [1], {"a": 1}, 5)],
     *[(messages(CHATS[0]), ["--chat", "--chat-template", "FOLDER/" + template], part) for template, part in [
         ("strips", "input.jsonl, byte 0: the chat template fails"), ("endless", "it takes more than 10 seconds"),
         ("refuses", "no system message"), ("divides", "division by zero"), ("nowhere", "No such file or directory"),
-        ("broken", "the chat template cannot be read"), ("shortens", "changes earlier messages")]],
+        ("broken", "the chat template cannot be read"),
+        ("grows", "input.jsonl, byte 0: the chat template takes more than 1 GiB of memory"), ("repeats", "more than 16,777,216 characters"),
+        ("shortens", "changes earlier messages")]],
 ]
 
 
@@ -308,7 +510,9 @@ def test_one_sentence_when_it_goes_wrong(folder):
     for name, template in TEMPLATES.items():
         write(folder / name, template)
     runs = [(["--tokenizer", GPT2, *options], held, part) for held, options, part in WRONG]
-    runs += [(["--train-tokenizer", size], b"text", f"--train-tokenizer {size}: give 257 to") for size in (5, 0)]
+    runs += [(["--train-tokenizer", size], b"text", f"--train-tokenizer {size}: give 257 to") for size in (5, 0, 10**9)]
+    if not PreTrainedTokenizerFast:
+        runs = [r for r in runs if "--chat" not in r[0] or "plain text" in r[2]]
     for number, (arguments, held, part) in enumerate(runs):
         lines = isinstance(held, dict) or (held or b"")[:1] == b"{"
         path = folder / str(number) / ("input.jsonl" if lines else "input.txt")
@@ -340,6 +544,7 @@ def interrupt(sign, *arguments, **environment):
 
 
 def test_a_failed_run_keeps_what_was_there(folder):
+    need_templates()
     out = folder / "again"
     shards(out, write(folder / "good.txt", prose(9, 3000)), "--shard-tokens", 1000)
     notes = write(out / "train_notes.txt", "mine")
@@ -348,6 +553,9 @@ def test_a_failed_run_keeps_what_was_there(folder):
     chat = [write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", out]
     endless = write(folder / "slow", TEMPLATES["endless"])
     interrupt(out / ".prepare_data.partial/generation_config.json", *chat, "--chat-template", endless)
+    stuck = write(folder / "stuck", "{{ 9**(9**9) }}")  # in one operation, which no signal handler interrupts
+    interrupt(out / ".prepare_data.partial/generation_config.json", *chat, "--chat-template", stuck)
+    prepare_with("TEMPLATE_SECONDS=1", *chat, "--chat-template", stuck).fails("more than 2 seconds in one expression")
     # While packages are loaded, too.
     started = folder / "started"
     write(folder / "packages/numpy.py", f"import time\nopen({str(started)!r}, 'w')\ntime.sleep(60)\n")
