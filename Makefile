@@ -192,8 +192,8 @@ ALL_LIBS     := -lcjson $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND
 
 # $(call record,NAME,TEXT): keeps TEXT in build/VARIANT/NAME, which is as old as the last change; "changed"
 # if that is now.
-record = $(shell mkdir -p $(BUILD); printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
-	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1); echo changed; })
+record = $(shell mkdir -p $(BUILD) 2>/dev/null; printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
+	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1) && echo changed; } 2>/dev/null)
 found = $(if $(HAVE_$(1)),$(2),missing: $(3))
 define newline
 
@@ -214,9 +214,9 @@ endef
 
 COMPILER := $(shell $(CC) --version 2>/dev/null | head -n 1)
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  ifeq ($(shell mkdir -p $(BUILD) && [ -w $(BUILD) ] && echo yes),)
-    $(error $(abspath $(BUILD)) may not be written; build elsewhere, as in \
-      `make BUILD=/tmp/lce BIN=/tmp/lce/ $(GOALS:build-and-%=%)`, or in a copy of this folder)
+  ifeq ($(shell mkdir -p $(BUILD) 2>/dev/null && [ -w $(BUILD) ] && echo yes),)
+    $(error $(abspath $(BUILD)) may not be written; build elsewhere (`make BUILD=/tmp/lce BIN=/tmp/lce/`), \
+      or copy this folder)
   endif
 endif
 CHANGED  := $(call record,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS)) \
@@ -335,7 +335,7 @@ $(RUNS):
 	@$(MAKE) build-and-$@
 
 build-and-run: $(BIN)train
-	./$< $(RUN_ARGS)
+	$(if $(filter /%,$<),,./)$< $(RUN_ARGS)
 
 build-and-real-run: $(BIN)train matplotlib
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)
