@@ -3,12 +3,11 @@
 
 #include <stddef.h>
 
-// The lowest memory limit among this process's cgroup and those that hold it, v1 or v2, in bytes; SIZE_MAX:
-// none. What it reads (/proc/self/cgroup, /proc/self/mountinfo, the cgroups' files) lies below the folder
-// `root`: "" but for tests.
+// The lowest limit in bytes of this process's cgroup, v1 or v2, and of those that hold it; SIZE_MAX: none.
+// /proc/self/cgroup and /sys/fs/cgroup are read below the folder `root`: "" but for tests.
 size_t cgroup_memory_limit(const char *root);
 
-// Bytes that the host can still give to this process: what is available, and no more than its cgroup allows; 0: unknown.
+// What the host has available, no more than the cgroup allows; 0: unknown.
 size_t host_memory_left(void);
 
 // Address space that `ulimit -v` leaves, in bytes; SIZE_MAX: there is no limit.

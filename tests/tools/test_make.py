@@ -1,67 +1,75 @@
 #!/usr/bin/env python3
-"""make where it may not write, and what it builds again; how programs start: with short spins, and with little address space."""
+"""make where it may not write, and what it builds again; how programs start with short spins, and in little memory."""
 import os
 import pathlib
-import resource
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import TINY, TRAIN, main, run, train  # noqa: E402
+from program import TEXT, TINY, TRAIN, main, run  # noqa: E402
 from tap import Skip  # noqa: E402
 
-
-# A toolkit that is found, and compiles nothing.
-def toolkit(folder):
-    for name, text in (("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_80 sm_90a\n"), ("include/cublasLt.h", ""),
-                       *((f"lib64/lib{name}.so", "/* empty */\n") for name in ("cudart", "cublasLt"))):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    (folder / "bin/nvcc").chmod(0o755)
-    return f"CUDA_HOME={folder}"
+LARGE = f"--data {TEXT} --hidden-size 4096 --intermediate-size 4096 --steps 1"
 
 
 def test_a_folder_that_may_not_be_written(folder):
-    done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all")
-    done.fails("/proc/lce may not be written; build elsewhere (`make BUILD=/tmp/lce BIN=/tmp/lce/`), or copy this folder")
-    assert "No rule" not in done.err and "sh:" not in done.err and done.err.count("\n") == 1, done
+    done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all").fails("/proc/lce may not be written; build elsewhere (`make BUILD=")
+    assert done.err.count("\n") == 1, done
     run("make", "-s", "BUILD=/proc/lce", "info").ok()
 
 
-# CUDA's objects depend on CUDA's flags alone, and all others on all flags.
+# CUDA's objects depend on CUDA's flags alone. The toolkit is found, and compiles nothing.
 def test_without_mpi_cuda_stays_built(folder):
+    for name, text in (("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_80 sm_90a\n"), ("include/cublasLt.h", ""),
+                       ("lib64/libcudart.so", "/* empty */"), ("lib64/libcublasLt.so", "/* empty */")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "bin/nvcc").chmod(0o755)
+
     def flags(*words):
-        run("make", "-n", f"BUILD={folder}/build", f"BIN={folder}/build/", toolkit(folder / "cuda"), *words, "all").ok("-c kernels/cuda/")
-        return [(folder / "build" / name).read_text() for name in ("flags", "cuda-flags")]
-    plain, without = flags("CPPFLAGS="), flags("CPPFLAGS=", "MPI=0", "BLAS_LIBS=")
-    assert plain[0] != without[0] and plain[1] == without[1] and "HAVE_CUDA" in plain[1], (plain, without)
-    assert flags("CPPFLAGS=-DX")[1] != plain[1]
+        run("make", "-n", f"BUILD={folder}", f"BIN={folder}/", f"CUDA_HOME={folder}", *words, "all").ok("-c kernels/cuda/")
+        return [(folder / name).read_text() for name in ("flags", "cuda-flags")]
+    plain, without, other = flags(), flags("MPI=0", "BLAS_LIBS="), flags("CPPFLAGS=-DX")
+    assert plain[0] != without[0] and plain[1] == without[1] != other[1], (plain, without, other)
 
 
-# GNU's threads spin briefly, unless the user says otherwise.
 def test_spinning_is_bounded(folder):
-    def display(**environment):
-        given = {name: environment.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-        words = [word for name, value in given.items() for word in (["-u", name] if value is None else [f"{name}={value}"])]
-        return run("env", *sorted(words, key=lambda word: "=" in word), "OMP_DISPLAY_ENV=verbose", TRAIN, "--help").ok().err
-    if "GOMP_" not in display():
-        raise Skip("the threads are not those of GNU")
-    assert "GOMP_SPINCOUNT = '1000'" in display(), display()
-    assert "GOMP_SPINCOUNT = '77'" in display(GOMP_SPINCOUNT="77")
-    assert "GOMP_SPINCOUNT = '1000'" not in display(OMP_WAIT_POLICY="active")
+    def spins(*words):
+        shown = run("env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT", *words, "OMP_DISPLAY_ENV=verbose", TRAIN, "--help").ok().err
+        if "GOMP_SPINCOUNT" not in shown:
+            raise Skip("the threads are not those of GNU")
+        return int(re.search("GOMP_SPINCOUNT = '(\\d+)'", shown)[1])
+    assert spins() == 1000 and spins("GOMP_SPINCOUNT=77") == 77 and spins("OMP_WAIT_POLICY=active") > 1000
 
 
 # OpenBLAS would wait for ever for room that `ulimit -v` does not leave.
 def test_little_address_space(folder):
     if "openblas" not in run("ldd", TRAIN).out or "asan" in TRAIN.parts:
         raise Skip("there is no OpenBLAS, or there is ASan, which needs terabytes")
+
+    def limited(kib, options):
+        return run("sh", "-c", f"ulimit -v {kib}; exec {TRAIN} {TINY} {options}", OMP_NUM_THREADS="1")
     for kib, options in (60000, "--plan"), (60000, "--steps 1"), (250000, "--steps 1"):
-        line = f"ulimit -v {kib}; exec {TRAIN} {TINY} {options}"
-        run("sh", "-c", line, OMP_NUM_THREADS="1").refused("`ulimit -v` leaves ", "OpenBLAS needs ", " thread")
-    run("sh", "-c", f"ulimit -v 250000; exec {TRAIN} {TINY} --plan", OMP_NUM_THREADS="1").ok("all together")
-    data = os.path.relpath(__file__)
-    run("sh", "-c", f"ulimit -v 600000; exec {TRAIN} {TINY} --data {data} --steps 1", OMP_NUM_THREADS="1").ok()
-    wide = f"ulimit -v 600000; exec {TRAIN} {TINY} --data {data} --steps 1 --hidden-size 4096 --intermediate-size 4096"
-    run("sh", "-c", wide, OMP_NUM_THREADS="1").fails("this run needs ", " and the device has ")
+        limited(kib, options).refused("`ulimit -v` leaves ", "OpenBLAS needs ", " thread")
+    limited(250000, "--plan").ok("all together")
+    limited(600000, f"--data {TEXT} --steps 1").ok()
+    limited(600000, LARGE).fails("this run needs ", " and the device has ")
+
+
+# The group of this process, and one in it.
+def test_little_memory_in_a_cgroup(folder):
+    path = re.search("^(0:|\\d+:memory):(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.M)
+    group = pathlib.Path("/sys/fs/cgroup", *["memory"] * (path[1] != "0:"), path[2].strip("/"), f"lce-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / ("memory.max" if path[1] == "0:" else "memory.limit_in_bytes")).write_text("300M")
+        done = run("sh", "-c", f"echo $$ >{group}/cgroup.procs && exec {TRAIN} {TINY} {LARGE}")
+    except OSError as error:
+        raise Skip(f"no cgroup can be made: {error}") from error
+    finally:
+        if group.exists():
+            group.rmdir()
+    done.fails("this run needs ", " and the device has 2")
 
 
 main(globals())
