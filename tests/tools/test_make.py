@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""make where it may not write, and what it builds again; how programs start with short spins, and in little memory."""
+"""make where it may not write, and what it builds again; how programs start, also in little memory."""
 import os
 import pathlib
 import re
@@ -13,21 +13,23 @@ LARGE = f"--data {TEXT} --hidden-size 4096 --intermediate-size 4096 --steps 1"
 
 
 def test_a_folder_that_may_not_be_written(folder):
-    done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all").fails("/proc/lce may not be written; build elsewhere (`make BUILD=")
+    done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all").fails(
+        "/proc/lce may not be written; build elsewhere (`make BUILD=")
     assert done.err.count("\n") == 1, done
     run("make", "-s", "BUILD=/proc/lce", "info").ok()
 
 
 # CUDA's objects depend on CUDA's flags alone. The toolkit is found, and compiles nothing.
 def test_without_mpi_cuda_stays_built(folder):
-    for name, text in (("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_80 sm_90a\n"), ("include/cublasLt.h", ""),
+    for name, text in (("include/cublasLt.h", ""), ("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_90a\n"),
                        ("lib64/libcudart.so", "/* empty */"), ("lib64/libcublasLt.so", "/* empty */")):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "bin/nvcc").chmod(0o755)
 
     def flags(*words):
-        run("make", "-n", f"BUILD={folder}", f"BIN={folder}/", f"CUDA_HOME={folder}", *words, "all").ok("-c kernels/cuda/")
+        where = f"BUILD={folder}", f"BIN={folder}/", f"CUDA_HOME={folder}"
+        run("make", "-n", *where, *words, "all").ok("-c kernels/cuda/")
         return [(folder / name).read_text() for name in ("flags", "cuda-flags")]
     plain, without, other = flags(), flags("MPI=0", "BLAS_LIBS="), flags("CPPFLAGS=-DX")
     assert plain[0] != without[0] and plain[1] == without[1] != other[1], (plain, without, other)
@@ -35,7 +37,8 @@ def test_without_mpi_cuda_stays_built(folder):
 
 def test_spinning_is_bounded(folder):
     def spins(*words):
-        shown = run("env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT", *words, "OMP_DISPLAY_ENV=verbose", TRAIN, "--help").ok().err
+        unset = "env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT", "OMP_DISPLAY_ENV=verbose"
+        shown = run(*unset, *words, TRAIN, "--help").ok().err
         if "GOMP_SPINCOUNT" not in shown:
             raise Skip("the threads are not those of GNU")
         return int(re.search("GOMP_SPINCOUNT = '(\\d+)'", shown)[1])
@@ -59,10 +62,11 @@ def test_little_address_space(folder):
 # The group of this process, and one in it.
 def test_little_memory_in_a_cgroup(folder):
     path = re.search("^(0:|\\d+:memory):(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.M)
-    group = pathlib.Path("/sys/fs/cgroup", *["memory"] * (path[1] != "0:"), path[2].strip("/"), f"lce-{os.getpid()}")
+    top, file = ("", "memory.max") if path[1] == "0:" else ("memory", "memory.limit_in_bytes")
+    group = pathlib.Path("/sys/fs/cgroup", top, path[2].strip("/"), f"lce-{os.getpid()}")
     try:
         group.mkdir()
-        (group / ("memory.max" if path[1] == "0:" else "memory.limit_in_bytes")).write_text("300M")
+        (group / file).write_text("300M")
         done = run("sh", "-c", f"echo $$ >{group}/cgroup.procs && exec {TRAIN} {TINY} {LARGE}")
     except OSError as error:
         raise Skip(f"no cgroup can be made: {error}") from error

@@ -12,8 +12,8 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Deadline, assert_planned, column, difference, keep, main,  # noqa: E402
-                     need_ranks, once, pace, read_log, run, start, together, train, write_shard)
+from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Deadline, assert_planned, column,  # noqa: E402
+                     difference, keep, main, need_ranks, once, pace, read_log, run, start, together, train, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 STEPS = 6
@@ -22,8 +22,8 @@ JOB = (DEVICE + "--dtype fp32 --num-layers 2 --seq-len 16 --batch 2 --total-batc
 LLAMA = JOB + SIZES + "--untie-word-embeddings "
 TIED = JOB + SIZES + "--tie-word-embeddings "
 GPT2 = JOB + "--model gpt2-tiny --vocab 300 --hidden-size 24 --num-attention-heads 2 "
-# GPUs draw tiles in bf16 alone, and in chunks of a tile's 128 rows, which have four times the mass. A large epsilon
-# keeps bf16's rounding as small in the weights as it is in the gradients.
+# GPUs draw tiles in bf16 alone, and in chunks of a tile's 128 rows, which have four times the mass. A large
+# epsilon keeps bf16's rounding as small in the weights as it is in the gradients.
 SAMPLED, MASS = LLAMA, 50
 if GPUS:
     SAMPLED, MASS = LLAMA + "--dtype bf16 --save-dtype fp32 --batch 8 --total-batch 1536 --epsilon 0.01 ", 4 * MASS
@@ -97,8 +97,8 @@ def patient(seconds):
 
 # An endless run, once it has saved something.
 def endless(folder):
-    p = start(LLAMA + f"--steps 100000000 --eval-every 0 --sample-every 0 --save {folder} --save-every 20 --keep 2" + patient(3),
-              ranks=2)
+    often = f"--steps 100000000 --eval-every 0 --sample-every 0 --save {folder} --save-every 20 --keep 2"
+    p = start(LLAMA + often + patient(3), ranks=2)
     p.wait_for("saved in")
     return p
 
