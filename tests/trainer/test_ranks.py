@@ -90,17 +90,17 @@ def resume(ranks, checkpoint, options=""):
 # --- ends: these wait long, and so come first ---------------------------------------------------------------
 
 
-# A --timeout of so many seconds, or more where the ranks share their cores with much else.
+# For --timeout: so many seconds, or more where the ranks share their cores with much else.
 def patient(seconds):
-    return f" --timeout {math.ceil(seconds * max(1, pace()))} "
+    return math.ceil(seconds * pace())
 
 
-# An endless run, once it has saved something.
+# An endless run, once it has saved something, and its --timeout.
 def endless(folder):
-    often = f"--steps 100000000 --eval-every 0 --sample-every 0 --save {folder} --save-every 20 --keep 2"
-    p = start(LLAMA + often + patient(3), ranks=2)
+    timeout, often = patient(3), "--steps 100000000 --eval-every 0 --sample-every 0 --save-every 20 --keep 2"
+    p = start(LLAMA + f"{often} --save {folder} --timeout {timeout}", ranks=2)
     p.wait_for("saved in")
-    return p
+    return p, timeout
 
 
 # No process is left: the launcher may end just before the last of them.
@@ -116,8 +116,8 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
     need_ranks()
 
     def end(rank, number, seconds, sentences, *says):
-        p = endless(folder / f"{rank}-{number}")
-        other, deadline = p.of_rank(1 - rank), Deadline(seconds)
+        p, timeout = endless(folder / f"{rank}-{number}")
+        other, deadline = p.of_rank(1 - rank), Deadline(seconds + timeout * (number == signal.SIGSTOP))
         os.kill(p.of_rank(rank), number)
         output = p.finish().fails(*says)
         assert output.err.count("lce:") in sentences and not deadline.passed(), output
@@ -125,8 +125,8 @@ def test_a_rank_that_is_gone_ends_the_job(folder):
         train(f"{DEVICE} --resume {folder}/{rank}-{number} --plan").ok()
     killed, waits = "signal 9 (Killed)", "another rank has not reached it, or has ended"
     together(end, [(1, signal.SIGKILL, 10, (0, 1), "rank 1 ", killed), (0, signal.SIGKILL, 10, (0, 1), "rank 0 ", killed),
-                   (1, signal.SIGSTOP, 25, (1,), "lce: no progress for ", waits),
-                   (0, signal.SIGSTOP, 25, (1,), "lce: rank 1: no progress for ", waits)])
+                   (1, signal.SIGSTOP, 22, (1,), "lce: no progress for ", waits),
+                   (0, signal.SIGSTOP, 22, (1,), "lce: rank 1: no progress for ", waits)])
 
 
 # A rank that makes no progress, here since nobody reads its output, reports that before those that wait.
@@ -135,7 +135,7 @@ def test_a_hanging_rank_is_reported(folder):
     os.mkfifo(folder / "pipe")
     pipe = os.open(folder / "pipe", os.O_RDWR)
     fcntl.fcntl(pipe, 1031, 4096)  # F_SETPIPE_SZ: soon full
-    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 400" + patient(2)
+    line = f"{TRAIN} {LLAMA} --steps 100000 --sample-every 1 --sample-tokens 400 --timeout {patient(2)}"
     shell(2, f'test $RANK = 0 || exec {line}; exec {line} >{folder}/pipe').fails(
         "lce: no progress for ", " s, between collectives: this rank holds up the others")
     os.close(pipe)
@@ -164,7 +164,7 @@ def test_ranks_must_have_equal_options(folder):
 def test_a_signal_stops_all_ranks(folder):
     need_ranks()
     for rank in range(2):
-        p = endless(folder / str(rank))
+        p, _ = endless(folder / str(rank))
         os.kill(p.of_rank(rank), signal.SIGINT)
         output = p.finish().ok()
         stopped = int(re.search(r"stopped after step (\d+)", output.out)[1])
