@@ -15,7 +15,7 @@ LARGE = f"--data {TEXT} --hidden-size 4096 --intermediate-size 4096 --steps 1"
 def test_a_folder_that_may_not_be_written(folder):
     done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all").fails(
         "/proc/lce may not be written; build elsewhere (`make BUILD=")
-    assert done.err.count("\n") == 1, done
+    assert done.err.count("\n") == 1 + done.err.count("jobserver"), done  # of a make that runs this
     run("make", "-s", "BUILD=/proc/lce", "info").ok()
 
 
@@ -28,10 +28,10 @@ def test_without_mpi_cuda_stays_built(folder):
     (folder / "bin/nvcc").chmod(0o755)
 
     def flags(*words):
-        where = f"BUILD={folder}", f"BIN={folder}/", f"CUDA_HOME={folder}"
+        where = "VARIANT=release", f"BUILD={folder}", f"BIN={folder}/", "CUDA=1", f"CUDA_HOME={folder}"
         run("make", "-n", *where, *words, "all").ok("-c kernels/cuda/")
         return [(folder / name).read_text() for name in ("flags", "cuda-flags")]
-    plain, without, other = flags(), flags("MPI=0", "BLAS_LIBS="), flags("CPPFLAGS=-DX")
+    plain, without, other = flags(), flags("MPI=0", "BLAS_LIBS=", "CFLAGS=-g"), flags("CPPFLAGS=-DX")
     assert plain[0] != without[0] and plain[1] == without[1] != other[1], (plain, without, other)
 
 
