@@ -181,6 +181,9 @@ ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
 	$(WARNINGS) $(CFLAGS)
+# CUDA code meets neither BLAS nor MPI: with and without them it stays built.
+CU_CPPFLAGS  := -D_GNU_SOURCE -I. $(foreach h,CUDA NCCL,$(if $(HAVE_$(h)),-DHAVE_$(h))) $(DEPS_CPPFLAGS) \
+	$(CUDA_INCLUDE) $(CPPFLAGS)
 ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
@@ -191,8 +194,8 @@ ALL_LIBS     := -lcjson -lz $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(F
 
 # $(call record,NAME,TEXT): keeps TEXT in build/VARIANT/NAME, which is as old as the last change; "changed"
 # if that is now.
-record = $(shell mkdir -p $(BUILD); printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
-	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1); echo changed; })
+record = $(shell mkdir -p $(BUILD) 2>/dev/null; printf '%s\n' '$(subst ','\'',$(2))' | cmp -s - $(BUILD)/$(1) || \
+	{ printf '%s\n' '$(subst ','\'',$(2))' >$(BUILD)/$(1) && echo changed; } 2>/dev/null)
 found = $(if $(HAVE_$(1)),$(2),missing: $(3))
 define newline
 
@@ -213,9 +216,15 @@ lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
 endef
 
 COMPILER := $(shell $(CC) --version 2>/dev/null | head -n 1)
-CHANGED  := $(call record,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | \
-	$(NVCC) $(CUDA_VERSION) $(ALL_CUFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS))
-ifneq ($(or $(CHANGED),$(filter all info,$(GOALS))),)
+ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
+  ifeq ($(shell mkdir -p $(BUILD) 2>/dev/null && [ -w $(BUILD) ] && echo yes),)
+    $(error $(abspath $(BUILD)) may not be written; build elsewhere (`make BUILD=/tmp/lce BIN=/tmp/lce/`), \
+      or copy this folder)
+  endif
+endif
+CHANGED  := $(call record,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS)) \
+	$(if $(HAVE_CUDA),$(call record,cuda-flags,$(NVCC) $(CUDA_VERSION) $(CU_CPPFLAGS) $(ALL_CUFLAGS)))
+ifneq ($(or $(strip $(CHANGED)),$(filter all info,$(GOALS))),)
   ifeq ($(findstring s,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
     $(info $(TABLE))
   endif
@@ -278,10 +287,10 @@ $(BUILD)/%.c.o: %.c $(BUILD)/flags
 	@echo "  cc    $<"
 	$(Q)$(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
 
-$(BUILD)/%.cu.o: %.cu $(BUILD)/flags $(filter tests/%,$(NVCC))
+$(BUILD)/%.cu.o: %.cu $(BUILD)/cuda-flags $(filter tests/%,$(NVCC))
 	@mkdir -p $(@D)
 	@echo "  nvcc  $<"
-	$(Q)$(NVCC) $(ALL_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(Q)$(NVCC) $(CU_CPPFLAGS) $(ALL_CUFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -300,7 +309,7 @@ define LINK
 $(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
 endef
 
-$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(LIBRARY)
+$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(BUILD)/trainer/start.c.o $(LIBRARY)
 	$(LINK)
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
@@ -329,7 +338,7 @@ $(RUNS):
 	@$(MAKE) build-and-$@
 
 build-and-run: $(BIN)train
-	./$< $(RUN_ARGS)
+	$(if $(filter /%,$<),,./)$< $(RUN_ARGS)
 
 build-and-real-run: $(BIN)train matplotlib
 	LCE_TRAIN=$< tools/real_run.sh $(REAL_RUN_ARGS)

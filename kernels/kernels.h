@@ -738,7 +738,7 @@ struct Backend {
   bool batch_invariant;   // the loss gives a row the same bits whatever rows are beside it; off by default
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
-  size_t device_capacity; // bytes of memory the device has; 0 when unknown
+  size_t device_capacity; // bytes that the device has for this rank; 0 when unknown
   size_t device_overhead; // bytes the device held when the backend stood ready and the ledger was still empty
   struct Profile *profile; // NULL unless profile_begin was called
   void *state;             // of the backend

@@ -38,6 +38,7 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
+#include "kernels/limits.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
@@ -139,7 +140,7 @@ static Backend *open_backend(const Settings *o) {
 // Bytes that the device can give now. A host's memory is shared: what is free counts, not what is there.
 static size_t usable_bytes(const Backend *backend) {
   size_t usable = machine_usable_bytes(backend);
-  size_t left = backend->device == ON_CPU ? system_bytes("/proc/meminfo", "MemAvailable") : 0;
+  size_t left = backend->device == ON_CPU ? host_memory_left() : 0;
   if (left && left < usable) usable = left;
   return usable - usable / 32; // a margin for what the ledger does not count
 }

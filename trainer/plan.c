@@ -8,6 +8,7 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
+#include "kernels/limits.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 #include "kernels/text.h"
@@ -126,8 +127,7 @@ static const char *remedies(const Options *o, DeviceKind device, char text[160])
 static void require_host(const Ledger *plan) {
   char holders[512];
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
-  size_t needed = ledger_host_bytes(plan) * (size_t)ranks,
-         left = system_bytes("/proc/meminfo", "MemAvailable");
+  size_t needed = ledger_host_bytes(plan) * (size_t)ranks, left = host_memory_left();
   if (!needed || !left || needed <= left) return;
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
        "--moment-dtype bf16 or --no-master-weights",

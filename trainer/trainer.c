@@ -358,6 +358,6 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count) {
 }
 
 size_t machine_usable_bytes(const Backend *backend) {
-  if (backend->device_capacity <= backend->device_overhead) return backend->device_capacity;
-  return backend->device_capacity - backend->device_overhead;
+  size_t capacity = backend->device_capacity, overhead = backend->device_overhead;
+  return capacity > overhead ? capacity - overhead : capacity > 0;
 }

@@ -7,6 +7,8 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
+#include "kernels/limits.h"
+#include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
 #ifdef HAVE_CBLAS
@@ -104,6 +106,22 @@ extern int openblas_get_parallel(void) __attribute__((weak));
 #define GEMM_LIBRARY "no BLAS"
 #endif
 
+// The machine's memory, or its cgroup's, in equal parts for the ranks on it; less where `ulimit -v` says so.
+static size_t capacity(size_t overhead, int blas_threads) {
+  size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE),
+         limit = cgroup_memory_limit(""), left = address_space_left(),
+         blas = openblas_get_parallel ? (size_t)blas_threads * OPENBLAS_THREAD_BYTES : 0;
+  int ranks = ranks_self()->local_ranks;
+  memory = (limit < memory ? limit : memory) / (size_t)(ranks > 1 ? ranks : 1);
+  if (left == SIZE_MAX) return memory;
+  if (left <= blas)
+    fail(
+        "`ulimit -v` leaves %zu MiB of address space, and OpenBLAS needs up to %zu for its %d threads; raise "
+        "it, or set OMP_NUM_THREADS=1",
+        left >> 20, blas >> 20, blas_threads);
+  return overhead + left - blas < memory ? overhead + left - blas : memory;
+}
+
 Backend *cpu_backend_create(bool no_blas) {
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = no_blas;
@@ -116,7 +134,7 @@ Backend *cpu_backend_create(bool no_blas) {
   if (!no_blas && openblas_get_parallel && openblas_get_parallel() == 1)
     warn("this OpenBLAS has threads of its own, which slow attention and the loss down; "
          "install libopenblas-openmp-dev and build again");
-  backend->device_capacity = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
   backend->device_overhead = bytes_now(backend);
+  backend->device_capacity = capacity(backend->device_overhead, no_blas ? 0 : threads);
   return backend_finish(backend);
 }

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""make where it may not write, and what it builds again; how programs start, also in little memory."""
+import os
+import pathlib
+import re
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import TEXT, TINY, TRAIN, main, run  # noqa: E402
+from tap import Skip  # noqa: E402
+
+LARGE = f"--data {TEXT} --hidden-size 4096 --intermediate-size 4096 --steps 1"
+
+
+def test_a_folder_that_may_not_be_written(folder):
+    done = run("make", "-s", "BUILD=/proc/lce", "CUDA=0", "all").fails(
+        "/proc/lce may not be written; build elsewhere (`make BUILD=")
+    assert done.err.count("\n") == 1 + done.err.count("jobserver"), done  # of a make that runs this
+    run("make", "-s", "BUILD=/proc/lce", "info").ok()
+
+
+# CUDA's objects depend on CUDA's flags alone. The toolkit is found, and compiles nothing.
+def test_without_mpi_cuda_stays_built(folder):
+    for name, text in (("include/cublasLt.h", ""), ("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_90a\n"),
+                       ("lib64/libcudart.so", "/* empty */"), ("lib64/libcublasLt.so", "/* empty */")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "bin/nvcc").chmod(0o755)
+
+    def flags(*words):
+        where = "VARIANT=release", f"BUILD={folder}", f"BIN={folder}/", "CUDA=1", f"CUDA_HOME={folder}"
+        run("make", "-n", *where, *words, "all").ok("-c kernels/cuda/")
+        return [(folder / name).read_text() for name in ("flags", "cuda-flags")]
+    plain, without, other = flags(), flags("MPI=0", "BLAS_LIBS=", "CFLAGS=-g"), flags("CPPFLAGS=-DX")
+    assert plain[0] != without[0] and plain[1] == without[1] != other[1], (plain, without, other)
+
+
+def test_spinning_is_bounded(folder):
+    def spins(*words):
+        unset = "env", "-u", "OMP_WAIT_POLICY", "-u", "GOMP_SPINCOUNT", "OMP_DISPLAY_ENV=verbose"
+        shown = run(*unset, *words, TRAIN, "--help").ok().err
+        if "GOMP_SPINCOUNT" not in shown:
+            raise Skip("the threads are not those of GNU")
+        return int(re.search("GOMP_SPINCOUNT = '(\\d+)'", shown)[1])
+    assert spins() == 1000 and spins("GOMP_SPINCOUNT=77") == 77 and spins("OMP_WAIT_POLICY=active") > 1000
+
+
+# OpenBLAS would wait for ever for room that `ulimit -v` does not leave.
+def test_little_address_space(folder):
+    if "openblas" not in run("ldd", TRAIN).out or "asan" in TRAIN.parts:
+        raise Skip("there is no OpenBLAS, or there is ASan, which needs terabytes")
+
+    def limited(kib, options):
+        return run("sh", "-c", f"ulimit -v {kib}; exec {TRAIN} {TINY} {options}", OMP_NUM_THREADS="1")
+    for kib, options in (60000, "--plan"), (60000, "--steps 1"), (250000, "--steps 1"):
+        limited(kib, options).refused("`ulimit -v` leaves ", "OpenBLAS needs ", " thread")
+    limited(250000, "--plan").ok("all together")
+    limited(600000, f"--data {TEXT} --steps 1").ok()
+    limited(600000, LARGE).fails("this run needs ", " and the device has ")
+
+
+# The group of this process, and one in it.
+def test_little_memory_in_a_cgroup(folder):
+    path = re.search("^(0:|\\d+:memory):(.*)$", pathlib.Path("/proc/self/cgroup").read_text(), re.M)
+    top, file = ("", "memory.max") if path[1] == "0:" else ("memory", "memory.limit_in_bytes")
+    group = pathlib.Path("/sys/fs/cgroup", top, path[2].strip("/"), f"lce-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / file).write_text("300M")
+        done = run("sh", "-c", f"echo $$ >{group}/cgroup.procs && exec {TRAIN} {TINY} {LARGE}")
+    except OSError as error:
+        raise Skip(f"no cgroup can be made: {error}") from error
+    finally:
+        if group.exists():
+            group.rmdir()
+    done.fails("this run needs ", " and the device has 2")
+
+
+main(globals())
