@@ -318,3 +318,7 @@ double euclidean_distance(const double *a, const double *b, int64_t count) {
   for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
   return sqrt(squares);
 }
+
+double relative_distance(const double *a, const double *b, int64_t count) {
+  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count));
+}

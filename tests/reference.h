@@ -65,5 +65,6 @@ void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double sc
 
 // The sum of a[i] * b[i]: an objective whose gradient with respect to a is b.
 double reference_dot(const double *a, const double *b, int64_t count);
-// The root of the sum of (a[i] - b[i])^2.
+// The root of the sum of (a[i] - b[i])^2; and over that of the sum of b[i]^2.
 double euclidean_distance(const double *a, const double *b, int64_t count);
+double relative_distance(const double *a, const double *b, int64_t count);

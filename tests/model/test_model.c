@@ -24,8 +24,7 @@ TEST(test_family_names) {
 }
 
 // Every preset is complete, its name is in the list that messages show, and its size is the published one.
-TEST(test_presets) {
-  Harness *h = *state;
+HARNESS_TEST(test_presets) {
   static const struct {
     const char *preset;
     int64_t parameters;
@@ -65,8 +64,7 @@ TEST(test_flops) {
 }
 
 // The head is alone in its group; matrices are decayed, vectors are not; tensors fill groups without overlap.
-TEST(test_groups) {
-  Harness *h = *state;
+HARNESS_TEST(test_groups) {
   static const char *const presets[] = {"gpt2-tiny", "llama-tiny"};
   for (int i = 0; i < 4; i++) {
     ModelConfig config = small(presets[i / 2]);
@@ -124,8 +122,7 @@ static void assert_close(double got, double want, double relative) {
 
 // Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5, which turns 8192 / (2 pi 707.1068) =
 // 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. From i = 18 on: 32 times slower.
-TEST(test_rope_table) {
-  Harness *h = *state;
+HARNESS_TEST(test_rope_table) {
   ModelConfig config = model_preset("llama-1b");
   config.vocab_size = 5;
   config.num_hidden_layers = 1;
@@ -203,14 +200,13 @@ static void check_first_values(Harness *h, const char *preset, double residual_s
   model_destroy(&model);
 }
 
-TEST(test_first_values) {
-  check_first_values(*state, "gpt2-tiny", 0.02 / sqrt(2 * 2));
-  check_first_values(*state, "llama-tiny", 0.02);
+HARNESS_TEST(test_first_values) {
+  check_first_values(h, "gpt2-tiny", 0.02 / sqrt(2 * 2));
+  check_first_values(h, "llama-tiny", 0.02);
 }
 
 // One seed gives one set of bits; another seed gives other bits. No tensor repeats another's draws.
-TEST(test_seeds) {
-  Harness *h = *state;
+HARNESS_TEST(test_seeds) {
   static const uint64_t seeds[] = {7, 7, 8};
   ModelConfig config = small("llama-tiny");
   config.tie_word_embeddings = false; // no group is empty
@@ -235,8 +231,7 @@ TEST(test_seeds) {
 }
 
 // bf16 weights are the rounded master weights, and those are what an fp32 model begins with.
-TEST(test_master_weights) {
-  Harness *h = *state;
+HARNESS_TEST(test_master_weights) {
   ModelConfig config = small("gpt2-tiny");
   Model plain, mixed;
   model_create(&plain, &config, h->backend, all_fp32, 40);
@@ -286,8 +281,7 @@ TEST(test_impossible_sizes) {
 }
 
 // Which the options have refused before; a caller of the library may not have.
-TEST(test_models_that_cannot_be_created) {
-  Harness *h = *state;
+HARNESS_TEST(test_models_that_cannot_be_created) {
   ModelConfig config = model_preset("gpt2-tiny");
   Model model;
   assert_fails(h, "--seq-len 1025 is longer than the 1024 positions of gpt2-tiny",

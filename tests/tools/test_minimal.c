@@ -9,11 +9,10 @@
 
 enum { BATCH = 3, SEQ_LEN = 17, ROWS = BATCH * SEQ_LEN, STEPS = 4, WARMUP = 2 };
 
-// |got - want| / |want| over all elements.
 static void check_near(Run *run, const char *what, Tensor got, float *want, double most) {
   int64_t count = tensor_count(got);
   const double *a = values_of(run->h, got), *b = values_of(run->h, tensor_1d(want, DTYPE_F32, count));
-  double error = euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count));
+  double error = relative_distance(a, b, count);
   if (!(error <= most)) fail_msg("%s is off by %.2g, %.2g allowed", what, error, most);
 }
 
