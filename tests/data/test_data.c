@@ -10,8 +10,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// --- text sources ---------------------------------------------------------------------------------------
-
 // The source is of this kind, and so many files, and holds these tokens; closes it.
 #define ASSERT_SOURCE(source, kind, files, ...)                                                              \
   assert_source(source, kind, files, (const int32_t[]){__VA_ARGS__},                                         \
@@ -150,8 +148,6 @@ TEST(unreadable_paths_are_named) {
   assert_int_equal(chmod(temp_path("locked/inner"), 0755), 0);
 }
 
-// --- shards ---------------------------------------------------------------------------------------------
-
 TEST(shards_of_both_widths_join) {
   write_shard16("s16_a.bin", (const uint16_t[]){0, 50256, 65535}, 3);
   write_shard16("s16_b.bin", (const uint16_t[]){7}, 1);
@@ -183,8 +179,6 @@ TEST(kinds_do_not_mix) {
   ASSERT_FAILS(open_one("mixed/*", 300), "mixed/a.txt", "mixed/folder/b.bin", "cannot be mixed");
   ASSERT_FAILS(open_one("blend/*", 300), "blend/folder/a.txt", "blend/b.bin", "cannot be mixed");
 }
-
-// --- masks -------------------------------------------------------------------------------------------------
 
 static void write_mask(const char *name, int32_t count, const void *bits, size_t bytes) {
   write_shard(name, 20261120, 1, count, bits, bytes);
@@ -268,8 +262,6 @@ TEST(masks_of_other_shards_are_refused) {
   unlink(temp_path("linked.mask"));
 }
 
-// --- damage ------------------------------------------------------------------------------------------------
-
 // A shard's header, and bytes after it; -1: a byte of the header is missing.
 typedef struct {
   int32_t magic, version, count;
@@ -338,8 +330,6 @@ TEST(ids_outside_the_vocabulary_are_found) {
   source_close(source);
   assert_int_equal(mappings(), before);
 }
-
-// --- the corpus -----------------------------------------------------------------------------------------
 
 static void assert_entropy(Source *source, double expected) {
   assert_true(fabs(source_entropy(source) - expected) < 1e-9);

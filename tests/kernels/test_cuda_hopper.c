@@ -300,8 +300,6 @@ int main(void) {
 
 #else
 
-int main(void) {
-  return skip_all("hopper", "the GEMMs for Hopper", "built without CUDA");
-}
+TEST_MAIN(skip_all("hopper", "the GEMMs for Hopper", "built without CUDA"))
 
 #endif

@@ -5,8 +5,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-// --- codes -------------------------------------------------------------------------------------------------
-
 // Four bits of exponent with bias 7, three of mantissa; exponent 0 is that of 1 without the leading one.
 static double defined(int code) {
   int exponent = code >> 3 & 15, mantissa = code & 7;
@@ -42,8 +40,6 @@ HARNESS_TEST(test_codes) {
   assert_code(FLT_MIN, 0), assert_code(-0.0, 0x80);
   assert_int_equal(e4m3_from_f32(NAN), 0x7F);
 }
-
-// --- quantisation ------------------------------------------------------------------------------------------
 
 // FP8 is for GPUs that have it.
 static void need_fp8(const Harness *h) {
@@ -120,8 +116,6 @@ HARNESS_TEST(test_not_finite) {
   }
 }
 
-// --- matmuls -----------------------------------------------------------------------------------------------
-
 // What the codes stand for.
 static double *decoded(Harness *h, Fp8 fp8) {
   uint8_t *codes = codes_of(h, fp8.codes);
@@ -179,6 +173,4 @@ HARNESS_TEST(test_refusals) {
   assert_fails(h, part, matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8}));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

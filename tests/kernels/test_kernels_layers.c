@@ -5,8 +5,6 @@
 #include "tests/harness.h"
 #include "tests/reference.h"
 
-// --- tokens to vectors -------------------------------------------------------------------------------------
-
 typedef struct {
   int64_t batch, seq_len, hidden, vocab;
   bool positions, accumulate, popular,
@@ -82,8 +80,6 @@ HARNESS_TEST(test_embedding) {
   RUN_CASES(h, embedding_case, shapes);
   RUN_MIRRORED(h, embedding_case, mirrored);
 }
-
-// --- normalisation -----------------------------------------------------------------------------------------
 
 typedef struct {
   NormKind kind;
@@ -176,8 +172,6 @@ HARNESS_TEST(test_norm) {
   RUN_CASES(h, norm_case, shapes);
   RUN_MIRRORED(h, norm_case, mirrored);
 }
-
-// --- GEMMs -------------------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, inputs, outputs, pad; // pad: what strided tensors leave between rows
@@ -422,8 +416,6 @@ HARNESS_TEST(test_no_rows) {
   check_values(h, "column sums of no rows", sums, zeros, within(0, 1));
 }
 
-// --- activations -------------------------------------------------------------------------------------------
-
 typedef struct {
   int64_t rows, width;
   Activation activation;
@@ -480,8 +472,6 @@ HARNESS_TEST(test_activations) {
   RUN_MIRRORED(h, activation_case, mirrored);
 }
 
-// --- arguments that are refused ----------------------------------------------------------------------------
-
 // An operation's call that fails with this part of a sentence.
 #define REFUSED(part, operation, Arguments, ...)                                                             \
   assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
@@ -534,6 +524,4 @@ HARNESS_TEST(test_refusals) {
   REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -59,6 +59,4 @@ TEST(the_first_host_of_a_list) {
   }
 }
 
-int main(void) {
-  return tests_run("launch", NULL, NULL);
-}
+TEST_MAIN(tests_run("launch", NULL, NULL))

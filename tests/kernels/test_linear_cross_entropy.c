@@ -418,6 +418,4 @@ HARNESS_TEST(test_refusals) {
                  (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -15,8 +15,6 @@ static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t h
   return p;
 }
 
-// --- the reference itself ----------------------------------------------------------------------------------
-
 // PyTorch's values and autograd's gradients, every term alone and combined
 // (tests/golden/make_loss_golden.py).
 static double number(const cJSON *object, const char *key) {
@@ -90,8 +88,6 @@ HARNESS_TEST(test_reference_is_as_in_torch) {
   cJSON_Delete(document);
   free(text);
 }
-
-// --- the layer ---------------------------------------------------------------------------------------------
 
 typedef struct {
   LceMode mode;
@@ -219,6 +215,4 @@ HARNESS_TEST(test_nothing_counts) {
   }
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

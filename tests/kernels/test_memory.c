@@ -8,16 +8,12 @@
 
 #include <unistd.h>
 
-// --- sentences ---------------------------------------------------------------------------------------------
-
 // The call fails with exactly this sentence.
 #define ASSERT_SAYS(call, expected)                                                                          \
   do {                                                                                                       \
     CATCH(call);                                                                                             \
     assert_string_equal(caught_sentence, expected);                                                          \
   } while (0)
-
-// --- a source that counts ----------------------------------------------------------------------------------
 
 typedef struct {
   size_t limit, given, poisoned, blocks;
@@ -52,8 +48,6 @@ static Memory counted_memory(Counter *counter) {
       .allocate = counted_allocate, .release = counted_release, .poison = counted_poison, .context = counter};
   return memory_create(&source);
 }
-
-// --- memory ------------------------------------------------------------------------------------------------
 
 // What is not 0 of bytes by category.
 static const char *said(const size_t *bytes) {
@@ -271,8 +265,6 @@ TEST(test_category_names) {
   assert_string_equal(memory_category_name(MEMORY_HEAD), "lm_head, loss");
 }
 
-// --- tensors -----------------------------------------------------------------------------------------------
-
 TEST(test_tensors) {
   float elements[60];
   Tensor t = tensor_2d(elements, DTYPE_F32, 6, 10);
@@ -329,8 +321,6 @@ TEST(test_bf16) {
   for (int d = 0; d < DTYPE_COUNT; d++) assert_int_equal(dtype_bytes((Dtype)d), bytes[d]);
 }
 
-// --- random numbers ----------------------------------------------------------------------------------------
-
 TEST(test_random) {
   enum { COUNT = 100000 };
   assert_true(random_bits(1, 2, 3) == random_bits(1, 2, 3));
@@ -382,8 +372,6 @@ TEST(test_permutation) {
   assert_in_range(high, 25, 75); // 50, 5 standard errors
 }
 
-// --- text --------------------------------------------------------------------------------------------------
-
 // The texts, each followed by a bar.
 #define TEXTS(want, ...) check_texts(want, (const Text[]){__VA_ARGS__, {""}})
 static void check_texts(const char *want, const Text *texts) {
@@ -431,6 +419,4 @@ TEST(test_abandoned_backend) {
   assert_int_equal(destroyed, 2);
 }
 
-int main(void) {
-  return tests_run("memory", NULL, NULL);
-}
+TEST_MAIN(tests_run("memory", NULL, NULL))

@@ -114,6 +114,4 @@ HARNESS_TEST(test_orthogonalize_of_nothing) {
   for (int i = 0; i < 48; i++) assert_true(isnan(values_of(h, x)[i]));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -6,8 +6,6 @@
 #include "kernels/random.h"
 #include "tests/loss_problem.h"
 
-// --- problems whose tiles differ in mass -------------------------------------------------------------------
-
 typedef struct {
   int64_t rows, hidden, vocab, chunk;
   int64_t size; // of the chunks that result, all but the last
@@ -95,8 +93,6 @@ HARNESS_TEST(test_cases) {
   RUN_CASES(h, sampled_case, cases);
 }
 
-// --- the ends ----------------------------------------------------------------------------------------------
-
 // Below a full mass of 2^-5 gradients are exact, as for dx alone; with 2^-5 all tiles here are kept.
 HARNESS_TEST(test_all_kept) {
   const Case c = {301, 40, 1401, 128, 128, .terms = false};
@@ -173,8 +169,6 @@ HARNESS_TEST(test_redone_row) {
   assert_some_dropped(&made.r);
 }
 
-// --- draws -------------------------------------------------------------------------------------------------
-
 // Threads change no bit, another seed does; losses are those without sampling; without gradients stats are 0.
 HARNESS_TEST(test_repeats) {
   if (!samples(h, 72, 150)) skip();
@@ -212,8 +206,6 @@ HARNESS_TEST(test_unbiased) {
   linear_cross_entropy(h->backend, plain);
   check_unbiased(h, linear_cross_entropy, p.call, &plain, 256);
 }
-
-// --- the operation by itself -------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, hidden, vocab, stride;
@@ -375,6 +367,4 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [2]", a.sampling.stats = tensor_rows(a.loss, 0, 2));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -572,6 +572,4 @@ TEST(companions_travel_along) {
   run_close(run);
 }
 
-int main(void) {
-  return tests_run("checkpoint", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("checkpoint", make_temp_dir, remove_temp_dir))

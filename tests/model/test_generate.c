@@ -253,6 +253,4 @@ TEST(test_the_likeliest_of_many) {
   assert_int_equal(kept, K);
 }
 
-int main(void) {
-  return tests_run("generate", NULL, NULL);
-}
+TEST_MAIN(tests_run("generate", NULL, NULL))

@@ -241,6 +241,4 @@ TEST(loading_and_saving_keeps_every_bit) {
       check_round_trip(models[m].name, models[m].dtype, models[m].shard_bytes, models[m].files);
 }
 
-int main(void) {
-  return tests_run("golden", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("golden", make_temp_dir, remove_temp_dir))

@@ -291,6 +291,4 @@ HARNESS_TEST(test_models_that_cannot_be_created) {
                model_create(&model, &config, h->backend, all_fp32, 16));
 }
 
-int main(void) {
-  return run_on_backend("cpu");
-}
+TEST_MAIN(run_on_backend("cpu"))

@@ -320,6 +320,4 @@ TEST(test_refusals) {
   case_close(c);
 }
 
-int main(void) {
-  return tests_run("transformer", NULL, NULL);
-}
+TEST_MAIN(tests_run("transformer", NULL, NULL))

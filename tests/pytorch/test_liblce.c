@@ -8,8 +8,6 @@
 #include "tests/loss_problem.h"
 #include "tools/torch/liblce/liblce.h"
 
-// --- problems ----------------------------------------------------------------------------------------------
-
 // A call's tensors, needed ones first: places in lce_args and ReferenceLoss, sizes as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
 typedef struct {
@@ -154,8 +152,6 @@ static lce_context *context_on_cpu(void) {
   return context;
 }
 
-// --- results -----------------------------------------------------------------------------------------------
-
 // Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
 HARNESS_TEST(test_values) {
   static const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
@@ -274,8 +270,6 @@ HARNESS_TEST(test_scale) {
   assert_int_equal(lce_scale(NULL, out, 0, x, 0, 3, &half, NULL), 1);
   lce_destroy(context);
 }
-
-// --- refusals ----------------------------------------------------------------------------------------------
 
 // The call gives a sentence with the part, and writes nothing.
 static void refused(lce_context *context, const Problem *p, const char *part, lce_args args) {
@@ -476,8 +470,6 @@ HARNESS_TEST(test_impossible_addresses) {
   lce_destroy(context);
 }
 
-// --- contexts and threads ----------------------------------------------------------------------------------
-
 HARNESS_TEST(test_wrong_contexts) {
   const struct {
     const char *device, *dtype, *part;
@@ -610,6 +602,4 @@ HARNESS_TEST(test_threads) {
   }
 }
 
-int main(void) {
-  return run_on_backend("cpu");
-}
+TEST_MAIN(run_on_backend("cpu"))

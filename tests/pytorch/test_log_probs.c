@@ -50,6 +50,4 @@ HARNESS_TEST(test_refusals) {
   assert_fails(h, "entropy_weights is fp32 [2]", materialized_with_entropies(h->backend, all, two));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -114,6 +114,4 @@ TEST(test_alone) {
   free(output);
 }
 
-int main(void) {
-  return tests_run("minimal", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("minimal", make_temp_dir, remove_temp_dir))

@@ -219,6 +219,4 @@ static int make_masked(void **state) {
   return 0;
 }
 
-int main(void) {
-  return tests_run("plan", make_masked, remove_temp_dir);
-}
+TEST_MAIN(tests_run("plan", make_masked, remove_temp_dir))

@@ -248,6 +248,4 @@ TEST(test_mfu) {
   check_report(DTYPE_BF16, "NVIDIA Unheard Of, CUDA 13.0", NAN);
 }
 
-int main(void) {
-  return tests_run("profile", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("profile", make_temp_dir, remove_temp_dir))

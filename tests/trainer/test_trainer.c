@@ -524,6 +524,4 @@ TEST(test_samples) {
   run_close(run);
 }
 
-int main(void) {
-  return tests_run("trainer", make_data, remove_temp_dir);
-}
+TEST_MAIN(tests_run("trainer", make_data, remove_temp_dir))
