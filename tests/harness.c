@@ -278,7 +278,6 @@ static void check_one(const char *what, int64_t i, double got, double want, doub
              want, fabs(got - want), tolerance);
 }
 
-// What a case checked.
 typedef struct Record {
   char what[64];
   double *values;

@@ -227,6 +227,18 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
   }
 }
 
+void check_ignored(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets) {
+  for (const LossField *f = loss_fields; f->name; f++) {
+    Tensor t = *loss_tensor(a, f);
+    if (f->kind < LOSS_OUTPUT || f->size[0] != 'N' || !tensor_exists(t)) continue;
+    const double *values = values_of(h, t);
+    int64_t width = tensor_count(t) / t.shape[0];
+    for (int64_t k = 0; k < tensor_count(t); k++)
+      if (targets[k / width] == IGNORE_INDEX && values[k] != 0)
+        fail_msg("%s: %s of the ignored token %d is %g", what, f->name, (int)(k / width), values[k]);
+  }
+}
+
 void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b) {
   for (const LossField *f = loss_fields; f->name; f++)
     if (f->kind >= LOSS_OUTPUT && tensor_exists(*loss_tensor(a, f)) && tensor_exists(*loss_tensor(b, f)))

@@ -65,6 +65,8 @@ void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
 // What the call gives against r from token `first` and the shard's first row on. Fills gradients.terms in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
+// Of the ignored tokens everything is 0.
+void check_ignored(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets);
 // What both calls give has the same bits.
 void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
 // Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.

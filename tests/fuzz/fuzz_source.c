@@ -47,7 +47,6 @@ static void read_all(const Loader *loader) {
   }
 }
 
-// A shard of zeros.
 static int make_file(void) {
   int32_t header[256] = {20240801, 7, TOKENS};
   int file = mkstemps(path, 4);

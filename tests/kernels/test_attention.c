@@ -218,8 +218,7 @@ static void run_passes(Harness *h, AttentionBackward backward, bool portable) {
 
 enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
 
-// Checks the first `kinds` of kernels, and that they repeat their bits. The reference takes longest: once for
-// all.
+// The first `kinds` of kernels against one reference, which takes longest, and against their bits again.
 static void check_shape(Harness *h, AttentionShape s, int kinds) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, s, packed);

@@ -1,6 +1,5 @@
 // The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: ragged tiles, rows with gaps, rounds and
-// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again. Skipped on other
-// devices.
+// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again.
 
 #include "tests/loss_problem.h"
 

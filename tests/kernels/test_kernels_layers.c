@@ -81,32 +81,32 @@ HARNESS_TEST(test_embedding) {
   RUN_MIRRORED(h, embedding_case, mirrored);
 }
 
+// What an objective reads and writes.
+typedef struct {
+  const void *shape;
+  double *x, *weight, *bias, *residual, *pre, *out, *mean, *rstd, *dout;
+} Case;
+
 typedef struct {
   NormKind kind;
   int64_t rows, heads, hidden; // several heads lie in rows that hold more, and their gradient replaces dout
   bool accumulate_dx, accumulate, narrow;
 } NormShape;
 
-typedef struct {
-  NormShape s;
-  double *x, *weight, *bias, *out, *mean, *rstd, *dout;
-} NormCase;
-
 static double norm_objective(void *context) {
-  NormCase *c = context;
-  int64_t rows = c->s.rows * c->s.heads;
-  reference_norm(c->s.kind, c->out, c->mean, c->rstd, c->x, c->weight, c->bias, rows, c->s.hidden, 1e-5);
-  return reference_dot(c->out, c->dout, rows * c->s.hidden);
+  Case *c = context;
+  const NormShape *s = c->shape;
+  int64_t rows = s->rows * s->heads;
+  reference_norm(s->kind, c->out, c->mean, c->rstd, c->x, c->weight, c->bias, rows, s->hidden, 1e-5);
+  return reference_dot(c->out, c->dout, rows * s->hidden);
 }
 
 static void norm_case(Harness *h, const void *shape) {
   NormShape s = *(const NormShape *)shape;
   bool layer = s.kind == NORM_LAYER, heads = s.heads > 1;
   int64_t wide = s.heads * s.hidden, count = s.rows * s.heads, apart = heads ? wide + 6 : wide;
-  NormCase c = {.s = s,
-                .out = host_values(h, count * s.hidden),
-                .mean = host_values(h, count),
-                .rstd = host_values(h, count)};
+  Case c = {.shape = shape, .out = host_values(h, count * s.hidden)};
+  c.mean = host_values(h, count), c.rstd = host_values(h, count);
   NormForward forward = {.kind = s.kind,
                          .out = poisoned_strided(h, h->dtype, s.rows, wide, apart),
                          .rstd = poisoned_vector(h, DTYPE_F32, count),
@@ -181,11 +181,6 @@ typedef struct {
   double alpha;          // 0: not given
 } LinearShape;
 
-typedef struct {
-  LinearShape s;
-  double *x, *weight, *bias, *residual, *pre, *out, *dout;
-} LinearCase;
-
 // The activation of `columns` outputs.
 static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
   if (kind == ACTIVATION_SWIGLU) reference_swiglu(out, pre, rows, columns);
@@ -198,8 +193,8 @@ static int64_t made(LinearShape s) { // by the GEMM
 }
 
 static double linear_objective(void *context) {
-  LinearCase *c = context;
-  LinearShape s = c->s;
+  Case *c = context;
+  LinearShape s = *(const LinearShape *)c->shape;
   reference_linear(c->pre, c->x, c->weight, s.in_out_layout, c->bias, c->residual, s.rows, s.inputs, made(s));
   activate(s.activation, c->out, c->pre, s.rows, s.outputs);
   return (s.alpha == 0 ? 1 : s.alpha) * reference_dot(c->out, c->dout, s.rows * s.outputs);
@@ -228,10 +223,10 @@ static Tolerance through(const Harness *h, Activation activation, double terms) 
 
 static void linear_forward_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
-  LinearCase c = {.s = s,
-                  .dout = host_values(h, s.rows * s.outputs),
-                  .pre = host_values(h, s.rows * made(s)),
-                  .out = host_values(h, s.rows * s.outputs)};
+  Case c = {.shape = shape,
+            .dout = host_values(h, s.rows * s.outputs),
+            .pre = host_values(h, s.rows * made(s)),
+            .out = host_values(h, s.rows * s.outputs)};
   int64_t apart = s.outputs + (s.activation == ACTIVATION_SWIGLU ? 0 : s.pad);
   LinearForward a = {.x = random_strided(h, &c.x, s.rows, s.inputs, s.inputs + s.pad, 1),
                      .weight = weight_of(h, &c.weight, s),
@@ -256,8 +251,8 @@ static void linear_forward_case(Harness *h, const void *shape) {
 
 // dx through the activation before the matmul; pre is [rows, inputs] or, of SwiGLU, [rows, 2 inputs].
 static double activated_objective(void *context) {
-  LinearCase *c = context;
-  LinearShape s = c->s;
+  Case *c = context;
+  LinearShape s = *(const LinearShape *)c->shape;
   activate(s.activation, c->x, c->pre, s.rows, s.inputs);
   reference_linear(c->out, c->x, c->weight, s.in_out_layout, NULL, NULL, s.rows, s.inputs, s.outputs);
   return reference_dot(c->out, c->dout, s.rows * s.outputs);
@@ -267,10 +262,10 @@ static void linear_backward_input_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
   bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.inputs : s.inputs, apart = columns + (s.activation ? 0 : s.pad);
-  LinearCase c = {.s = s,
-                  .pre = random_values(h, s.rows * columns, 2),
-                  .x = host_values(h, s.rows * s.inputs),
-                  .out = host_values(h, s.rows * s.outputs)};
+  Case c = {.shape = shape,
+            .pre = random_values(h, s.rows * columns, 2),
+            .x = host_values(h, s.rows * s.inputs),
+            .out = host_values(h, s.rows * s.outputs)};
   if (s.rows * columns > 3) c.pre[0] = -30, c.pre[1] = 30, c.pre[2] = 0, c.pre[3] = -9;
   double *before = NULL, terms = (double)s.outputs;
   LinearShape plain = s;
@@ -293,10 +288,10 @@ static void linear_backward_input_case(Harness *h, const void *shape) {
 
 static void linear_backward_weight_case(Harness *h, const void *shape) {
   LinearShape s = *(const LinearShape *)shape;
-  LinearCase c = {.s = s,
-                  .bias = random_values(h, s.outputs, 1),
-                  .pre = host_values(h, s.rows * s.outputs),
-                  .out = host_values(h, s.rows * s.outputs)};
+  Case c = {.shape = shape,
+            .bias = random_values(h, s.outputs, 1),
+            .pre = host_values(h, s.rows * s.outputs),
+            .out = host_values(h, s.rows * s.outputs)};
   double *weight_before, *bias_before;
   Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
   Tensor like = weight_of(h, &c.weight, s);
@@ -422,15 +417,11 @@ typedef struct {
   bool in_place;
 } ActivationShape;
 
-typedef struct {
-  ActivationShape s;
-  double *x, *out, *dout;
-} ActivationCase;
-
 static double activation_objective(void *context) {
-  ActivationCase *c = context;
-  activate(c->s.activation, c->out, c->x, c->s.rows, c->s.width);
-  return reference_dot(c->out, c->dout, c->s.rows * c->s.width);
+  Case *c = context;
+  const ActivationShape *s = c->shape;
+  activate(s->activation, c->out, c->x, s->rows, s->width);
+  return reference_dot(c->out, c->dout, s->rows * s->width);
 }
 
 static void check_amax(Harness *h, Tensor amax, Tensor of) {
@@ -443,8 +434,8 @@ static void activation_case(Harness *h, const void *shape) {
   ActivationShape s = *(const ActivationShape *)shape;
   bool swiglu = s.activation == ACTIVATION_SWIGLU;
   int64_t columns = swiglu ? 2 * s.width : s.width;
-  ActivationCase c = {
-      .s = s, .x = random_values(h, s.rows * columns, 3), .out = host_values(h, s.rows * s.width)};
+  Case c = {
+      .shape = shape, .x = random_values(h, s.rows * columns, 3), .out = host_values(h, s.rows * s.width)};
   c.x[0] = -100; // silu and gelu underflow to 0
   Tensor x = tensor_from(h, h->dtype, c.x, s.rows, columns), out = poisoned(h, h->dtype, s.rows, s.width);
   Tensor dout = random_tensor(h, &c.dout, s.rows, s.width, 1);

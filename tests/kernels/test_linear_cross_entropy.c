@@ -128,8 +128,7 @@ HARNESS_TEST(test_common_offset) {
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
 
-// A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
-// predicted.
+// A bias of minus infinity, a saturated soft-cap: finite entropies, and the first of equal logits.
 HARNESS_TEST(test_masked_and_saturated) {
   enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
   for (int capped = 0; capped < 2; capped++) {
@@ -163,8 +162,7 @@ HARNESS_TEST(test_masked_and_saturated) {
   }
 }
 
-// Targets drawn from the model nearly cancel the rest of dweight: they are added before rounding to W's
-// dtype.
+// Targets drawn from the model nearly cancel the rest of dweight: they are added before it is rounded.
 HARNESS_TEST(test_narrow_dweight) {
   enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);

@@ -44,36 +44,33 @@ static void case_close(Case *c) {
   harness_close(c->h);
 }
 
-// Of `length` tokens after `past` in a cache, if any.
+// Of `length` tokens after `past` in a cache.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
   int32_t positions[2 * WINDOW];
   for (int64_t i = 0; i < length; i++) positions[i] = (int32_t)i;
-  Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
+  Tensor logits = poisoned(c->h, DTYPE_F32, length, VOCAB);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
   transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, positions, length),
                      logits);
   return logits;
 }
 
-static void cached_case(const char *preset) {
+TEST(test_cached_logits_equal_uncached) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  Case c = case_open("cpu", preset);
-  draw_weights(c.h, &c.model);
-  int64_t vocab_size = c.model.config.vocab_size;
-  int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
-  double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
-  KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
-  for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
-    check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
-                 want + past * vocab_size, within(64, 20));
-  assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
-  case_close(&c);
-}
-
-TEST(test_cached_logits_equal_uncached) {
-  for (int p = 0; p < PRESETS; p++) cached_case(presets[p]);
+  for (int p = 0; p < PRESETS; p++) {
+    Case c = case_open("cpu", presets[p]);
+    draw_weights(c.h, &c.model);
+    int32_t *tokens = random_ids(c.h, LENGTH, VOCAB);
+    double *want = model_logits(c.h, &c.model, tokens, 1, LENGTH);
+    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
+      check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
+                   want + past * VOCAB, within(64, 20));
+    assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
+    case_close(&c);
+  }
 }
 
 TEST(test_texts_equal_the_plain_loop) {
@@ -81,12 +78,11 @@ TEST(test_texts_equal_the_plain_loop) {
   for (int p = 0; p < PRESETS; p++) {
     Case c = case_open("cpu", presets[p]);
     draw_weights(c.h, &c.model);
-    int64_t vocab_size = c.model.config.vocab_size;
     double cap = c.model.config.final_logit_softcapping = 2 * p; // none for the first
     for (int k = 0; k < 5; k++) {
       enum { MAX_NEW_TOKENS = 30 };
       int64_t count, end = prompts[k] + MAX_NEW_TOKENS;
-      int32_t *prompt = random_ids(c.h, end, vocab_size);
+      int32_t *prompt = random_ids(c.h, end, VOCAB);
       Generation g = {.prompt = prompt,
                       .prompt_count = prompts[k],
                       .max_new_tokens = MAX_NEW_TOKENS,
@@ -98,12 +94,10 @@ TEST(test_texts_equal_the_plain_loop) {
       assert_memory_equal(text, prompt, (size_t)prompts[k] * sizeof *text);
       for (int64_t i = prompts[k]; i < end; i++) {
         int64_t start = i > WINDOW ? i - WINDOW : 0;
-        const double *z =
-            model_logits(c.h, &c.model, text + start, 1, i - start) + (i - start - 1) * vocab_size;
+        const double *z = model_logits(c.h, &c.model, text + start, 1, i - start) + (i - start - 1) * VOCAB;
         float row[VOCAB];
-        for (int64_t v = 0; v < vocab_size; v++) row[v] = (float)(cap > 0 ? cap * tanh(z[v] / cap) : z[v]);
-        int32_t drawn = sampling_draw(&g.sampling, row, vocab_size, random_uniform(11, 7, (uint64_t)i));
-        assert_int_equal(text[i], drawn);
+        for (int64_t v = 0; v < VOCAB; v++) row[v] = (float)(cap > 0 ? cap * tanh(z[v] / cap) : z[v]);
+        assert_int_equal(text[i], sampling_draw(&g.sampling, row, VOCAB, random_uniform(11, 7, (uint64_t)i)));
       }
       free(text);
     }

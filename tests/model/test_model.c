@@ -12,7 +12,6 @@ static ModelConfig small(const char *preset) {
   return c;
 }
 
-// The families' names in help and messages are those of the table.
 TEST(test_family_names) {
   char names[256] = "";
   for (int f = 0; f < FAMILY_COUNT; f++) {

@@ -103,7 +103,6 @@ static TransformerOptions options_of(LceMode mode, int64_t chunk, Recompute reco
   return (TransformerOptions){.mode = mode, .chunk = chunk, .recompute = recompute};
 }
 
-// All gradients, tensor after tensor, as they are now.
 static double **gradients_of(Case *c) {
   const ParameterSet *p = &c->model.parameters;
   double **all = (double **)host_values(c->h, p->count);
@@ -111,7 +110,6 @@ static double **gradients_of(Case *c) {
   return all;
 }
 
-// What a pass wrote.
 typedef struct {
   double *loss, **gradients;
 } Result;

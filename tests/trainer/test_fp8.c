@@ -22,7 +22,6 @@ static Run *open_run(const char *model, const char *options) {
   return run;
 }
 
-// Of a first step.
 TEST(test_gradients) {
   for (int m = 0; m < MODELS; m++) {
     Run *plain = open_run(models[m], ""), *fp8 = open_run(models[m], "--fp8");

@@ -48,22 +48,15 @@ TEST(test_schedules) {
 
 #define LLAMA                                                                                                \
   "--model llama-tiny --vocab 300 --hidden-size 24 --intermediate-size 40 --num-layers 2 "                   \
-  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 --data %s "
+  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --seq-len 17 --batch 3 "
 #define GPT2                                                                                                 \
   "--model gpt2-tiny --vocab 300 --hidden-size 20 --num-layers 2 --num-attention-heads 2 --seq-len 17 "      \
-  "--batch 3 --max-position-embeddings 19 --data %s "
+  "--batch 3 --max-position-embeddings 19 "
 static const char *const models[] = {LLAMA, GPT2};
 enum { MODELS = 2 };
 
-// A run on one of the files of the temporary directory.
-static Run *open_on(const char *model, const char *file, const char *options) {
-  char line[512];
-  snprintf(line, sizeof line, model, temp_path(file));
-  return run_open("%s %s", line, options);
-}
-
 static Run *open(const char *model, const char *options) {
-  return open_on(model, "words.txt", options);
+  return run_open("%s--data %s %s", model, temp_path("words.txt"), options);
 }
 
 enum { TOKENS = 3000 };
@@ -147,10 +140,8 @@ TEST(test_loss_is_the_mean_of_what_counts) {
                {"nothing.bin", "--lce-chunk 20"},
                {"nothing.bin", "--materialized-logits --val-fraction 0"}};
   for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
-    char options[160];
-    snprintf(options, sizeof options, "--batch 2 --total-batch 102 --lr 0.01 --warmup 5 %s",
-             cases[i / 2].options);
-    Run *run = open_on(models[i % 2], cases[i / 2].file, options);
+    Run *run = run_open("%s--data %s --batch 2 --total-batch 102 --lr 0.01 --warmup 5 %s", models[i % 2],
+                        temp_path(cases[i / 2].file), cases[i / 2].options);
     bool all = !strcmp(cases[i / 2].file, "words.txt"), none = !strcmp(cases[i / 2].file, "nothing.bin");
     assert_int_equal(run->options.masked, !all);
     for (int64_t step = 0; step < 4; step++) {
@@ -170,7 +161,7 @@ TEST(test_loss_is_the_mean_of_what_counts) {
 
 // So are the gradients: those of the same batch, each target's over the number that counts.
 TEST(test_gradients_are_of_the_mean) {
-  Run *run = open_on(LLAMA, "masked.bin", "--lr 0");
+  Run *run = run_open(LLAMA "--data %s --lr 0", temp_path("masked.bin"));
   Trainer *t = &run->trainer;
   StepResult r = run_step(run, 0);
   Batch batch = trainer_copy_batch(t, 0, true);
@@ -214,9 +205,9 @@ TEST(test_one_curve) {
   double losses[STEPS] = {0}, norms[STEPS] = {0};
   for (size_t j = 0; j < 2 * sizeof jobs / sizeof *jobs; j++)
     for (int v = 0; v < 5 && jobs[j / 2].variants[v]; v++) {
-      char options[160];
-      snprintf(options, sizeof options, "--lr 0.003 --warmup 0 %s", jobs[j / 2].variants[v]);
-      Run *run = open_on(models[j % 2], jobs[j / 2].file, options);
+      const char *options = jobs[j / 2].variants[v];
+      Run *run = run_open("%s--data %s --lr 0.003 --warmup 0 %s", models[j % 2], temp_path(jobs[j / 2].file),
+                          options);
       for (int64_t step = 0; step < STEPS; step++) {
         StepResult r = run_step(run, step);
         if (v == 0) losses[step] = r.loss, norms[step] = r.grad_norm;
@@ -411,11 +402,10 @@ static void check_update(Run *run, bool clips) {
 TEST(test_update) {
   check_update(open(LLAMA, "--optimizer muon --lr 0.01 --warmup 2 --grad-clip 0.1 --untie-word-embeddings"),
                true);
-  check_update(
-      open(
-          GPT2,
-          "--optimizer muon --lr 0.01 --weight-decay 3 --momentum 0.8 --beta1 0.8 --beta2 0.7 --grad-clip 0"),
-      false);
+  check_update(open(GPT2,
+                    "--optimizer muon --lr 0.01 --weight-decay 3 --momentum 0.8 --beta1 0.8 --beta2 0.7 "
+                    "--grad-clip 0"),
+               false);
 }
 
 static Update updates[64];
@@ -460,10 +450,9 @@ TEST(test_validation) {
                {"words.txt", "--lce-chunk 20 --val-fraction 0.005", NULL, 4},
                {"packed.bin", "--batch 2 --pack documents", NULL, 0}};
   for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
-    char options[256];
-    snprintf(options, sizeof options, "%s %s", cases[i / 2].options,
-             cases[i / 2].held_back ? temp_path(cases[i / 2].held_back) : "");
-    Run *run = open_on(models[i % 2], cases[i / 2].file, options);
+    Run *run =
+        run_open("%s--data %s %s %s", models[i % 2], temp_path(cases[i / 2].file), cases[i / 2].options,
+                 cases[i / 2].held_back ? temp_path(cases[i / 2].held_back) : "");
     Trainer *t = &run->trainer;
     int64_t counted, batches = run->data.loader.validation_batches,
                      vocab_size = run->options.model.vocab_size;
@@ -487,9 +476,7 @@ TEST(test_validation) {
 
 // The pass that --compare-modes measures counts every target, whatever batch was there before it.
 TEST(test_gradient_pass_after_a_padded_batch) {
-  char options[256];
-  snprintf(options, sizeof options, "--val-data %s", temp_path("short.bin"));
-  Run *run = open_on(LLAMA, "short.bin", options);
+  Run *run = run_open(LLAMA "--data %s --val-data %s", temp_path("short.bin"), temp_path("short.bin"));
   assert_false(run->options.masked);
   run_step(run, 0);
   trainer_validate(&run->trainer, &run->data.loader, 0);
