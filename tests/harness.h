@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/kernels.h"
+#include "tests/reference.h"
 #include "tests/test.h"
 
 typedef struct Harness {

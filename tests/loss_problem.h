@@ -3,7 +3,6 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 // Terms that a problem may have, all of them at once, too.
 enum {

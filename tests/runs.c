@@ -1,7 +1,5 @@
 #include "tests/runs.h"
 
-#include "tests/reference.h"
-
 // `more` is appended to the line.
 static Options options_of(DeviceKind device, const char *more, const char *format, va_list arguments) {
   enum { LINE = 1200, WORDS = 64 };

@@ -14,7 +14,6 @@
 
 #include "kernels/cuda/cuda_ops.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/attention_kernels.h"

@@ -3,7 +3,6 @@
 #include <float.h>
 
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 // Four bits of exponent with bias 7, three of mantissa; exponent 0 is that of 1 without the leading one.
 static double defined(int code) {

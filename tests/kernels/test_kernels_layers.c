@@ -3,7 +3,6 @@
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 typedef struct {
   int64_t batch, seq_len, hidden, vocab;

@@ -2,7 +2,6 @@
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 static void rows_case(Harness *h, const void *shape) {
   enum { ROWS = 101, PICKED = 67 };

@@ -1,7 +1,6 @@
 // What launchers say in the environment is understood.
 #include "kernels/ranks/launch.h"
 #include "tests/data_files.h"
-#include "tests/test.h"
 
 // Sets pairs of names and values, and unsets all else that a launcher may set.
 static void set(const char *const *pairs) {

@@ -1,5 +1,4 @@
 // The foundations: named memory and its ledger, tensors as views, bf16, random numbers, text, failing.
-#include "kernels/fail.h"
 #include "kernels/kernels.h"
 #include "kernels/random.h"
 #include "kernels/system.h"

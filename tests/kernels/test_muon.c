@@ -1,7 +1,6 @@
 // Muon against torch.optim.Muon (tests/golden/make_muon_golden.py), Newton-Schulz of batches against float64.
 
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 static double *read_values(Harness *h, FILE *file, int64_t count) {
   double *values = host_values(h, count);

@@ -1,7 +1,6 @@
 // The whole transformer: losses, every parameter's gradient by finite differences, and what must not matter.
 // Every push is filled with NaN first. test_golden.c has the logits, tests/tools/test_minimal.c steps.
 #include "model/transformer.h"
-#include "tests/reference.h"
 #include "tests/runs.h"
 
 // Odd on purpose: nothing divides anything else.

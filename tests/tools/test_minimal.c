@@ -4,7 +4,6 @@
 #undef main
 
 #include "tests/process.h"
-#include "tests/reference.h"
 #include "tests/runs.h"
 
 enum { BATCH = 3, SEQ_LEN = 17, ROWS = BATCH * SEQ_LEN, STEPS = 4, WARMUP = 2 };

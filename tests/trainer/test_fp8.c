@@ -1,5 +1,4 @@
 // --fp8 trains, near what it is without. test_same_bits.c, test_ranks.py and test_cli.py have the rest.
-#include "tests/reference.h"
 #include "tests/runs.h"
 
 #define LLAMA                                                                                                \

@@ -1,8 +1,5 @@
 // Training: schedules, steps, masked and packed data, validation, samples. test_plan.c has the memory.
-#include "kernels/fail.h"
 #include "kernels/random.h"
-#include "tests/harness.h"
-#include "tests/reference.h"
 #include "tests/runs.h"
 
 static void assert_rate(const Schedule *s, int64_t step, double want) {
