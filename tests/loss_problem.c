@@ -167,6 +167,14 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
   return a;
 }
 
+LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk) {
+  reference_gradients(h, r);
+  LinearCrossEntropy a = loss_call(h, r, LCE_FUSED, chunk);
+  a.outputs = (TokenOutputs){0};
+  a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
+  return a;
+}
+
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part) {
   int64_t first = backend->rank * part;

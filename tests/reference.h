@@ -1,5 +1,4 @@
-// The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
-// All arrays are dense and row-major; letters as in kernels.h.
+// The operations in float64: the formulas of kernels/kernels.h as plain loops over dense, row-major arrays.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -57,8 +56,7 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
                      double grad_scale, double lr, double beta1, double beta2, double epsilon,
                      double weight_decay, int64_t step);
 
-// One step of Muon on a matrix whose rows are `stride` apart, as are those of m and grad.
-// reference_orthogonalize: x = scale NS(x).
+// One step of Muon; rows of weight, m and grad are `stride` apart. reference_orthogonalize: x = scale NS(x).
 void reference_muon(double *weight, double *m, const double *grad, int64_t rows, int64_t columns,
                     int64_t stride, double grad_scale, double lr, double momentum, double weight_decay);
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale);

@@ -1,6 +1,5 @@
-// The fused layer's error where rounding hurts most: weights as at initialisation, sharp, very sharp, and
-// such as training leaves. E and r x are rounded to bf16, 1.0e-3 each on average, and nothing else is. A
-// layer that stores bf16 logits misses all bounds by one to two orders of magnitude.
+// The fused layer's error where rounding hurts most. E and r x are rounded to bf16, 1.0e-3 each on average,
+// and nothing else is: bf16 logits would miss all bounds by one to two orders of magnitude.
 
 #include "tests/loss_problem.h"
 

@@ -1,6 +1,5 @@
 // Rotary embedding and attention against float64: lengths around the tiles' edges, packed documents, grouped
-// heads, decoding, every head size that has a kernel and odd ones; on a GPU the portable kernels, too; twice
-// the same bits.
+// heads, decoding, odd head sizes; on a GPU the portable kernels, too; twice the same bits.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):

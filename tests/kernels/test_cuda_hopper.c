@@ -1,5 +1,4 @@
-// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: ragged tiles, rows with gaps, rounds and
-// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again.
+// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64 on ragged tiles and hard rows; bits repeat.
 
 #include "tests/loss_problem.h"
 

@@ -1,5 +1,4 @@
-// The layers' operations: results against tests/reference.c, gradients against finite differences; on a GPU
-// also against the CPU on shapes for which its kernels have ways of their own; and refusals.
+// The layers' operations against tests/reference.c and its finite differences; on a GPU against the CPU, too.
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"

@@ -373,8 +373,7 @@ HARNESS_TEST(test_layer) {
     }
 }
 
-// How a chunk is cut depends on its shape alone: the number of threads shows in no bit of loss and dx, nor of
-// dweight where its one GEMM over the chunk is our own.
+// A chunk is cut by its shape alone: threads show in no bit, in dweight's where its GEMM is our own.
 HARNESS_TEST(test_bitwise_repeatable) {
   ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);
   for (int64_t n = 0; n < p.rows; n += 2) p.targets[n] %= 5; // many tokens of one row

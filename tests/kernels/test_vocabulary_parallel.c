@@ -1,5 +1,4 @@
-// linear_cross_entropy with its head split over ranks, against float64 on one. Every rank draws all tokens
-// and the whole head, takes its own, and checks what it gets.
+// linear_cross_entropy with its head split over ranks: each draws all, takes its part and checks its results.
 
 #include "model/masked_loss.h"
 #include "tests/loss_problem.h"
@@ -118,8 +117,7 @@ static void check_nan(Harness *h, const void *shape) {
   }
 }
 
-// Twice the same bits. With sampling every rank draws for its rows; below 2^-5, and on a GPU with chunks this
-// short, gradients are exact.
+// Twice the same bits. Below 2^-5, and on a GPU with chunks this short, sampling leaves gradients exact.
 static void check_repeats(Harness *h, const void *shape) {
   const Case *c = shape;
   ReferenceLoss p = make_problem(h, c);

@@ -16,9 +16,8 @@ typedef struct {
 #define IN_BF16 0.0
 static const Way ways_to_run[] = {{"cpu", 2e-5, true}, {"cuda-fp32", 1e-4, true}, {"cuda", IN_BF16, false}};
 
-// The golden files record how far off transformers' own passes in bf16 are (root mean square). One pass in
-// a thousand had a tensor more than TENSOR times as far off; all tensors together were at most 1.8 times so.
-// The loss is one number, which nothing evens out: it may be off by one rounding.
+// The golden files have the errors (root mean square) of transformers' passes in bf16. One pass in a thousand
+// had a tensor TENSOR times as far off, all together 1.8 times at most. The loss may be off by one rounding.
 static const double TENSOR = 3, TOGETHER = 2, ONE_ROUNDING = 1. / 512;
 
 typedef struct {

@@ -1,5 +1,4 @@
-// The whole transformer: losses, and what must change neither them nor the gradients. test_golden.c has logits
-// and gradients, tests/tools/test_minimal.c steps.
+// The whole transformer's losses, and what changes neither them nor gradients, which test_golden.c checks.
 #include "model/transformer.h"
 #include "tests/runs.h"
 

@@ -1,6 +1,5 @@
-// The C interface (tools/torch/liblce/liblce.h): every value against float64, wrong arguments, targets out of
-// range, contexts, threads. Tensors are allocations of exactly their size, so that AddressSanitizer sees what
-// lies outside.
+// The C interface (tools/torch/liblce/liblce.h): values against float64, wrong arguments, contexts, threads.
+// Tensors are allocations of exactly their size, so that AddressSanitizer sees what lies outside.
 
 #include <pthread.h>
 #include <sys/resource.h>
