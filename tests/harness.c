@@ -261,9 +261,7 @@ Tolerance with_size(Tolerance tolerance, double size) {
 }
 
 static double root_mean_square(const double *values, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += values[i] * values[i];
-  return count ? sqrt(sum / (double)count) : 0;
+  return count ? sqrt(reference_dot(values, values, count) / (double)count) : 0;
 }
 
 static double allowed(Tolerance t, Dtype stored, double want, double rms) {

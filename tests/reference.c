@@ -57,7 +57,7 @@ void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t 
     }
 }
 
-void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool inverse) {
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape s) {
   int64_t half = s.head_dim / 2, width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
   for (int64_t n = 0; n < s.batch * s.seq_len; n++)
     for (int64_t h = 0; h < s.num_heads + s.num_key_value_heads; h++)
@@ -65,7 +65,6 @@ void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool i
         double *x = qkv + n * width + h * s.head_dim + i, *y = x + half, kept = *x;
         double c = cos_sin[n % s.seq_len * s.head_dim + i];
         double sine = cos_sin[n % s.seq_len * s.head_dim + half + i];
-        if (inverse) sine = -sine;
         *x = kept * c - *y * sine;
         *y = *y * c + kept * sine;
       }
@@ -256,18 +255,6 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
   }
 }
 
-// out = a b, of [m, k] and [k, n] with the given strides between rows and between columns.
-static void product(double *out, const double *a, const double *b, int64_t m, int64_t n, int64_t k,
-                    const int64_t strides[4]) {
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < n; j++) {
-      double sum = 0;
-      for (int64_t l = 0; l < k; l++)
-        sum += a[i * strides[0] + l * strides[1]] * b[l * strides[2] + j * strides[3]];
-      out[i * n + j] = sum;
-    }
-}
-
 // (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c
 // B B), B = x^T x.
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale) {
@@ -278,9 +265,9 @@ void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double sc
   for (int64_t i = 0; i < count; i++) x[i] /= norm;
   for (int step = 0; step < 5; step++) {
     memcpy(one, x, (size_t)count * sizeof *x);
-    product(gram, one, one, rows, rows, columns, (const int64_t[]){columns, 1, 1, columns});
-    product(three, gram, one, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
-    product(five, gram, three, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
+    reference_linear(gram, one, one, false, NULL, NULL, rows, columns, rows);
+    reference_linear(three, gram, one, true, NULL, NULL, rows, rows, columns);
+    reference_linear(five, gram, three, true, NULL, NULL, rows, rows, columns);
     for (int64_t i = 0; i < count; i++) x[i] = 3.4445 * one[i] - 4.7750 * three[i] + 2.0315 * five[i];
   }
   for (int64_t i = 0; i < count; i++) x[i] *= scale;
@@ -320,5 +307,5 @@ double euclidean_distance(const double *a, const double *b, int64_t count) {
 }
 
 double relative_distance(const double *a, const double *b, int64_t count) {
-  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count));
+  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count) + 1e-30);
 }

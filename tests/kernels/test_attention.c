@@ -309,7 +309,7 @@ static void rope_case(Harness *h, const void *shape) {
   Tensor turned = tensor_from(h, h->dtype, qkv, rows, qkv_width(s));
   double *original = copied_values(h, qkv, count);
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
-  reference_rope(qkv, table, s, false);
+  reference_rope(qkv, table, s);
   check_values(h, "rope", turned, qkv, with_size(within(2, 2), 1));
   // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});

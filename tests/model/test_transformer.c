@@ -134,7 +134,7 @@ static void check_gradients_agree(Case *c, double **want) {
   double squares = 0, total = 0;
   for (int64_t i = 0; i < p->count; i++) {
     int64_t count = tensor_count(p->items[i].grad);
-    for (int64_t k = 0; k < count; k++) squares += want[i][k] * want[i][k];
+    squares += reference_dot(want[i], want[i], count);
     total += (double)count;
   }
   Tolerance tolerance = with_size(within(UNITS, 1), sqrt(squares / total));

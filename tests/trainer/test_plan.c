@@ -3,16 +3,14 @@
 
 #include <time.h>
 
-#define LLAMA                                                                                                \
-  "--model llama-tiny --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
-  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 "
+#define SIZES                                                                                                \
+  "--vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 --num-attention-heads 3 "              \
+  "--num-key-value-heads 1 "
+#define LLAMA "--model llama-tiny " SIZES "--head-dim 8 "
+#define QWEN  "--model qwen3-0.6b " SIZES "--head-dim 12 "
 #define GPT2                                                                                                 \
   "--model gpt2-tiny --vocab 257 --hidden-size 20 --num-layers 3 --num-attention-heads 2 "                   \
   "--max-position-embeddings 50 "
-
-#define QWEN                                                                                                 \
-  "--model qwen3-0.6b --vocab 301 --hidden-size 24 --intermediate-size 40 --num-layers 3 "                   \
-  "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 12 "
 
 // Steps, a sample and a validation; then the ledger against the plan.
 static void check_plan(const char *model, const char *job, const char *more) {
@@ -118,12 +116,12 @@ TEST(test_last_micro_batch_of_many_ranks) {
   assert_int_equal(peaks[0], peaks[1]);
 }
 
-// 8 billion weights at 32,768 tokens: the published count of weights, and materialized logits of N x V.
+// 8 billion weights at 32,768 tokens: the published count of weights. test_cli.py has its logits.
 TEST(test_large_plan) {
   const size_t parameters = 8030261248, head = (size_t)128256 * 4096;
   clock_t start = clock();
   Options o = options_on(ON_CUDA, "--model llama-8b --seq-len 32768 --batch 1 --recompute layer");
-  Ledger fused = plan_run(&o, ON_CUDA, LCE_FUSED), materialized = plan_run(&o, ON_CUDA, LCE_MATERIALIZED);
+  Ledger fused = plan_run(&o, ON_CUDA, LCE_FUSED);
   double spent = (double)(clock() - start) / CLOCKS_PER_SEC;
   if (spent > 0.5) fail_msg("planning took %.3f s", spent);
   const size_t padding = 1 << 20; // of tensors to their alignment
@@ -132,11 +130,6 @@ TEST(test_large_plan) {
   assert_in_range(at_peak[MEMORY_MASTER_WEIGHTS], 4 * parameters, 4 * parameters + padding);
   assert_in_range(at_peak[MEMORY_MOMENTS], 8 * parameters, 8 * parameters + padding);
   assert_in_range(at_peak[MEMORY_GRADIENTS], 2 * parameters + 2 * head, 2 * parameters + 2 * head + padding);
-  size_t logits = (size_t)32768 * 128256 * 2;
-  assert_in_range(materialized.highest[MEMORY_HEAD], logits, logits + logits / 100);
-  assert_true(fused.highest[MEMORY_HEAD] <
-              materialized.highest[MEMORY_HEAD] / 7); // chunks of an eighth, 4096
-  assert_true(fused.peak < materialized.peak);
   options_free(&o);
 }
 

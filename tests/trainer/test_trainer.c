@@ -66,8 +66,7 @@ static void write_letters(const char *name, int count, int first, int distinct) 
   write_text(name, text);
 }
 
-// masked.bin: something to learn, of which runs of tokens count and runs do not; packed.bin: the same in
-// documents of up to 40 tokens; nothing.bin: nothing counts.
+// masked.bin: runs of tokens count, runs do not; packed.bin: so in short documents; nothing.bin: none counts.
 static int make_data(void **state) {
   if (make_words(state)) return -1;
   uint16_t tokens[TOKENS];
@@ -174,8 +173,7 @@ TEST(test_gradients_are_of_the_mean) {
   run_close(run);
 }
 
-// The losses may part by 1e-5, about a hundred roundings of fp32, the norms by a thousandth. At high
-// learning rates training is chaotic, and any rounding grows without bound.
+// Losses may part by 1e-5, norms by 1e-3. At high rates training is chaotic, and any rounding grows.
 TEST(test_one_curve) {
   enum { STEPS = 20 };
   static const struct {
@@ -257,8 +255,7 @@ TEST(test_sampling_statistics) {
   }
 }
 
-// The draws follow from the seed, the step and the micro-batch: --lr 0 leaves the masses as they are, and two
-// micro-batches that draw alike would drop an even number of tiles.
+// Draws follow from seed, step and micro-batch: two that are alike would drop an even number of tiles.
 TEST(test_draws_differ) {
   StepResult first[2];
   for (uint64_t k = 0; k < 2; k++) {
