@@ -12,26 +12,23 @@ typedef struct {
 // Longer than two pieces of a prompt, and not a multiple of one.
 enum { WINDOW = 150, VOCAB = 29 };
 
-static const char *const presets[] = {"llama-tiny", "gpt2-tiny", "qwen3-0.6b"};
-enum { PRESETS = sizeof presets / sizeof *presets };
+static const char *const models[] = {"--model llama-tiny --num-attention-heads 4 --num-key-value-heads 2",
+                                     "--model gpt2-tiny --num-attention-heads 2",
+                                     "--model qwen3-0.6b --num-attention-heads 4 --num-key-value-heads 2"};
+enum { MODELS = sizeof models / sizeof *models };
 
-static ModelConfig small_model(const char *preset) {
-  ModelConfig c = model_preset(preset);
-  c.vocab_size = VOCAB;
-  c.hidden_size = 12;
-  c.intermediate_size = 20;
-  c.num_hidden_layers = 3;
-  c.num_attention_heads = c.family == FAMILY_GPT2 ? 2 : 4;
-  c.num_key_value_heads = 2;
-  c.head_dim = 6;
-  c.max_position_embeddings = WINDOW;
-  return c;
+static ModelConfig small_model(const char *model) {
+  return options_on(ON_CPU,
+                    "%s --vocab 29 --hidden-size 12 --intermediate-size 20 --num-layers 3 --head-dim 6 "
+                    "--max-position-embeddings 150 --batch 1 --seq-len 5",
+                    model)
+      .model;
 }
 
-static Case case_open(const char *backend, const char *preset) {
+static Case case_open(const char *backend, const char *model) {
   Case c = {.h = harness_open(backend)};
   if (!c.h) return c;
-  ModelConfig config = small_model(preset);
+  ModelConfig config = small_model(model);
   Dtype dtype = c.h->dtype;
   ParameterDtypes dtypes = {.weight = dtype, .grad = dtype, .moment = DTYPE_F32};
   model_create(&c.model, &config, c.h->backend, dtypes, WINDOW);
@@ -59,8 +56,8 @@ static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const Ke
 TEST(test_cached_logits_equal_uncached) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  for (int p = 0; p < PRESETS; p++) {
-    Case c = case_open("cpu", presets[p]);
+  for (int p = 0; p < MODELS; p++) {
+    Case c = case_open("cpu", models[p]);
     draw_weights(c.h, &c.model);
     int32_t *tokens = random_ids(c.h, LENGTH, VOCAB);
     double *want = model_logits(c.h, &c.model, tokens, 1, LENGTH);
@@ -75,8 +72,8 @@ TEST(test_cached_logits_equal_uncached) {
 
 TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
-  for (int p = 0; p < PRESETS; p++) {
-    Case c = case_open("cpu", presets[p]);
+  for (int p = 0; p < MODELS; p++) {
+    Case c = case_open("cpu", models[p]);
     draw_weights(c.h, &c.model);
     double cap = c.model.config.final_logit_softcapping = 2 * p; // none for the first
     for (int k = 0; k < 5; k++) {
@@ -111,7 +108,7 @@ static void record(void *context, int32_t token) {
 }
 
 static void check_seeds_stops_and_callbacks(const char *backend) {
-  Case c = case_open(backend, presets[0]);
+  Case c = case_open(backend, models[0]);
   if (!c.h) return;
   static const int32_t prompt[] = {4, 2};
   Generation g = {.prompt = prompt,
@@ -158,7 +155,7 @@ TEST(test_seeds_stops_and_callbacks) {
 
 TEST(test_memory_does_not_depend_on_the_prompt) {
   Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
-  ModelConfig config = small_model(presets[0]);
+  ModelConfig config = small_model(models[0]);
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
   model_create(&model, &config, plan, dtypes, WINDOW);
@@ -170,7 +167,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
   backend_destroy(plan);
   static const int64_t prompts[] = {1, 2, 65, 150, 300};
   for (int k = 0; k < 5; k++) {
-    Case c = case_open("cpu", presets[0]);
+    Case c = case_open("cpu", models[0]);
     g.prompt = random_ids(c.h, prompts[k], config.vocab_size);
     g.prompt_count = prompts[k];
     size_t before = c.h->backend->memory.ledger.stack;

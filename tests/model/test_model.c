@@ -253,26 +253,20 @@ HARNESS_TEST(test_master_weights) {
 }
 
 TEST(test_impossible_sizes) {
-#define SIZE(member)                                                                                         \
-  { #member, offsetof(ModelConfig, member) }
-  static const struct {
-    const char *name;
-    size_t offset;
-  } sizes[] = {SIZE(vocab_size),
-               SIZE(hidden_size),
-               SIZE(intermediate_size),
-               SIZE(num_hidden_layers),
-               SIZE(num_attention_heads),
-               SIZE(num_key_value_heads),
-               SIZE(head_dim),
-               SIZE(max_position_embeddings)};
+  ModelConfig c;
+  static const char *const names[] = {
+      "vocab_size",          "hidden_size",         "intermediate_size", "num_hidden_layers",
+      "num_attention_heads", "num_key_value_heads", "head_dim",          "max_position_embeddings"};
+  int64_t *const sizes[] = {
+      &c.vocab_size,          &c.hidden_size,         &c.intermediate_size, &c.num_hidden_layers,
+      &c.num_attention_heads, &c.num_key_value_heads, &c.head_dim,          &c.max_position_embeddings};
   static const int64_t values[] = {0, -1, (int64_t)INT32_MAX + 1};
-  for (size_t i = 0; i < 3 * sizeof sizes / sizeof *sizes; i++) {
-    ModelConfig c = model_preset("llama-tiny");
-    int64_t value = *(int64_t *)((char *)&c + sizes[i / 3].offset) = values[i % 3];
+  for (int i = 0; i < 3 * 8; i++) {
+    c = model_preset("llama-tiny");
+    int64_t value = *sizes[i / 3] = values[i % 3];
     char sentence[96];
     snprintf(sentence, sizeof sentence, "a model cannot have %s %lld; give a whole number from 1",
-             sizes[i / 3].name, (long long)value);
+             names[i / 3], (long long)value);
     Reason reason = {""};
     if (model_config_possible(&c, &reason) || !strstr(reason.text, sentence))
       fail_msg("\"%s\" is not \"%s\"", reason.text, sentence);

@@ -2,42 +2,27 @@
 #include "model/transformer.h"
 #include "tests/runs.h"
 
-// Odd on purpose: nothing divides anything else.
-typedef struct {
-  const char *preset;
-  int64_t vocab_size, hidden_size, intermediate_size, heads, key_value_heads, head_dim;
-  bool untied, qkv_bias;
-  double softcap;
-  RopeScaling scaling;
-} Tiny;
+enum { GPT2, LLAMA, LLAMA_UNTIED, QWEN, FAMILIES };
 
-static const Tiny families[] = {
-    {"gpt2-tiny", 13, 10, 23, 2, 2, 5, .untied = false},
+// Odd on purpose: nothing divides anything else.
+static const char *const families[FAMILIES] = {
+    [GPT2] = "--model gpt2-tiny --vocab 13 --hidden-size 10 --intermediate-size 23 --num-attention-heads 2 "
+             "--max-position-embeddings 7",
     // The heads together are wider than the stream, and every two of them share a key/value head.
-    {"llama-tiny", 13, 11, 17, 4, 2, 6, .untied = false},
-    // Of its four rotary frequencies one stays, one is blended and two are stretched.
-    {"llama-tiny", 17, 11, 17, 3, 1, 8, .untied = true, .scaling = {8, 1, 4, 40}},
-    // All that the later families have, at once: biases, heads normalised, positions scaled, logits capped.
-    {"qwen3-0.6b", 13, 11, 17, 4, 2, 6, .qkv_bias = true, .softcap = 2, .scaling = {.factor = 3}}};
-enum { FAMILIES = sizeof families / sizeof *families };
-enum { GPT2, LLAMA, LLAMA_UNTIED, QWEN };
+    [LLAMA] = "--model llama-tiny --vocab 13 --hidden-size 11 --intermediate-size 17 --num-attention-heads 4 "
+              "--num-key-value-heads 2 --head-dim 6 --tie-word-embeddings",
+    [LLAMA_UNTIED] = "--model llama-tiny --vocab 17 --hidden-size 11 --intermediate-size 17 "
+                     "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --untie-word-embeddings",
+    [QWEN] = "--model qwen3-0.6b --vocab 13 --hidden-size 11 --intermediate-size 17 --num-attention-heads 4 "
+             "--num-key-value-heads 2 --head-dim 6 --tie-word-embeddings --logit-softcap 2"};
 
 static ModelConfig tiny(int family) {
-  const Tiny *t = &families[family];
-  ModelConfig c = model_preset(t->preset);
-  c.vocab_size = t->vocab_size;
-  c.hidden_size = t->hidden_size;
-  c.intermediate_size = t->intermediate_size;
-  c.num_hidden_layers = 2;
-  c.num_attention_heads = t->heads;
-  c.num_key_value_heads = t->key_value_heads;
-  c.head_dim = t->head_dim;
-  if (c.family == FAMILY_GPT2) c.max_position_embeddings = 7;
-  c.qkv_bias |= t->qkv_bias;
-  c.tie_word_embeddings = !t->untied;
-  c.final_logit_softcapping = t->softcap;
+  ModelConfig c = options_on(ON_CPU, "%s --num-layers 2 --batch 1 --seq-len 5", families[family]).model;
   c.rope_theta = 100;
-  c.rope_scaling = t->scaling;
+  // Of the four rotary frequencies one stays, one is blended and two are stretched.
+  if (family == LLAMA_UNTIED) c.rope_scaling = (RopeScaling){8, 1, 4, 40};
+  // With all that the later families have: biases, heads normalised, positions scaled, logits capped.
+  if (family == QWEN) c.qkv_bias = true, c.rope_scaling.factor = 3;
   return c;
 }
 
