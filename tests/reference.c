@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/fail.h"
+#include "kernels/alloc.h"
 #include "kernels/random.h"
 
 void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
@@ -155,12 +155,6 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   }
 }
 
-static void *zeroed(int64_t count, size_t size) {
-  void *values = calloc((size_t)count, size);
-  if (!values) fail("out of host memory for a test");
-  return values;
-}
-
 // p of a token's non-target entries; the target's is 0.
 static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *p) {
   double T = r->temperature > 0 ? r->temperature : 1, maximum = -INFINITY, all = 0;
@@ -183,10 +177,11 @@ static double tile_factor(ReferenceLoss *r, double mass, double *sum) {
 
 static Sampling make_sampling(ReferenceLoss *r, double *p) {
   int64_t across = (r->vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
-  Sampling s = {.tile_row = zeroed(r->rows, sizeof *s.tile_row), .across = across};
-  s.factor = zeroed(r->rows * across, sizeof *s.factor);
-  double *mass = zeroed(r->rows * across, sizeof *mass);
-  int64_t *chunk_of = zeroed(r->rows, sizeof *chunk_of), *block_of = zeroed(r->rows, sizeof *block_of);
+  Sampling s = {.tile_row = host_alloc(r->rows, sizeof *s.tile_row, "a test"), .across = across};
+  s.factor = host_alloc(r->rows * across, sizeof *s.factor, "a test");
+  double *mass = host_alloc(r->rows * across, sizeof *mass, "a test");
+  int64_t *chunk_of = host_alloc(r->rows, sizeof *chunk_of, "a test"),
+          *block_of = host_alloc(r->rows, sizeof *block_of, "a test");
   for (int64_t n = 0, place = 0; n < r->rows; n++) {
     bool counted = r->targets[n] != IGNORE_INDEX;
     s.tile_row[n] = -1;
@@ -221,8 +216,7 @@ static void zero(double *values, int64_t count) {
 }
 
 void reference_loss(ReferenceLoss *r) {
-  double *v = malloc((size_t)(2 * r->vocab) * sizeof *v), normaliser = 0;
-  if (!v) fail("out of host memory for a test");
+  double *v = host_alloc(2 * r->vocab, sizeof *v, "a test"), normaliser = 0;
   double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
                                r->entropy, r->max_logit,    r->correct,  r->predicted};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);

@@ -18,11 +18,8 @@ static const char *const models[] = {"--model llama-tiny --num-attention-heads 4
 enum { MODELS = sizeof models / sizeof *models };
 
 static ModelConfig small_model(const char *model) {
-  return options_on(ON_CPU,
-                    "%s --vocab 29 --hidden-size 12 --intermediate-size 20 --num-layers 3 --head-dim 6 "
-                    "--max-position-embeddings 150 --batch 1 --seq-len 5",
-                    model)
-      .model;
+  const char *sizes = "--vocab 29 --hidden-size 12 --intermediate-size 20 --num-layers 3 --head-dim 6";
+  return options_on(ON_CPU, "%s %s --max-position-embeddings 150 --seq-len 5", model, sizes).model;
 }
 
 static Case case_open(const char *backend, const char *model) {

@@ -1,4 +1,5 @@
 // The whole transformer's losses, and what changes neither them nor gradients, which test_golden.c checks.
+#include "kernels/alloc.h"
 #include "model/transformer.h"
 #include "tests/runs.h"
 
@@ -61,9 +62,7 @@ static void upload_batch(Case *c) {
 // ignore_every 0: all targets count; 1: none does.
 static Case *case_open(ModelConfig config, int64_t batch, int64_t seq_len, int ignore_every) {
   Harness *h = harness_open("cpu");
-  Case *c = calloc(1, sizeof *c);
-  assert_non_null(h);
-  assert_non_null(c);
+  Case *c = host_alloc(1, sizeof *c, "a test");
   *c = (Case){.h = h, .batch = batch, .seq_len = seq_len, .rows = batch * seq_len};
   model_create(&c->model, &config, h->backend,
                (ParameterDtypes){.weight = h->dtype, .grad = h->dtype, .moment = DTYPE_F32}, seq_len);

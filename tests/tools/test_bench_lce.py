@@ -5,10 +5,10 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import TOOLS, main, need_ranks, once, run, train, write_shard  # noqa: E402
+from program import TOOLS, keep, main, need_ranks, once, run, train, write_shard  # noqa: E402
 
 SMALL = "--tokens 20 --hidden-size 8 --vocab 500 --chunk 20 --repeat 1".split()
-FOLDER = pathlib.Path()
+FOLDER = pathlib.Path(keep.name)
 MODEL = ("--device cpu --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 --num-attention-heads 2 "
          "--max-position-embeddings 64 --seq-len 16 --batch 2 --sample-every 0 --data {} --save {} ")
 
@@ -121,8 +121,4 @@ def test_refusals(folder):
         assert not refused.out, refused
 
 
-if __name__ == "__main__":
-    import tempfile
-    with tempfile.TemporaryDirectory(prefix="lce-bench-") as root:
-        FOLDER = pathlib.Path(root)
-        main(globals())
+main(globals())
