@@ -217,7 +217,6 @@ Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
   return t;
 }
 
-// The whole block behind a tensor, gaps included.
 static double *block_values(Harness *h, Tensor t) {
   Tensor block = t.rank == 1 ? tensor_2d(t.data, t.dtype, 1, t.shape[0]) : whole_block(t);
   int64_t count = tensor_count(block);

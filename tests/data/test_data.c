@@ -32,7 +32,6 @@ TEST(one_text_file_is_its_bytes) {
   source_close(NULL);
 }
 
-// What a path names holds this text, where '|' stands for END_OF_TEXT.
 static void assert_opens(const char *path, const char *text) {
   Source *source = open_one(path, 300);
   assert_text(source, text);

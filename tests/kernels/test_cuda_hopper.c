@@ -15,7 +15,6 @@ typedef struct {
   double *z, *exps_want, *sum_want, *sums;
 } Logits;
 
-// With these anchors and targets.
 static void logits_expect(Harness *h, Logits *l, double *anchor, const int32_t *targets) {
   l->targets = ids_from(h, targets, l->rows);
   l->anchor = vector_from(h, DTYPE_F32, anchor, l->rows);
@@ -47,7 +46,6 @@ static Logits logits_make(Harness *h, int64_t rows, int64_t hidden, int64_t voca
   return l;
 }
 
-// The call for the rows from `first` on.
 static LceLogitsExp call_from(const Logits *l, int64_t first, bool keep) {
   int64_t count = l->rows - first;
   return (LceLogitsExp){.exps = keep ? tensor_rows(l->exps, first, count) : (Tensor){0},

@@ -40,11 +40,6 @@ HARNESS_TEST(test_codes) {
   assert_int_equal(e4m3_from_f32(NAN), 0x7F);
 }
 
-// FP8 is for GPUs that have it.
-static void need_fp8(const Harness *h) {
-  if (h->backend->no_fp8) skip();
-}
-
 static Fp8 poisoned_fp8(Harness *h, int64_t rows, int64_t columns) {
   return (Fp8){.codes = poisoned(h, DTYPE_E4M3, rows, columns),
                .transposed = poisoned(h, DTYPE_E4M3, columns, rows),
@@ -86,7 +81,7 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
 }
 
 HARNESS_TEST(test_quantize) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const int64_t shapes[][2] = {{16, 16},   {16, 128}, {128, 16},  {128, 128},
                                       {144, 112}, {48, 400}, {272, 144}, {1040, 528}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -100,7 +95,7 @@ HARNESS_TEST(test_quantize) {
 
 // A lost number stays visible in whatever is computed from the codes.
 HARNESS_TEST(test_not_finite) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const double lost[] = {NAN, INFINITY, -INFINITY};
   for (int i = 0; i < 3; i++) {
     double *x = random_values(h, 32 * 48, 1);
@@ -115,7 +110,6 @@ HARNESS_TEST(test_not_finite) {
   }
 }
 
-// What the codes stand for.
 static double *decoded(Harness *h, Fp8 fp8) {
   uint8_t *codes = codes_of(h, fp8.codes);
   double *values = host_values(h, tensor_count(fp8.codes)), scale = *values_of(h, fp8.amax) / 448;
@@ -154,7 +148,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
 }
 
 HARNESS_TEST(test_matmul) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const int64_t shapes[][3] = {{16, 16, 16}, {16, 144, 32}, {400, 48, 272}, {272, 528, 1040}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < VARIANTS; variant++) {

@@ -179,7 +179,6 @@ typedef struct {
   double alpha;          // 0: not given
 } LinearShape;
 
-// The activation of `columns` outputs.
 static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
   if (kind == ACTIVATION_SWIGLU) reference_swiglu(out, pre, rows, columns);
   for (int64_t i = 0; kind != ACTIVATION_SWIGLU && i < rows * columns; i++)
@@ -461,7 +460,6 @@ HARNESS_TEST(test_activations) {
   RUN_MIRRORED(h, activation_case, mirrored);
 }
 
-// An operation's call that fails with this part of a sentence.
 #define REFUSED(part, operation, Arguments, ...)                                                             \
   assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
 

@@ -70,7 +70,6 @@ static void check_ledger(const Memory *m, const char *want) {
   assert_string_equal(got, want);
 }
 
-// Each event's name, step and bytes.
 static void check_events(const Memory *m, const char *want) {
   char got[1024] = "";
   for (int64_t i = 0; i < m->ledger.event_count; i++) {

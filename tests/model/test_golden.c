@@ -65,7 +65,6 @@ static Error allowed_error(Check *c, const char *name, Error error) {
                  fmax(TENSOR * (double)theirs[1], ONE_ROUNDING)};
 }
 
-// `name` in the golden file.
 static void check_close(Check *c, const char *name, const double *got, int64_t count) {
   Error error = error_of(got, elements(c->expected, count, "%s", name), count);
   Error allowed = allowed_error(c, name, error);
@@ -137,7 +136,6 @@ static void check_steps(Check *c, Run *run) {
   check_tensors(c, run, "after.%s", false);
 }
 
-// Returns how many errors are out of bounds.
 static int check_model(const char *name) {
   char folder[256];
   snprintf(folder, sizeof folder, "tests/golden/%s", name);

@@ -208,29 +208,23 @@ TEST(test_documents) {
     config.max_position_embeddings = SEQ_LEN;
     Case *c = case_open(config, BATCH, SEQ_LEN, 0);
     TransformerOptions options = options_of(LCE_FUSED, 9, RECOMPUTE_NONE);
-    int32_t *tokens = c->tokens, *targets = c->targets, *documents = random_ids(c->h, 2 * ROWS, 1);
-    targets[ROWS - 2] = targets[ROWS - 1] = IGNORE_INDEX;
+    int32_t *documents = random_ids(c->h, 2 * ROWS, 1);
+    c->targets[ROWS - 2] = c->targets[ROWS - 1] = IGNORE_INDEX;
     poison_gradients(c);
-    c->batch = 1;
     Result want = {.loss = host_values(c->h, ROWS)};
     for (int64_t d = 0, first = 0; d < DOCUMENTS; first += lengths[d++]) {
-      c->seq_len = c->rows = lengths[d];
-      c->tokens = tokens + first;
-      c->targets = targets + first;
-      upload_batch(c);
-      transformer_train(c->h->backend, &c->model, &c->on_device, &options, 1.f / ROWS, d > 0, c->loss);
-      memcpy(want.loss + first, values_of(c->h, c->loss), (size_t)c->rows * sizeof *want.loss);
-      for (int64_t i = 0; i < c->rows; i++) {
+      Case one = *c;
+      one.batch = 1, one.seq_len = one.rows = lengths[d];
+      one.tokens += first, one.targets += first;
+      upload_batch(&one);
+      transformer_train(c->h->backend, &c->model, &one.on_device, &options, 1.f / ROWS, d > 0, one.loss);
+      memcpy(want.loss + first, values_of(c->h, one.loss), (size_t)one.rows * sizeof *want.loss);
+      for (int64_t i = 0; i < one.rows; i++) {
         documents[first + i] = (int32_t)i;
-        documents[ROWS + first + i] = (int32_t)(c->rows - 1 - i);
+        documents[ROWS + first + i] = (int32_t)(one.rows - 1 - i);
       }
     }
     want.gradients = gradients_of(c);
-    c->batch = BATCH;
-    c->seq_len = SEQ_LEN;
-    c->rows = ROWS;
-    c->tokens = tokens;
-    c->targets = targets;
     upload_batch(c);
     c->on_device.documents = tensor_reshape_2d(ids_from(c->h, documents, 2 * ROWS), 2, ROWS);
     for (int recompute = 0; recompute < RECOMPUTE_COUNT; recompute++) {

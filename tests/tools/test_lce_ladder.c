@@ -3,8 +3,7 @@
 #include "tools/ladder/ladder.h"
 
 // Every rung on the problem; `size` is that of the logits, whose fp32 error the loss inherits.
-static void check_rungs(Harness *h, ReferenceLoss *p, int64_t chunk, double size) {
-  ReferenceLoss *r = p;
+static void check_rungs(Harness *h, ReferenceLoss *r, int64_t chunk, double size) {
   r->scale = 1.0 / (double)r->rows;
   reference_gradients(h, r);
   for (int rung = 1; rung <= RUNGS; rung++) {
@@ -97,9 +96,5 @@ HARNESS_TEST(test_refusals) {
     assert_fails(h, "rung 6 is for Hopper GPUs alone", ladder_run(h->backend, 6, call));
 }
 
-int main(void) {
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda"}; // rung 6 takes bf16 alone
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) failures += run_on_backend(backends[i]);
-  return failures;
-}
+// Rung 6 takes bf16 alone.
+TEST_MAIN(run_on_backend("cpu") + run_on_backend("cpu-plain") + run_on_backend("cuda"))

@@ -76,7 +76,6 @@ static int make_letters(void **state) {
 
 #define SHORT "--model llama-tiny --vocab 4096 --batch 8 --seq-len 128 --steps 50 "
 
-// The losses, and the head's weights where they are asked for.
 static void train(const char *backend, const char *options, double losses[STEPS], void *weights) {
   Run *run = run_open_on(backend, "%s --val-fraction 0 --data %s", options, temp_path("letters.txt"));
   StepResult results[TRAINER_PENDING];

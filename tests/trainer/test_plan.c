@@ -12,7 +12,6 @@
   "--model gpt2-tiny --vocab 257 --hidden-size 20 --num-layers 3 --num-attention-heads 2 "                   \
   "--max-position-embeddings 50 "
 
-// Steps, a sample and a validation; then the ledger against the plan.
 static void check_plan(const char *model, const char *job, const char *more) {
   Run *run = run_open("%s --data %s %s %s --sample-tokens 3", model,
                       strstr(more, "masked") ? temp_path("masked.bin") : "Makefile", job,
@@ -34,7 +33,6 @@ static void check_plan(const char *model, const char *job, const char *more) {
   run_close(run);
 }
 
-// Every model and job, in both modes and with every way to recompute.
 TEST(test_plan_equals_run) {
   static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
   static const char *const jobs[] = {"--batch 3 --seq-len 17",

@@ -3,7 +3,6 @@
 
 static const char *backend;
 
-// What three steps, a validation and a sample leave behind.
 typedef struct {
   double numbers[7]; // losses, norms, the validation's loss
   char *bytes;       // tokens, weights, master weights and moments

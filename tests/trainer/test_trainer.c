@@ -103,8 +103,8 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
   const Options *o = &run->options;
   const Loader *loader = &run->data.loader;
   int64_t rows = o->batch * o->seq_len;
-  int32_t *tokens = calloc((size_t)rows, 4), *targets = calloc((size_t)rows, 4),
-          *documents = o->pack ? calloc((size_t)rows, 8) : NULL;
+  int32_t *tokens = random_ids(run->h, rows, 1), *targets = random_ids(run->h, rows, 1),
+          *documents = o->pack ? random_ids(run->h, 2 * rows, 1) : NULL;
   double sum = 0;
   *counted = 0;
   for (int64_t b = 0; b < batches; b++) {
@@ -118,9 +118,6 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
       for (int64_t i = 0; i < length; i++) sum += loss[i];
     }
   }
-  free(tokens);
-  free(targets);
-  free(documents);
   return sum / (double)*counted;
 }
 
