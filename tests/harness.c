@@ -352,10 +352,6 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
 
 // --- cases -------------------------------------------------------------------------------------------------
 
-static const void *shape_at(const void *shapes, size_t size, size_t i) {
-  return (const char *)shapes + size * i;
-}
-
 static void release_blocks(Harness *h, int64_t kept) {
   while (h->block_count > kept) free(h->blocks[--h->block_count]);
 }
@@ -363,7 +359,7 @@ static void release_blocks(Harness *h, int64_t kept) {
 void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t count) {
   int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
-    run(h, shape_at(shapes, size, i));
+    run(h, (const char *)shapes + size * i);
     harness_clear(h);
     release_blocks(h, kept);
   }
@@ -400,7 +396,7 @@ void run_mirrored(Harness *h, TestCase run, const void *shapes, size_t size, siz
   cpu->dtype = h->dtype;
   int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
-    const void *shape = shape_at(shapes, size, i);
+    const void *shape = (const char *)shapes + size * i;
     uint64_t draws = h->draws;
     h->record_count = cpu->record_count = 0;
     int64_t results = record_case(h, run, shape, draws), again = 0;

@@ -204,9 +204,6 @@ def make(name, index):
     save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
 
 
-# --- the live comparison --------------------------------------------------------------------------------------------
-
-
 def run(program, *options, device="cpu"):
     command = [program, "--device", device, "--sample-every", "0", *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -3,24 +3,25 @@
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
 
+// What an objective reads and writes.
+typedef struct {
+  const void *shape;
+  int32_t *tokens;
+  double *x, *weight, *positions, *bias, *residual, *pre, *out, *mean, *rstd, *dout;
+} Case;
+
 typedef struct {
   int64_t batch, seq_len, hidden, vocab;
   bool positions, accumulate, popular,
       narrow; // popular: one token owns 60% of the rows; narrow: the gradients' dtype
 } EmbeddingShape;
 
-typedef struct {
-  EmbeddingShape s;
-  int32_t *tokens;
-  double *token_weight, *position_weight, *out, *dout;
-} EmbeddingCase;
-
 static double embedding_objective(void *context) {
-  EmbeddingCase *c = context;
-  int64_t rows = c->s.batch * c->s.seq_len;
-  reference_embedding(c->out, c->tokens, c->token_weight, c->position_weight, rows, c->s.hidden,
-                      c->s.seq_len);
-  return reference_dot(c->out, c->dout, rows * c->s.hidden);
+  Case *c = context;
+  const EmbeddingShape *s = c->shape;
+  int64_t rows = s->batch * s->seq_len;
+  reference_embedding(c->out, c->tokens, c->weight, c->positions, rows, s->hidden, s->seq_len);
+  return reference_dot(c->out, c->dout, rows * s->hidden);
 }
 
 // What is written (NaN before) or, where it adds, added to *before.
@@ -32,14 +33,14 @@ static Tensor result(Harness *h, Dtype dtype, bool adds, double **before, int64_
 static void embedding_case(Harness *h, const void *shape) {
   EmbeddingShape s = *(const EmbeddingShape *)shape;
   int64_t rows = s.batch * s.seq_len, positions = s.seq_len + 3;
-  EmbeddingCase c = {.s = s, .tokens = random_ids(h, rows, s.vocab), .out = host_values(h, rows * s.hidden)};
+  Case c = {.shape = shape, .tokens = random_ids(h, rows, s.vocab), .out = host_values(h, rows * s.hidden)};
   for (int64_t i = 0; s.popular && i < rows; i++)
     if (i % 5 < 3) c.tokens[i] = (int32_t)(s.vocab / 2);
   EmbeddingForward forward = {.out = poisoned(h, h->dtype, rows, s.hidden),
                               .tokens = ids_from(h, c.tokens, rows),
-                              .token_weight = random_tensor(h, &c.token_weight, s.vocab, s.hidden, 1),
+                              .token_weight = random_tensor(h, &c.weight, s.vocab, s.hidden, 1),
                               .seq_len = s.seq_len};
-  if (s.positions) forward.position_weight = random_tensor(h, &c.position_weight, positions, s.hidden, 1);
+  if (s.positions) forward.position_weight = random_tensor(h, &c.positions, positions, s.hidden, 1);
   Dtype gradient = s.narrow ? h->dtype : DTYPE_F32;
   double *token_before, *position_before;
   EmbeddingBackward a = {.dtoken_weight = result(h, gradient, s.accumulate, &token_before, s.vocab, s.hidden),
@@ -54,10 +55,10 @@ static void embedding_case(Harness *h, const void *shape) {
   embedding_backward(h->backend, a);
   embedding_objective(&c);
   check_values(h, "embedding out", forward.out, c.out, with_size(within(1, 1), 1));
-  check_gradient(h, "dtoken_weight", a.dtoken_weight, token_before, c.token_weight, embedding_objective, &c,
+  check_gradient(h, "dtoken_weight", a.dtoken_weight, token_before, c.weight, embedding_objective, &c,
                  with_size(within(4, (double)rows), 1));
   if (s.positions)
-    check_gradient(h, "dposition_weight", a.dposition_weight, position_before, c.position_weight,
+    check_gradient(h, "dposition_weight", a.dposition_weight, position_before, c.positions,
                    embedding_objective, &c, with_size(within(4, (double)s.batch), 1));
 }
 
@@ -78,12 +79,6 @@ HARNESS_TEST(test_embedding) {
   RUN_CASES(h, embedding_case, shapes);
   RUN_MIRRORED(h, embedding_case, mirrored);
 }
-
-// What an objective reads and writes.
-typedef struct {
-  const void *shape;
-  double *x, *weight, *bias, *residual, *pre, *out, *mean, *rstd, *dout;
-} Case;
 
 typedef struct {
   NormKind kind;

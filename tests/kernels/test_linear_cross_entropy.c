@@ -58,8 +58,6 @@ static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool ke
   return a;
 }
 
-// --- rows that are hard ------------------------------------------------------------------------------------
-
 HARNESS_TEST(test_overflow_repair) {
   ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.rows; n++) {
@@ -222,8 +220,6 @@ HARNESS_TEST(test_wrong_rows_stay_alone) {
   if (!small_shapes()) RUN_CASES(h, wrong_rows_case, tiles);
 }
 
-// --- the materialized pass ---------------------------------------------------------------------------------
-
 typedef struct {
   int64_t rows, vocab;
   double *logits, *loss, alpha;
@@ -276,8 +272,6 @@ HARNESS_TEST(test_cross_entropy_in_place) {
   RUN_CASES(h, cross_entropy_case, shapes);
   RUN_MIRRORED(h, cross_entropy_case, mirrored);
 }
-
-// --- the whole layer ---------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, hidden, vocab, chunk, ignored; // every ignored-th target is ignored; 0: none

@@ -248,8 +248,6 @@ def compiled_model():
     close("compiled", torch.compile(model, fullgraph=True, backend="aot_eager")(**batch, use_cache=False).loss, want, 1e-5)
 
 
-# --- two ranks ----------------------------------------------------------------------------------------------
-
 class Net(torch.nn.Module if torch else object):
     def __init__(self):
         super().__init__()
@@ -398,8 +396,6 @@ def a_head_split_over_ranks():
     for ranks in (2, 3):
         on_ranks(split_rank_main, ranks)
 
-
-# --- the package --------------------------------------------------------------------------------------------
 
 def examples_of_the_readme():
     text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()

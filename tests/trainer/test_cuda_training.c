@@ -11,38 +11,6 @@ static void load_batch(Run *run) {
   }
 }
 
-// Per-tensor bounds. fp32: sums in another order, about 1e-5. bf16: about twenty roundings of 2^-9 lie on the
-// way to a gradient; as a random walk they add up to 1e-2, and three times that is allowed.
-static void step_agrees(const char *line, const char *backend) {
-  bool bf16 = !strcmp(backend, "cuda");
-  Run *cuda = run_open_on(backend, "%s --grad-dtype fp32", line), *cpu = run_open("%s", line);
-  const ParameterSet *a = &cuda->trainer.model.parameters, *b = &cpu->trainer.model.parameters;
-  for (int g = 0; g < GROUP_COUNT; g++) { // as the GPU's GEMMs read them
-    int64_t count = tensor_count(a->value[g]);
-    if (!count) continue;
-    const double *values = values_of(cuda->h, a->value[g]);
-    float *weights = malloc((size_t)count * sizeof *weights);
-    for (int64_t i = 0; i < count; i++) weights[i] = (float)values[i];
-    backend_to_device(cpu->h->backend, b->value[g], weights);
-    free(weights);
-  }
-  load_batch(cuda);
-  load_batch(cpu);
-  trainer_gradient_pass(&cuda->trainer);
-  trainer_gradient_pass(&cpu->trainer);
-  double error = relative_distance(values_of(cuda->h, cuda->trainer.loss),
-                                   values_of(cpu->h, cpu->trainer.loss), tensor_count(cuda->trainer.loss));
-  if (!(error < (bf16 ? 1e-2 : 1e-5))) fail_msg("%s, %s: loss is off by %g", backend, line, error);
-  for (int64_t i = 0; i < a->count; i++) {
-    error = relative_distance(values_of(cuda->h, a->items[i].grad), values_of(cpu->h, b->items[i].grad),
-                              tensor_count(a->items[i].grad));
-    if (!(error < (bf16 ? 3e-2 : 3e-5)))
-      fail_msg("%s, %s: the gradient of %s is off by %g", backend, line, a->items[i].name, error);
-  }
-  run_close(cuda);
-  run_close(cpu);
-}
-
 static const char *const step_lines[] = {
     "--model llama-tiny --vocab 1003 --num-layers 2 --batch 3 --seq-len 37 --lce-chunk 29",
     "--model llama-tiny --vocab 512 --num-layers 2 --batch 2 --seq-len 64 --untie-word-embeddings "
@@ -54,9 +22,39 @@ static const char *const step_lines[] = {
     "--seq-len 65 --materialized-logits --recompute mlp",
 };
 
+// Per-tensor bounds. fp32: sums in another order, about 1e-5. bf16: about twenty roundings of 2^-9 lie on the
+// way to a gradient; as a random walk they add up to 1e-2, and three times that is allowed.
 TEST(test_steps) {
-  for (size_t i = 0; i < 2 * sizeof step_lines / sizeof *step_lines; i++)
-    step_agrees(step_lines[i / 2], i % 2 ? "cuda" : "cuda-fp32");
+  for (size_t k = 0; k < 2 * sizeof step_lines / sizeof *step_lines; k++) {
+    bool bf16 = k % 2;
+    const char *line = step_lines[k / 2], *backend = bf16 ? "cuda" : "cuda-fp32";
+    Run *cuda = run_open_on(backend, "%s --grad-dtype fp32", line), *cpu = run_open("%s", line);
+    const ParameterSet *a = &cuda->trainer.model.parameters, *b = &cpu->trainer.model.parameters;
+    for (int g = 0; g < GROUP_COUNT; g++) { // as the GPU's GEMMs read them
+      int64_t count = tensor_count(a->value[g]);
+      if (!count) continue;
+      const double *values = values_of(cuda->h, a->value[g]);
+      float *weights = malloc((size_t)count * sizeof *weights);
+      for (int64_t i = 0; i < count; i++) weights[i] = (float)values[i];
+      backend_to_device(cpu->h->backend, b->value[g], weights);
+      free(weights);
+    }
+    load_batch(cuda);
+    load_batch(cpu);
+    trainer_gradient_pass(&cuda->trainer);
+    trainer_gradient_pass(&cpu->trainer);
+    double error = relative_distance(values_of(cuda->h, cuda->trainer.loss),
+                                     values_of(cpu->h, cpu->trainer.loss), tensor_count(cuda->trainer.loss));
+    if (!(error < (bf16 ? 1e-2 : 1e-5))) fail_msg("%s, %s: loss is off by %g", backend, line, error);
+    for (int64_t i = 0; i < a->count; i++) {
+      error = relative_distance(values_of(cuda->h, a->items[i].grad), values_of(cpu->h, b->items[i].grad),
+                                tensor_count(a->items[i].grad));
+      if (!(error < (bf16 ? 3e-2 : 3e-5)))
+        fail_msg("%s, %s: the gradient of %s is off by %g", backend, line, a->items[i].name, error);
+    }
+    run_close(cuda);
+    run_close(cpu);
+  }
 }
 
 enum { STEPS = 50 };
