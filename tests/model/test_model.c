@@ -253,7 +253,7 @@ HARNESS_TEST(test_master_weights) {
 }
 
 TEST(test_impossible_sizes) {
-  ModelConfig c;
+  ModelConfig c = {0};
   static const char *const names[] = {
       "vocab_size",          "hidden_size",         "intermediate_size", "num_hidden_layers",
       "num_attention_heads", "num_key_value_heads", "head_dim",          "max_position_embeddings"};
