@@ -35,7 +35,7 @@ typedef struct {
   AttentionShape shape;
   int64_t rows, qkv_width, out_width;
   int32_t *documents;          // [2, N], or NULL
-  double *qkv, *dout, *before; // what dbias is added to, or NULL
+  double *qkv, *dout, *before; // before: what dbias is added to, or NULL
   Bounded out, lse, dqkv, dbias;
 } Problem;
 
