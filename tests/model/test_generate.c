@@ -53,7 +53,7 @@ static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const Ke
 TEST(test_cached_logits_equal_uncached) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  for (int p = 0; p < MODELS; p++) {
+  for (volatile int p = 0; p < MODELS; p++) {
     Case c = case_open("cpu", models[p]);
     draw_weights(c.h, &c.model);
     int32_t *tokens = random_ids(c.h, LENGTH, VOCAB);
