@@ -7,8 +7,7 @@
 // Group set-up and tear-down: the directory comes and goes.
 int make_temp_dir(void **state);
 int remove_temp_dir(void **state);
-// A set-up that writes words.txt as well: 40 KB of words to train on, which unlike the source tree never
-// change.
+// A set-up that writes words.txt, too: 40 KB of words that, unlike the source tree, never change.
 int make_words(void **state);
 
 // The path of `name` in the temporary directory, in one of eight buffers used in turn.

@@ -217,7 +217,6 @@ Tensor ids_from(Harness *h, const int32_t *ids, int64_t count) {
   return t;
 }
 
-// The whole block behind a tensor, gaps included.
 static double *block_values(Harness *h, Tensor t) {
   Tensor block = t.rank == 1 ? tensor_2d(t.data, t.dtype, 1, t.shape[0]) : whole_block(t);
   int64_t count = tensor_count(block);
@@ -261,9 +260,7 @@ Tolerance with_size(Tolerance tolerance, double size) {
 }
 
 static double root_mean_square(const double *values, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += values[i] * values[i];
-  return count ? sqrt(sum / (double)count) : 0;
+  return count ? sqrt(reference_dot(values, values, count) / (double)count) : 0;
 }
 
 static double allowed(Tolerance t, Dtype stored, double want, double rms) {
@@ -278,7 +275,6 @@ static void check_one(const char *what, int64_t i, double got, double want, doub
              want, fabs(got - want), tolerance);
 }
 
-// What a case checked.
 typedef struct Record {
   char what[64];
   double *values;
@@ -356,10 +352,6 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
 
 // --- cases -------------------------------------------------------------------------------------------------
 
-static const void *shape_at(const void *shapes, size_t size, size_t i) {
-  return (const char *)shapes + size * i;
-}
-
 static void release_blocks(Harness *h, int64_t kept) {
   while (h->block_count > kept) free(h->blocks[--h->block_count]);
 }
@@ -367,7 +359,7 @@ static void release_blocks(Harness *h, int64_t kept) {
 void run_cases(Harness *h, TestCase run, const void *shapes, size_t size, size_t count) {
   int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
-    run(h, shape_at(shapes, size, i));
+    run(h, (const char *)shapes + size * i);
     harness_clear(h);
     release_blocks(h, kept);
   }
@@ -404,7 +396,7 @@ void run_mirrored(Harness *h, TestCase run, const void *shapes, size_t size, siz
   cpu->dtype = h->dtype;
   int64_t kept = h->block_count;
   for (size_t i = 0; i < count; i++) {
-    const void *shape = shape_at(shapes, size, i);
+    const void *shape = (const char *)shapes + size * i;
     uint64_t draws = h->draws;
     h->record_count = cpu->record_count = 0;
     int64_t results = record_case(h, run, shape, draws), again = 0;

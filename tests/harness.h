@@ -1,12 +1,12 @@
 // What the tests of the operations share: a backend to run on, tensors made from float64 values, comparisons
 // whose tolerance follows from the arithmetic, and a way to catch fail().
 //
-// Host values are float64 arrays that live until harness_close. A tensor made from them takes the values as
-// its dtype can hold them and writes the rounded values back, so that the reference computes from what the
-// device has.
+// Host values are float64 arrays that live until harness_close. A tensor made from them writes them back as
+// its dtype rounds them, so that the reference computes from what the device has.
 #pragma once
 
 #include "kernels/kernels.h"
+#include "tests/reference.h"
 #include "tests/test.h"
 
 typedef struct Harness {
@@ -46,9 +46,8 @@ void harness_clear(Harness *h);    // pops what a test has pushed so far
   }                                                                                                          \
   static void name##_on(__attribute__((unused)) Harness *h)
 
-// Runs a case on every shape of a table. RUN_MIRRORED is for shapes whose kernels are a GPU's alone: it runs
-// the case twice there and once on the CPU, compares what the case checks instead of checking it, and the two
-// runs to the bit.
+// Runs a case on every shape of a table. RUN_MIRRORED is for kernels that only a GPU has: it compares what
+// the case checks with that of a run on the CPU, and with that of a second run to the bit.
 typedef void (*TestCase)(Harness *h, const void *shape);
 #define RUN_CASES(h, run, shapes)                                                                            \
   run_cases(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))

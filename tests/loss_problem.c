@@ -167,6 +167,14 @@ LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, i
   return a;
 }
 
+LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk) {
+  reference_gradients(h, r);
+  LinearCrossEntropy a = loss_call(h, r, LCE_FUSED, chunk);
+  a.outputs = (TokenOutputs){0};
+  a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
+  return a;
+}
+
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part) {
   int64_t first = backend->rank * part;
@@ -224,6 +232,18 @@ void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, cons
     double size = euclidean_distance(want, host_values(h, count), count) * gradients.size / r->scale;
     if (!(off <= (6 * dtype_epsilon(h->dtype) + 1e-3) * size + 1e-6 * sqrt((double)count)))
       fail_msg("%s is off by %g of %g", what, off, size);
+  }
+}
+
+void check_ignored(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets) {
+  for (const LossField *f = loss_fields; f->name; f++) {
+    Tensor t = *loss_tensor(a, f);
+    if (f->kind < LOSS_OUTPUT || f->size[0] != 'N' || !tensor_exists(t)) continue;
+    const double *values = values_of(h, t);
+    int64_t width = tensor_count(t) / t.shape[0];
+    for (int64_t k = 0; k < tensor_count(t); k++)
+      if (targets[k / width] == IGNORE_INDEX && values[k] != 0)
+        fail_msg("%s: %s of the ignored token %d is %g", what, f->name, (int)(k / width), values[k]);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 // Terms that a problem may have, all of them at once, too.
 enum {
@@ -31,13 +30,11 @@ double **loss_values(const ReferenceLoss *r, const LossField *f);
 int64_t loss_count(const ReferenceLoss *r, const LossField *f);
 Tensor *loss_tensor(const LinearCrossEntropy *a, const LossField *f);
 
-// A problem whose arrays are host values of the harness: its outputs are there, its gradients once
-// reference_gradients has been called. x [rows, hidden] of deviation 1 and W [vocab, hidden] such that logits
-// have about the deviation given; scale is 0.5.
+// A problem of host values: it has its outputs, and after reference_gradients its gradients. x has the
+// deviation 1, the logits about the deviation given; scale is 0.5.
 ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation);
 void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
-// Makes logit `column` of token n exceed the target's by exactly `lead`: x[n] becomes a unit vector of axis n
-// mod hidden, so that W[column] and W[target] alone decide.
+// Token n's logit `column` exceeds its target's by exactly `lead`: x[n] becomes the unit vector n mod hidden.
 void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
 // A problem for tile sampling in chunks of this size: tokens come in runs of three kinds, and the logits of
 // kind k are 0 in every third tile of the vocabulary from the k-th on, 2 less in all others, but for noise.
@@ -52,6 +49,8 @@ void reference_gradients(Harness *h,
 // The call over all of r's tokens: inputs as the backend's dtype holds them, the terms, poisoned loss,
 // z_loss, log_prob and logsumexp; poisoned dx (of that dtype), dweight and dbias where r has them.
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
+// The same with sampling's statistics, and without outputs.
+LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk);
 // What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part);
@@ -65,6 +64,8 @@ void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
 // What the call gives against r from token `first` and the shard's first row on. Fills gradients.terms in.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
+// Of the ignored tokens everything is 0.
+void check_ignored(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets);
 // What both calls give has the same bits.
 void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
 // Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.

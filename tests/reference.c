@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/fail.h"
+#include "kernels/alloc.h"
 #include "kernels/random.h"
 
 void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
@@ -57,7 +57,7 @@ void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t 
     }
 }
 
-void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool inverse) {
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape s) {
   int64_t half = s.head_dim / 2, width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
   for (int64_t n = 0; n < s.batch * s.seq_len; n++)
     for (int64_t h = 0; h < s.num_heads + s.num_key_value_heads; h++)
@@ -65,7 +65,6 @@ void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, bool i
         double *x = qkv + n * width + h * s.head_dim + i, *y = x + half, kept = *x;
         double c = cos_sin[n % s.seq_len * s.head_dim + i];
         double sine = cos_sin[n % s.seq_len * s.head_dim + half + i];
-        if (inverse) sine = -sine;
         *x = kept * c - *y * sine;
         *y = *y * c + kept * sine;
       }
@@ -156,12 +155,6 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   }
 }
 
-static void *zeroed(int64_t count, size_t size) {
-  void *values = calloc((size_t)count, size);
-  if (!values) fail("out of host memory for a test");
-  return values;
-}
-
 // p of a token's non-target entries; the target's is 0.
 static void non_target_probabilities(const ReferenceLoss *r, int64_t n, double *p) {
   double T = r->temperature > 0 ? r->temperature : 1, maximum = -INFINITY, all = 0;
@@ -184,10 +177,11 @@ static double tile_factor(ReferenceLoss *r, double mass, double *sum) {
 
 static Sampling make_sampling(ReferenceLoss *r, double *p) {
   int64_t across = (r->vocab + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
-  Sampling s = {.tile_row = zeroed(r->rows, sizeof *s.tile_row), .across = across};
-  s.factor = zeroed(r->rows * across, sizeof *s.factor);
-  double *mass = zeroed(r->rows * across, sizeof *mass);
-  int64_t *chunk_of = zeroed(r->rows, sizeof *chunk_of), *block_of = zeroed(r->rows, sizeof *block_of);
+  Sampling s = {.tile_row = host_alloc(r->rows, sizeof *s.tile_row, "a test"), .across = across};
+  s.factor = host_alloc(r->rows * across, sizeof *s.factor, "a test");
+  double *mass = host_alloc(r->rows * across, sizeof *mass, "a test");
+  int64_t *chunk_of = host_alloc(r->rows, sizeof *chunk_of, "a test"),
+          *block_of = host_alloc(r->rows, sizeof *block_of, "a test");
   for (int64_t n = 0, place = 0; n < r->rows; n++) {
     bool counted = r->targets[n] != IGNORE_INDEX;
     s.tile_row[n] = -1;
@@ -222,8 +216,7 @@ static void zero(double *values, int64_t count) {
 }
 
 void reference_loss(ReferenceLoss *r) {
-  double *v = malloc((size_t)(2 * r->vocab) * sizeof *v), normaliser = 0;
-  if (!v) fail("out of host memory for a test");
+  double *v = host_alloc(2 * r->vocab, sizeof *v, "a test"), normaliser = 0;
   double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
                                r->entropy, r->max_logit,    r->correct,  r->predicted};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
@@ -256,18 +249,6 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
   }
 }
 
-// out = a b, of [m, k] and [k, n] with the given strides between rows and between columns.
-static void product(double *out, const double *a, const double *b, int64_t m, int64_t n, int64_t k,
-                    const int64_t strides[4]) {
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < n; j++) {
-      double sum = 0;
-      for (int64_t l = 0; l < k; l++)
-        sum += a[i * strides[0] + l * strides[1]] * b[l * strides[2] + j * strides[3]];
-      out[i * n + j] = sum;
-    }
-}
-
 // (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c
 // B B), B = x^T x.
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale) {
@@ -278,9 +259,9 @@ void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double sc
   for (int64_t i = 0; i < count; i++) x[i] /= norm;
   for (int step = 0; step < 5; step++) {
     memcpy(one, x, (size_t)count * sizeof *x);
-    product(gram, one, one, rows, rows, columns, (const int64_t[]){columns, 1, 1, columns});
-    product(three, gram, one, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
-    product(five, gram, three, rows, columns, rows, (const int64_t[]){rows, 1, columns, 1});
+    reference_linear(gram, one, one, false, NULL, NULL, rows, columns, rows);
+    reference_linear(three, gram, one, true, NULL, NULL, rows, rows, columns);
+    reference_linear(five, gram, three, true, NULL, NULL, rows, rows, columns);
     for (int64_t i = 0; i < count; i++) x[i] = 3.4445 * one[i] - 4.7750 * three[i] + 2.0315 * five[i];
   }
   for (int64_t i = 0; i < count; i++) x[i] *= scale;
@@ -317,4 +298,8 @@ double euclidean_distance(const double *a, const double *b, int64_t count) {
   double squares = 0;
   for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]);
   return sqrt(squares);
+}
+
+double relative_distance(const double *a, const double *b, int64_t count) {
+  return euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count) + 1e-30);
 }

@@ -1,5 +1,4 @@
-// The operations in float64, as plain loops: what the formulas in kernels/kernels.h say, and nothing else.
-// All arrays are dense and row-major; letters as in kernels.h.
+// The operations in float64: the formulas of kernels/kernels.h as plain loops over dense, row-major arrays.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -21,7 +20,7 @@ void reference_linear(double *out, const double *x, const double *weight, bool i
 
 void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t width);
 
-void reference_rope(double *qkv, const double *cos_sin, AttentionShape shape, bool inverse);
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape shape);
 
 // loss[n] = logsumexp(z[n]) - z[n, target]; 0 for IGNORE_INDEX.
 void reference_cross_entropy(double *loss, const double *logits, const int32_t *targets, int64_t rows,
@@ -57,13 +56,13 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
                      double grad_scale, double lr, double beta1, double beta2, double epsilon,
                      double weight_decay, int64_t step);
 
-// One step of Muon on a matrix whose rows are `stride` apart, as are those of m and grad.
-// reference_orthogonalize: x = scale NS(x).
+// One step of Muon; rows of weight, m and grad are `stride` apart. reference_orthogonalize: x = scale NS(x).
 void reference_muon(double *weight, double *m, const double *grad, int64_t rows, int64_t columns,
                     int64_t stride, double grad_scale, double lr, double momentum, double weight_decay);
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale);
 
 // The sum of a[i] * b[i]: an objective whose gradient with respect to a is b.
 double reference_dot(const double *a, const double *b, int64_t count);
-// The root of the sum of (a[i] - b[i])^2.
+// The root of the sum of (a[i] - b[i])^2; and over that of the sum of b[i]^2.
 double euclidean_distance(const double *a, const double *b, int64_t count);
+double relative_distance(const double *a, const double *b, int64_t count);

@@ -1,5 +1,4 @@
-// Refusals of all operations: each of the CPU's is first tried with every tensor of the test's call missing,
-// of a wrong type, a wrong rank or a wider row, which must fail.
+// Every CPU operation first must refuse a test's call with a tensor missing, wider, of a wrong type or rank.
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
 

@@ -1,6 +1,6 @@
 #include "tests/runs.h"
 
-#include "tests/reference.h"
+#include "kernels/alloc.h"
 
 // `more` is appended to the line.
 static Options options_of(DeviceKind device, const char *more, const char *format, va_list arguments) {
@@ -31,35 +31,20 @@ Options options_on(DeviceKind device, const char *format, ...) {
   return options;
 }
 
-static Run *open_line(const char *backend, const char *format, va_list arguments) {
+Run *run_open_on(const char *backend, const char *format, ...) {
   Harness *h = harness_open(backend);
   if (!h) return NULL;
-  Run *run = calloc(1, sizeof *run);
-  assert_non_null(run);
+  Run *run = host_alloc(1, sizeof *run, "a test");
   run->h = h;
   bool cuda = !strncmp(backend, "cuda", 4), fp32 = cuda && strstr(backend, "fp32");
+  va_list arguments;
+  va_start(arguments, format);
   run->options = options_of(cuda ? ON_CUDA : ON_CPU, fp32 ? " --dtype fp32" : "", format, arguments);
+  va_end(arguments);
   const Options *o = &run->options;
   run->data = run_data_open(o);
   trainer_create(&run->trainer, o, run->h->backend);
   plan_set_mode(&run->trainer, o->pass.mode);
-  return run;
-}
-
-Run *run_open(const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Run *run = open_line("cpu", format, arguments);
-  va_end(arguments);
-  assert_non_null(run);
-  return run;
-}
-
-Run *run_open_on(const char *backend, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Run *run = open_line(backend, format, arguments);
-  va_end(arguments);
   return run;
 }
 

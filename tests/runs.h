@@ -18,10 +18,10 @@ typedef struct {
   Trainer trainer;
 } Run;
 
-// Without --data the run reads the source tree.
-Run *run_open(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// The same on a backend by its name in harness_open, or NULL where there is none.
+// On a backend by its name in harness_open, or NULL where there is none. Without --data the run reads the
+// source tree.
 Run *run_open_on(const char *backend, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#define run_open(...) run_open_on("cpu", __VA_ARGS__)
 void run_close(Run *run);
 
 // Weights that make every path matter: activations of about 1, norms and biases off their defaults. On a CPU.

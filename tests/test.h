@@ -34,6 +34,11 @@ int tests_run(const char *group, CMFixtureFunction setup, CMFixtureFunction tear
 // The same with a teardown after each test.
 int tests_run_each(const char *group, CMFixtureFunction setup, CMFixtureFunction teardown,
                    CMFixtureFunction after_each);
+// The program's main, which returns the failures: TEST_MAIN(tests_run("texts", NULL, NULL)).
+#define TEST_MAIN(failures)                                                                                  \
+  int main(void) {                                                                                           \
+    return failures;                                                                                         \
+  }
 // A main's result where nothing can be tested: says that `what` is not, and why; one skipped test.
 int skip_all(const char *group, const char *what, const char *why);
 

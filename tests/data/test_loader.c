@@ -469,6 +469,4 @@ TEST(documents_fit_best) {
   source_close(source);
 }
 
-int main(void) {
-  return tests_run("loader", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("loader", make_temp_dir, remove_temp_dir))

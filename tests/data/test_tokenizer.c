@@ -204,6 +204,4 @@ TEST(test_what_only_encoding_reads) {
   tokenizer_close(t);
 }
 
-int main(void) {
-  return tests_run("tokenizer", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("tokenizer", make_temp_dir, remove_temp_dir))

@@ -176,23 +176,10 @@ void wgmma_wait(int groups);
 #define __host__
 #define __launch_bounds__(...)
 
-#define EMULATOR_MIN_MAX(T)                                                                                  \
-  static inline T min(T x, T y) {                                                                            \
-    return y < x ? y : x;                                                                                    \
-  }                                                                                                          \
-  static inline T max(T x, T y) {                                                                            \
-    return x < y ? y : x;                                                                                    \
-  }
-EMULATOR_MIN_MAX(int)
-EMULATOR_MIN_MAX(unsigned)
-EMULATOR_MIN_MAX(long)
-EMULATOR_MIN_MAX(unsigned long)
-EMULATOR_MIN_MAX(long long)
-EMULATOR_MIN_MAX(unsigned long long)
-EMULATOR_MIN_MAX(float)
-using std::isfinite;
-using std::isinf;
-using std::isnan;
+using std::isfinite, std::isinf, std::isnan, std::max, std::min;
+static inline int min(int x, int y) { // also of an enum and an int
+  return std::min(x, y);
+}
 static uint3 &gridDim = emulator::grid, &blockDim = emulator::threads_of_block;
 #define blockIdx  (emulator::block_index())
 #define threadIdx (emulator::thread->index)

@@ -27,27 +27,26 @@ static void write_all(int file, const void *bytes, size_t count, size_t at) {
   if (pwrite(file, bytes, count, (off_t)at) != (ssize_t)count) abort();
 }
 
-static void check(int64_t count, const int32_t *ids, bool targets) {
-  for (int64_t i = 0; i < count; i++)
+static void check(const int32_t *ids, bool targets) {
+  for (int i = 0; i < BATCH * SEQ_LEN; i++)
     if ((ids[i] < 0 || ids[i] >= VOCABULARY) && !(targets && ids[i] == IGNORED_TARGET)) abort();
 }
 
 static void read_all(const Loader *loader) {
   int32_t tokens[BATCH * SEQ_LEN], targets[BATCH * SEQ_LEN];
   for (int64_t step = 0; step * BATCH < loader->train_windows; step++) {
-    loader_train_batch(loader, (LoaderPlace){.step = step, .micro_steps = 1, .ranks = 1}, tokens, targets,
-                       NULL);
-    check(BATCH * SEQ_LEN, tokens, false);
-    check(BATCH * SEQ_LEN, targets, true);
+    LoaderPlace place = {.step = step, .micro_steps = 1, .ranks = 1};
+    loader_train_batch(loader, place, tokens, targets, NULL);
+    check(tokens, false);
+    check(targets, true);
   }
   for (int64_t i = 0; i < loader->validation_batches; i++) {
     loader_validation_batch(loader, i, 0, tokens, targets, NULL);
-    check(BATCH * SEQ_LEN, tokens, false);
-    check(BATCH * SEQ_LEN, targets, true);
+    check(tokens, false);
+    check(targets, true);
   }
 }
 
-// A shard of zeros.
 static int make_file(void) {
   int32_t header[256] = {20240801, 7, TOKENS};
   int file = mkstemps(path, 4);

@@ -1,6 +1,5 @@
 // Rotary embedding and attention against float64: lengths around the tiles' edges, packed documents, grouped
-// heads, decoding, every head size that has a kernel and odd ones; on a GPU the portable kernels, too; twice
-// the same bits.
+// heads, decoding, odd head sizes; on a GPU the portable kernels, too; twice the same bits.
 //
 // What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
 // dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
@@ -14,7 +13,6 @@
 
 #include "kernels/cuda/cuda_ops.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/attention_kernels.h"
@@ -24,16 +22,21 @@ static int64_t qkv_width(AttentionShape s) {
   return (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
 }
 
-// One problem in float64, with the largest error that each number of the results may have.
+// Results in float64, and the largest error that each number may have.
+typedef struct {
+  double *value, *bound;
+} Bounded;
+
+static Bounded bounded(Harness *h, int64_t count) {
+  return (Bounded){host_values(h, count), host_values(h, count)};
+}
+
 typedef struct {
   AttentionShape shape;
   int64_t rows, qkv_width, out_width;
-  int32_t *documents; // [2, N], or NULL
-  double *qkv, *dout;
-  double *out, *lse, *dqkv;
-  double *out_bound, *lse_bound, *dqkv_bound;
-  double *dbias, *dbias_bound;
-  double *before; // what dbias is added to, or NULL
+  int32_t *documents;          // [2, N], or NULL
+  double *qkv, *dout, *before; // before: what dbias is added to, or NULL
+  Bounded out, lse, dqkv, dbias;
 } Problem;
 
 // Documents up to, at and past the edges of tiles; each sequence begins with another one.
@@ -61,14 +64,10 @@ static Problem problem_make(Harness *h, AttentionShape s, bool packed) {
   p.out_width = s.num_heads * s.head_dim;
   p.qkv = random_values(h, p.rows * p.qkv_width, 1.5);
   p.dout = random_values(h, p.rows * p.out_width, 1);
-  p.out = host_values(h, p.rows * p.out_width);
-  p.out_bound = host_values(h, p.rows * p.out_width);
-  p.lse = host_values(h, s.batch * s.num_heads * s.seq_len);
-  p.lse_bound = host_values(h, s.batch * s.num_heads * s.seq_len);
-  p.dqkv = host_values(h, p.rows * p.qkv_width);
-  p.dqkv_bound = host_values(h, p.rows * p.qkv_width);
-  p.dbias = host_values(h, p.qkv_width);
-  p.dbias_bound = host_values(h, p.qkv_width);
+  p.out = bounded(h, p.rows * p.out_width);
+  p.lse = bounded(h, s.batch * s.num_heads * s.seq_len);
+  p.dqkv = bounded(h, p.rows * p.qkv_width);
+  p.dbias = bounded(h, p.qkv_width);
   return p;
 }
 
@@ -105,10 +104,11 @@ static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_
   double lse = largest + log(fmax(sum, 1)); // the largest score alone makes it 1
   // A score is a sum of D products, the exponentials' has t + 1 terms; exp2 and log are good to a few units.
   double e = FLT_EPSILON * ((double)(D + 8) * (magnitude + fabs(lse)) + (double)t + 16);
-  p->lse[(b * s.num_heads + h) * s.seq_len + t] = lse;
-  p->lse_bound[(b * s.num_heads + h) * s.seq_len + t] = e;
+  p->lse.value[(b * s.num_heads + h) * s.seq_len + t] = lse;
+  p->lse.bound[(b * s.num_heads + h) * s.seq_len + t] = e;
 
-  double *out = p->out + row * p->out_width + h * D, *out_bound = p->out_bound + row * p->out_width + h * D;
+  double *out = p->out.value + row * p->out_width + h * D,
+         *out_bound = p->out.bound + row * p->out_width + h * D;
   for (int64_t i = start; i <= t; i++)
     for (int64_t d = 0; d < D; d++) {
       double term = exp(scores[i] - lse) * values[i * p->qkv_width + d];
@@ -118,10 +118,11 @@ static void solve_query(Problem *p, double *scores, int64_t b, int64_t h, int64_
   for (int64_t d = 0; d < D; d++) out_bound[d] += u * fabs(out[d]);
 
   double delta = dot(dout, out, D).value, delta_error = dot(dout, out_bound, D).magnitude;
-  double *dq = p->dqkv + row * p->qkv_width + h * D, *dq_bound = p->dqkv_bound + row * p->qkv_width + h * D;
+  double *dq = p->dqkv.value + row * p->qkv_width + h * D,
+         *dq_bound = p->dqkv.bound + row * p->qkv_width + h * D;
   for (int64_t i = start; i <= t; i++) {
     const double *key = keys + i * p->qkv_width;
-    double *dk = p->dqkv + (key - p->qkv), *dk_bound = p->dqkv_bound + (key - p->qkv);
+    double *dk = p->dqkv.value + (key - p->qkv), *dk_bound = p->dqkv.bound + (key - p->qkv);
     double *dv = dk + s.num_key_value_heads * D, *dv_bound = dk_bound + s.num_key_value_heads * D;
     double probability = exp(scores[i] - lse);
     Dot dp = dot(dout, values + i * p->qkv_width, D);
@@ -151,70 +152,58 @@ static void problem_solve(Problem *p, Dtype dtype) {
     free(scores);
   }
   for (int64_t i = 0; p->before && i < p->qkv_width; i++) {
-    p->dbias[i] = p->before[i];
-    p->dbias_bound[i] = FLT_EPSILON * (double)p->rows * fabs(p->before[i]);
+    p->dbias.value[i] = p->before[i];
+    p->dbias.bound[i] = FLT_EPSILON * (double)p->rows * fabs(p->before[i]);
   }
   for (int64_t i = 0; i < p->rows * p->qkv_width; i++) {
-    p->dqkv_bound[i] += u * fabs(p->dqkv[i]);
-    p->dbias[i % p->qkv_width] += p->dqkv[i];
-    p->dbias_bound[i % p->qkv_width] += p->dqkv_bound[i] + FLT_EPSILON * (double)p->rows * fabs(p->dqkv[i]);
+    p->dqkv.bound[i] += u * fabs(p->dqkv.value[i]);
+    p->dbias.value[i % p->qkv_width] += p->dqkv.value[i];
+    p->dbias.bound[i % p->qkv_width] +=
+        p->dqkv.bound[i] + FLT_EPSILON * (double)p->rows * fabs(p->dqkv.value[i]);
   }
 }
 
-static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor t, const double *want,
-                         const double *bound) {
+static void check_bounds(Harness *h, const char *what, AttentionShape s, Tensor t, Bounded want) {
   const double *got = values_of(h, t);
   for (int64_t i = 0; i < tensor_count(t); i++) {
-    if (fabs(got[i] - want[i]) <= bound[i] + FLT_MIN) continue;
-    fail_msg(
-        "%s of batch %lld, T %lld, heads %lld/%lld, D %lld: number %lld is %.9g instead of %.9g, and %.3g is "
-        "the tolerance",
-        what, (long long)s.batch, (long long)s.seq_len, (long long)s.num_heads,
-        (long long)s.num_key_value_heads, (long long)s.head_dim, (long long)i, got[i], want[i], bound[i]);
+    if (fabs(got[i] - want.value[i]) <= want.bound[i] + FLT_MIN) continue;
+    fail_msg("%s of batch %d, T %d, heads %d/%d, D %d: number %d is %.9g, not %.9g within %.3g", what,
+             (int)s.batch, (int)s.seq_len, (int)s.num_heads, (int)s.num_key_value_heads, (int)s.head_dim,
+             (int)i, got[i], want.value[i], want.bound[i]);
   }
 }
 
-// --- running -----------------------------------------------------------------------------------------------
-
-typedef struct {
-  Tensor qkv, dout, out, lse, dqkv, dbias, documents;
-  bool accumulate;
-} Run;
-
-static Run run_make(Harness *h, Problem *p) {
+// The backward pass, whose arguments hold all of the forward pass'.
+static AttentionBackward call_make(Harness *h, Problem *p) {
   AttentionShape s = p->shape;
   Tensor documents = {0};
   if (p->documents) documents = tensor_reshape_2d(ids_from(h, p->documents, 2 * p->rows), 2, p->rows);
-  return (Run){.documents = documents,
-               .qkv = tensor_from(h, h->dtype, p->qkv, p->rows, p->qkv_width),
-               .dout = tensor_from(h, h->dtype, p->dout, p->rows, p->out_width),
-               .out = poisoned(h, h->dtype, p->rows, p->out_width),
-               .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
-               .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width),
-               .dbias = p->before ? vector_from(h, DTYPE_F32, p->before, p->qkv_width)
-                                  : poisoned_vector(h, DTYPE_F32, p->qkv_width),
-               .accumulate = p->before};
+  return (AttentionBackward){.documents = documents,
+                             .qkv = tensor_from(h, h->dtype, p->qkv, p->rows, p->qkv_width),
+                             .dout = tensor_from(h, h->dtype, p->dout, p->rows, p->out_width),
+                             .out = poisoned(h, h->dtype, p->rows, p->out_width),
+                             .lse = poisoned(h, DTYPE_F32, s.batch, s.num_heads * s.seq_len),
+                             .dqkv = poisoned(h, h->dtype, p->rows, p->qkv_width),
+                             .dbias = p->before ? vector_from(h, DTYPE_F32, p->before, p->qkv_width)
+                                                : poisoned_vector(h, DTYPE_F32, p->qkv_width),
+                             .shape = s,
+                             .accumulate = p->before};
 }
 
 // Both passes, by this device's kernels or by the tensor-core kernels that devices before Hopper take.
-static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
-  AttentionForward forward = {.out = r.out, .lse = r.lse, .qkv = r.qkv, .documents = r.documents, .shape = s};
-  AttentionBackward backward = {.dqkv = r.dqkv,
-                                .dbias = r.dbias,
-                                .dout = r.dout,
-                                .out = r.out,
-                                .lse = r.lse,
-                                .qkv = r.qkv,
-                                .documents = r.documents,
-                                .shape = s,
-                                .accumulate = r.accumulate};
+static void run_passes(Harness *h, AttentionBackward backward, bool portable) {
+  AttentionForward forward = {.out = backward.out,
+                              .lse = backward.lse,
+                              .qkv = backward.qkv,
+                              .documents = backward.documents,
+                              .shape = backward.shape};
   if (!portable) {
     attention_forward(h->backend, forward);
     attention_backward(h->backend, backward);
     return;
   }
 #ifdef HAVE_CUDA
-  int64_t count = (int64_t)(cuda_attention_statistics_bytes(s) / sizeof(float));
+  int64_t count = (int64_t)(cuda_attention_statistics_bytes(backward.shape) / sizeof(float));
   backward.workspace = poisoned_vector(h, DTYPE_F32, count); // the statistics
   Tensor counters = poisoned_vector(h, DTYPE_I32, ATTENTION_COUNTERS);
   backend_synchronize(h->backend);
@@ -227,27 +216,26 @@ static void run_passes(Harness *h, AttentionShape s, Run r, bool portable) {
 
 enum { KINDS = 2 }; // of kernels: those for this device, the portable ones
 
-// Checks the first `kinds` of kernels, and that they repeat their bits. The reference takes longest: once for
-// all.
+// The first `kinds` of kernels against one reference, which takes longest, and against their bits again.
 static void check_shape(Harness *h, AttentionShape s, int kinds) {
   for (int packed = 0; packed < 2; packed++) {
     Problem p = problem_make(h, s, packed);
-    run_make(h, &p); // rounds the operands
+    call_make(h, &p); // rounds the operands
     problem_solve(&p, h->dtype);
     for (int portable = 0; portable < kinds; portable++) {
-      Run r = run_make(h, &p), again = run_make(h, &p);
-      run_passes(h, s, r, portable);
-      run_passes(h, s, again, portable);
+      AttentionBackward r = call_make(h, &p), again = call_make(h, &p);
+      run_passes(h, r, portable);
+      run_passes(h, again, portable);
       const struct {
         const char *what;
         Tensor got, again;
-        double *want, *bound;
-      } results[] = {{portable ? "portable out" : "out", r.out, again.out, p.out, p.out_bound},
-                     {portable ? "portable lse" : "lse", r.lse, again.lse, p.lse, p.lse_bound},
-                     {portable ? "portable dqkv" : "dqkv", r.dqkv, again.dqkv, p.dqkv, p.dqkv_bound},
-                     {"dbias", r.dbias, again.dbias, p.dbias, p.dbias_bound}};
+        Bounded want;
+      } results[] = {{portable ? "portable out" : "out", r.out, again.out, p.out},
+                     {portable ? "portable lse" : "lse", r.lse, again.lse, p.lse},
+                     {portable ? "portable dqkv" : "dqkv", r.dqkv, again.dqkv, p.dqkv},
+                     {"dbias", r.dbias, again.dbias, p.dbias}};
       for (int i = 0; i < (portable ? 3 : 4); i++) {
-        check_bounds(h, results[i].what, s, results[i].got, results[i].want, results[i].bound);
+        check_bounds(h, results[i].what, s, results[i].got, results[i].want);
         check_bitwise_equal(h, results[i].what, results[i].got, results[i].again);
       }
     }
@@ -255,12 +243,8 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
   }
 }
 
-static bool has_tensor_cores(const Harness *h) {
-  return h->dtype == DTYPE_BF16;
-}
-
 HARNESS_TEST(test_tensor_cores) {
-  if (!has_tensor_cores(h)) skip();
+  if (h->dtype != DTYPE_BF16) skip(); // fp32 has no tensor cores
   if (small_shapes()) {
     check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
     check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
@@ -289,14 +273,10 @@ HARNESS_TEST(test_other_shapes) {
 
 // The float64 gradients are the derivatives of the float64 results.
 static double attention_objective(void *context) {
-  Problem *p = context, again = *p;
-  size_t outs = (size_t)(p->rows * p->out_width), width = (size_t)(p->rows * p->qkv_width);
-  memset(p->out, 0, outs * sizeof *p->out);
-  again.dqkv = calloc(width, sizeof(double)), again.dqkv_bound = calloc(width, sizeof(double));
-  problem_solve(&again, DTYPE_F32);
-  free(again.dqkv);
-  free(again.dqkv_bound);
-  return reference_dot(p->out, p->dout, (int64_t)outs);
+  Problem *p = context;
+  memset(p->out.value, 0, (size_t)(p->rows * p->out_width) * sizeof(double));
+  problem_solve(p, DTYPE_F32); // its gradients are not read again
+  return reference_dot(p->out.value, p->dout, p->rows * p->out_width);
 }
 
 HARNESS_TEST(test_reference_gradients) {
@@ -305,7 +285,7 @@ HARNESS_TEST(test_reference_gradients) {
     problem_solve(&p, DTYPE_F32);
     double *before = host_values(h, p.rows * p.qkv_width);
     Tensor dqkv =
-        tensor_from(h, DTYPE_F32, copied_values(h, p.dqkv, p.rows * p.qkv_width), p.rows, p.qkv_width);
+        tensor_from(h, DTYPE_F32, copied_values(h, p.dqkv.value, p.rows * p.qkv_width), p.rows, p.qkv_width);
     check_gradient(h, "reference dqkv", dqkv, before, p.qkv, attention_objective, &p,
                    with_size(within(4, 1), 1));
   }
@@ -325,7 +305,7 @@ static void rope_case(Harness *h, const void *shape) {
   Tensor turned = tensor_from(h, h->dtype, qkv, rows, qkv_width(s));
   double *original = copied_values(h, qkv, count);
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
-  reference_rope(qkv, table, s, false);
+  reference_rope(qkv, table, s);
   check_values(h, "rope", turned, qkv, with_size(within(2, 2), 1));
   // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});
@@ -341,7 +321,7 @@ HARNESS_TEST(test_rope) {
 // Decoding in pieces of any length gives the rows that attending to the whole sequence gives.
 static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const int64_t *pieces) {
   Problem p = problem_make(h, s, false);
-  Run r = run_make(h, &p);
+  AttentionBackward r = call_make(h, &p);
   problem_solve(&p, h->dtype);
   Tensor keys = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
   Tensor values = poisoned(h, h->dtype, s.batch * s.num_key_value_heads, capacity * s.head_dim);
@@ -360,7 +340,7 @@ static void decode_case(Harness *h, AttentionShape s, int64_t capacity, const in
                         .out = out, .keys = keys, .values = values, .qkv = qkv, .shape = step, .past = past});
     scatter_rows(h->backend, (MoveRows){.out = r.out, .x = out, .indices = positions});
   }
-  check_values(h, "decoded attention", r.out, p.out,
+  check_values(h, "decoded attention", r.out, p.out.value,
                with_size(within_stored(h, 8, (double)(s.head_dim + s.seq_len)), 1));
 }
 
@@ -426,6 +406,4 @@ HARNESS_TEST(test_positions) {
   RUN_CASES(h, positions_case, shapes);
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

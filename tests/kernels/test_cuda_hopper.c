@@ -1,6 +1,4 @@
-// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64: ragged tiles, rows with gaps, rounds and
-// groups of tiles, a NaN, overflow, a target that outweighs the rest, the same bits again. Skipped on other
-// devices.
+// The Hopper GEMMs (kernels/cuda/hopper_gemm.h) against float64 on ragged tiles and hard rows; bits repeat.
 
 #include "tests/loss_problem.h"
 
@@ -17,7 +15,6 @@ typedef struct {
   double *z, *exps_want, *sum_want, *sums;
 } Logits;
 
-// With these anchors and targets.
 static void logits_expect(Harness *h, Logits *l, double *anchor, const int32_t *targets) {
   l->targets = ids_from(h, targets, l->rows);
   l->anchor = vector_from(h, DTYPE_F32, anchor, l->rows);
@@ -289,8 +286,6 @@ int main(void) {
 
 #else
 
-int main(void) {
-  return skip_all("hopper", "the GEMMs for Hopper", "built without CUDA");
-}
+TEST_MAIN(skip_all("hopper", "the GEMMs for Hopper", "built without CUDA"))
 
 #endif

@@ -3,9 +3,6 @@
 #include <float.h>
 
 #include "tests/harness.h"
-#include "tests/reference.h"
-
-// --- codes -------------------------------------------------------------------------------------------------
 
 // Four bits of exponent with bias 7, three of mantissa; exponent 0 is that of 1 without the leading one.
 static double defined(int code) {
@@ -41,13 +38,6 @@ HARNESS_TEST(test_codes) {
   for (int i = 0; i < 5; i++) assert_code(large[i], 0x7E), assert_code(-large[i], 0xFE);
   assert_code(FLT_MIN, 0), assert_code(-0.0, 0x80);
   assert_int_equal(e4m3_from_f32(NAN), 0x7F);
-}
-
-// --- quantisation ------------------------------------------------------------------------------------------
-
-// FP8 is for GPUs that have it.
-static void need_fp8(const Harness *h) {
-  if (h->backend->no_fp8) skip();
 }
 
 static Fp8 poisoned_fp8(Harness *h, int64_t rows, int64_t columns) {
@@ -91,7 +81,7 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
 }
 
 HARNESS_TEST(test_quantize) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const int64_t shapes[][2] = {{16, 16},   {16, 128}, {128, 16},  {128, 128},
                                       {144, 112}, {48, 400}, {272, 144}, {1040, 528}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -105,7 +95,7 @@ HARNESS_TEST(test_quantize) {
 
 // A lost number stays visible in whatever is computed from the codes.
 HARNESS_TEST(test_not_finite) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const double lost[] = {NAN, INFINITY, -INFINITY};
   for (int i = 0; i < 3; i++) {
     double *x = random_values(h, 32 * 48, 1);
@@ -120,9 +110,6 @@ HARNESS_TEST(test_not_finite) {
   }
 }
 
-// --- matmuls -----------------------------------------------------------------------------------------------
-
-// What the codes stand for.
 static double *decoded(Harness *h, Fp8 fp8) {
   uint8_t *codes = codes_of(h, fp8.codes);
   double *values = host_values(h, tensor_count(fp8.codes)), scale = *values_of(h, fp8.amax) / 448;
@@ -161,7 +148,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
 }
 
 HARNESS_TEST(test_matmul) {
-  need_fp8(h);
+  if (h->backend->no_fp8) skip();
   static const int64_t shapes[][3] = {{16, 16, 16}, {16, 144, 32}, {400, 48, 272}, {272, 528, 1040}};
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
     for (int variant = 0; variant < VARIANTS; variant++) {
@@ -179,6 +166,4 @@ HARNESS_TEST(test_refusals) {
   assert_fails(h, part, matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8}));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

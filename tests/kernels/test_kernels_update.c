@@ -2,9 +2,6 @@
 
 #include "kernels/torch_operations.h"
 #include "tests/harness.h"
-#include "tests/reference.h"
-
-// --- rows --------------------------------------------------------------------------------------------------
 
 static void rows_case(Harness *h, const void *shape) {
   enum { ROWS = 101, PICKED = 67 };
@@ -59,8 +56,6 @@ HARNESS_TEST(test_read_targets) {
     }
   }
 }
-
-// --- the optimizer -----------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t count, offset; // offset: the tensors begin there, so that nothing is aligned
@@ -281,8 +276,6 @@ HARNESS_TEST(test_clip_scale) {
   }
 }
 
-// --- copies, collectives of one rank, what the system says -------------------------------------------------
-
 HARNESS_TEST(test_copies) {
   double *x = random_values(h, 1009, 1), *zeros = host_values(h, 1009);
   Tensor a = vector_from(h, DTYPE_F32, x, 1009), b = poisoned_vector(h, DTYPE_F32, 1009);
@@ -362,6 +355,4 @@ HARNESS_TEST(test_measuring_keeps_bits) {
   harness_close(first);
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

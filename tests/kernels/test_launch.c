@@ -1,7 +1,6 @@
 // What launchers say in the environment is understood.
 #include "kernels/ranks/launch.h"
 #include "tests/data_files.h"
-#include "tests/test.h"
 
 // Sets pairs of names and values, and unsets all else that a launcher may set.
 static void set(const char *const *pairs) {
@@ -59,6 +58,4 @@ TEST(the_first_host_of_a_list) {
   }
 }
 
-int main(void) {
-  return tests_run("launch", NULL, NULL);
-}
+TEST_MAIN(tests_run("launch", NULL, NULL))

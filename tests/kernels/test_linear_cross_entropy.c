@@ -59,8 +59,6 @@ static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool ke
   return a;
 }
 
-// --- rows that are hard ------------------------------------------------------------------------------------
-
 HARNESS_TEST(test_overflow_repair) {
   ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.rows; n++) {
@@ -225,8 +223,7 @@ HARNESS_TEST(test_ties_and_nans) {
   }
 }
 
-// A bias of minus infinity, a saturated soft-cap: entropies stay finite, the first of equal logits is
-// predicted.
+// A bias of minus infinity, a saturated soft-cap: finite entropies, and the first of equal logits.
 HARNESS_TEST(test_masked_and_saturated) {
   enum { ROWS = 37, HIDDEN = 24, VOCAB = 611 };
   for (int capped = 0; capped < 2; capped++) {
@@ -260,8 +257,7 @@ HARNESS_TEST(test_masked_and_saturated) {
   }
 }
 
-// Targets drawn from the model nearly cancel the rest of dweight: they are added before rounding to W's
-// dtype.
+// Targets drawn from the model nearly cancel the rest of dweight: they are added before it is rounded.
 HARNESS_TEST(test_narrow_dweight) {
   enum { ROWS = 16384, HIDDEN = 8, VOCAB = 16 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
@@ -280,12 +276,8 @@ HARNESS_TEST(test_narrow_dweight) {
   a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN);
   linear_cross_entropy(h->backend, a);
   reference_loss(&p);
-  const double *got = values_of(h, a.dweight);
-  double off = 0, size = 0;
-  for (int i = 0; i < VOCAB * HIDDEN; i++)
-    off += (got[i] - p.dweight[i]) * (got[i] - p.dweight[i]), size += p.dweight[i] * p.dweight[i];
-  if (!(sqrt(off / size) < fmax(1e-4, 2 * dtype_epsilon(h->dtype))))
-    fail_msg("dweight is off by %g of its size, %g", sqrt(off / size), sqrt(size));
+  double off = relative_distance(values_of(h, a.dweight), p.dweight, VOCAB * HIDDEN);
+  if (!(off < fmax(1e-4, 2 * dtype_epsilon(h->dtype)))) fail_msg("dweight is off by %g of its size", off);
 }
 
 // E's entry of the target times r x is c x, also where r is 0 since terms cancel, and 0 where the token's
@@ -350,8 +342,6 @@ HARNESS_TEST(test_wrong_rows_stay_alone) {
   if (!small_shapes()) RUN_CASES(h, wrong_rows_case, tiles);
 }
 
-// --- the materialized pass ---------------------------------------------------------------------------------
-
 typedef struct {
   int64_t rows, vocab;
   double *logits, *loss, alpha;
@@ -404,8 +394,6 @@ HARNESS_TEST(test_cross_entropy_in_place) {
   RUN_CASES(h, cross_entropy_case, shapes);
   RUN_MIRRORED(h, cross_entropy_case, mirrored);
 }
-
-// --- the whole layer ---------------------------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, hidden, vocab, chunk, ignored; // every ignored-th target is ignored; 0: none
@@ -497,8 +485,7 @@ HARNESS_TEST(test_layer) {
     }
 }
 
-// How a chunk is cut depends on its shape alone: the number of threads shows in no bit of loss and dx, nor of
-// dweight where its one GEMM over the chunk is our own.
+// A chunk is cut by its shape alone: threads show in no bit, in dweight's where its GEMM is our own.
 HARNESS_TEST(test_bitwise_repeatable) {
   ReferenceLoss p = make_problem(h, 113, 33, 9001, 2);
   for (int64_t n = 0; n < p.rows; n += 2) p.targets[n] %= 5; // many tokens of one row
@@ -578,6 +565,4 @@ HARNESS_TEST(test_refusals) {
                  (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

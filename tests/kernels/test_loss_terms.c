@@ -1,5 +1,5 @@
-// Every term of the loss against float64: alone, in pairs, all at once, in both modes; and the float64
-// reference against PyTorch.
+// Every term of the loss against float64, alone, in pairs, all at once, in both modes; and the float64
+// reference against PyTorch's values and gradients (tests/golden/make_loss_golden.py).
 
 #include <cjson/cJSON.h>
 
@@ -15,10 +15,6 @@ static ReferenceLoss make_problem(Harness *h, int terms, int64_t rows, int64_t h
   return p;
 }
 
-// --- the reference itself ----------------------------------------------------------------------------------
-
-// PyTorch's values and autograd's gradients, every term alone and combined
-// (tests/golden/make_loss_golden.py).
 static double number(const cJSON *object, const char *key) {
   const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, key);
   if (!cJSON_IsNumber(item)) fail_msg("loss.json lacks the number %s", key);
@@ -90,8 +86,6 @@ HARNESS_TEST(test_reference_is_as_in_torch) {
   cJSON_Delete(document);
   free(text);
 }
-
-// --- the layer ---------------------------------------------------------------------------------------------
 
 typedef struct {
   LceMode mode;
@@ -228,6 +222,4 @@ HARNESS_TEST(test_nothing_counts) {
   }
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

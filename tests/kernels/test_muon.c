@@ -1,7 +1,6 @@
 // Muon against torch.optim.Muon (tests/golden/make_muon_golden.py), Newton-Schulz of batches against float64.
 
 #include "tests/harness.h"
-#include "tests/reference.h"
 
 static double *read_values(Harness *h, FILE *file, int64_t count) {
   double *values = host_values(h, count);
@@ -114,6 +113,4 @@ HARNESS_TEST(test_orthogonalize_of_nothing) {
   for (int i = 0; i < 48; i++) assert_true(isnan(values_of(h, x)[i]));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -1,12 +1,9 @@
-// Tile sampling against float64 that draws by the same rule: ragged tiles, chunks, ignored tokens, terms; all
-// tiles kept, or none; the mean over seeds; stats; and the operation by itself.
+// Tile sampling against float64 that draws by the same rule, its ends, its mean; and the operation by itself.
 
 #include <omp.h>
 
 #include "kernels/random.h"
 #include "tests/loss_problem.h"
-
-// --- problems whose tiles differ in mass -------------------------------------------------------------------
 
 typedef struct {
   int64_t rows, hidden, vocab, chunk;
@@ -22,21 +19,13 @@ typedef struct {
   LinearCrossEntropy call;
 } Problem;
 
-static LinearCrossEntropy sampled_call(Harness *h, ReferenceLoss *r, int64_t chunk) {
-  reference_gradients(h, r);
-  LinearCrossEntropy a = loss_call(h, r, LCE_FUSED, chunk);
-  a.outputs = (TokenOutputs){0};
-  a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
-  return a;
-}
-
 static Problem make_problem(Harness *h, Case c) {
   Problem made = {.r = loss_problem_tiles(h, c.rows, c.hidden, c.vocab, c.size)};
   ReferenceLoss *p = &made.r;
   for (int64_t n = 1; n < c.rows && c.ignored; n += 3) p->targets[n] = IGNORE_INDEX;
   if (c.terms) loss_problem_add(h, p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS);
   p->temperature = c.terms ? 1.25 : 1, p->mean = c.mean;
-  made.call = sampled_call(h, p, c.chunk);
+  made.call = sampled_loss_call(h, p, c.chunk);
   if (c.accumulate) loss_call_adds(h, &made.call, &made.before);
   return made;
 }
@@ -95,8 +84,6 @@ HARNESS_TEST(test_cases) {
   RUN_CASES(h, sampled_case, cases);
 }
 
-// --- the ends ----------------------------------------------------------------------------------------------
-
 // Below a full mass of 2^-5 gradients are exact, as for dx alone; with 2^-5 all tiles here are kept.
 HARNESS_TEST(test_all_kept) {
   const Case c = {301, 40, 1401, 128, 128, .terms = false};
@@ -153,7 +140,7 @@ HARNESS_TEST(test_certain) {
   for (int64_t n = 0; n < 140; n++) sure.targets[n] = 3;
   for (int64_t i = 0; i < 140 * 16; i++) sure.x[i] = i % 16 == 0 ? 8 : 0;
   for (int64_t j = 0; j < 500; j++) sure.weight[j * 16] = j == 3 ? 20 : 0;
-  LinearCrossEntropy call = sampled_call(h, &sure, 140);
+  LinearCrossEntropy call = sampled_loss_call(h, &sure, 140);
   call.sampling.full_mass = 1;
   linear_cross_entropy(h->backend, call);
   assert_true(values_of(h, call.sampling.stats)[0] == 6);
@@ -168,12 +155,10 @@ HARNESS_TEST(test_redone_row) {
   loss_problem_lead(&p, 7, 450, 90 * p.temperature);
   p.full_mass = 100, p.seed = 3, p.chunk = 130;
   Problem made = {.r = p};
-  made.call = sampled_call(h, &made.r, 130);
+  made.call = sampled_loss_call(h, &made.r, 130);
   check_problem(h, &made);
   assert_some_dropped(&made.r);
 }
-
-// --- draws -------------------------------------------------------------------------------------------------
 
 // Threads change no bit, another seed does; losses are those without sampling; without gradients stats are 0.
 HARNESS_TEST(test_repeats) {
@@ -213,8 +198,6 @@ HARNESS_TEST(test_unbiased) {
   check_unbiased(h, linear_cross_entropy, p.call, &plain, 256);
 }
 
-// --- the operation by itself -------------------------------------------------------------------------------
-
 typedef struct {
   int64_t rows, hidden, vocab, stride;
   bool accumulate;
@@ -227,8 +210,7 @@ typedef struct {
   double q, mass;
 } Chance;
 
-// Tile (b, t) is kept where 5 b + 3 t is a multiple of `every` (0: none), by masses that decide by
-// themselves; but every fourth one has a probability of 1/4.
+// Tile (b, t) is kept where `every` divides 5 b + 3 t (0: none); every fourth by a probability of 1/4.
 static Chance chance_of(int64_t every, int64_t b, int64_t t, int64_t i) {
   bool some = every && (5 * b + 3 * t) % every == 0;
   double q = !some ? 0 : i % 4 == 1 ? 0.25 : 1;
@@ -375,6 +357,4 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [2]", a.sampling.stats = tensor_rows(a.loss, 0, 2));
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -1,6 +1,6 @@
-// linear_cross_entropy with its head split over ranks, against float64 on one. Every rank draws all tokens
-// and the whole head, takes its own, and checks what it gets.
+// linear_cross_entropy with its head split over ranks: each draws all, takes its part and checks its results.
 
+#include "model/masked_loss.h"
 #include "tests/loss_problem.h"
 #include "tests/process.h"
 
@@ -9,6 +9,7 @@ typedef struct {
   int64_t rows, hidden, vocab, chunk; // rows of each rank; vocab 0: as many as ranks
   int terms;
   bool ignores; // some tokens
+  bool masked;  // these are left out of the call
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
@@ -17,7 +18,8 @@ typedef struct {
 enum {
   SMOOTHED =
       TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS | TERM_BIAS,
-  CAPPED = TERM_SOFTCAP | TERM_TEMPERATURE | TERM_BIAS | TERM_MEAN
+  CAPPED = TERM_SOFTCAP | TERM_TEMPERATURE | TERM_BIAS | TERM_MEAN,
+  MASKED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_BIAS
 };
 static const Case cases[] = {
     {"plain", 29, 17, 101, 7, .terms = 0},
@@ -36,6 +38,11 @@ static const Case cases[] = {
     {"hopeless terms", 9, 32, 300, 4, .terms = SMOOTHED, .hopeless = 3},
     {"capped", 29, 17, 101, 7, .terms = CAPPED, .ignores = true},
     {"capped forward", 19, 33, 1031, 8, .terms = CAPPED, .forward_only = true},
+    {"masked", 23, 8, 61, 4, .ignores = true, .masked = true},
+    {"masked terms", 23, 8, 61, 4, .terms = MASKED, .ignores = true, .masked = true},
+    {"masked, added", 31, 40, 515, 16, .accumulate = true, .ignores = true, .masked = true},
+    {"masked, capped", 23, 8, 61, 30, .terms = CAPPED, .ignores = true, .masked = true},
+    {"masked forward", 23, 8, 61, 5, .forward_only = true, .ignores = true, .masked = true},
 };
 
 // All ranks' tokens and the whole head, in float64.
@@ -60,7 +67,7 @@ static ReferenceLoss make_problem(Harness *h, const Case *c) {
 
 static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceLoss *p) {
   LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, c->chunk);
-  if (c->terms == CAPPED || c->hopeless) loss_call_all_outputs(h, &a, p);
+  if (c->terms == CAPPED || c->hopeless || c->masked) loss_call_all_outputs(h, &a, p);
   return loss_call_of_rank(h->backend, a, c->rows, ceil_div(p->vocab, h->backend->ranks));
 }
 
@@ -74,19 +81,27 @@ static void check_case(Harness *h, const void *shape) {
   if (c->accumulate) loss_call_adds(h, &a, &before);
   LinearCrossEntropy x_alone = a, weight_alone = a;
   x_alone.dweight = x_alone.dbias = weight_alone.dx = (Tensor){0};
-  linear_cross_entropy(b, c->apart ? x_alone : a);
+  Tensor positions = {0};
+  int64_t most = 0;
+  for (int rank = 0; c->masked && rank < b->ranks; rank++) {
+    int64_t counted;
+    Tensor of_rank = counted_positions(h, p.targets + rank * c->rows, c->rows, &counted);
+    if (rank == b->rank) positions = of_rank;
+    most = max_i64(most, counted);
+  }
+  masked_linear_cross_entropy(b, c->apart ? x_alone : a, positions, most);
   if (c->apart) linear_cross_entropy(b, weight_alone);
   reference_loss(&p);
   double size = (c->hopeless ? 300 : 8) + 64 * p.z_loss;
   char what[96];
   snprintf(what, sizeof what, "%s, rank %d of %d", c->name, b->rank, b->ranks);
+  check_ignored(h, what, &a, p.targets + b->rank * c->rows);
   check_loss(h, what, &a, &p, b->rank * c->rows, before,
              with_size(within(16, (double)(c->hidden + p.vocab)), size),
              with_size(within_stored(h, 8, 0), p.scale * (c->hopeless ? 300 : 1 + 8 * p.z_loss)));
 }
 
-// A NaN in one token's x is in that token's loss and dx, and in no other's; the sums of dweight cannot help
-// it.
+// A NaN in one token's x is in that token's loss and dx, and in no other's.
 static void check_nan(Harness *h, const void *shape) {
   const Case *c = shape;
   ReferenceLoss p = make_problem(h, c);
@@ -102,8 +117,7 @@ static void check_nan(Harness *h, const void *shape) {
   }
 }
 
-// Twice the same bits. With sampling every rank draws for its rows; below 2^-5, and on a GPU with chunks this
-// short, gradients are exact.
+// Twice the same bits. Below 2^-5, and on a GPU with chunks this short, sampling leaves gradients exact.
 static void check_repeats(Harness *h, const void *shape) {
   const Case *c = shape;
   ReferenceLoss p = make_problem(h, c);

@@ -16,8 +16,7 @@
 
 #define TINY                                                                                                 \
   "--model llama-tiny --vocab 20 --hidden-size 8 --intermediate-size 12 --num-layers 1 "                     \
-  "--num-attention-heads 2 "                                                                                 \
-  "--num-key-value-heads 1 --seq-len 8 --batch 1 --steps 2 --data %s"
+  "--num-attention-heads 2 --num-key-value-heads 1 --seq-len 8 --batch 1 --steps 2 --data %s"
 
 static Run *open_tiny(const char *more) {
   uint16_t tokens[40];
@@ -459,8 +458,7 @@ TEST(the_newest_are_kept) {
   store.shard_bytes = CHECKPOINT_SHARD_BYTES;
   save_steps(run, &store, (const int64_t[]){1000000}, 1);
   shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-999999' && test $(readlink latest) = "
-        "step-1000000 && "
-        "test ! -L model.safetensors.index.json && test -e model.safetensors",
+        "step-1000000 && test ! -L model.safetensors.index.json && test -e model.safetensors",
         directory);
   ModelConfig config = hf_config_read(directory);
   assert_string_equal(config.name, "llama-tiny");
@@ -626,6 +624,4 @@ TEST(companions_travel_along) {
   run_close(run);
 }
 
-int main(void) {
-  return tests_run("checkpoint", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("checkpoint", make_temp_dir, remove_temp_dir))

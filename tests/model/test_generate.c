@@ -12,26 +12,20 @@ typedef struct {
 // Longer than two pieces of a prompt, and not a multiple of one.
 enum { WINDOW = 150, VOCAB = 29 };
 
-static const char *const presets[] = {"llama-tiny", "gpt2-tiny", "qwen3-0.6b"};
-enum { PRESETS = sizeof presets / sizeof *presets };
+static const char *const models[] = {"--model llama-tiny --num-attention-heads 4 --num-key-value-heads 2",
+                                     "--model gpt2-tiny --num-attention-heads 2",
+                                     "--model qwen3-0.6b --num-attention-heads 4 --num-key-value-heads 2"};
+enum { MODELS = sizeof models / sizeof *models };
 
-static ModelConfig small_model(const char *preset) {
-  ModelConfig c = model_preset(preset);
-  c.vocab_size = VOCAB;
-  c.hidden_size = 12;
-  c.intermediate_size = 20;
-  c.num_hidden_layers = 3;
-  c.num_attention_heads = c.family == FAMILY_GPT2 ? 2 : 4;
-  c.num_key_value_heads = 2;
-  c.head_dim = 6;
-  c.max_position_embeddings = WINDOW;
-  return c;
+static ModelConfig small_model(const char *model) {
+  const char *sizes = "--vocab 29 --hidden-size 12 --intermediate-size 20 --num-layers 3 --head-dim 6";
+  return options_on(ON_CPU, "%s %s --max-position-embeddings 150 --seq-len 5", model, sizes).model;
 }
 
-static Case case_open(const char *backend, const char *preset) {
+static Case case_open(const char *backend, const char *model) {
   Case c = {.h = harness_open(backend)};
   if (!c.h) return c;
-  ModelConfig config = small_model(preset);
+  ModelConfig config = small_model(model);
   Dtype dtype = c.h->dtype;
   ParameterDtypes dtypes = {.weight = dtype, .grad = dtype, .moment = DTYPE_F32};
   model_create(&c.model, &config, c.h->backend, dtypes, WINDOW);
@@ -44,49 +38,45 @@ static void case_close(Case *c) {
   harness_close(c->h);
 }
 
-// Of `length` tokens after `past` in a cache, if any.
+// Of `length` tokens after `past` in a cache.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
   int32_t positions[2 * WINDOW];
   for (int64_t i = 0; i < length; i++) positions[i] = (int32_t)i;
-  Tensor logits = poisoned(c->h, DTYPE_F32, length, c->model.config.vocab_size);
+  Tensor logits = poisoned(c->h, DTYPE_F32, length, VOCAB);
   Batch batch = {.batch = 1, .seq_len = length, .tokens = ids_from(c->h, tokens, length)};
   transformer_logits(c->h->backend, &c->model, &batch, cache, past, ids_from(c->h, positions, length),
                      logits);
   return logits;
 }
 
-static void cached_case(const char *preset) {
+TEST(test_cached_logits_equal_uncached) {
   enum { LENGTH = 40 };
   static const int64_t pieces[] = {1, 13, 1, 1, 24};
-  Case c = case_open("cpu", preset);
-  draw_weights(c.h, &c.model);
-  int64_t vocab_size = c.model.config.vocab_size;
-  int32_t *tokens = random_ids(c.h, LENGTH, vocab_size);
-  double *want = values_of(c.h, logits_of(&c, tokens, LENGTH, NULL, 0));
-  KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
-  for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
-    check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
-                 want + past * vocab_size, within(64, 20));
-  assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
-  case_close(&c);
-}
-
-TEST(test_cached_logits_equal_uncached) {
-  for (int p = 0; p < PRESETS; p++) cached_case(presets[p]);
+  for (volatile int p = 0; p < MODELS; p++) {
+    Case c = case_open("cpu", models[p]);
+    draw_weights(c.h, &c.model);
+    int32_t *tokens = random_ids(c.h, LENGTH, VOCAB);
+    double *want = model_logits(c.h, &c.model, tokens, 1, LENGTH);
+    KeyValueCache cache = key_value_cache_push(c.h->backend, &c.model.config, 1, LENGTH + 2);
+    for (int64_t i = 0, past = 0; i < 5; past += pieces[i++])
+      check_values(c.h, "cached logits", logits_of(&c, tokens + past, pieces[i], &cache, past),
+                   want + past * VOCAB, within(64, 20));
+    assert_fails(c.h, "3 tokens after 40 do not fit into keys", logits_of(&c, tokens, 3, &cache, 40));
+    case_close(&c);
+  }
 }
 
 TEST(test_texts_equal_the_plain_loop) {
   static const int64_t prompts[] = {1, 63, 64, 130, 170};
-  for (int p = 0; p < PRESETS; p++) {
-    Case c = case_open("cpu", presets[p]);
+  for (int p = 0; p < MODELS; p++) {
+    Case c = case_open("cpu", models[p]);
     draw_weights(c.h, &c.model);
-    int64_t vocab_size = c.model.config.vocab_size;
     double cap = c.model.config.final_logit_softcapping = 2 * p; // none for the first
     for (int k = 0; k < 5; k++) {
       enum { MAX_NEW_TOKENS = 30 };
       int64_t count, end = prompts[k] + MAX_NEW_TOKENS;
-      int32_t *prompt = random_ids(c.h, end, vocab_size);
+      int32_t *prompt = random_ids(c.h, end, VOCAB);
       Generation g = {.prompt = prompt,
                       .prompt_count = prompts[k],
                       .max_new_tokens = MAX_NEW_TOKENS,
@@ -98,12 +88,10 @@ TEST(test_texts_equal_the_plain_loop) {
       assert_memory_equal(text, prompt, (size_t)prompts[k] * sizeof *text);
       for (int64_t i = prompts[k]; i < end; i++) {
         int64_t start = i > WINDOW ? i - WINDOW : 0;
-        const double *z =
-            model_logits(c.h, &c.model, text + start, 1, i - start) + (i - start - 1) * vocab_size;
+        const double *z = model_logits(c.h, &c.model, text + start, 1, i - start) + (i - start - 1) * VOCAB;
         float row[VOCAB];
-        for (int64_t v = 0; v < vocab_size; v++) row[v] = (float)(cap > 0 ? cap * tanh(z[v] / cap) : z[v]);
-        int32_t drawn = sampling_draw(&g.sampling, row, vocab_size, random_uniform(11, 7, (uint64_t)i));
-        assert_int_equal(text[i], drawn);
+        for (int64_t v = 0; v < VOCAB; v++) row[v] = (float)(cap > 0 ? cap * tanh(z[v] / cap) : z[v]);
+        assert_int_equal(text[i], sampling_draw(&g.sampling, row, VOCAB, random_uniform(11, 7, (uint64_t)i)));
       }
       free(text);
     }
@@ -117,7 +105,7 @@ static void record(void *context, int32_t token) {
 }
 
 static void check_seeds_stops_and_callbacks(const char *backend) {
-  Case c = case_open(backend, presets[0]);
+  Case c = case_open(backend, models[0]);
   if (!c.h) return;
   static const int32_t prompt[] = {4, 2};
   Generation g = {.prompt = prompt,
@@ -164,7 +152,7 @@ TEST(test_seeds_stops_and_callbacks) {
 
 TEST(test_memory_does_not_depend_on_the_prompt) {
   Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
-  ModelConfig config = small_model(presets[0]);
+  ModelConfig config = small_model(models[0]);
   Model model;
   ParameterDtypes dtypes = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
   model_create(&model, &config, plan, dtypes, WINDOW);
@@ -176,7 +164,7 @@ TEST(test_memory_does_not_depend_on_the_prompt) {
   backend_destroy(plan);
   static const int64_t prompts[] = {1, 2, 65, 150, 300};
   for (int k = 0; k < 5; k++) {
-    Case c = case_open("cpu", presets[0]);
+    Case c = case_open("cpu", models[0]);
     g.prompt = random_ids(c.h, prompts[k], config.vocab_size);
     g.prompt_count = prompts[k];
     size_t before = c.h->backend->memory.ledger.stack;
@@ -253,6 +241,4 @@ TEST(test_the_likeliest_of_many) {
   assert_int_equal(kept, K);
 }
 
-int main(void) {
-  return tests_run("generate", NULL, NULL);
-}
+TEST_MAIN(tests_run("generate", NULL, NULL))

@@ -1,7 +1,6 @@
-// The loss of the counted tokens alone against float64; sampled; and with a head split over ranks.
+// The loss of the counted tokens against float64, and sampled. test_vocabulary_parallel.c splits its head.
 #include "model/masked_loss.h"
 #include "tests/loss_problem.h"
-#include "tests/process.h"
 
 typedef enum { ALL, NONE, ONE, LAST, ALL_BUT_ONE, TWO_THIRDS, ODD, PATTERNS } Pattern;
 
@@ -36,30 +35,7 @@ static LinearCrossEntropy make_call(Harness *h, const ReferenceLoss *p, const Ca
   return a;
 }
 
-// Of the ignored tokens everything is 0.
-static void check_zeros(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets) {
-  for (const LossField *f = loss_fields; f->name; f++) {
-    Tensor t = *loss_tensor(a, f);
-    if (f->kind < LOSS_OUTPUT || f->size[0] != 'N' || !tensor_exists(t)) continue;
-    const double *values = values_of(h, t);
-    int64_t width = tensor_count(t) / t.shape[0];
-    for (int64_t k = 0; k < tensor_count(t); k++)
-      if (targets[k / width] == IGNORE_INDEX && values[k] != 0)
-        fail_msg("%s: %s of the ignored token %d is %g", what, f->name, (int)(k / width), values[k]);
-  }
-}
-
-// The call gives r's values from token `first` on. What x holds of ignored tokens is not read.
-static void check_call(Harness *h, const char *what, LinearCrossEntropy a, ReferenceLoss *r, int64_t first,
-                       LossBefore before, Tensor positions, int64_t counted) {
-  masked_linear_cross_entropy(h->backend, a, positions, counted);
-  reference_loss(r);
-  check_zeros(h, what, &a, r->targets + first);
-  check_loss(h, what, &a, r, first, before,
-             with_size(within(16, (double)(r->hidden + r->vocab)), 8 + 64 * r->z_loss),
-             with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
-}
-
+// What x holds of ignored tokens is not read.
 static void check_case(Harness *h, const Case *c, Pattern pattern) {
   char what[64];
   snprintf(what, sizeof what, "%d tokens of pattern %d, terms %d", (int)c->rows, pattern, c->terms);
@@ -71,7 +47,12 @@ static void check_case(Harness *h, const Case *c, Pattern pattern) {
   LinearCrossEntropy a = make_call(h, &p, c, LCE_FUSED);
   LossBefore before = {0};
   if (c->accumulate) loss_call_adds(h, &a, &before);
-  check_call(h, what, a, &p, 0, before, positions, counted);
+  masked_linear_cross_entropy(h->backend, a, positions, counted);
+  reference_loss(&p);
+  check_ignored(h, what, &a, p.targets);
+  check_loss(h, what, &a, &p, 0, before,
+             with_size(within(16, (double)(p.hidden + p.vocab)), 8 + 64 * p.z_loss),
+             with_size(within_stored(h, 8, 0), p.scale * (1 + 8 * p.z_loss)));
 }
 
 HARNESS_TEST(test_as_with_all_tokens) {
@@ -164,18 +145,15 @@ static void check_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab,
   if (more) loss_problem_add(h, &p, TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_MEAN);
   p.temperature = more ? 1.25 : 1;
   p.counted_alone = true;
-  reference_gradients(h, &p);
-  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, chunk);
+  LinearCrossEntropy a = sampled_loss_call(h, &p, chunk);
   LossBefore before = {0};
-  a.outputs = (TokenOutputs){0};
-  a.sampling.stats = poisoned_vector(h, DTYPE_F32, 3);
   if (more) loss_call_adds(h, &a, &before);
   int64_t counted;
   Tensor positions = counted_positions(h, p.targets, rows, &counted);
   masked_linear_cross_entropy(h->backend, a, positions, counted);
   check_sampled(h, &a, &p, before);
   assert_some_dropped(&p);
-  check_zeros(h, "sampled", &a, p.targets);
+  check_ignored(h, "sampled", &a, p.targets);
 }
 
 HARNESS_TEST(test_sampled) {
@@ -183,49 +161,4 @@ HARNESS_TEST(test_sampled) {
   check_tiles(h, 900, 40, 900, 500, 384, true);
 }
 
-// Ranks ignore different tokens, the last all. `positions` go on with ignored tokens, up to the most that
-// count.
-static void split_case(Harness *h, const void *shape) {
-  const Case *c = shape;
-  Backend *b = h->backend;
-  ReferenceLoss p = loss_problem(h, c->rows * b->ranks, c->hidden, c->vocab, 2);
-  loss_problem_add(h, &p, c->terms);
-  int64_t most = 0, own, first = b->rank * c->rows;
-  for (int rank = 0; rank < b->ranks; rank++) {
-    own = 0;
-    for (int64_t i = 0; i < c->rows; i++) {
-      bool ignored = i % (rank + 2) == 1 || (b->ranks > 2 && rank == b->ranks - 1);
-      if (ignored) p.targets[rank * c->rows + i] = IGNORE_INDEX;
-      own += !ignored;
-    }
-    most = max_i64(most, own);
-  }
-  if (!c->forward_only) reference_gradients(h, &p);
-  LinearCrossEntropy a = make_call(h, &p, c, LCE_FUSED);
-  a = loss_call_of_rank(b, a, c->rows, ceil_div(c->vocab, b->ranks));
-  LossBefore before = {0};
-  if (c->accumulate) loss_call_adds(h, &a, &before);
-  Tensor positions = counted_positions(h, p.targets + first, c->rows, &own);
-  char what[64];
-  snprintf(what, sizeof what, "terms %d, rank %d of %d", c->terms, b->rank, b->ranks);
-  check_call(h, what, a, &p, first, before, positions, most);
-}
-
-static void rank_cases(Harness *h) {
-  enum { SMOOTHED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_BIAS };
-  static const Case cases[] = {{23, 8, 61, 4, .outputs = true},
-                               {23, 8, 61, 4, .terms = SMOOTHED},
-                               {31, 40, 515, 16, .accumulate = true},
-                               {23, 8, 61, 30, .terms = TERM_SOFTCAP | TERM_MEAN, .outputs = true},
-                               {23, 8, 61, 5, .outputs = true, .forward_only = true}};
-  RUN_CASES(h, split_case, cases);
-}
-
-HARNESS_TEST(test_split_head) {
-  if (strcmp(harness_backend(), "cpu") != 0) skip();
-  check_on_ranks();
-}
-
-int main(int argc, char **argv) {
-  return ran_as_rank(argc, argv, rank_cases) ? 0 : run_on_backends();
-}
+TEST_MAIN(run_on_backends())

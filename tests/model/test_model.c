@@ -12,7 +12,6 @@ static ModelConfig small(const char *preset) {
   return c;
 }
 
-// The families' names in help and messages are those of the table.
 TEST(test_family_names) {
   char names[256] = "";
   for (int f = 0; f < FAMILY_COUNT; f++) {
@@ -24,8 +23,7 @@ TEST(test_family_names) {
 }
 
 // Every preset is complete, its name is in the list that messages show, and its size is the published one.
-TEST(test_presets) {
-  Harness *h = *state;
+HARNESS_TEST(test_presets) {
   static const struct {
     const char *preset;
     int64_t parameters;
@@ -65,8 +63,7 @@ TEST(test_flops) {
 }
 
 // The head is alone in its group; matrices are decayed, vectors are not; tensors fill groups without overlap.
-TEST(test_groups) {
-  Harness *h = *state;
+HARNESS_TEST(test_groups) {
   static const char *const presets[] = {"gpt2-tiny", "llama-tiny"};
   for (int i = 0; i < 4; i++) {
     ModelConfig config = small(presets[i / 2]);
@@ -124,8 +121,7 @@ static void assert_close(double got, double want, double relative) {
 
 // Llama 3.2 1B (theta 500000, D 64, factor 32): i = 16 is 500000^-0.5, which turns 8192 / (2 pi 707.1068) =
 // 1.843848 times: kept 0.281283, so (0.281283 + 0.718717 / 32) / 707.1068. From i = 18 on: 32 times slower.
-TEST(test_rope_table) {
-  Harness *h = *state;
+HARNESS_TEST(test_rope_table) {
   ModelConfig config = model_preset("llama-1b");
   config.vocab_size = 5;
   config.num_hidden_layers = 1;
@@ -203,14 +199,13 @@ static void check_first_values(Harness *h, const char *preset, double residual_s
   model_destroy(&model);
 }
 
-TEST(test_first_values) {
-  check_first_values(*state, "gpt2-tiny", 0.02 / sqrt(2 * 2));
-  check_first_values(*state, "llama-tiny", 0.02);
+HARNESS_TEST(test_first_values) {
+  check_first_values(h, "gpt2-tiny", 0.02 / sqrt(2 * 2));
+  check_first_values(h, "llama-tiny", 0.02);
 }
 
 // One seed gives one set of bits; another seed gives other bits. No tensor repeats another's draws.
-TEST(test_seeds) {
-  Harness *h = *state;
+HARNESS_TEST(test_seeds) {
   static const uint64_t seeds[] = {7, 7, 8};
   ModelConfig config = small("llama-tiny");
   config.tie_word_embeddings = false; // no group is empty
@@ -235,8 +230,7 @@ TEST(test_seeds) {
 }
 
 // bf16 weights are the rounded master weights, and those are what an fp32 model begins with.
-TEST(test_master_weights) {
-  Harness *h = *state;
+HARNESS_TEST(test_master_weights) {
   ModelConfig config = small("gpt2-tiny");
   Model plain, mixed;
   model_create(&plain, &config, h->backend, all_fp32, 40);
@@ -362,26 +356,20 @@ HARNESS_TEST(test_a_head_that_cannot_be_split) {
 }
 
 TEST(test_impossible_sizes) {
-#define SIZE(member)                                                                                         \
-  { #member, offsetof(ModelConfig, member) }
-  static const struct {
-    const char *name;
-    size_t offset;
-  } sizes[] = {SIZE(vocab_size),
-               SIZE(hidden_size),
-               SIZE(intermediate_size),
-               SIZE(num_hidden_layers),
-               SIZE(num_attention_heads),
-               SIZE(num_key_value_heads),
-               SIZE(head_dim),
-               SIZE(max_position_embeddings)};
+  ModelConfig c = {0};
+  static const char *const names[] = {
+      "vocab_size",          "hidden_size",         "intermediate_size", "num_hidden_layers",
+      "num_attention_heads", "num_key_value_heads", "head_dim",          "max_position_embeddings"};
+  int64_t *const sizes[] = {
+      &c.vocab_size,          &c.hidden_size,         &c.intermediate_size, &c.num_hidden_layers,
+      &c.num_attention_heads, &c.num_key_value_heads, &c.head_dim,          &c.max_position_embeddings};
   static const int64_t values[] = {0, -1, (int64_t)INT32_MAX + 1};
-  for (size_t i = 0; i < 3 * sizeof sizes / sizeof *sizes; i++) {
-    ModelConfig c = model_preset("llama-tiny");
-    int64_t value = *(int64_t *)((char *)&c + sizes[i / 3].offset) = values[i % 3];
+  for (int i = 0; i < 3 * 8; i++) {
+    c = model_preset("llama-tiny");
+    int64_t value = *sizes[i / 3] = values[i % 3];
     char sentence[96];
     snprintf(sentence, sizeof sentence, "a model cannot have %s %lld; give a whole number from 1",
-             sizes[i / 3].name, (long long)value);
+             names[i / 3], (long long)value);
     Reason reason = {""};
     if (model_config_possible(&c, &reason) || !strstr(reason.text, sentence))
       fail_msg("\"%s\" is not \"%s\"", reason.text, sentence);
@@ -389,8 +377,7 @@ TEST(test_impossible_sizes) {
 }
 
 // Which the options have refused before; a caller of the library may not have.
-TEST(test_models_that_cannot_be_created) {
-  Harness *h = *state;
+HARNESS_TEST(test_models_that_cannot_be_created) {
   ModelConfig config = model_preset("gpt2-tiny");
   Model model;
   assert_fails(h, "--seq-len 1025 is longer than the 1024 positions of gpt2-tiny",
@@ -400,6 +387,4 @@ TEST(test_models_that_cannot_be_created) {
                model_create(&model, &config, h->backend, all_fp32, 16));
 }
 
-int main(void) {
-  return run_on_backend("cpu");
-}
+TEST_MAIN(run_on_backend("cpu"))

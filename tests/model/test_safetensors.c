@@ -358,6 +358,4 @@ TEST(written_configs_are_read_again) {
   free(text);
 }
 
-int main(void) {
-  return tests_run("safetensors", NULL, NULL);
-}
+TEST_MAIN(tests_run("safetensors", NULL, NULL))

@@ -55,9 +55,10 @@ def calls_of_the_operator(seen=lambda *_: None):
 
 
 def raises(kind, part, work):
+    """Returns what the error says."""
     try:
         work()
     except kind as error:
         assert part in str(error), f"{error!r} does not say {part!r}"
-    else:
-        raise AssertionError(f"nothing is raised, where {kind.__name__} with {part!r} is expected")
+        return str(error)
+    raise AssertionError(f"nothing is raised, where {kind.__name__} with {part!r} is expected")

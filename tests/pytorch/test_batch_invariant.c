@@ -103,6 +103,4 @@ HARNESS_TEST(test_rows_do_not_depend_on_their_batch) {
   h->backend->batch_invariant = false;
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -1,14 +1,11 @@
-// The C interface (tools/torch/liblce/liblce.h): every value against float64, wrong arguments, targets out of
-// range, contexts, threads. Tensors are allocations of exactly their size, so that AddressSanitizer sees what
-// lies outside.
+// The C interface (tools/torch/liblce/liblce.h): values against float64, wrong arguments, contexts, threads.
+// Tensors are allocations of exactly their size, so that AddressSanitizer sees what lies outside.
 
 #include <pthread.h>
 #include <sys/resource.h>
 
 #include "tests/loss_problem.h"
 #include "tools/torch/liblce/liblce.h"
-
-// --- problems ----------------------------------------------------------------------------------------------
 
 // A call's tensors, needed ones first: places in lce_args and ReferenceLoss, sizes as letters of N, H, V.
 typedef enum { NEEDED, READ, WRITTEN } Use;
@@ -154,12 +151,19 @@ static lce_context *context_on_cpu(void) {
   return context;
 }
 
-// --- results -----------------------------------------------------------------------------------------------
+// A test with a context on the CPU.
+#define CONTEXT_TEST(name)                                                                                   \
+  static void name##_in(Harness *h, lce_context *context);                                                   \
+  HARNESS_TEST(name) {                                                                                       \
+    lce_context *context = context_on_cpu();                                                                 \
+    name##_in(h, context);                                                                                   \
+    lce_destroy(context);                                                                                    \
+  }                                                                                                          \
+  static void name##_in(__attribute__((unused)) Harness *h, lce_context *context)
 
 // Every way through the layer, with targets of both kinds, on one context whose stack grows on the way.
-HARNESS_TEST(test_values) {
+CONTEXT_TEST(test_values) {
   static const int64_t shapes[][4] = {{1, 1, 1, 1}, {7, 5, 3, 2}, {29, 17, 101, 8}, {33, 8, 515, 0}};
-  lce_context *context = context_on_cpu();
   for (int i = 0; i < 4; i++)
     for (int bits = 0; bits < 32; bits++) {
       Problem p = make_problem(h, (Shape){shapes[i][0], shapes[i][1], shapes[i][2], shapes[i][3], bits & 1,
@@ -168,13 +172,11 @@ HARNESS_TEST(test_values) {
       check_results(&p);
       assert_true(lce_held_bytes(context) > 0);
     }
-  lce_destroy(context);
 }
 
 // A forward pass keeps what the gradients need, and neither call then holds anything of width V.
-HARNESS_TEST(test_kept_exponentials) {
+CONTEXT_TEST(test_kept_exponentials) {
   enum { N = 29, V = 101, ROW = 512 }; // V floats, rounded up to a multiple of 128 bytes
-  lce_context *context = context_on_cpu();
   Problem p = make_problem(h, (Shape){N, 17, V, .chunk = N});
   lce_args forward = p.args, backward = p.args;
   forward.dx = backward.loss = NULL, forward.dweight = NULL;
@@ -187,7 +189,6 @@ HARNESS_TEST(test_kept_exponentials) {
     assert_in_range(lce_held_bytes(context), 1, 4 * N * V - 1);
   }
   check_results(&p);
-  lce_destroy(context);
 }
 
 static void scale_values(double *values, int64_t count, double factor) {
@@ -195,8 +196,7 @@ static void scale_values(double *values, int64_t count, double factor) {
 }
 
 // Gradients that are added up; that a scale of 0 leaves alone, or makes 0; and one without the other.
-HARNESS_TEST(test_gradients) {
-  lce_context *context = context_on_cpu();
+CONTEXT_TEST(test_gradients) {
   for (int bits = 0; bits < 4; bits++) {
     Problem p =
         make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1, .materialized = bits & 2});
@@ -218,14 +218,12 @@ HARNESS_TEST(test_gradients) {
       check_results(&p);
     }
   }
-  lce_destroy(context);
 }
 
 // Losses stay the same to the bit; the seed alone decides the gradients. Below 1/32 they are exact.
-HARNESS_TEST(test_sampling) {
+CONTEXT_TEST(test_sampling) {
   enum { N = 290, H = 12, V = 700, CALLS = 5, EXACT = 4 };
   static const float masses[CALLS] = {60, 60, 60, 1e-30f};
-  lce_context *context = context_on_cpu();
   Problem p[CALLS] = {make_problem(h, (Shape){N, H, V, 150, .terms = true})};
   for (int i = 0; i < CALLS; i++) {
     p[i] = p[0];
@@ -244,11 +242,9 @@ HARNESS_TEST(test_sampling) {
     assert_int_equal(!memcmp(a->dweight, b->dweight, V * H * sizeof(float)), pairs[k][2]);
   }
   check_results(&p[EXACT]);
-  lce_destroy(context);
 }
 
-HARNESS_TEST(test_scale) {
-  lce_context *context = context_on_cpu();
+CONTEXT_TEST(test_scale) {
   float x[3] = {1, -2, 4}, out[3] = {7, 7, 7}, half = 0.5f;
   assert_int_equal(lce_scale(context, out, 0, x, 0, 0, &half, NULL), 0);
   assert_true(out[0] == 7);
@@ -272,10 +268,7 @@ HARNESS_TEST(test_scale) {
     if (!strstr(lce_last_error(), wrong[i].part)) fail_msg("%zu: %s", i, lce_last_error());
   }
   assert_int_equal(lce_scale(NULL, out, 0, x, 0, 3, &half, NULL), 1);
-  lce_destroy(context);
 }
-
-// --- refusals ----------------------------------------------------------------------------------------------
 
 // The call gives a sentence with the part, and writes nothing.
 static void refused(lce_context *context, const Problem *p, const char *part, lce_args args) {
@@ -293,9 +286,8 @@ static void refused(lce_context *context, const Problem *p, const char *part, lc
   } while (0)
 
 // A target out of range is refused; unchecked, its loss is NaN, and all else as if it were ignored.
-HARNESS_TEST(test_targets_out_of_range) {
+CONTEXT_TEST(test_targets_out_of_range) {
   const int64_t wrong[] = {101, -1, -99, INT32_MAX, INT32_MIN, (1LL << 32) + 5, INT64_MIN};
-  lce_context *context = context_on_cpu();
   for (int bits = 0; bits < 8; bits++) {
     bool wide = bits & 4;
     Problem p = make_problem(h, (Shape){29, 17, 101, 8, .terms = true, .logits = bits & 1,
@@ -320,7 +312,6 @@ HARNESS_TEST(test_targets_out_of_range) {
   Problem p = make_problem(h, (Shape){5000, 1, 3, .forward_only = true}); // more than are read at a time
   ((int32_t *)p.args.targets)[4998] = 3;
   REFUSED("targets[4998] is 3", a.mean = 0);
-  lce_destroy(context);
 }
 
 static Problem small_problem(Harness *h, bool all) {
@@ -336,8 +327,7 @@ static void *nowhere(int number) {
   return (void *)((uintptr_t)1 << 60 | (uintptr_t)number << 52);
 }
 
-HARNESS_TEST(test_wrong_arguments) {
-  lce_context *context = context_on_cpu();
+CONTEXT_TEST(test_wrong_arguments) {
   Problem p = small_problem(h, false);
   static const struct {
     const char *name;
@@ -403,12 +393,10 @@ HARNESS_TEST(test_wrong_arguments) {
   run(fresh, &p.args);
   assert_int_equal(lce_held_bytes(context), lce_held_bytes(fresh));
   lce_destroy(fresh);
-  lce_destroy(context);
 }
 
 // Sizes that no tensor can have, or whose product overflows 64 bits.
-HARNESS_TEST(test_impossible_sizes) {
-  lce_context *context = context_on_cpu();
+CONTEXT_TEST(test_impossible_sizes) {
   Problem p = small_problem(h, false);
   const int64_t impossible[] = {
       0, -1, INT64_MIN, INT32_MAX, INT64_C(1) << 31, INT64_C(1) << 32, (INT64_C(1) << 32) + 3, INT64_MAX};
@@ -437,12 +425,10 @@ HARNESS_TEST(test_impossible_sizes) {
   assert_int_equal(lce_held_bytes(context), 0);
   run(context, &p.args);
   check_results(&p);
-  lce_destroy(context);
 }
 
 // Each tensor absent, misaligned, beyond the last address, or overlapping another if one of them is written.
-HARNESS_TEST(test_impossible_addresses) {
-  lce_context *context = context_on_cpu();
+CONTEXT_TEST(test_impossible_addresses) {
   Problem p = small_problem(h, true);
   char part[64];
   for (const Field *f = fields; f->name; f++) {
@@ -473,10 +459,7 @@ HARNESS_TEST(test_impossible_addresses) {
   reference_loss(&p.want);
   run(context, &p.args);
   check_results(&p);
-  lce_destroy(context);
 }
-
-// --- contexts and threads ----------------------------------------------------------------------------------
 
 HARNESS_TEST(test_wrong_contexts) {
   const struct {
@@ -610,6 +593,4 @@ HARNESS_TEST(test_threads) {
   }
 }
 
-int main(void) {
-  return run_on_backend("cpu");
-}
+TEST_MAIN(run_on_backend("cpu"))

@@ -67,6 +67,4 @@ HARNESS_TEST(test_held_bytes) {
   backend_destroy(plan->backend);
 }
 
-int main(void) {
-  return run_on_backends();
-}
+TEST_MAIN(run_on_backends())

@@ -5,10 +5,9 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import TOOLS, main, need_ranks, once, run, train, write_shard  # noqa: E402
+from program import TOOLS, keep, main, need_ranks, once, run, train, write_shard  # noqa: E402
 
 SMALL = "--tokens 20 --hidden-size 8 --vocab 500 --chunk 20 --repeat 1".split()
-FOLDER = pathlib.Path()
 MODEL = ("--device cpu --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 --num-attention-heads 2 "
          "--max-position-embeddings 64 --seq-len 16 --batch 2 --sample-every 0 --data {} --save {} ")
 
@@ -24,8 +23,9 @@ def rows(*words, **how):
 
 
 @once
-def files(folder):
-    """Two models, gpt2 and llama, and text; whichever test comes first makes them in its folder."""
+def files():
+    """A folder with two models, gpt2 and llama, and text."""
+    folder = pathlib.Path(keep.name)
     corpus, text = folder / "corpus", folder / "sequence"
     corpus.write_text("abc of a corpus, " * 200)
     text.write_text("sixteen and one, ")  # 16 targets
@@ -35,7 +35,7 @@ def files(folder):
 
 
 def test_trained_states(folder):
-    at = files(FOLDER)
+    at = files()
     for model in "gpt2", "llama":
         evaluated = run(TOOLS / "evaluate", "--device", "cpu", "--init", at / model, "--seq-len", 16, "--val-data", at / "sequence").ok()
         want = float(evaluated.out.split("validation loss ")[1].split()[0])
@@ -50,7 +50,7 @@ def test_trained_states(folder):
 
 
 def test_sampled_tiles(folder):
-    at = files(FOLDER)
+    at = files()
     for state in (["--checkpoint", at / "gpt2", "--data", at / "corpus", "--seq-len", 16, "--tokens", 37],  # which no sequence divides
                   ["--tokens", 37, "--hidden-size", 8, "--vocab", 500]):
         found = rows(*state, "--chunk", "37,8", "--sample", "1e-30,1e6", "--terms", "--repeat", 1)
@@ -93,7 +93,7 @@ def test_ranks(folder):
 
 
 def test_refusals(folder):
-    at = files(FOLDER)
+    at = files()
     model, corpus = at / "gpt2", at / "corpus"
     train(MODEL.format(corpus, folder / "capped") + "--steps 1 --model llama-tiny --logit-softcap 30").ok()
     write_shard(folder / "other.bin", [5000] * 40)
@@ -121,8 +121,4 @@ def test_refusals(folder):
         assert not refused.out, refused
 
 
-if __name__ == "__main__":
-    import tempfile
-    with tempfile.TemporaryDirectory(prefix="lce-bench-") as root:
-        FOLDER = pathlib.Path(root)
-        main(globals())
+main(globals())

@@ -3,8 +3,7 @@
 #include "tools/ladder/ladder.h"
 
 // Every rung on the problem; `size` is that of the logits, whose fp32 error the loss inherits.
-static void check_rungs(Harness *h, ReferenceLoss *p, int64_t chunk, double size) {
-  ReferenceLoss *r = p;
+static void check_rungs(Harness *h, ReferenceLoss *r, int64_t chunk, double size) {
   r->scale = 1.0 / (double)r->rows;
   reference_gradients(h, r);
   for (int rung = 1; rung <= RUNGS; rung++) {
@@ -24,8 +23,7 @@ static void check_rungs(Harness *h, ReferenceLoss *p, int64_t chunk, double size
   }
 }
 
-TEST(test_shapes) {
-  Harness *h = *state;
+HARNESS_TEST(test_shapes) {
   const int64_t shapes[][4] = {{1, 1, 1, 1},        {7, 13, 1, 3},       {5, 3, 1031, 2},
                                {130, 7, 33, 64},    {131, 40, 29, 99},   {33, 8, 4100, 1},
                                {3, 72, 2053, 4096}, {127, 64, 1283, 50}, {300, 200, 500, 300}};
@@ -36,8 +34,7 @@ TEST(test_shapes) {
 }
 
 // Rung 0: Z = X W^T, dX = Z W, dW = Z^T X.
-TEST(test_matmuls) {
-  Harness *h = *state;
+HARNESS_TEST(test_matmuls) {
   ReferenceLoss p = loss_problem(h, 37, 24, 301, 2);
   reference_gradients(h, &p);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 9);
@@ -53,23 +50,23 @@ TEST(test_matmuls) {
   check_values(h, "dweight", call.dweight, dweight, with_size(within_stored(h, 8, 37), 30));
 }
 
-TEST(test_ignored) {
-  ReferenceLoss p = loss_problem(*state, 37, 24, 301, 2);
+HARNESS_TEST(test_ignored) {
+  ReferenceLoss p = loss_problem(h, 37, 24, 301, 2);
   for (int64_t n = 0; n < p.rows; n++)
     if (n % 3 == 0 || n >= 27) p.targets[n] = IGNORE_INDEX; // the last chunks have no other
-  check_rungs(*state, &p, 9, 2);
+  check_rungs(h, &p, 9, 2);
 }
 
 // Logits that beat the target's by 20, 88.5 (fp32's largest exponential), hundreds; a target that beats all.
-TEST(test_leads) {
+HARNESS_TEST(test_leads) {
   const double leads[] = {20, 88.5, 300, 1000, 0, 0};
-  ReferenceLoss p = loss_problem(*state, 6, 16, 515, 0.1);
+  ReferenceLoss p = loss_problem(h, 6, 16, 515, 0.1);
   for (int64_t n = 0; n < p.rows; n++) {
     p.targets[n] = (int32_t)(100 * n + 3);
     loss_problem_lead(&p, n, 514 - n, leads[n]);
   }
   p.weight[p.targets[5] * p.hidden + 5] += 30;
-  check_rungs(*state, &p, 4, 1);
+  check_rungs(h, &p, 4, 1);
 }
 
 static void sampled_rung(Backend *backend, LinearCrossEntropy call) {
@@ -77,8 +74,7 @@ static void sampled_rung(Backend *backend, LinearCrossEntropy call) {
 }
 
 // Rung 4 with tiles of E dropped: its gradients are right on average, and its losses to the bit.
-TEST(test_sampling) {
-  Harness *h = *state;
+HARNESS_TEST(test_sampling) {
   if (h->backend->device != ON_CPU) return;
   ReferenceLoss p = loss_problem(h, 140, 6, 1000, 1);
   reference_gradients(h, &p);
@@ -88,8 +84,7 @@ TEST(test_sampling) {
   check_unbiased(h, sampled_rung, sampled, &exact, 256);
 }
 
-TEST(test_refusals) {
-  Harness *h = *state;
+HARNESS_TEST(test_refusals) {
   ReferenceLoss p = loss_problem(h, 3, 12, 5, 1);
   reference_gradients(h, &p);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, 2);
@@ -101,9 +96,5 @@ TEST(test_refusals) {
     assert_fails(h, "rung 6 is for Hopper GPUs alone", ladder_run(h->backend, 6, call));
 }
 
-int main(void) {
-  const char *const backends[] = {"cpu", "cpu-plain", "cuda"}; // rung 6 takes bf16 alone
-  int failures = 0;
-  for (size_t i = 0; i < sizeof backends / sizeof *backends; i++) failures += run_on_backend(backends[i]);
-  return failures;
-}
+// Rung 6 takes bf16 alone.
+TEST_MAIN(run_on_backend("cpu") + run_on_backend("cpu-plain") + run_on_backend("cuda"))

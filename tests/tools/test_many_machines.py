@@ -14,7 +14,7 @@ STEPS = 4
 JOB = (f"--device cpu --model llama-tiny --vocab 1000 --batch 2 --seq-len 64 --total-batch 1024 --steps {STEPS} --eval-every 0 "
        "--sample-every 0 --data README.md").split()
 LINK = "lce0"
-EXPORTS = "-x OMP_NUM_THREADS=1 -x ASAN_OPTIONS".split()
+LAUNCH = [*MPIRUN[:-1], *"-x OMP_NUM_THREADS=1 -x ASAN_OPTIONS".split()]  # then -n and the ranks, or the hosts
 # What ssh would do: mpirun calls it with a host and a command.
 AGENT = """#!/bin/sh
 host=$1
@@ -25,11 +25,6 @@ exec nsenter --net=/run/netns/$host unshare --uts sh -c "hostname $host && $*"
 
 def call(*command):
     return run(*command, ASAN_OPTIONS="detect_leaks=0", OMP_NUM_THREADS="1")  # MPI never frees what it starts with
-
-
-def mpirun(*words):
-    """`words` begin with -n and the ranks, or name the hosts."""
-    return [*MPIRUN[:-1], *EXPORTS, *words]
 
 
 class Hosts:
@@ -76,7 +71,7 @@ class Hosts:
         how = ["--hostfile", self.file, "--mca", "plm_rsh_agent", self.agent, "--mca", "btl", "tcp,vader,self"]
         for layer in ("btl", "oob"):
             how += ["--mca", f"{layer}_tcp_if_include", LINK]
-        return call(self.agent, self.names[0], f"cd {ROOT} && exec", *mpirun(*how), *command)
+        return call(self.agent, self.names[0], f"cd {ROOT} && exec", *LAUNCH, *how, *command)
 
 
 def test_two_hosts_train_as_one(folder):
@@ -84,7 +79,7 @@ def test_two_hosts_train_as_one(folder):
         names = hosts.run(2, "hostname").ok().out.split()
         assert sorted(names) == sorted(2 * hosts.names), names
         hosts.run(2, TRAIN, *JOB, "--zero", 2, "--log", folder / "two").ok("4, started by mpirun")
-    call(*mpirun("-n", 4), TRAIN, *JOB, "--zero", 2, "--log", folder / "one").ok()
+    call(*LAUNCH, "-n", 4, TRAIN, *JOB, "--zero", 2, "--log", folder / "one").ok()
     one, two = (column(read_log(folder / name), "loss", "step") for name in ("one", "two"))
     assert len(one) > 0 and one == two, (one, two)
 

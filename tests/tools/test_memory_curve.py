@@ -8,11 +8,10 @@ import pathlib
 import re
 import signal
 import sys
-import tempfile
 import xml.etree.ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TINY, TRAIN, main, once, read_log, run, train, Process  # noqa: E402
+from program import ROOT, TINY, TRAIN, keep, main, once, read_log, run, train, Process  # noqa: E402
 from tap import Skip  # noqa: E402
 
 GIB = 2**30
@@ -129,7 +128,7 @@ def test_patience(folder):
 @once
 def recipe(name):
     """Planned: where its files are, and what was printed."""
-    folder = pathlib.Path(recipes, name)
+    folder = pathlib.Path(keep.name, name)
     return folder, curve(folder, f"--recipe {name} --plan-only --format svg").ok("\n  says: ")
 
 
@@ -341,5 +340,4 @@ def test_a_schedule_is_drawn_as_it_is(folder):
     assert done.ok().out == f"{rates}\n{speeds}\nFalse\n", done
 
 
-with tempfile.TemporaryDirectory(prefix="lce-recipes-") as recipes:
-    main(globals(), 2)
+main(globals(), 2)

@@ -4,16 +4,14 @@
 #undef main
 
 #include "tests/process.h"
-#include "tests/reference.h"
 #include "tests/runs.h"
 
 enum { BATCH = 3, SEQ_LEN = 17, ROWS = BATCH * SEQ_LEN, STEPS = 4, WARMUP = 2 };
 
-// |got - want| / |want| over all elements.
 static void check_near(Run *run, const char *what, Tensor got, float *want, double most) {
   int64_t count = tensor_count(got);
   const double *a = values_of(run->h, got), *b = values_of(run->h, tensor_1d(want, DTYPE_F32, count));
-  double error = euclidean_distance(a, b, count) / sqrt(reference_dot(b, b, count));
+  double error = relative_distance(a, b, count);
   if (!(error <= most)) fail_msg("%s is off by %.2g, %.2g allowed", what, error, most);
 }
 
@@ -115,6 +113,4 @@ TEST(test_alone) {
   free(output);
 }
 
-int main(void) {
-  return tests_run("minimal", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("minimal", make_temp_dir, remove_temp_dir))

@@ -1,28 +1,23 @@
 // --fp8 trains, near what it is without. test_same_bits.c, test_ranks.py and test_cli.py have the rest.
-#include "tests/reference.h"
 #include "tests/runs.h"
 
-#define LLAMA                                                                                                \
-  "--model llama-tiny --vocab 300 --hidden-size 32 --intermediate-size 80 --num-layers 3 --head-dim 16 "     \
-  "--num-attention-heads 3 --num-key-value-heads 1 "
-#define GPT2 "--model gpt2-tiny --vocab 300 --hidden-size 48 --num-layers 3 --num-attention-heads 3 "
-#define QWEN                                                                                                 \
-  "--model qwen3-0.6b --vocab 300 --hidden-size 32 --intermediate-size 48 --num-layers 3 --head-dim 16 "     \
-  "--num-attention-heads 4 --num-key-value-heads 2 "
-#define JOB "--batch 3 --seq-len 48 --lr 0.004 --warmup 2 --seed 4 "
-
-static const char *const models[] = {LLAMA, GPT2, QWEN};
+#define JOB "--batch 3 --seq-len 48 --lr 0.004 --warmup 2 --seed 4 --vocab 300 --num-layers 3 --head-dim 16 "
+static const char *const models[] = {
+    JOB "--model llama-tiny --hidden-size 32 --intermediate-size 80 --num-attention-heads 3 "
+        "--num-key-value-heads 1",
+    JOB "--model gpt2-tiny --hidden-size 48 --num-attention-heads 3",
+    JOB "--model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-attention-heads 4 "
+        "--num-key-value-heads 2"};
 enum { MODELS = 3 };
 
 static const char *backend;
 
 static Run *open_run(const char *model, const char *options) {
-  Run *run = run_open_on(backend, "%s " JOB "--data %s %s", model, temp_path("words.txt"), options);
+  Run *run = run_open_on(backend, "%s --data %s %s", model, temp_path("words.txt"), options);
   if (!run || run->h->backend->no_fp8) skip();
   return run;
 }
 
-// Of a first step.
 TEST(test_gradients) {
   for (int m = 0; m < MODELS; m++) {
     Run *plain = open_run(models[m], ""), *fp8 = open_run(models[m], "--fp8");

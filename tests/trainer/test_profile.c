@@ -223,12 +223,12 @@ static void check_report(Dtype dtype, const char *device, double peak) {
   const double seconds = 0.25;
   const char *log = temp_path("mfu.jsonl");
   Run *run = run_open(JOB);
-  Harness *h = harness_open("cpu");
-  snprintf(h->backend->description, sizeof h->backend->description, "%s", device);
+  Backend *backend = run->h->backend;
+  snprintf(backend->description, sizeof backend->description, "%s", device);
   Options o = run->options;
   o.dtype = dtype, o.ranks = RANKS, o.log = log;
-  Report r = report_open(&o, h->backend);
-  report_start(&r, h->backend, "data");
+  Report r = report_open(&o, backend);
+  report_start(&r, backend, "data");
   StepResult result = run_step(run, 0);
   report_steps(&r, &run->trainer, &result, 1, seconds);
   report_close(&r);
@@ -238,7 +238,6 @@ static void check_report(Dtype dtype, const char *device, double peak) {
     assert_true(isnan(logged_peak) && isnan(mfu));
   else
     assert_true(logged_peak == RANKS * peak && fabs(mfu / (flops / (RANKS * peak) / seconds) - 1) < 1e-12);
-  harness_close(h);
   run_close(run);
 }
 
@@ -248,6 +247,4 @@ TEST(test_mfu) {
   check_report(DTYPE_BF16, "NVIDIA Unheard Of, CUDA 13.0", NAN);
 }
 
-int main(void) {
-  return tests_run("profile", make_temp_dir, remove_temp_dir);
-}
+TEST_MAIN(tests_run("profile", make_temp_dir, remove_temp_dir))

@@ -3,7 +3,6 @@
 
 static const char *backend;
 
-// What three steps, a validation and a sample leave behind.
 typedef struct {
   double numbers[7]; // losses, norms, the validation's loss
   char *bytes;       // tokens, weights, master weights and moments
@@ -57,6 +56,7 @@ static Outcome outcome_of(Run *run) {
 #define FP8                                                                                                  \
   JOB "--fp8 --vocab 300 --head-dim 16 --batch 3 --seq-len 48 --total-batch 288 --num-layers 3 "             \
       "--num-attention-heads "
+#define FP8_LLAMA FP8 "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1 "
 #define RECOMPUTED                                                                                           \
   "--recompute elementwise", "--recompute mlp", "--recompute layer",                                         \
       "--recompute layer --recompute-layers 1", "--offload optimizer",                                       \
@@ -78,12 +78,8 @@ static const struct Case {
     {LLAMA "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
     {GPT2 "--num-layers 2 --total-batch 102 --lce-chunk 20 --z-loss 0.01", {"", "--lce-sample 1e-30"}},
     {LLAMA "--num-layers 2 --total-batch 68", {RECOMPUTED}},
-    {FP8 "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1",
-     {RECOMPUTED}},
-    {FP8
-     "3 --model llama-tiny --hidden-size 32 --intermediate-size 80 --num-key-value-heads 1 --recompute layer "
-     "--mlp-chunk 64",
-     {""}}, // chunks of the MLP have factors of their own
+    {FP8_LLAMA, {RECOMPUTED}},
+    {FP8_LLAMA "--recompute layer --mlp-chunk 64", {""}}, // chunks of the MLP have factors of their own
     {FP8 "3 --model gpt2-tiny --hidden-size 48", {RECOMPUTED}},
     {FP8 "4 --model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2",
      {RECOMPUTED}}};
