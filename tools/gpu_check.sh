@@ -98,7 +98,7 @@ check() {
 if wants tests; then
   # These compare what the whole device holds: nothing else may run.
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
-  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} pytorch/test_log_probs tools/test_lce_ladder |
+  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} pytorch/test_{log_probs,batch_invariant} tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel')
   check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
