@@ -50,6 +50,50 @@ struct LceLogitsGradient {
   Tensor workspace;
 };
 
+// Given ids: ids[m], int32 [M], each in [0, V) or IGNORE_INDEX, which does not count. Those of row n are entries
+// offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. A row may have an id twice.
+//
+// logits[m] = u of z = x[n] . W[ids[m]] + bias[ids[m]], in fp32; 0 for IGNORE_INDEX. anchors[n] = the id of the
+// row's largest, the first of several; 0 where no id counts.
+struct LceIdLogits {
+  Tensor logits, anchors; // fp32 [M], int32 [N]; written
+  Tensor x, weight;       // fp32/bf16 [N, H] and [V, H]
+  Tensor bias;            // fp32/bf16 [V], or absent
+  Tensor ids, offsets;    // int32 [M]; int64 [N + 1], or absent
+  float softcap;
+};
+
+// log_probs holds those logits and becomes log p[ids[m]] = (u - u of the anchor) / T - anchor_nll[n], so that an
+// id that is nearly certain keeps its digits; 0 for IGNORE_INDEX.
+struct LceIdLogProbs {
+  Tensor log_probs;    // fp32 [M]
+  Tensor anchor_nll;   // fp32 [N]: -log p of the anchor
+  Tensor ids, offsets; // as in LceIdLogits
+  float temperature;
+};
+
+// Of upstream gradients dlog_probs and dlse, the factors of p in all entries but those of given ids:
+//   per_p[n] = (dlse[n] - sum of the row's dlog_probs) / T
+// targets[n] = ELSEWHERE, or IGNORE_INDEX where no id counts and dlse is 0.
+struct LceIdFactors {
+  Tensor per_p, targets;   // fp32 [N], int32 [N]; written
+  Tensor dlog_probs, dlse; // fp32 [M]; fp32 [N], or absent: 0
+  Tensor ids, offsets;     // as in LceIdLogits
+  float temperature;
+};
+
+// Writes the entries of given ids into the gradient of the logits of W's rows from `first` on. With p and g the
+// id's probability and the sum of its own dlog_probs:
+//   dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs)) / T du/dz
+struct LceIdGradients {
+  Tensor dlogits;          // fp32/bf16 [N, W], may be strided
+  Tensor log_probs, lse;   // fp32 [M], fp32 [N]
+  Tensor dlog_probs, dlse; // as in LceIdFactors
+  Tensor ids, offsets;     // as in LceIdLogits
+  int64_t first;
+  float softcap, temperature;
+};
+
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 struct ScaleBy {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone

@@ -1,0 +1,143 @@
+"""Log-probabilities of the ids that each token names, beside its lse, and what is made of them: KL to a top-k
+teacher, log-probabilities over a kept set, several targets a token."""
+import ctypes
+import zlib
+
+import torch
+
+from .functional import DTYPES, IGNORED, context, once, prepared, returned
+from .library import IdsArgs
+
+
+def run(x, weight, bias, ids, offsets, dtype, softcap, temperature, chunk, invariant, **tensors):
+    """lce_ids_log_probs in `dtype`; the tensors it writes are of the right dtype, and contiguous."""
+    def dense(t, dtype=dtype):
+        return None if t is None else t.detach().to(dtype).contiguous()
+
+    lce, (n, h) = context(x.device, dtype, ""), x.shape
+    fields = dict(x=dense(x), weight=dense(weight), bias=dense(bias), ids=ids.contiguous(), offsets=dense(offsets, torch.int64),
+                  **tensors)
+    args = IdsArgs(tokens=n, hidden_size=h, vocab_size=len(weight), chunk=chunk, id_count=ids.numel(), softcap=softcap,
+                   ids_int64=ids.dtype == torch.int64, temperature=temperature, batch_invariant=invariant,
+                   narrow_dweight=tensors.get("dweight", x).dtype == dtype,
+                   **{name: t.data_ptr() for name, t in fields.items() if t is not None and t.numel()})
+    with lce.lock, torch.cuda.device(x.device.index if x.is_cuda else -1):
+        args.stream = lce.stream()
+        lce.require(lce.library.lce_ids_log_probs(lce.handle, ctypes.byref(args)) == 0)
+
+
+def shapes_forward(x, weight, bias, ids, *options):
+    return x.new_empty(ids.shape, dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
+
+
+def shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, dtype, *options):
+    narrow = dtype if weight.dtype == dtype and not hasattr(weight, "main_grad") else torch.float32
+    return (x.new_empty(x.shape if wanted[0] else 0, dtype=dtype), x.new_empty(weight.shape if wanted[1] else 0, dtype=narrow),
+            x.new_empty(len(weight) if wanted[2] else 0, dtype=torch.float32))
+
+
+def forward(x, weight, bias, ids, offsets, *options):
+    log_probs, lse = results = shapes_forward(x, weight, bias, ids)
+    run(x, weight, bias, ids, offsets, *options, log_probs=log_probs, lse=lse)
+    return results
+
+
+def backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, *options):
+    dx, dweight, dbias = results = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, *options)
+    run(x, weight, bias, ids, offsets, *options, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs.contiguous(),
+        dlse=dlse.contiguous(), dx=dx, dweight=dweight, dbias=dbias)
+    return results
+
+
+INPUTS = "(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, "
+OPTIONS = "ScalarType dtype, float softcap, float temperature, SymInt chunk, bool invariant) -> (Tensor, Tensor"
+
+
+def operator(name, function, shapes, schema):
+    made = torch.library.custom_op(f"lce::{name}_{zlib.crc32(schema.encode()):08x}", function, mutates_args=(), schema=schema)
+    made.register_fake(shapes)
+    return made
+
+
+forward_operator = operator("ids_log_probs", forward, shapes_forward, INPUTS + OPTIONS + ")")
+backward_operator = operator("ids_gradients", backward, shapes_backward, INPUTS + "Tensor log_probs, Tensor lse, "
+                             "Tensor dlog_probs, Tensor dlse, bool[] wanted, " + OPTIONS + ", Tensor)")
+
+
+class IdsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, ids, offsets, *options):
+        log_probs, lse = forward_operator(x, weight, bias, ids, offsets, *options)
+        ctx.save_for_backward(x, weight, bias, ids, offsets, log_probs.clone(), lse.clone())
+        ctx.options = options
+        return log_probs, lse
+
+    @staticmethod
+    @once
+    def backward(ctx, *upstream):
+        needs = ctx.needs_input_grad
+        wanted = [needs[0], needs[1] or needs[2], needs[2]] if ctx.saved_tensors[2] is not None else [*needs[:2], False]
+        wanted[2] = wanted[1] and ctx.saved_tensors[2] is not None  # the library makes both or none
+        return returned(ctx, backward_operator(*ctx.saved_tensors, *upstream, wanted, *ctx.options))
+
+
+def ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=IGNORED, chunk=0, offsets=None,
+                  batch_invariant=False):
+    """log p[ids] and lse = logsumexp(v) per token, in fp32, both differentiable in x, weight and bias.
+
+    p = softmax(v), v = logits / temperature, under a soft-cap as in linear_cross_entropy, which says more of the
+    arguments. ids: int32 or int64 [..., K], with x's leading shape; or [M] with offsets [N + 1], int64 and
+    rising from 0 to M, where token n's ids are ids[offsets[n]:offsets[n + 1]]. log p has ids' shape, and is 0 for
+    ids that are ignore_index or -100; a token needs none. Ids may repeat. The logits themselves: log p + lse.
+    batch_invariant: a token's results and dx do not depend, to the bit, on the other tokens (on the CPU, and in
+    bf16 on Hopper GPUs). Memory is O(N K) and a chunk; time grows with K^2, but shows only in the thousands.
+    """
+    tokens = x.shape[:-1]
+    stand_in = torch.zeros((), dtype=torch.int64, device=x.device).expand(tokens)
+    (x, weight, bias, *_), (dtype, *_), _ = prepared(x, weight, bias, stand_in, None, None, None, ())
+    for name, t, kinds in ("ids", ids, (torch.int32, torch.int64)), ("offsets", offsets, (torch.int64,)):
+        if t is not None and (t.dtype not in kinds or t.device != x.device):
+            raise TypeError(f"{name} is {t.dtype} on {t.device}; {' or '.join(map(str, kinds))} on {x.device} is needed")
+    if ids.shape[:-1] != tokens and offsets is None or offsets is not None and (ids.dim() != 1 or offsets.shape != (len(x) + 1,)):
+        raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, or [M] "
+                         f"with offsets of the shape {[len(x) + 1]}")
+    if 0 <= temperature < 1e-6:
+        raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")
+    if ignore_index != IGNORED:
+        ids = torch.where(ids == ignore_index, IGNORED, ids)
+    given, shape = ids.reshape(-1), ids.shape
+    if not len(x):
+        return x.new_zeros(shape, dtype=torch.float32), x.new_zeros(tokens, dtype=torch.float32)
+    if not ids.numel():  # one that does not count
+        given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
+    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap or 0.0, temperature, chunk, batch_invariant)
+    return log_probs[:ids.numel()].view(shape), lse.view(tokens)
+
+
+def log_mass(log_probs, ids, offsets=None):
+    """The log of what the probabilities of a token's ids add up to; minus infinity without ids. Ids differ."""
+    kept = torch.where(ids == IGNORED, -torch.inf, log_probs)
+    if offsets is None:
+        return torch.logsumexp(kept, -1)
+    rows = torch.repeat_interleave(offsets.diff())
+    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax").nan_to_num(neginf=0.0)
+    return torch.zeros_like(most).index_add(0, rows, (kept - most[rows]).exp()).log() + most
+
+
+def renormalized(log_probs, ids, offsets=None):
+    """Log-probabilities among a token's ids alone, as top-k or top-p sampling draws from them; 0 for -100."""
+    mass = log_mass(log_probs, ids, offsets)
+    mass = mass[..., None] if offsets is None else mass[torch.repeat_interleave(offsets.diff())]
+    return torch.where(ids == IGNORED, 0.0, log_probs - mass)
+
+
+def topk_kl(log_probs, teacher, ids, *, reverse=False, rest=True):
+    """Per token KL(teacher || student), or reversed, from both's log-probabilities of the same ids [..., K].
+
+    rest: what mass is left to other ids is one more class, of at least 1e-6; else the ids' terms alone, which
+    are a KL if both are renormalized.
+    """
+    if rest:
+        left = [-torch.expm1(log_mass(t, ids)).clamp(max=-1e-6)[..., None] for t in (log_probs, teacher)]
+    student, teacher = (torch.where(ids == IGNORED, -torch.inf, t) for t in (log_probs, teacher))
+    raise NotImplementedError
