@@ -5,7 +5,7 @@ import zlib
 
 import torch
 
-from .functional import DTYPES, IGNORED, context, once, prepared, returned
+from .functional import IGNORED, context, gradients_wanted, once, prepared, returned
 from .library import IdsArgs
 
 
@@ -30,10 +30,9 @@ def shapes_forward(x, weight, bias, ids, *options):
     return x.new_empty(ids.shape, dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
 
 
-def shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, dtype, *options):
-    narrow = dtype if weight.dtype == dtype and not hasattr(weight, "main_grad") else torch.float32
-    return (x.new_empty(x.shape if wanted[0] else 0, dtype=dtype), x.new_empty(weight.shape if wanted[1] else 0, dtype=narrow),
-            x.new_empty(len(weight) if wanted[2] else 0, dtype=torch.float32))
+def shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, dweight_dtype, dtype, *options):
+    shapes = (x.shape, dtype), (weight.shape, dweight_dtype), (weight.shape[:1], torch.float32)
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, wanted))
 
 
 def forward(x, weight, bias, ids, offsets, *options):
@@ -42,9 +41,9 @@ def forward(x, weight, bias, ids, offsets, *options):
     return results
 
 
-def backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, *options):
-    dx, dweight, dbias = results = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, *options)
-    run(x, weight, bias, ids, offsets, *options, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs.contiguous(),
+def backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more):
+    dx, dweight, dbias = results = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more)
+    run(x, weight, bias, ids, offsets, *more[2:], log_probs=log_probs, lse=lse, dlog_probs=dlog_probs.contiguous(),
         dlse=dlse.contiguous(), dx=dx, dweight=dweight, dbias=dbias)
     return results
 
@@ -61,7 +60,7 @@ def operator(name, function, shapes, schema):
 
 forward_operator = operator("ids_log_probs", forward, shapes_forward, INPUTS + OPTIONS + ")")
 backward_operator = operator("ids_gradients", backward, shapes_backward, INPUTS + "Tensor log_probs, Tensor lse, "
-                             "Tensor dlog_probs, Tensor dlse, bool[] wanted, " + OPTIONS + ", Tensor)")
+                             "Tensor dlog_probs, Tensor dlse, bool[] wanted, ScalarType dweight_dtype, " + OPTIONS + ", Tensor)")
 
 
 class IdsLogProbs(torch.autograd.Function):
@@ -75,14 +74,15 @@ class IdsLogProbs(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx, *upstream):
-        needs = ctx.needs_input_grad
-        wanted = [needs[0], needs[1] or needs[2], needs[2]] if ctx.saved_tensors[2] is not None else [*needs[:2], False]
-        wanted[2] = wanted[1] and ctx.saved_tensors[2] is not None  # the library makes both or none
-        return returned(ctx, backward_operator(*ctx.saved_tensors, *upstream, wanted, *ctx.options))
+        _, weight, bias, *_ = ctx.saved_tensors
+        narrow = weight.dtype == ctx.options[0] and not hasattr(weight, "main_grad")
+        return returned(ctx, backward_operator(
+            *ctx.saved_tensors, *upstream, gradients_wanted(ctx.needs_input_grad, bias, 0),
+            weight.dtype if narrow else torch.float32, *ctx.options))
 
 
-def ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=IGNORED, chunk=0, offsets=None,
-                  batch_invariant=False):
+def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=IGNORED, chunk=0,
+                         offsets=None, batch_invariant=False):
     """log p[ids] and lse = logsumexp(v) per token, in fp32, both differentiable in x, weight and bias.
 
     p = softmax(v), v = logits / temperature, under a soft-cap as in linear_cross_entropy, which says more of the
@@ -137,7 +137,8 @@ def topk_kl(log_probs, teacher, ids, *, reverse=False, rest=True):
     rest: what mass is left to other ids is one more class, of at least 1e-6; else the ids' terms alone, which
     are a KL if both are renormalized.
     """
-    if rest:
-        left = [-torch.expm1(log_mass(t, ids)).clamp(max=-1e-6)[..., None] for t in (log_probs, teacher)]
-    student, teacher = (torch.where(ids == IGNORED, -torch.inf, t) for t in (log_probs, teacher))
-    raise NotImplementedError
+    terms = [[torch.where(ids == IGNORED, 0.0, t)] for t in (teacher, log_probs)]
+    for term, t in zip(terms, (teacher, log_probs)) if rest else ():
+        term.append(torch.log(-torch.expm1(log_mass(t, ids).clamp(max=-1e-6)))[..., None])
+    p, q = (torch.cat(term, -1) for term in (reversed(terms) if reverse else terms))
+    return (p.exp() * (p - q)).sum(-1)
