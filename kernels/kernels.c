@@ -511,7 +511,7 @@ NEEDS(lce_logits_gradient, LceLogitsGradient, GRADIENT_FACTORS, FIELD(x, "T [N, 
 
 #define GIVEN_IDS(rows)                                                                                      \
   SIZE(O, (rows) + 1), FIELD(ids, "int32 [M]"), FIELD(offsets, "int64 [O] or absent"),                       \
-      REFUSE(!tensor_exists(a->offsets) && a->ids.shape[0] % (rows), "%lld ids for %lld rows",               \
+      REFUSE(!tensor_exists(a->offsets) && a->ids.shape[0] % max_i64(1, rows), "%lld ids for %lld rows",     \
              a->ids.shape[0], rows)
 #define UPSTREAM FIELD(dlog_probs, "fp32 [M]"), FIELD(dlse, "fp32 [N] or absent")
 
