@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/given_ids.h"
 #include "kernels/log_prob_factors.h"
 
 void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
@@ -82,65 +83,38 @@ void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
 }
 
 void cpu_lce_id_logits(Backend *backend, const LceIdLogits *a) {
-  const int32_t *ids = a->ids.data;
   float *logits = a->logits.data;
   double cap = a->softcap;
   EACH_PARALLEL (n, a->x.shape[0]) {
-    IdRange r = ids_of_row(a->ids, a->offsets, a->x.shape[0], n);
+    RowIds r = ids_of_row(a->ids, a->offsets, a->x.shape[0], n);
     int64_t best = -1;
     for (int64_t m = r.first; m < r.end; m++) {
+      int32_t id = r.ids[m];
       logits[m] = 0;
-      if (ids[m] < 0) continue;
-      double z = weighted_sum(cpu_row(a->x, n), cpu_row(a->weight, ids[m]), a->x.shape[1]) +
-                 cpu_read(a->bias, ids[m], 0);
+      if (id < 0) continue;
+      double z = weighted_sum(cpu_row(a->x, n), cpu_row(a->weight, id), a->x.shape[1]) + entry(a->bias, id);
       logits[m] = (float)(cap > 0 ? cap * tanh(z / cap) : z);
       if (best < 0 || logits[m] > logits[best]) best = m;
     }
-    ((int32_t *)a->anchors.data)[n] = best < 0 ? 0 : ids[best];
+    ((int32_t *)a->anchors.data)[n] = best < 0 ? 0 : r.ids[best];
   }
 }
 
 void cpu_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
-  const int32_t *ids = a->ids.data;
-  float *log_probs = a->log_probs.data, inv_temperature = inverse_temperature(a->temperature);
-  EACH_PARALLEL (n, a->anchor_nll.shape[0]) {
-    IdRange r = ids_of_row(a->ids, a->offsets, a->anchor_nll.shape[0], n);
-    float max = -INFINITY, nll = ((const float *)a->anchor_nll.data)[n];
-    for (int64_t m = r.first; m < r.end; m++)
-      if (ids[m] >= 0) max = fmaxf(max, log_probs[m]);
-    for (int64_t m = r.first; m < r.end; m++)
-      if (ids[m] >= 0)
-        log_probs[m] = (log_probs[m] == max ? 0 : (log_probs[m] - max) * inv_temperature) - nll;
-  }
+  EACH_PARALLEL (n, a->anchor_nll.shape[0]) id_log_probs_of_row(a, n, inverse_temperature(a->temperature));
 }
 
 void cpu_lce_id_factors(Backend *backend, const LceIdFactors *a) {
-  const int32_t *ids = a->ids.data;
-  double inv_temperature = (double)inverse_temperature(a->temperature);
-  EACH_PARALLEL (n, a->per_p.shape[0]) {
-    IdRange r = ids_of_row(a->ids, a->offsets, a->per_p.shape[0], n);
-    double sum = cpu_read(a->dlse, n, 0);
-    bool counts = sum != 0;
-    for (int64_t m = r.first; m < r.end; m++) {
-      counts |= ids[m] >= 0;
-      if (ids[m] >= 0) sum -= cpu_read(a->dlog_probs, m, 0);
-    }
-    cpu_store(a->per_p, n, sum * inv_temperature);
-    ((int32_t *)a->targets.data)[n] = counts ? ELSEWHERE : IGNORE_INDEX;
-  }
+  EACH_PARALLEL (n, a->per_p.shape[0]) id_factors_of_row(a, n, inverse_temperature(a->temperature));
 }
 
 void cpu_lce_id_gradients(Backend *backend, const LceIdGradients *a) {
-  const int32_t *ids = a->ids.data;
-  double temperature = a->temperature > 0 ? a->temperature : 1, cap = a->softcap;
   EACH_PARALLEL (n, a->lse.shape[0]) {
-    IdRange r = ids_of_row(a->ids, a->offsets, a->lse.shape[0], n);
+    RowIds r = ids_of_row(a->ids, a->offsets, a->lse.shape[0], n);
     for (int64_t m = r.first; m < r.end; m++) {
-      int64_t column = ids[m] - a->first;
-      if (ids[m] < 0 || column < 0 || column >= a->dlogits.shape[1]) continue;
-      double log_prob = cpu_read(a->log_probs, m, 0), u = temperature * (log_prob + cpu_read(a->lse, n, 0));
-      double d = id_gradient(ids, a->dlog_probs.data, r, m, log_prob, cpu_read(a->dlse, n, 0)) / temperature;
-      cpu_row(a->dlogits, n)[column] = (float)(cap > 0 ? d * capped_slope(u, cap) : d);
+      int64_t column = r.ids[m] - a->first;
+      if (r.ids[m] >= 0 && column >= 0 && column < a->dlogits.shape[1])
+        cpu_row(a->dlogits, n)[column] = (float)id_gradient(a, r, n, m);
     }
   }
 }

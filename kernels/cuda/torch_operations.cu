@@ -4,6 +4,7 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_logits_gradient.h"
+#include "kernels/given_ids.h"
 #include "kernels/log_prob_factors.h"
 
 static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradientFactors a,
@@ -103,22 +104,22 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
 template <typename T, int W>
 static __global__ void __launch_bounds__(256) id_logits_kernel(const __grid_constant__ LceIdLogits a) {
   int64_t n = blockIdx.x;
-  IdRange r = ids_of_row(a.ids, a.offsets, a.x.shape[0], n);
-  const int32_t *ids = data_of<int32_t>(a.ids);
+  RowIds r = ids_of_row(a.ids, a.offsets, a.x.shape[0], n);
   Ranked best = 0;
   for (int64_t m = r.first + threadIdx.x / 32; m < r.end; m += blockDim.x / 32) {
+    int id = r.ids[m];
     float z = 0;
-    if (ids[m] >= 0) {
-      z = warp_dot<T, W>(data_of<T>(a.x) + n * a.x.stride, data_of<T>(a.weight) + ids[m] * a.weight.stride,
+    if (id >= 0) {
+      z = warp_dot<T, W>(data_of<T>(a.x) + n * a.x.stride, data_of<T>(a.weight) + id * a.weight.stride,
                          (int)a.x.shape[1]);
-      if (a.bias.data) z += to_float(data_of<T>(a.bias)[ids[m]]);
+      if (a.bias.data) z += to_float(data_of<T>(a.bias)[id]);
       if (a.softcap > 0) z = a.softcap * tanhf(z / a.softcap);
       best = max(best, ranked(z, (int)(m - r.first)));
     }
     if (threadIdx.x % 32 == 0) data_of<float>(a.logits)[m] = z;
   }
   best = block_max(best);
-  if (threadIdx.x == 0) data_of<int32_t>(a.anchors)[n] = best ? ids[r.first + ranked_column(best)] : 0;
+  if (threadIdx.x == 0) data_of<int32_t>(a.anchors)[n] = best ? r.ids[r.first + ranked_column(best)] : 0;
 }
 
 void cuda_lce_id_logits(Backend *backend, const LceIdLogits *a) {
@@ -129,77 +130,42 @@ void cuda_lce_id_logits(Backend *backend, const LceIdLogits *a) {
   });
 }
 
-// The kernels below have one warp a row: calls each(m) for the row's ids that count, one a lane.
-template <typename F> static DEVICE void each_id(const Tensor &ids, IdRange r, F each) {
-  for (int64_t m = r.first + threadIdx.x % 32; m < r.end; m += 32)
-    if (data_of<int32_t>(ids)[m] >= 0) each(m);
-}
-
-static DEVICE int64_t warps_row() {
-  return blockIdx.x * 8ll + threadIdx.x / 32;
-}
-
-static KernelLaunch warp_per_row(Backend *backend, const char *op, int64_t rows) {
-  return {op, cuda_stream(backend), ceil_div(rows, 8), 256};
-}
-
 static __global__ void id_log_probs_kernel(const __grid_constant__ LceIdLogProbs a, float inv_temperature) {
-  int64_t n = warps_row(), rows = a.anchor_nll.shape[0];
-  if (n >= rows) return;
-  IdRange r = ids_of_row(a.ids, a.offsets, rows, n);
-  float *u = data_of<float>(a.log_probs), max = -INFINITY, nll = data_of<float>(a.anchor_nll)[n];
-  each_id(a.ids, r, [&](int64_t m) { max = fmaxf(max, u[m]); });
-  max = warp_max(max);
-  each_id(a.ids, r, [&](int64_t m) { u[m] = (u[m] == max ? 0 : (u[m] - max) * inv_temperature) - nll; });
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < a.anchor_nll.shape[0]) id_log_probs_of_row(&a, n, inv_temperature);
 }
 
 void cuda_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
-  launch_kernel(warp_per_row(backend, "lce_id_log_probs", a->anchor_nll.shape[0]), id_log_probs_kernel, *a,
+  launch_kernel(per_element(backend, "lce_id_log_probs", a->anchor_nll.shape[0]), id_log_probs_kernel, *a,
                 inverse_temperature(a->temperature));
 }
 
 static __global__ void id_factors_kernel(const __grid_constant__ LceIdFactors a, float inv_temperature) {
-  int64_t n = warps_row(), rows = a.per_p.shape[0];
-  if (n >= rows) return;
-  float dlse = read(a.dlse, n, 0), sum = 0;
-  int counts = dlse != 0;
-  each_id(a.ids, ids_of_row(a.ids, a.offsets, rows, n), [&](int64_t m) {
-    sum += data_of<float>(a.dlog_probs)[m];
-    counts = 1;
-  });
-  sum = warp_sum(sum), counts = warp_max(counts);
-  if (threadIdx.x % 32) return;
-  data_of<float>(a.per_p)[n] = (dlse - sum) * inv_temperature;
-  data_of<int32_t>(a.targets)[n] = counts ? ELSEWHERE : IGNORE_INDEX;
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < a.per_p.shape[0]) id_factors_of_row(&a, n, inv_temperature);
 }
 
 void cuda_lce_id_factors(Backend *backend, const LceIdFactors *a) {
-  launch_kernel(warp_per_row(backend, "lce_id_factors", a->per_p.shape[0]), id_factors_kernel, *a,
+  launch_kernel(per_element(backend, "lce_id_factors", a->per_p.shape[0]), id_factors_kernel, *a,
                 inverse_temperature(a->temperature));
 }
 
-// Duplicates write the same bits to one place.
-template <typename T>
-static __global__ void id_gradients_kernel(const __grid_constant__ LceIdGradients a, float temperature) {
-  int64_t n = warps_row(), rows = a.lse.shape[0];
-  if (n >= rows) return;
-  IdRange r = ids_of_row(a.ids, a.offsets, rows, n);
-  const int32_t *ids = data_of<int32_t>(a.ids);
-  each_id(a.ids, r, [&](int64_t m) {
-    int64_t column = ids[m] - a.first;
-    if (column < 0 || column >= a.dlogits.shape[1]) return;
-    float log_prob = data_of<float>(a.log_probs)[m], u = temperature * (log_prob + data_of<float>(a.lse)[n]);
-    float d =
-        id_gradient(ids, data_of<float>(a.dlog_probs), r, m, log_prob, read(a.dlse, n, 0)) / temperature;
-    if (a.softcap > 0) d *= capped_slope(u, a.softcap);
-    data_of<T>(a.dlogits)[n * a.dlogits.stride + column] = from_float<T>(d);
-  });
+// One block a row, and one thread an id: its time grows with the square of their number. Duplicates write the
+// same bits to one place.
+template <typename T> static __global__ void id_gradients_kernel(const __grid_constant__ LceIdGradients a) {
+  RowIds r = ids_of_row(a.ids, a.offsets, a.lse.shape[0], blockIdx.x);
+  for (int64_t m = r.first + threadIdx.x; m < r.end; m += blockDim.x) {
+    int64_t column = r.ids[m] - a.first;
+    if (r.ids[m] >= 0 && column >= 0 && column < a.dlogits.shape[1])
+      data_of<T>(a.dlogits)[blockIdx.x * a.dlogits.stride + column] =
+          from_float<T>(id_gradient(&a, r, blockIdx.x, m));
+  }
 }
 
 void cuda_lce_id_gradients(Backend *backend, const LceIdGradients *a) {
+  int64_t rows = a->lse.shape[0], ids = ceil_div(a->ids.shape[0], rows);
   with_float(a->dlogits.dtype, [&](auto type) {
-    launch_kernel(warp_per_row(backend, "lce_id_gradients", a->lse.shape[0]),
-                  id_gradients_kernel<decltype(type)>, *a, a->temperature > 0 ? a->temperature : 1);
+    launch_kernel(per_row(backend, "lce_id_gradients", rows, ids), id_gradients_kernel<decltype(type)>, *a);
   });
 }
 
