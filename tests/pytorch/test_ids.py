@@ -74,6 +74,10 @@ def by_offsets():
         assert log_probs.shape == none.shape
         close("lse alone", lse, reference(x.double(), weight.double(), ids)[1], 1e-6)
         lse.sum().backward()
+    masked = x.detach().clone().requires_grad_()
+    masked.data[9], ids[9] = torch.nan, -100  # a token without ids or a gradient of its lse
+    linear_ids_log_probs(masked, weight, ids)[0].sum().backward()
+    assert masked.grad.isfinite().all()
     assert [t.shape for t in linear_ids_log_probs(x[:0], weight, ids[:0])] == [(0, 6), (0,)]
 
 
