@@ -50,11 +50,11 @@ struct LceLogitsGradient {
   Tensor workspace;
 };
 
-// Given ids: ids[m], int32 [M], each in [0, V) or IGNORE_INDEX, which does not count. Those of row n are entries
+// Given ids: ids[m], each in [0, V) or IGNORE_INDEX, which does not count. Those of row n are entries
 // offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. A row may have an id twice.
 //
-// logits[m] = u of z = x[n] . W[ids[m]] + bias[ids[m]], in fp32; 0 for IGNORE_INDEX. anchors[n] = the id of the
-// row's largest, the first of several; 0 where no id counts.
+// logits[m] = u of z = x[n] . W[ids[m]] + bias[ids[m]], in fp32; 0 for IGNORE_INDEX. anchors[n] = the id of
+// the row's largest, the first of several; 0 where no id counts.
 struct LceIdLogits {
   Tensor logits, anchors; // fp32 [M], int32 [N]; written
   Tensor x, weight;       // fp32/bf16 [N, H] and [V, H]
@@ -63,8 +63,8 @@ struct LceIdLogits {
   float softcap;
 };
 
-// log_probs holds those logits and becomes log p[ids[m]] = (u - u of the anchor) / T - anchor_nll[n], so that an
-// id that is nearly certain keeps its digits; 0 for IGNORE_INDEX.
+// log_probs holds those logits and becomes log p[ids[m]] = (u - u of the anchor) / T - anchor_nll[n], so that
+// an id that is nearly certain keeps its digits; 0 for IGNORE_INDEX.
 struct LceIdLogProbs {
   Tensor log_probs;    // fp32 [M]
   Tensor anchor_nll;   // fp32 [N]: -log p of the anchor
@@ -82,8 +82,8 @@ struct LceIdFactors {
   float temperature;
 };
 
-// Writes the entries of given ids into the gradient of the logits of W's rows from `first` on. With p and g the
-// id's probability and the sum of its own dlog_probs:
+// Writes the entries of given ids into the gradient of the logits of W's rows from `first` on. With p and g
+// the id's probability and the sum of its own dlog_probs:
 //   dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs)) / T du/dz
 struct LceIdGradients {
   Tensor dlogits;          // fp32/bf16 [N, W], may be strided

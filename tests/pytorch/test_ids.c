@@ -10,17 +10,18 @@ typedef struct {
   bool bias, narrow;
 } Shape;
 
+enum { MAX_ROWS = 150 };
 typedef struct {
   const Shape *s;
   int32_t *ids;
-  int64_t *offsets, count;
+  int64_t offsets[MAX_ROWS + 1], count;
   double *x, *weight, *bias, *log_probs, *lse, *dlog_probs, *dlse, *dx, *dweight, *dbias;
 } Problem;
 
 // A third of the ids do not count; every row of more has some twice; rows 3, 13, ... have none.
 static Problem problem_of(Harness *h, const Shape *s, IdLogProbs *a) {
   static const int64_t sizes[] = {1, 128, 3, 0, 17, 2};
-  Problem p = {.s = s, .offsets = (int64_t *)host_values(h, s->rows + 1)};
+  Problem p = {.s = s};
   for (int64_t n = 0; n <= s->rows; n++) {
     p.offsets[n] = p.count;
     if (n < s->rows) p.count += s->per_row ? s->per_row : sizes[n % 6];

@@ -30,7 +30,8 @@ def reference(x, weight, ids, temperature=1.0, bias=None, softcap=0.0):
 def compare(what, function, wanted, *tensors, most=3e-6):
     """Outputs and gradients, for any upstream gradient."""
     leaves = [t for t in tensors if t is not None and t.requires_grad]
-    exact = [t if t is None or not t.is_floating_point() else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    exact = [t.detach().double().requires_grad_(t.requires_grad) if t is not None and t.is_floating_point() else t
+             for t in tensors]
     got, want = function(*tensors), wanted(*exact)
     upstream = [torch.randn_like(t) for t in got]
     gradients = torch.autograd.grad(got, leaves, upstream)
@@ -78,7 +79,11 @@ def by_offsets():
     masked.data[9], ids[9] = torch.nan, -100  # a token without ids or a gradient of its lse
     linear_ids_log_probs(masked, weight, ids)[0].sum().backward()
     assert masked.grad.isfinite().all()
-    assert [t.shape for t in linear_ids_log_probs(x[:0], weight, ids[:0])] == [(0, 6), (0,)]
+    none, lse = linear_ids_log_probs(x[:0], weight, ids[:0])
+    assert none.shape == (0, 6) and lse.shape == (0,)
+    assert not torch.autograd.grad(none.sum() + lse.sum(), weight)[0].any()
+    one = linear_log_probs(x[5], weight, ids[5])
+    all_close("one token", one, reference(x[5].double(), weight.double(), ids[5]), 1e-6)
 
 
 def what_is_made_of_it():
@@ -133,9 +138,12 @@ def wrong_arguments():
     flat, offsets = ids.view(-1)[:9], torch.tensor([0, 2, 1, 9], device=DEVICE)
     wrong = ((ValueError, "ids has the shape [3, 7, 4]; [..., K] with", dict(x=x[:2])),
              (ValueError, "or [M] with offsets of the shape [4]", dict(x=x[:, 0], offsets=offsets)),
-             (TypeError, "ids is torch.float32", dict(ids=ids.float())), (TypeError, "offsets is torch.int32", dict(offsets=ids.int())),
+             (TypeError, "ids is torch.float32", dict(ids=ids.float())),
+             (TypeError, "ids is list; a tensor of torch.int32 or", dict(ids=[1])),
+             (TypeError, "offsets is torch.int32", dict(offsets=ids.int())),
              (ValueError, "bias has the shape", dict(bias=bias[:5])), (ValueError, "temperature is 0.0", dict(temperature=0.0)),
-             (RuntimeError, "lce_ids_log_probs: a chunk of -1", dict(chunk=-1)), (RuntimeError, "softcap is -1", dict(softcap=-1.0)))
+             (RuntimeError, "lce_ids_log_probs: a chunk of -1", dict(chunk=-1)),
+             (RuntimeError, "softcap is -1", dict(softcap=-1.0)))
     for kind, part, more in wrong:
         raises(kind, part, lambda: linear_ids_log_probs(**{**dict(x=x, weight=weight, ids=ids, bias=bias), **more}))
     raises(ValueError, "exclude group", lambda: linear_log_probs(x, weight, ids, skip_ignored=True))

@@ -11,12 +11,14 @@ from .library import IdsArgs
 
 def run(x, weight, bias, ids, offsets, dtype, softcap, temperature, chunk, invariant, **tensors):
     """lce_ids_log_probs in `dtype`; the tensors it writes are of the right dtype, and contiguous."""
-    def dense(t, dtype=dtype):
-        return None if t is None else t.detach().to(dtype).contiguous()
+    def dense(t):
+        return None if t is None else t.detach().to(dtype if t.is_floating_point() else t.dtype).contiguous()
 
     lce, (n, h) = context(x.device, dtype, ""), x.shape
-    fields = dict(x=dense(x), weight=dense(weight), bias=dense(bias), ids=ids.contiguous(), offsets=dense(offsets, torch.int64),
-                  **tensors)
+    if not n:
+        return [tensors[name].zero_() for name in ("dweight", "dbias") if name in tensors]
+    inputs = dict(x=x, weight=weight, bias=bias, ids=ids, offsets=offsets)
+    fields = {**{name: dense(t) for name, t in inputs.items()}, **tensors}
     args = IdsArgs(tokens=n, hidden_size=h, vocab_size=len(weight), chunk=chunk, id_count=ids.numel(), softcap=softcap,
                    ids_int64=ids.dtype == torch.int64, temperature=temperature, batch_invariant=invariant,
                    narrow_dweight=tensors.get("dweight", x).dtype == dtype,
@@ -36,16 +38,16 @@ def shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, d
 
 
 def forward(x, weight, bias, ids, offsets, *options):
-    log_probs, lse = results = shapes_forward(x, weight, bias, ids)
+    log_probs, lse = shapes_forward(x, weight, bias, ids)
     run(x, weight, bias, ids, offsets, *options, log_probs=log_probs, lse=lse)
-    return results
+    return log_probs, lse
 
 
 def backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more):
-    dx, dweight, dbias = results = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more)
+    dx, dweight, dbias = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more)
     run(x, weight, bias, ids, offsets, *more[2:], log_probs=log_probs, lse=lse, dlog_probs=dlog_probs.contiguous(),
         dlse=dlse.contiguous(), dx=dx, dweight=dweight, dbias=dbias)
-    return results
+    return dx, dweight, dbias
 
 
 INPUTS = "(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, "
@@ -90,15 +92,17 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
     rising from 0 to M, where token n's ids are ids[offsets[n]:offsets[n + 1]]. log p has ids' shape, and is 0 for
     ids that are ignore_index or -100; a token needs none. Ids may repeat. The logits themselves: log p + lse.
     batch_invariant: a token's results and dx do not depend, to the bit, on the other tokens (on the CPU, and in
-    bf16 on Hopper GPUs). Memory is O(N K) and a chunk; time grows with K^2, but shows only in the thousands.
+    bf16 on Hopper GPUs). Memory is O(N K) and a chunk; the backward pass compares all pairs of a token's ids.
     """
     tokens = x.shape[:-1]
     stand_in = torch.zeros((), dtype=torch.int64, device=x.device).expand(tokens)
     (x, weight, bias, *_), (dtype, *_), _ = prepared(x, weight, bias, stand_in, None, None, None, ())
     for name, t, kinds in ("ids", ids, (torch.int32, torch.int64)), ("offsets", offsets, (torch.int64,)):
-        if t is not None and (t.dtype not in kinds or t.device != x.device):
-            raise TypeError(f"{name} is {t.dtype} on {t.device}; {' or '.join(map(str, kinds))} on {x.device} is needed")
-    if ids.shape[:-1] != tokens and offsets is None or offsets is not None and (ids.dim() != 1 or offsets.shape != (len(x) + 1,)):
+        if (name == "ids" or t is not None) and (getattr(t, "dtype", 0) not in kinds or t.device != x.device):
+            raise TypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; a tensor of {' or '.join(map(str, kinds))} on "
+                            f"{x.device} is needed")
+    fits = ids.shape[:-1] == tokens if offsets is None else ids.dim() == 1 and offsets.shape == (len(x) + 1,)
+    if not fits or ids.dim() < 1:
         raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, or [M] "
                          f"with offsets of the shape {[len(x) + 1]}")
     if 0 <= temperature < 1e-6:
@@ -106,11 +110,10 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
     if ignore_index != IGNORED:
         ids = torch.where(ids == ignore_index, IGNORED, ids)
     given, shape = ids.reshape(-1), ids.shape
-    if not len(x):
-        return x.new_zeros(shape, dtype=torch.float32), x.new_zeros(tokens, dtype=torch.float32)
     if not ids.numel():  # one that does not count
         given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
-    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap or 0.0, temperature, chunk, batch_invariant)
+    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap or 0.0, temperature, chunk,
+                                       batch_invariant)
     return log_probs[:ids.numel()].view(shape), lse.view(tokens)
 
 
@@ -120,7 +123,8 @@ def log_mass(log_probs, ids, offsets=None):
     if offsets is None:
         return torch.logsumexp(kept, -1)
     rows = torch.repeat_interleave(offsets.diff())
-    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax").nan_to_num(neginf=0.0)
+    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax")
+    most = most.nan_to_num(neginf=0.0)
     return torch.zeros_like(most).index_add(0, rows, (kept - most[rows]).exp()).log() + most
 
 

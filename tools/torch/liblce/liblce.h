@@ -158,7 +158,8 @@ int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 //   log_probs[m] = v[ids[m]] - lse (0 for -100)        lse[n] = logsumexp(v), also of a row without ids
 //
 // and, given these and dlog_probs, the gradients of sum_m dlog_probs[m] log_probs[m] + sum_n dlse[n] lse[n].
-// Memory is O(N + id_count) and a chunk. A row may have an id twice; time grows with the square of its ids.
+// Memory is O(N + id_count) and a chunk. A token may have an id twice. The backward
+// pass compares all pairs of a token's ids, which takes time where they are thousands.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, chunk;     // as in lce_args
   int64_t id_count;                                   // N K, or with offsets the number of all ids, 1 or more
@@ -177,8 +178,8 @@ typedef struct {
   void *stream;                   // as in lce_args
 } lce_ids_args;
 
-// Returns 0, or 1 with lce_last_error; an id out of range, where it is not refused, counts as -100, but its log
-// probability is NaN. The head is whole, also in a context that has joined others.
+// Returns 0, or 1 with lce_last_error. An id out of range, where it is not refused, counts as -100, but its
+// log_probs are NaN. The head is whole, also in a context that has joined others.
 int lce_ids_log_probs(lce_context *context, const lce_ids_args *args);
 
 // out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only
