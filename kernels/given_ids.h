@@ -21,7 +21,7 @@ LOSS_ROW LossReal entry(Tensor vector, int64_t i) {
   return vector.data ? ((const float *)vector.data)[i] : 0;
 }
 
-// LceIdLogProbs of row n.
+// lce_id_log_probs of row n.
 LOSS_ROW void id_log_probs_of_row(const LceIdLogProbs *a, int64_t n, float inv_temperature) {
   RowIds r = ids_of_row(a->ids, a->offsets, a->anchor_nll.shape[0], n);
   float *u = (float *)a->log_probs.data, max = -INFINITY;
@@ -33,8 +33,8 @@ LOSS_ROW void id_log_probs_of_row(const LceIdLogProbs *a, int64_t n, float inv_t
   }
 }
 
-// LceIdFactors of row n.
-LOSS_ROW void id_factors_of_row(const LceIdFactors *a, int64_t n, float inv_temperature) {
+// lce_id_factors of row n.
+LOSS_ROW void id_factors_of_row(const LceIdGradients *a, int64_t n, float inv_temperature) {
   RowIds r = ids_of_row(a->ids, a->offsets, a->per_p.shape[0], n);
   LossReal dlse = entry(a->dlse, n), sum = 0;
   bool counts = dlse != 0;
@@ -47,7 +47,7 @@ LOSS_ROW void id_factors_of_row(const LceIdFactors *a, int64_t n, float inv_temp
   ((int32_t *)a->targets.data)[n] = counts ? ELSEWHERE : IGNORE_INDEX;
 }
 
-// LceIdGradients of entry m of row n, whose duplicates count with it, so that none of the sums cancels.
+// lce_id_gradients of entry m of row n, whose duplicates count with it, so that none of the sums cancels.
 LOSS_ROW LossReal id_gradient(const LceIdGradients *a, RowIds r, int64_t n, int64_t m) {
   LossReal log_prob = entry(a->log_probs, m), own = 0, others = 0;
   for (int64_t i = r.first; i < r.end; i++) {

@@ -82,8 +82,8 @@ void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
     for (int64_t block = 0; block < blocks; block++) logits_gradient_tile(backend, a, block, t);
 }
 
-void cpu_lce_id_logits(Backend *backend, const LceIdLogits *a) {
-  float *logits = a->logits.data;
+void cpu_lce_id_logits(Backend *backend, const LceIdLogProbs *a) {
+  float *logits = a->log_probs.data;
   double cap = a->softcap;
   EACH_PARALLEL (n, a->x.shape[0]) {
     RowIds r = ids_of_row(a->ids, a->offsets, a->x.shape[0], n);
@@ -104,7 +104,7 @@ void cpu_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
   EACH_PARALLEL (n, a->anchor_nll.shape[0]) id_log_probs_of_row(a, n, inverse_temperature(a->temperature));
 }
 
-void cpu_lce_id_factors(Backend *backend, const LceIdFactors *a) {
+void cpu_lce_id_factors(Backend *backend, const LceIdGradients *a) {
   EACH_PARALLEL (n, a->per_p.shape[0]) id_factors_of_row(a, n, inverse_temperature(a->temperature));
 }
 

@@ -102,7 +102,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
 
 // One block a row, and one warp an id.
 template <typename T, int W>
-static __global__ void __launch_bounds__(256) id_logits_kernel(const __grid_constant__ LceIdLogits a) {
+static __global__ void __launch_bounds__(256) id_logits_kernel(const __grid_constant__ LceIdLogProbs a) {
   int64_t n = blockIdx.x;
   RowIds r = ids_of_row(a.ids, a.offsets, a.x.shape[0], n);
   Ranked best = 0;
@@ -116,13 +116,13 @@ static __global__ void __launch_bounds__(256) id_logits_kernel(const __grid_cons
       if (a.softcap > 0) z = a.softcap * tanhf(z / a.softcap);
       best = max(best, ranked(z, (int)(m - r.first)));
     }
-    if (threadIdx.x % 32 == 0) data_of<float>(a.logits)[m] = z;
+    if (threadIdx.x % 32 == 0) data_of<float>(a.log_probs)[m] = z;
   }
   best = block_max(best);
   if (threadIdx.x == 0) data_of<int32_t>(a.anchors)[n] = best ? r.ids[r.first + ranked_column(best)] : 0;
 }
 
-void cuda_lce_id_logits(Backend *backend, const LceIdLogits *a) {
+void cuda_lce_id_logits(Backend *backend, const LceIdLogProbs *a) {
   int64_t rows = a->x.shape[0], warps = ceil_div(a->ids.shape[0], rows);
   with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
     launch_kernel(per_row(backend, "lce_id_logits", rows, 32 * warps),
@@ -140,12 +140,12 @@ void cuda_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
                 inverse_temperature(a->temperature));
 }
 
-static __global__ void id_factors_kernel(const __grid_constant__ LceIdFactors a, float inv_temperature) {
+static __global__ void id_factors_kernel(const __grid_constant__ LceIdGradients a, float inv_temperature) {
   int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (n < a.per_p.shape[0]) id_factors_of_row(&a, n, inv_temperature);
 }
 
-void cuda_lce_id_factors(Backend *backend, const LceIdFactors *a) {
+void cuda_lce_id_factors(Backend *backend, const LceIdGradients *a) {
   launch_kernel(per_element(backend, "lce_id_factors", a->per_p.shape[0]), id_factors_kernel, *a,
                 inverse_temperature(a->temperature));
 }

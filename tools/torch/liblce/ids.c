@@ -19,20 +19,12 @@ void id_log_probs(Backend *backend, IdLogProbs a) {
   call.targets = memory_push_1d(memory, "anchors", MEMORY_HEAD, DTYPE_I32, call.x.shape[0]);
   call.loss = memory_push_1d(memory, "losses of the anchors", MEMORY_HEAD, DTYPE_F32, call.x.shape[0]);
   call.outputs.logsumexp = a.lse;
-  lce_id_logits(backend, (LceIdLogits){.logits = a.log_probs,
-                                       .anchors = call.targets,
-                                       .x = call.x,
-                                       .weight = call.weight,
-                                       .bias = call.bias,
-                                       .ids = a.ids,
-                                       .offsets = a.offsets,
-                                       .softcap = call.terms.softcap});
+  LceIdLogProbs given = {
+      a.log_probs,        call.targets,          call.loss, call.x, call.weight, call.bias, a.ids, a.offsets,
+      call.terms.softcap, call.terms.temperature};
+  lce_id_logits(backend, given);
   linear_cross_entropy(backend, call);
-  lce_id_log_probs(backend, (LceIdLogProbs){.log_probs = a.log_probs,
-                                            .anchor_nll = call.loss,
-                                            .ids = a.ids,
-                                            .offsets = a.offsets,
-                                            .temperature = call.terms.temperature});
+  lce_id_log_probs(backend, given);
   memory_pop_to(memory, mark);
 }
 
@@ -42,26 +34,20 @@ void id_log_prob_gradients(Backend *backend, IdLogProbs a) {
   if (!tensor_exists(call->dx) && !tensor_exists(call->dweight)) return;
   Call c = lce_begin(backend, call);
   int64_t tokens = call->x.shape[0];
-  Tensor zeros = push_vector(&c, "zeros", DTYPE_F32, tokens);
-  Tensor per_p = push_vector(&c, "factors of p", DTYPE_F32, tokens);
   call->targets = push_vector(&c, "rows that count", DTYPE_I32, tokens);
+  Tensor zeros = push_vector(&c, "zeros", DTYPE_F32, tokens);
+  LceIdGradients given = {.per_p = push_vector(&c, "factors of p", DTYPE_F32, tokens),
+                          .targets = call->targets,
+                          .log_probs = a.log_probs,
+                          .lse = a.lse,
+                          .dlog_probs = a.dlog_probs,
+                          .dlse = a.dlse,
+                          .ids = a.ids,
+                          .offsets = a.offsets,
+                          .softcap = call->terms.softcap,
+                          .temperature = call->terms.temperature};
   fill_zero(backend, zeros);
-  lce_id_factors(backend, (LceIdFactors){.per_p = per_p,
-                                         .targets = call->targets,
-                                         .dlog_probs = a.dlog_probs,
-                                         .dlse = a.dlse,
-                                         .ids = a.ids,
-                                         .offsets = a.offsets,
-                                         .temperature = call->terms.temperature});
-  GradientFactors factors = {{.log_total = a.lse, .per_p = per_p, .per_distance = zeros, .at_target = zeros}};
-  LceIdGradients entries = {.log_probs = a.log_probs,
-                            .lse = a.lse,
-                            .dlog_probs = a.dlog_probs,
-                            .dlse = a.dlse,
-                            .ids = a.ids,
-                            .offsets = a.offsets,
-                            .softcap = call->terms.softcap,
-                            .temperature = call->terms.temperature};
-  gradients_by_blocks(&c, factors, zeros, (Tensor){0}, &entries);
+  lce_id_factors(backend, given);
+  gradients_by_blocks(&c, (GradientFactors){{a.lse, given.per_p, zeros, zeros}}, zeros, (Tensor){0}, &given);
   lce_end(&c);
 }
