@@ -106,7 +106,11 @@ def what_is_made_of_it():
                 close("its gradient", 1 + torch.autograd.grad(got, x, retain_graph=True)[0], 1 + wants, 1e-5)
         if len(kept):
             close("renormalized", renormalized(log_probs, ids[*n])[:len(kept)].exp(), s[:-1] / s[:-1].sum(), 1e-5)
+            assert renormalized(log_probs, ids[*n])[len(kept):].eq(0).all()
             close("mass", log_mass(log_probs, ids[*n]).exp(), s[:-1].sum(), 1e-5)
+    certain, ids = torch.tensor([0.0, -60.0], device=DEVICE).requires_grad_(), torch.tensor([3, 4], device=DEVICE)
+    value = topk_kl(certain, certain.detach(), ids)  # without a rest
+    assert value == 0 and torch.autograd.grad(value, certain)[0].isfinite().all()
 
 
 def compiled_narrow_and_invariant():

@@ -1,6 +1,5 @@
 """Log-probabilities of the ids that each token names, beside its lse, and what is made of them: KL to a top-k
 teacher, log-probabilities over a kept set, several targets a token."""
-import ctypes
 import zlib
 
 import torch
@@ -9,66 +8,46 @@ from .functional import IGNORED, context, gradients_wanted, once, prepared, retu
 from .library import IdsArgs
 
 
-def run(x, weight, bias, ids, offsets, dtype, softcap, temperature, chunk, invariant, **tensors):
-    """lce_ids_log_probs in `dtype`; the tensors it writes are of the right dtype, and contiguous."""
-    def dense(t):
-        return None if t is None else t.detach().to(dtype if t.is_floating_point() else t.dtype).contiguous()
-
-    lce, (n, h) = context(x.device, dtype, ""), x.shape
-    if not n:
-        return [tensors[name].zero_() for name in ("dweight", "dbias") if name in tensors]
-    inputs = dict(x=x, weight=weight, bias=bias, ids=ids, offsets=offsets)
-    fields = {**{name: dense(t) for name, t in inputs.items()}, **tensors}
-    args = IdsArgs(tokens=n, hidden_size=h, vocab_size=len(weight), chunk=chunk, id_count=ids.numel(), softcap=softcap,
-                   ids_int64=ids.dtype == torch.int64, temperature=temperature, batch_invariant=invariant,
-                   narrow_dweight=tensors.get("dweight", x).dtype == dtype,
-                   **{name: t.data_ptr() for name, t in fields.items() if t is not None and t.numel()})
+def call(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, dtype, softcap, temperature, chunk, invariant,
+         dweight_dtype, wanted):
+    """The tensors of `empty`, filled by lce_ids_log_probs in `dtype`; with log_probs to dlse gradients alone."""
+    results = empty(x, weight, ids, dtype, dweight_dtype, wanted)
+    if not len(x):
+        return tuple(t.zero_() for t in results)
+    operands = dict(x=x, weight=weight, bias=bias)
+    others = dict(ids=ids, offsets=offsets, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
+    fields = {name: t.detach().to(dtype).contiguous() for name, t in operands.items() if t is not None}
+    fields.update((name, t.contiguous()) for name, t in others.items() if t is not None)
+    fields.update((name, t) for name, t in zip(RESULTS, results) if t.numel())
+    args = IdsArgs(tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk, id_count=ids.numel(),
+                   ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype, batch_invariant=invariant,
+                   softcap=softcap, temperature=temperature, **{name: t.data_ptr() for name, t in fields.items()})
+    lce = context(x.device, dtype, "")
     with lce.lock, torch.cuda.device(x.device.index if x.is_cuda else -1):
         args.stream = lce.stream()
-        lce.require(lce.library.lce_ids_log_probs(lce.handle, ctypes.byref(args)) == 0)
+        lce.require(lce.library.lce_ids_log_probs(lce.handle, args) == 0)
+    return results
 
 
-def shapes_forward(x, weight, bias, ids, *options):
-    return x.new_empty(ids.shape, dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
+def empty(x, weight, ids, dtype, dweight_dtype, wanted):
+    shapes = ids.shape, x.shape[:1], x.shape, weight.shape, weight.shape[:1]
+    dtypes = torch.float32, torch.float32, dtype, dweight_dtype, torch.float32
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for shape, d, w in zip(shapes, dtypes, wanted))
 
 
-def shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, wanted, dweight_dtype, dtype, *options):
-    shapes = (x.shape, dtype), (weight.shape, dweight_dtype), (weight.shape[:1], torch.float32)
-    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, wanted))
-
-
-def forward(x, weight, bias, ids, offsets, *options):
-    log_probs, lse = shapes_forward(x, weight, bias, ids)
-    run(x, weight, bias, ids, offsets, *options, log_probs=log_probs, lse=lse)
-    return log_probs, lse
-
-
-def backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more):
-    dx, dweight, dbias = shapes_backward(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, *more)
-    run(x, weight, bias, ids, offsets, *more[2:], log_probs=log_probs, lse=lse, dlog_probs=dlog_probs.contiguous(),
-        dlse=dlse.contiguous(), dx=dx, dweight=dweight, dbias=dbias)
-    return dx, dweight, dbias
-
-
-INPUTS = "(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, "
-OPTIONS = "ScalarType dtype, float softcap, float temperature, SymInt chunk, bool invariant) -> (Tensor, Tensor"
-
-
-def operator(name, function, shapes, schema):
-    made = torch.library.custom_op(f"lce::{name}_{zlib.crc32(schema.encode()):08x}", function, mutates_args=(), schema=schema)
-    made.register_fake(shapes)
-    return made
-
-
-forward_operator = operator("ids_log_probs", forward, shapes_forward, INPUTS + OPTIONS + ")")
-backward_operator = operator("ids_gradients", backward, shapes_backward, INPUTS + "Tensor log_probs, Tensor lse, "
-                             "Tensor dlog_probs, Tensor dlse, bool[] wanted, ScalarType dweight_dtype, " + OPTIONS + ", Tensor)")
+RESULTS = "log_probs", "lse", "dx", "dweight", "dbias"
+SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, Tensor? log_probs, Tensor? lse, "
+          "Tensor? dlog_probs, Tensor? dlse, ScalarType dtype, float softcap, float temperature, SymInt chunk, bool invariant, "
+          "ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+operator = torch.library.custom_op(f"lce::ids_log_probs_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=(), schema=SCHEMA)
+operator.register_fake(lambda x, weight, bias, ids, *more: empty(x, weight, ids, more[5], *more[-2:]))
 
 
 class IdsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, ids, offsets, *options):
-        log_probs, lse = forward_operator(x, weight, bias, ids, offsets, *options)
+        outputs = [True] * 2 + [False] * 3
+        log_probs, lse, *_ = operator(x, weight, bias, ids, offsets, *[None] * 4, *options, torch.float32, outputs)
         ctx.save_for_backward(x, weight, bias, ids, offsets, log_probs.clone(), lse.clone())
         ctx.options = options
         return log_probs, lse
@@ -78,9 +57,8 @@ class IdsLogProbs(torch.autograd.Function):
     def backward(ctx, *upstream):
         _, weight, bias, *_ = ctx.saved_tensors
         narrow = weight.dtype == ctx.options[0] and not hasattr(weight, "main_grad")
-        return returned(ctx, backward_operator(
-            *ctx.saved_tensors, *upstream, gradients_wanted(ctx.needs_input_grad, bias, 0),
-            weight.dtype if narrow else torch.float32, *ctx.options))
+        return returned(ctx, operator(*ctx.saved_tensors, *upstream, *ctx.options, weight.dtype if narrow else torch.float32,
+                                      [False] * 2 + gradients_wanted(ctx.needs_input_grad, bias, 0))[2:])
 
 
 def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=IGNORED, chunk=0,
