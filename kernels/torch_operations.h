@@ -51,12 +51,12 @@ struct LceLogitsGradient {
 };
 
 // Log-probabilities of given ids: ids[m] in [0, V), or IGNORE_INDEX, which does not count. Those of row n are
-// entries offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. A row may have an id twice.
+// entries offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. An id may repeat.
 //
 // lce_id_logits: log_probs[m] = u of z = x[n] . W[ids[m]] + bias[ids[m]], in fp32; 0 for IGNORE_INDEX.
 //   anchors[n] = the id of the row's largest u, the first of several; 0 where no id counts
-// lce_id_log_probs: log_probs[m] = (u - u of the anchor) / T - anchor_nll[n], from those u, so that an id that
-//   is nearly certain keeps its digits
+// lce_id_log_probs: log_probs[m] = (u - u of the anchor) / T - anchor_nll[n], from those u, so that an id
+//   that is nearly certain keeps its digits
 struct LceIdLogProbs {
   Tensor log_probs, anchors; // fp32 [M], int32 [N]
   Tensor anchor_nll;         // fp32 [N]: -log p of the anchor

@@ -39,7 +39,8 @@ RESULTS = "log_probs", "lse", "dx", "dweight", "dbias"
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, Tensor? log_probs, Tensor? lse, "
           "Tensor? dlog_probs, Tensor? dlse, ScalarType dtype, float softcap, float temperature, SymInt chunk, bool invariant, "
           "ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-operator = torch.library.custom_op(f"lce::ids_log_probs_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=(), schema=SCHEMA)
+operator = torch.library.custom_op(
+    f"lce::ids_log_probs_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=(), schema=SCHEMA)
 operator.register_fake(lambda x, weight, bias, ids, *more: empty(x, weight, ids, more[5], *more[-2:]))
 
 
@@ -81,8 +82,8 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
                             f"{x.device} is needed")
     fits = ids.shape[:-1] == tokens if offsets is None else ids.dim() == 1 and offsets.shape == (len(x) + 1,)
     if not fits or ids.dim() < 1:
-        raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, or [M] "
-                         f"with offsets of the shape {[len(x) + 1]}")
+        raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, "
+                         f"or [M] with offsets of the shape {[len(x) + 1]}")
     if 0 <= temperature < 1e-6:
         raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")
     if ignore_index != IGNORED:
