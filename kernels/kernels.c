@@ -509,6 +509,23 @@ NEEDS(lce_logits_gradient, LceLogitsGradient, GRADIENT_FACTORS, FIELD(x, "T [N, 
       REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
       FIELD(dlogits, "T [N, V] strided"))
 
+#define GIVEN_IDS(rows)                                                                                      \
+  FIELD(log_probs, "fp32 [M]"), FIELD(ids, "int32 [M]"), SIZE(O, (rows) + 1),                                \
+      FIELD(offsets, "int64 [O] or absent"),                                                                 \
+      REFUSE(!tensor_exists(a->offsets) && a->ids.shape[0] % max_i64(1, rows), "%lld ids for %lld rows",     \
+             a->ids.shape[0], rows)
+#define ID_LOG_PROBS                                                                                         \
+  FIELD(x, "T [N, H]"), FIELD(weight, "T [V, H]"), FIELD(bias, "T [V] or absent"),                           \
+      FIELD(anchors, "int32 [N]"), FIELD(anchor_nll, "fp32 [N]"), GIVEN_IDS(a->x.shape[0])
+NEEDS(lce_id_logits, LceIdLogProbs, ID_LOG_PROBS)
+NEEDS(lce_id_log_probs, LceIdLogProbs, ID_LOG_PROBS)
+
+#define ID_GRADIENTS                                                                                         \
+  FIELD(lse, "fp32 [N]"), FIELD(per_p, "fp32 [N]"), FIELD(targets, "int32 [N]"), GIVEN_IDS(a->lse.shape[0]), \
+      FIELD(dlog_probs, "fp32 [M]"), FIELD(dlse, "fp32 [N] or absent")
+NEEDS(lce_id_factors, LceIdGradients, ID_GRADIENTS)
+NEEDS(lce_id_gradients, LceIdGradients, ID_GRADIENTS, FIELD(dlogits, "fp32|bf16 [N, W] strided"))
+
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
       FIELD(loss, "fp32 [N] or absent"))
 

@@ -636,11 +636,17 @@ typedef struct {
 #define TORCH_OPERATIONS(X, S) \
   X(lce_gradient_factors, LceGradientFactors, HEAD_LOSS) \
   S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS) \
+  X(lce_id_logits, LceIdLogProbs, HEAD_LOSS) \
+  X(lce_id_log_probs, LceIdLogProbs, HEAD_LOSS) \
+  X(lce_id_factors, LceIdGradients, HEAD_LOSS) \
+  X(lce_id_gradients, LceIdGradients, HEAD_LOSS) \
   X(read_targets, ReadTargets, HEAD_LOSS) \
   X(scale_by, ScaleBy, HEAD_LOSS)
 // clang-format on
 typedef struct LceGradientFactors LceGradientFactors;
 typedef struct LceLogitsGradient LceLogitsGradient;
+typedef struct LceIdLogProbs LceIdLogProbs;
+typedef struct LceIdGradients LceIdGradients;
 typedef struct ReadTargets ReadTargets;
 typedef struct ScaleBy ScaleBy;
 

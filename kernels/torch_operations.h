@@ -50,6 +50,38 @@ struct LceLogitsGradient {
   Tensor workspace;
 };
 
+// Log-probabilities of given ids: ids[m] in [0, V), or IGNORE_INDEX, which does not count. Those of row n are
+// entries offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. An id may repeat.
+//
+// lce_id_logits: log_probs[m] = u of z = x[n] . W[ids[m]] + bias[ids[m]], in fp32; 0 for IGNORE_INDEX.
+//   anchors[n] = the id of the row's largest u, the first of several; 0 where no id counts
+// lce_id_log_probs: log_probs[m] = (u - u of the anchor) / T - anchor_nll[n], from those u, so that an id
+//   that is nearly certain keeps its digits
+struct LceIdLogProbs {
+  Tensor log_probs, anchors; // fp32 [M], int32 [N]
+  Tensor anchor_nll;         // fp32 [N]: -log p of the anchor
+  Tensor x, weight, bias;    // fp32/bf16 [N, H], [V, H], and [V] or absent
+  Tensor ids, offsets;       // int32 [M], int64 [N + 1] or absent
+  float softcap, temperature;
+};
+
+// Their gradients, from upstream gradients dlog_probs and dlse.
+//
+// lce_id_factors: per_p[n] = (dlse[n] - sum of the row's dlog_probs) / T, the factor of p in all entries but
+//   those of given ids; targets[n] = ELSEWHERE, or IGNORE_INDEX where no id counts and dlse is 0
+// lce_id_gradients writes the entries of given ids into the gradient of the logits of W's rows from `first`
+//   on. With p and g the id's probability and the sum of its own dlog_probs:
+//     dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs)) / T du/dz
+struct LceIdGradients {
+  Tensor per_p, targets;   // fp32 [N], int32 [N]; written by lce_id_factors
+  Tensor dlogits;          // fp32/bf16 [N, W], may be strided; lce_id_factors: absent
+  Tensor log_probs, lse;   // fp32 [M], fp32 [N]
+  Tensor dlog_probs, dlse; // fp32 [M]; fp32 [N], or absent: 0
+  Tensor ids, offsets;     // int32 [M], int64 [N + 1] or absent
+  int64_t first;
+  float softcap, temperature;
+};
+
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 struct ScaleBy {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone

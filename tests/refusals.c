@@ -104,6 +104,7 @@ static const struct {
                     {"matmul_fp8", {2, 2, 2, 2}}, // a.transposed and b.transposed, which it does not read
                     {"lce_logits_exp", {3}},
                     {"lce_logits_gradient", {0, 0, 0, 1}},
+                    {"lce_id_gradients", {0, 0, 0, 1}},
                     {"lce_row_losses", {5, 0, 0, 1}},
                     {"lce_sampled_gradients", {4}},
                     {"lce_input_gradient", {4}},

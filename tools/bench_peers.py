@@ -4,6 +4,7 @@
   make liblce.so && tools/bench_peers.py        # on a GPU; needs PyTorch, and a peer's package for its row
   tools/bench_peers.py --z-loss                 # the loss with z-loss, beside chains of separate operations
   tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient
+  tools/bench_peers.py --ids                    # of 1, 8 and 128 ids per token
   tools/bench_peers.py --step                   # a training step of transformers' Llama; also with --z-loss
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # without a GPU
 
@@ -113,7 +114,7 @@ def chain(token_losses):
 
 class Loss(typing.NamedTuple):
     name: str
-    token_losses: typing.Callable  # (z, y, advantages) -> what the loss is the mean of
+    token_losses: typing.Callable  # (z, y, advantages) -> what the loss is the mean of; None: the peers' losses differ
     peers: list
     forward: bool = True  # is timed by itself, too
 
@@ -182,6 +183,17 @@ def log_probs(name, entropy):
 
 
 LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True)]
+
+
+def ours_of_ids(k):
+    def loss_of(x, w, y):
+        ids = (y[:, None] + 7919 * torch.arange(k, device=y.device)) % len(w)
+        log_p, lse = lce.linear_log_probs(x, w, ids, chunk=min(2048, len(x)))
+        return -(advantages_of(y)[:, None] * log_p).mean() + LAMBDA * lse.square().mean()
+    return eager(f"lce.c, chunk 2048, K {k}", loss_of)
+
+
+IDS = Loss("log-probabilities of K ids and lse", None, [*map(ours_of_ids, (1, 8, 128))])
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -308,7 +320,7 @@ def relative_error(got, want):
 def loss_rows(options, loss, shape):
     """A row for each peer, and the plain GEMMs' seconds."""
     tensors = x, w, y = problem(options.device, shape)
-    want = [] if options.no_errors else [*reference(*tensors, loss.token_losses)]
+    want = [] if options.no_errors or not loss.token_losses else [*reference(*tensors, loss.token_losses)]
 
     def first(peer, loss_of):
         def work():
@@ -409,6 +421,7 @@ def parse_options():
     for name, text in [("no-errors", "leave out the comparison with float64"),
                        ("z-loss", "the loss with z-loss, against chains of separate operations"),
                        ("log-probs", "log-probabilities, alone and with entropies, likewise"),
+                       ("ids", "log-probabilities of 1, 8 and 128 ids per token, without errors"),
                        ("step", "a training step instead of the loss alone; needs transformers"),
                        ("json", "a JSON object a row instead of tables")]:
         add("--" + name, action="store_true", help=text)
@@ -431,7 +444,7 @@ def main():
         installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
         versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
         print(f"{gpu}, median of {options.rounds}; {', '.join(versions)}")
-    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:
+    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs + [IDS] * options.ids or [CROSS_ENTROPY]:
         if options.step:
             rows, title = step_rows(options, loss)
             show(options, f"{loss.name}: {title}", "over lce.c", rows, loss=loss.name, gpu=gpu, step=True)

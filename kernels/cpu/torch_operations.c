@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
+#include "kernels/given_ids.h"
 #include "kernels/log_prob_factors.h"
 
 void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
@@ -79,6 +80,43 @@ void cpu_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t t = 0; t < tiles; t++)
     for (int64_t block = 0; block < blocks; block++) logits_gradient_tile(backend, a, block, t);
+}
+
+void cpu_lce_id_logits(Backend *backend, const LceIdLogProbs *a) {
+  float *logits = a->log_probs.data;
+  double cap = a->softcap;
+  EACH_PARALLEL (n, a->x.shape[0]) {
+    RowIds r = ids_of_row(a->ids, a->offsets, a->x.shape[0], n);
+    int64_t best = -1;
+    for (int64_t m = r.first; m < r.end; m++) {
+      int32_t id = r.ids[m];
+      logits[m] = 0;
+      if (id < 0) continue;
+      double z = weighted_sum(cpu_row(a->x, n), cpu_row(a->weight, id), a->x.shape[1]) + entry(a->bias, id);
+      logits[m] = (float)(cap > 0 ? cap * tanh(z / cap) : z);
+      if (best < 0 || logits[m] > logits[best]) best = m;
+    }
+    ((int32_t *)a->anchors.data)[n] = best < 0 ? 0 : r.ids[best];
+  }
+}
+
+void cpu_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
+  EACH_PARALLEL (n, a->anchor_nll.shape[0]) id_log_probs_of_row(a, n, inverse_temperature(a->temperature));
+}
+
+void cpu_lce_id_factors(Backend *backend, const LceIdGradients *a) {
+  EACH_PARALLEL (n, a->per_p.shape[0]) id_factors_of_row(a, n, inverse_temperature(a->temperature));
+}
+
+void cpu_lce_id_gradients(Backend *backend, const LceIdGradients *a) {
+  EACH_PARALLEL (n, a->lse.shape[0]) {
+    RowIds r = ids_of_row(a->ids, a->offsets, a->lse.shape[0], n);
+    for (int64_t m = r.first; m < r.end; m++) {
+      int64_t column = r.ids[m] - a->first;
+      if (r.ids[m] >= 0 && column >= 0 && column < a->dlogits.shape[1])
+        cpu_row(a->dlogits, n)[column] = (float)id_gradient(a, r, n, m);
+    }
+  }
 }
 
 void cpu_scale_by(Backend *backend, const ScaleBy *a) {

@@ -280,6 +280,23 @@ static DEVICE float2 warp_sum(float2 x) {
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
+// sum of x[i] * w[i], by one warp; every lane gets it. Loads of several steps are on their way together.
+template <typename T, int W> static __device__ float warp_dot(const T *x, const T *w, int hidden_size) {
+  constexpr int STEPS = 4, STEP = 32 * W;
+  float sum = 0;
+  for (int first = threadIdx.x % 32 * W; first < hidden_size; first += STEPS * STEP) {
+    float a[STEPS][W] = {}, b[STEPS][W] = {};
+    EACH (j, STEPS) {
+      if (first + j * STEP >= hidden_size) break;
+      load(a[j], x + first + j * STEP);
+      load(b[j], w + first + j * STEP);
+    }
+    EACH (j, STEPS)
+      EACH (k, W) sum += a[j][k] * b[j][k];
+  }
+  return warp_sum(sum);
+}
+
 // Over a block of whole warps, at most 32; every thread gets the result.
 template <typename T> static DEVICE T block_sum(T x) {
   __shared__ T partial[32];

@@ -39,23 +39,6 @@ static TileScratch tile_scratch(const LceLogitsExp *a) {
   return s;
 }
 
-// sum of x[i] * w[i], by one warp; every lane gets it. Loads of several steps are on their way together.
-template <typename T, int W> static __device__ float warp_dot(const T *x, const T *w, int hidden_size) {
-  constexpr int STEPS = 4, STEP = 32 * W;
-  float sum = 0;
-  for (int first = threadIdx.x % 32 * W; first < hidden_size; first += STEPS * STEP) {
-    float a[STEPS][W] = {}, b[STEPS][W] = {};
-    EACH (j, STEPS) {
-      if (first + j * STEP >= hidden_size) break;
-      load(a[j], x + first + j * STEP);
-      load(b[j], w + first + j * STEP);
-    }
-    EACH (j, STEPS)
-      EACH (k, W) sum += a[j][k] * b[j][k];
-  }
-  return warp_sum(sum);
-}
-
 // One warp a row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)

@@ -4,6 +4,7 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_logits_gradient.h"
+#include "kernels/given_ids.h"
 #include "kernels/log_prob_factors.h"
 
 static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradientFactors a,
@@ -95,6 +96,77 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
     cuda_gemm(backend, &g);
     run(tile, first, columns);
   }
+}
+
+// --- given ids ---------------------------------------------------------------------------------------------
+
+// One block a row, and one warp an id.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256) id_logits_kernel(const __grid_constant__ LceIdLogProbs a) {
+  int64_t n = blockIdx.x;
+  RowIds r = ids_of_row(a.ids, a.offsets, a.x.shape[0], n);
+  Ranked best = 0;
+  for (int64_t m = r.first + threadIdx.x / 32; m < r.end; m += blockDim.x / 32) {
+    int id = r.ids[m];
+    float z = 0;
+    if (id >= 0) {
+      z = warp_dot<T, W>(data_of<T>(a.x) + n * a.x.stride, data_of<T>(a.weight) + id * a.weight.stride,
+                         (int)a.x.shape[1]);
+      if (a.bias.data) z += to_float(data_of<T>(a.bias)[id]);
+      if (a.softcap > 0) z = a.softcap * tanhf(z / a.softcap);
+      best = max(best, ranked(z, (int)(m - r.first)));
+    }
+    if (threadIdx.x % 32 == 0) data_of<float>(a.log_probs)[m] = z;
+  }
+  best = block_max(best);
+  if (threadIdx.x == 0) data_of<int32_t>(a.anchors)[n] = best ? r.ids[r.first + ranked_column(best)] : 0;
+}
+
+void cuda_lce_id_logits(Backend *backend, const LceIdLogProbs *a) {
+  int64_t rows = a->x.shape[0], warps = ceil_div(a->ids.shape[0], rows);
+  with_access(a->x.dtype, {a->x, a->weight}, [&](auto type, auto width) {
+    launch_kernel(per_row(backend, "lce_id_logits", rows, 32 * warps),
+                  id_logits_kernel<decltype(type), width>, *a);
+  });
+}
+
+static __global__ void id_log_probs_kernel(const __grid_constant__ LceIdLogProbs a, float inv_temperature) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < a.anchor_nll.shape[0]) id_log_probs_of_row(&a, n, inv_temperature);
+}
+
+void cuda_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
+  launch_kernel(per_element(backend, "lce_id_log_probs", a->anchor_nll.shape[0]), id_log_probs_kernel, *a,
+                inverse_temperature(a->temperature));
+}
+
+static __global__ void id_factors_kernel(const __grid_constant__ LceIdGradients a, float inv_temperature) {
+  int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (n < a.per_p.shape[0]) id_factors_of_row(&a, n, inv_temperature);
+}
+
+void cuda_lce_id_factors(Backend *backend, const LceIdGradients *a) {
+  launch_kernel(per_element(backend, "lce_id_factors", a->per_p.shape[0]), id_factors_kernel, *a,
+                inverse_temperature(a->temperature));
+}
+
+// One block a row, and one thread an id: its time grows with the square of their number. Duplicates write the
+// same bits to one place.
+template <typename T> static __global__ void id_gradients_kernel(const __grid_constant__ LceIdGradients a) {
+  RowIds r = ids_of_row(a.ids, a.offsets, a.lse.shape[0], blockIdx.x);
+  for (int64_t m = r.first + threadIdx.x; m < r.end; m += blockDim.x) {
+    int64_t column = r.ids[m] - a.first;
+    if (r.ids[m] >= 0 && column >= 0 && column < a.dlogits.shape[1])
+      data_of<T>(a.dlogits)[blockIdx.x * a.dlogits.stride + column] =
+          from_float<T>(id_gradient(&a, r, blockIdx.x, m));
+  }
+}
+
+void cuda_lce_id_gradients(Backend *backend, const LceIdGradients *a) {
+  int64_t rows = a->lse.shape[0], ids = ceil_div(a->ids.shape[0], rows);
+  with_float(a->dlogits.dtype, [&](auto type) {
+    launch_kernel(per_row(backend, "lce_id_gradients", rows, ids), id_gradients_kernel<decltype(type)>, *a);
+  });
 }
 
 // A thread takes W elements.

@@ -3,6 +3,7 @@
 
 #include "tests/log_prob_call.h"
 #include "tests/loss_problem.h"
+#include "tools/torch/liblce/ids.h"
 
 typedef struct {
   int64_t rows, hidden, vocab, chunk, other_chunk;
@@ -16,8 +17,26 @@ static void results(Harness *h, const LinearCrossEntropy *a, double *values[OUTP
   for (int i = 0; i < OUTPUTS; i++) values[i] = values_of(h, all[i]);
 }
 
+// lse and dx of a call for given ids: a row's target alone.
+static void compute_ids(Harness *h, const LinearCrossEntropy *call, double *values[2]) {
+  int64_t rows = call->x.shape[0];
+  double *ones = host_values(h, rows);
+  for (int64_t n = 0; n < rows; n++) ones[n] = 1;
+  IdLogProbs a = {.call = *call,
+                  .ids = call->targets,
+                  .log_probs = poisoned_vector(h, DTYPE_F32, rows),
+                  .lse = poisoned_vector(h, DTYPE_F32, rows),
+                  .dlog_probs = vector_from(h, DTYPE_F32, ones, rows)};
+  a.call.outputs = (TokenOutputs){0}, a.call.token_weights = (Tensor){0};
+  a.call.dx = poisoned(h, h->dtype, rows, call->x.shape[1]);
+  id_log_probs(h->backend, a);
+  id_log_prob_gradients(h->backend, a);
+  values[0] = values_of(h, a.lse), values[1] = values_of(h, a.call.dx);
+}
+
 // The losses, outputs and dx of a call, and dx once more from its log-probabilities and entropies.
-static void compute(Harness *h, const ReferenceLoss *p, int64_t chunk, double *values[OUTPUTS], double **dx) {
+static void compute(Harness *h, const ReferenceLoss *p, int64_t chunk, double *values[OUTPUTS], double **dx,
+                    double *ids[2]) {
   LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, chunk);
   loss_call_all_outputs(h, &a, p);
   linear_cross_entropy(h->backend, a);
@@ -36,6 +55,7 @@ static void compute(Harness *h, const ReferenceLoss *p, int64_t chunk, double *v
   LogProbGradients g = log_prob_call(h, &a, a.token_weights, false);
   log_prob_gradients(h->backend, g);
   *dx = values_of(h, g.call.dx);
+  compute_ids(h, &a, ids);
 }
 
 // Row n of the part is row rows[n] of the whole.
@@ -73,18 +93,20 @@ static void check_invariant(Harness *h, const void *shape) {
   whole.targets[7] = IGNORE_INDEX;
   reference_outputs(h, &whole);
   reference_gradients(h, &whole);
-  double *all[OUTPUTS], *all_dx, *few[OUTPUTS], *few_dx;
-  compute(h, &whole, s->chunk, all, &all_dx);
+  double *all[OUTPUTS], *all_dx, *few[OUTPUTS], *few_dx, *all_ids[2], *few_ids[2];
+  compute(h, &whole, s->chunk, all, &all_dx, all_ids);
   int64_t rows[1000], counts[] = {s->rows, s->rows / 2 + 1, 3, 1};
   for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
     // Backwards, in strides that leave rows out; the repaired row is always there.
     for (int64_t n = 0; n < counts[c]; n++) rows[n] = s->rows - 1 - n * s->rows / counts[c];
     rows[counts[c] / 2] = 5;
     ReferenceLoss part = part_of(h, &whole, rows, counts[c]);
-    compute(h, &part, c % 2 ? s->chunk : s->other_chunk, few, &few_dx);
+    compute(h, &part, c % 2 ? s->chunk : s->other_chunk, few, &few_dx, few_ids);
     for (int i = 0; i < OUTPUTS; i++)
       check_rows(names[i], few[i], all[i], rows, counts[c], i == OUTPUTS - 1 ? s->hidden : 1);
     check_rows("dx of log-probabilities", few_dx, all_dx, rows, counts[c], s->hidden);
+    check_rows("lse beside given ids", few_ids[0], all_ids[0], rows, counts[c], 1);
+    check_rows("dx of given ids", few_ids[1], all_ids[1], rows, counts[c], s->hidden);
   }
 }
 

@@ -400,7 +400,7 @@ def a_head_split_over_ranks():
 def examples_of_the_readme():
     text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()
     examples, names = re.findall(r"```python\n(.*?)```", text, re.S), {}
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         if transformers or "transformers" not in example:
             exec(example, names)

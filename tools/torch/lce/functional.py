@@ -450,7 +450,15 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     sum of dweight. A chunk of all tokens keeps N V elements of x's dtype for the backward pass, which then
     takes two GEMMs instead of three. The other
     arguments: linear_cross_entropy.
+
+    With ids [..., K] in place of a target: log p of each and lse, as linear_ids_log_probs.
     """
+    if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and target.dim() == x.dim():
+        if group is not None or skip_ignored or outputs:
+            raise ValueError("ids [..., K] exclude group, skip_ignored and outputs")
+        from .ids import linear_ids_log_probs
+        return linear_ids_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, ignore_index=ignore_index,
+                                    chunk=chunk)
     tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
     options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
     tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)

@@ -18,6 +18,15 @@ class Args(ctypes.Structure):
                 [(name, c_void_p) for name in (*TENSORS, "stream")])
 
 
+class IdsArgs(ctypes.Structure):
+    """lce_ids_args."""
+    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk", "id_count")] +
+                [(name, c_int32) for name in ("ids_int64", "narrow_dweight", "batch_invariant", "check_ids")] +
+                [(name, c_float) for name in ("softcap", "temperature")] +
+                [(name, c_void_p) for name in ("x", "weight", "bias", "ids", "offsets", "log_probs", "lse", "dlog_probs",
+                                               "dlse", "dx", "dweight", "dbias", "stream")])
+
+
 # int collective(user, kind, out, x, count, dtype), and the names of its kinds.
 Collective = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -25,6 +34,7 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(None, c_void_p),
                  lce_join=(c_int, c_void_p, c_int, c_int, Collective, c_void_p),
                  lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)),
+                 lce_ids_log_probs=(c_int, c_void_p, POINTER(IdsArgs)),
                  lce_scale=(c_int, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int64, c_void_p, c_void_p),
                  lce_synchronize=(c_int, c_void_p),
                  lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))

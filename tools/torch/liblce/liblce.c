@@ -10,6 +10,7 @@
 #include "kernels/integers.h"
 #include "kernels/text.h"
 #include "kernels/torch_operations.h"
+#include "tools/torch/liblce/ids.h"
 #include "tools/torch/liblce/log_probs.h"
 
 #define EXPORTED __attribute__((visibility("default")))
@@ -33,6 +34,7 @@ typedef struct Frame {
   FailHandler outside; // the thread's handler, which the call replaces
   lce_context *context;
   struct Frame *around; // the call whose collective made this one
+  const char *name;     // of the function that was called
 } Frame;
 
 static _Thread_local Frame *frame; // the innermost
@@ -90,7 +92,7 @@ static bool there(const lce_context *context) {
 // A call begins with this and ends with `return leave(0)`; where it fails between them it returns 1.
 #define ENTER(of)                                                                                            \
   if (!there(of)) return 1;                                                                                  \
-  Frame entered = {.context = of};                                                                           \
+  Frame entered = {.context = of, .name = __func__};                                                         \
   enter(&entered);                                                                                           \
   if (setjmp(entered.caller)) return failed()
 
@@ -242,19 +244,19 @@ static int64_t bytes_of(const Argument *t) {
 
 static void check_size(const char *name, int64_t size) {
   if (size < 1)
-    fail(CALL ": %s is %lld, but tokens, hidden_size and vocab_size must be 1 or more", name,
+    fail("%s: %s is %lld, but tokens, hidden_size and vocab_size must be 1 or more", frame->name, name,
          (long long)size);
   if (size > MAX_SIZE)
-    fail(CALL ": %s is %lld, and sizes are counted in 32 bits; at most %lld can be", name, (long long)size,
-         (long long)MAX_SIZE);
+    fail("%s: %s is %lld, and sizes are counted in 32 bits; at most %lld can be", frame->name, name,
+         (long long)size, (long long)MAX_SIZE);
 }
 
 static void check_bytes(const char *name, int64_t rows, int64_t columns, Dtype dtype, const char *remedy) {
   if (rows > MAX_BYTES / ((int64_t)dtype_bytes(dtype) * columns))
-    fail(CALL ": %s of %lld by %lld elements of %zu bytes would take more than the %s that a machine can "
-              "address; %s",
-         name, (long long)rows, (long long)columns, dtype_bytes(dtype), text_bytes((uint64_t)MAX_BYTES).text,
-         remedy);
+    fail("%s: %s of %lld by %lld elements of %zu bytes would take more than the %s that a machine can "
+         "address; %s",
+         frame->name, name, (long long)rows, (long long)columns, dtype_bytes(dtype),
+         text_bytes((uint64_t)MAX_BYTES).text, remedy);
 }
 
 // The tensor has possible sizes and address, and shares nothing that is written with those `before` it.
@@ -262,16 +264,35 @@ static void check_argument(const Argument *t, const Argument *before) {
   check_bytes(t->name, t->rows, max_i64(t->columns, 1), t->dtype, "check the sizes of the call");
   uintptr_t at = (uintptr_t)t->data, bytes = (uintptr_t)bytes_of(t);
   if (at % dtype_bytes(t->dtype))
-    fail(CALL ": %s lies at %p, which is no multiple of the %zu bytes of its elements; give an aligned copy",
-         t->name, t->data, dtype_bytes(t->dtype));
+    fail("%s: %s lies at %p, which is no multiple of the %zu bytes of its elements; give an aligned copy",
+         frame->name, t->name, t->data, dtype_bytes(t->dtype));
   if (bytes > UINTPTR_MAX - at)
-    fail(CALL ": %s at %p would end beyond the last address; it is no pointer to %s", t->name, t->data,
-         text_bytes(bytes).text);
+    fail("%s: %s at %p would end beyond the last address; it is no pointer to %s", frame->name, t->name,
+         t->data, text_bytes(bytes).text);
   for (const Argument *u = before; u < t; u++)
     if (u->data && (t->written || u->written) && at < (uintptr_t)u->data + (uintptr_t)bytes_of(u) &&
         (uintptr_t)u->data < at + bytes)
-      fail(CALL ": %s and %s share memory, and at least one of them is written; give each its own", u->name,
-           t->name);
+      fail("%s: %s and %s share memory, and at least one of them is written; give each its own", frame->name,
+           u->name, t->name);
+}
+
+// Fills in the tensors that are given, of which the first `needed` must be.
+static void take_arguments(const Argument *tensors, size_t count, int needed, const char *names) {
+  for (const Argument *t = tensors; t < tensors + count; t++) {
+    if (!t->data && t < tensors + needed)
+      fail("%s: %s must be there, and %s is NULL", frame->name, names, t->name);
+    if (!t->data) continue;
+    check_argument(t, tensors);
+    void *data = (void *)t->data;
+    *t->tensor =
+        t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
+  }
+}
+
+static void check_chunk(int64_t chunk) {
+  if (chunk < 0)
+    fail("%s: a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses", frame->name,
+         (long long)chunk);
 }
 
 // lce_args can name more at once than there is a function for.
@@ -305,9 +326,7 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
   if (a->rows && a->rows != a->vocab_size && backend->ranks == 1)
     fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
          (long long)a->rows, (long long)a->vocab_size);
-  if (a->chunk < 0)
-    fail(CALL ": a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses",
-         (long long)a->chunk);
+  check_chunk(a->chunk);
   if (a->batch_invariant && (a->sample != 0 || a->materialized || a->rows || a->exps))
     fail(CALL ": batch_invariant is there for a whole head, without sample, materialized and exps");
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
@@ -351,15 +370,7 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
       {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c->outputs.max_logit},
       {"correct", a->correct, n, 0, DTYPE_F32, true, &c->outputs.correct},
       {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c->outputs.predicted}};
-  for (const Argument *t = tensors; t < tensors + sizeof tensors / sizeof *tensors; t++) {
-    if (!t->data && t < tensors + needed)
-      fail(CALL ": x, weight, targets and loss must be there, and %s is NULL", t->name);
-    if (!t->data) continue;
-    check_argument(t, tensors);
-    void *data = (void *)t->data;
-    *t->tensor =
-        t->columns ? tensor_2d(data, t->dtype, t->rows, t->columns) : tensor_1d(data, t->dtype, t->rows);
-  }
+  take_arguments(tensors, sizeof tensors / sizeof *tensors, needed, "x, weight, targets and loss");
   if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);
   check_combination(a, c);
   check_bytes("the logits", a->materialized ? n : min_i64(c->chunk, n), v, DTYPE_F32,
@@ -367,8 +378,8 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
   return r;
 }
 
-// Fails at the first target neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
-static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
+// Fails at the first id neither in [0, V) nor IGNORE_INDEX. On CUDA waits for the caller's stream.
+static void check_ids(Backend *backend, const char *name, Tensor ids, int64_t vocab_size) {
   enum { PART = 4096 };
   union {
     int64_t wide[PART];
@@ -378,8 +389,8 @@ static void check_targets(Backend *backend, Tensor ids, int64_t vocab_size) {
     if (n % PART == 0) backend_to_host(backend, &part, tensor_rows(ids, n, min_i64(PART, ids.shape[0] - n)));
     int64_t id = ids.dtype == DTYPE_I64 ? part.wide[n % PART] : part.narrow[n % PART];
     if (id != IGNORE_INDEX && (id < 0 || id >= vocab_size))
-      fail(CALL ": targets[%lld] is %lld, which is neither in [0, %lld) nor %d, which does not count",
-           (long long)n, (long long)id, (long long)vocab_size, IGNORE_INDEX);
+      fail("%s: %s[%lld] is %lld, which is neither in [0, %lld) nor %d, which does not count", frame->name,
+           name, (long long)n, (long long)id, (long long)vocab_size, IGNORE_INDEX);
   }
 }
 
@@ -445,6 +456,12 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
   return leave(0);
 }
 
+static void make_room(Backend *backend, size_t bytes) {
+  if (bytes <= backend->memory.stack_capacity) return;
+  backend_synchronize(backend); // earlier calls may still use the stack that goes
+  memory_set_stack(&backend->memory, bytes);
+}
+
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   ENTER(context);
   Backend *backend = context->backend;
@@ -452,13 +469,97 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   backend->batch_invariant = context->plan->batch_invariant = args->batch_invariant;
   size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
-  if (bytes > backend->memory.stack_capacity) {
-    backend_synchronize(backend); // earlier calls may still use the stack that goes
-    memory_set_stack(&backend->memory, bytes);
-  }
+  make_room(backend, bytes);
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
-    check_targets(backend, request.call.targets, args->vocab_size);
+    check_ids(backend, "targets", request.call.targets, args->vocab_size);
   run(backend, request);
+  end(context);
+  context->held_bytes = bytes;
+  return leave(0);
+}
+
+// --- log-probabilities of given ids ------------------------------------------------------------------------
+
+// The call, checked but for what run_ids checks. Its ids are the caller's; with dlog_probs it is the backward
+// pass.
+static IdLogProbs checked_ids(const lce_ids_args *a, const Backend *backend) {
+  if (!a) fail("%s: args must be there", frame->name);
+  check_size("tokens", a->tokens);
+  check_size("hidden_size", a->hidden_size);
+  check_size("vocab_size", a->vocab_size);
+  check_chunk(a->chunk);
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, m = a->id_count;
+  if (m < 1 || m > MAX_BYTES / 8 || (!a->offsets && m % n))
+    fail("%s: id_count is %lld for %lld tokens; give a multiple of tokens, or with offsets 1 or more",
+         frame->name, (long long)m, (long long)n);
+  bool backward = a->dlog_probs;
+  if (!backward && (a->dlse || a->dx || a->dweight || a->dbias))
+    fail("%s: gradients need dlog_probs; give zeros where only dlse is there", frame->name);
+  Dtype dtype = backend->dtype;
+  IdLogProbs r = {.call = {.chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, n),
+                           .terms = {.softcap = a->softcap, .temperature = a->temperature},
+                           .scale = 1}};
+  const Argument tensors[] = {
+      {"x", a->x, n, h, dtype, false, &r.call.x},
+      {"weight", a->weight, v, h, dtype, false, &r.call.weight},
+      {"ids", a->ids, m, 0, a->ids_int64 ? DTYPE_I64 : DTYPE_I32, false, &r.ids},
+      {"log_probs", a->log_probs, m, 0, DTYPE_F32, !backward, &r.log_probs},
+      {"lse", a->lse, n, 0, DTYPE_F32, !backward, &r.lse},
+      {"bias", a->bias, v, 0, dtype, false, &r.call.bias},
+      {"offsets", a->offsets, n + 1, 0, DTYPE_I64, false, &r.offsets},
+      {"dlog_probs", a->dlog_probs, m, 0, DTYPE_F32, false, &r.dlog_probs},
+      {"dlse", a->dlse, n, 0, DTYPE_F32, false, &r.dlse},
+      {"dx", a->dx, n, h, dtype, true, &r.call.dx},
+      {"dweight", a->dweight, v, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &r.call.dweight},
+      {"dbias", a->dbias, v, 0, DTYPE_F32, true, &r.call.dbias}};
+  take_arguments(tensors, sizeof tensors / sizeof *tensors, 5, "x, weight, ids, log_probs and lse");
+  check_bytes("the logits", min_i64(r.call.chunk, n), v, DTYPE_F32, "a smaller chunk holds less");
+  return r;
+}
+
+static void check_offsets(Backend *backend, Tensor offsets, int64_t count) {
+  int64_t before = 0, last = offsets.shape[0] - 1;
+  for (int64_t n = 0; n <= last; n++) {
+    int64_t offset;
+    backend_to_host(backend, &offset, tensor_rows(offsets, n, 1));
+    if (offset < before || (n == 0 && offset) || (n == last && offset != count))
+      fail("%s: offsets[%lld] is %lld; they must rise from 0 to id_count, which is %lld", frame->name,
+           (long long)n, (long long)offset, (long long)count);
+    before = offset;
+  }
+}
+
+static void run_ids(Backend *backend, IdLogProbs r) {
+  Tensor ids = r.ids;
+  MemoryMark mark = memory_mark(&backend->memory);
+  r.ids = memory_push_1d(&backend->memory, "ids", MEMORY_HEAD, DTYPE_I32, ids.shape[0]);
+  ReadTargets read = {.targets = r.ids, .ids = ids, .vocab_size = r.call.weight.shape[0]};
+  read_targets(backend, read);
+  if (tensor_exists(r.dlog_probs)) {
+    id_log_prob_gradients(backend, r);
+  } else {
+    id_log_probs(backend, r);
+    read.targets = (Tensor){0}, read.loss = r.log_probs;
+    read_targets(backend, read);
+  }
+  memory_pop_to(&backend->memory, mark);
+}
+
+EXPORTED int lce_ids_log_probs(lce_context *context, const lce_ids_args *args) {
+  ENTER(context);
+  Backend *backend = context->backend, *plan = context->plan;
+  const IdLogProbs request = checked_ids(args, backend);
+  backend->batch_invariant = plan->batch_invariant = args->batch_invariant;
+  ledger_reset_peak(&plan->memory.ledger);
+  run_ids(plan, request);
+  size_t bytes = plan->memory.ledger.stack_peak;
+  start(context, args->stream);
+  make_room(backend, bytes);
+  if (args->check_ids > 0 || (args->check_ids == 0 && backend->device == ON_CPU)) {
+    check_ids(backend, "ids", request.ids, args->vocab_size);
+    if (args->offsets) check_offsets(backend, request.offsets, args->id_count);
+  }
+  run_ids(backend, request);
   end(context);
   context->held_bytes = bytes;
   return leave(0);

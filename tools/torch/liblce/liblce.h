@@ -153,6 +153,35 @@ int lce_join(lce_context *context, int rank, int ranks, lce_collective collectiv
 // Returns 0, or 1 with lce_last_error. args is read before the call returns, and not kept.
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 
+// Log-probabilities of ids that each token names, K or by offsets any number, and lse: with v and p as above
+//
+//   log_probs[m] = v[ids[m]] - lse (0 for -100)        lse[n] = logsumexp(v), also of a row without ids
+//
+// and, given these and dlog_probs, the gradients of sum_m dlog_probs[m] log_probs[m] + sum_n dlse[n] lse[n].
+// Memory is O(N + id_count) and a chunk. A token may have an id twice. The backward
+// pass compares all pairs of a token's ids, which takes time where they are thousands.
+typedef struct {
+  int64_t tokens, hidden_size, vocab_size, chunk;     // as in lce_args
+  int64_t id_count;                                   // N K, or with offsets the number of all ids, 1 or more
+  int32_t ids_int64, narrow_dweight, batch_invariant; // as in lce_args
+  int32_t check_ids;                                  // ids and offsets, as check_targets
+  float softcap, temperature;
+  const void *x, *weight, *bias; // as in lce_args; bias may be NULL
+  const void *ids;               // int32 or int64 [id_count], each in [0, V) or -100, which does not count
+  // [N + 1], rising from 0 to id_count: token n's ids are those from offsets[n] to offsets[n + 1] - 1. NULL:
+  // each has K. Wrong ones that are not checked make results wrong, but reach nothing outside of the tensors.
+  const int64_t *offsets;
+  float *log_probs, *lse;         // [id_count], [N]: written, or with dlog_probs read
+  const float *dlog_probs, *dlse; // [id_count], [N], or NULL: the forward pass alone; dlse NULL: 0
+  void *dx, *dweight;             // as in lce_args; written
+  float *dbias;                   // [V]; there when bias and dweight are
+  void *stream;                   // as in lce_args
+} lce_ids_args;
+
+// Returns 0, or 1 with lce_last_error. An id out of range, where it is not refused, counts as -100, but its
+// log_probs are NaN. The head is whole, also in a context that has joined others.
+int lce_ids_log_probs(lce_context *context, const lce_ids_args *args);
+
 // out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only
 // after the call. x, out: on the context's device, of dtype 0, fp32, or 1, bf16 (not on the CPU); out may be
 // x, and a factor of 1 then costs no time. count 0 does nothing. factor: fp32 [1], there too. stream: as in

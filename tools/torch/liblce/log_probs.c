@@ -15,8 +15,6 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/lce/call.h"
-#include "kernels/torch_operations.h"
 
 void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept) {
   lce_check(backend, &a);
@@ -36,7 +34,7 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
 }
 
 // The operations check what they get: whole tensors, or their parts in a block.
-static void check(const LinearCrossEntropy *a, const Exponentials *kept) {
+void check_gradients(const LinearCrossEntropy *a, const Exponentials *kept) {
   const char *op = "log_prob_gradients";
   if (a->chunk < 1) fail("%s: a chunk of %lld tokens; give 1 or more", op, (long long)a->chunk);
   if (tensor_exists(kept->exps) &&
@@ -65,6 +63,52 @@ static int64_t block_rows(const Backend *backend, const LinearCrossEntropy *a) {
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }
 
+void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, Tensor exps,
+                         const LceIdGradients *ids) {
+  const LinearCrossEntropy *a = c->a;
+  Backend *backend = c->backend;
+  int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
+  bool kept = tensor_exists(exps);
+  int64_t size = kept ? vocab_size : block_rows(backend, a);
+  int64_t stride = backend->scratch->logits_stride(size, a->x.dtype);
+  Tensor targets = push_vector(c, "targets in the block", DTYPE_I32, tokens);
+  Tensor buffer = kept ? exps : push_matrix(c, "gradient of logits", a->x.dtype, tokens, stride);
+  Tensor dx = a->dx;
+  if (tensor_exists(dx) && dx.dtype != DTYPE_F32 && size < vocab_size)
+    dx = push_matrix(c, "sum of dx", DTYPE_F32, tokens, a->x.shape[1]);
+  for (int64_t first = 0; first < vocab_size; first += size) {
+    int64_t count = min_i64(size, vocab_size - first);
+    Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
+    shard_indices(backend,
+                  (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
+    LceLogitsGradient gradient = {.dlogits = dlogits,
+                                  .factors = factors,
+                                  .targets = targets,
+                                  .softcap = a->terms.softcap,
+                                  .temperature = a->terms.temperature};
+    if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.anchor = anchor;
+    if (!kept) gradient.bias = first_rows(a->bias, first, count);
+    lce_logits_gradient(backend, gradient);
+    if (ids) {
+      LceIdGradients entries = *ids;
+      entries.dlogits = dlogits, entries.first = first;
+      lce_id_gradients(backend, entries);
+    }
+    if (tensor_exists(dx))
+      linear_backward_input(
+          backend,
+          (LinearBackwardInput){.dx = dx, .dout = dlogits, .weight = weight, .accumulate = first > 0});
+    if (tensor_exists(a->dweight))
+      linear_backward_weight(backend, (LinearBackwardWeight){.dweight = tensor_rows(a->dweight, first, count),
+                                                             .dbias = first_rows(a->dbias, first, count),
+                                                             .dout = dlogits,
+                                                             .x = a->x,
+                                                             .accumulate = a->accumulate});
+  }
+  if (tensor_exists(dx) && dx.data != a->dx.data)
+    scale_by(backend, (ScaleBy){.out = tensor_flat(a->dx), .x = tensor_flat(dx)});
+}
+
 static GradientFactors gradient_factors(const Call *c, const LogProbGradients *known, Tensor target_z) {
   static const char *const names[] = {"log of total", "factors of p", "factors of p times distance",
                                       "target entries"};
@@ -90,46 +134,12 @@ static GradientFactors gradient_factors(const Call *c, const LogProbGradients *k
 
 void log_prob_gradients(Backend *backend, LogProbGradients known) {
   const LinearCrossEntropy *a = &known.call;
-  check(a, &known.kept);
+  check_gradients(a, &known.kept);
   if (!tensor_exists(a->dx) && !tensor_exists(a->dweight)) return;
   Call c = lce_begin(backend, a);
-  int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
-  bool kept = tensor_exists(known.kept.exps);
-  int64_t size = kept ? vocab_size : block_rows(backend, a);
-  int64_t stride = backend->scratch->logits_stride(size, a->x.dtype);
-  Tensor target_z = push_vector(&c, "target logits", DTYPE_F32, tokens);
+  Tensor target_z = push_vector(&c, "target logits", DTYPE_F32, a->x.shape[0]);
   GradientFactors factors = gradient_factors(&c, &known, target_z);
-  Tensor targets = push_vector(&c, "targets in the block", DTYPE_I32, tokens);
-  Tensor buffer = kept ? known.kept.exps : push_matrix(&c, "gradient of logits", a->x.dtype, tokens, stride);
-  Tensor dx = a->dx;
-  if (tensor_exists(dx) && dx.dtype != DTYPE_F32 && size < vocab_size)
-    dx = push_matrix(&c, "sum of dx", DTYPE_F32, tokens, a->x.shape[1]);
-  for (int64_t first = 0; first < vocab_size; first += size) {
-    int64_t count = min_i64(size, vocab_size - first);
-    Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
-    shard_indices(backend,
-                  (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
-    LceLogitsGradient gradient = {.dlogits = dlogits,
-                                  .factors = factors,
-                                  .targets = targets,
-                                  .softcap = a->terms.softcap,
-                                  .temperature = a->terms.temperature};
-    if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.anchor = target_z;
-    if (!kept) gradient.bias = first_rows(a->bias, first, count);
-    lce_logits_gradient(backend, gradient);
-    if (tensor_exists(dx))
-      linear_backward_input(
-          backend,
-          (LinearBackwardInput){.dx = dx, .dout = dlogits, .weight = weight, .accumulate = first > 0});
-    if (tensor_exists(a->dweight))
-      linear_backward_weight(backend, (LinearBackwardWeight){.dweight = tensor_rows(a->dweight, first, count),
-                                                             .dbias = first_rows(a->dbias, first, count),
-                                                             .dout = dlogits,
-                                                             .x = a->x,
-                                                             .accumulate = a->accumulate});
-  }
-  if (tensor_exists(dx) && dx.data != a->dx.data)
-    scale_by(backend, (ScaleBy){.out = tensor_flat(a->dx), .x = tensor_flat(dx)});
+  gradients_by_blocks(&c, factors, target_z, known.kept.exps, NULL);
   lce_end(&c);
 }
 

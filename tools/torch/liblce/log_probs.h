@@ -5,7 +5,8 @@
 // before it returns. Wrong shapes fail with one sentence.
 #pragma once
 
-#include "kernels/lce/linear_cross_entropy.h"
+#include "kernels/lce/call.h"
+#include "kernels/torch_operations.h"
 
 // E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E.
 typedef struct {
@@ -37,6 +38,14 @@ typedef struct {
 } LogProbGradients;
 
 void log_prob_gradients(Backend *backend, LogProbGradients a);
+
+// Fails where the call's tensors do not fit a pass over blocks of W's rows.
+void check_gradients(const LinearCrossEntropy *call, const Exponentials *kept);
+
+// That pass, for the call of `c` and its targets: dx, dweight and dbias of the gradient that
+// LceLogitsGradient makes of factors and anchor, with the entries of given ids unless `ids` is NULL.
+void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, Tensor exps,
+                         const LceIdGradients *ids);
 
 // linear_cross_entropy in the materialized mode, whose objective has entropies added: each token's by its
 // entry of entropy_weights, fp32 [N], times scale and the mean's factor.

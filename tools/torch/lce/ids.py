@@ -1,0 +1,127 @@
+"""Log-probabilities of the ids that each token names, beside its lse, and what is made of them: KL to a top-k
+teacher, log-probabilities over a kept set, several targets a token."""
+import zlib
+
+import torch
+
+from .functional import IGNORED, context, gradients_wanted, once, prepared, returned
+from .library import IdsArgs
+
+
+def call(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, dtype, softcap, temperature, chunk, invariant,
+         dweight_dtype, wanted):
+    """The tensors of `empty`, filled by lce_ids_log_probs in `dtype`; with log_probs to dlse gradients alone."""
+    results = empty(x, weight, ids, dtype, dweight_dtype, wanted)
+    if not len(x):
+        return tuple(t.zero_() for t in results)
+    operands = dict(x=x, weight=weight, bias=bias)
+    others = dict(ids=ids, offsets=offsets, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
+    fields = {name: t.detach().to(dtype).contiguous() for name, t in operands.items() if t is not None}
+    fields.update((name, t.contiguous()) for name, t in others.items() if t is not None)
+    fields.update((name, t) for name, t in zip(RESULTS, results) if t.numel())
+    args = IdsArgs(tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk, id_count=ids.numel(),
+                   ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype, batch_invariant=invariant,
+                   softcap=softcap, temperature=temperature, **{name: t.data_ptr() for name, t in fields.items()})
+    lce = context(x.device, dtype, "")
+    with lce.lock, torch.cuda.device(x.device.index if x.is_cuda else -1):
+        args.stream = lce.stream()
+        lce.require(lce.library.lce_ids_log_probs(lce.handle, args) == 0)
+    return results
+
+
+def empty(x, weight, ids, dtype, dweight_dtype, wanted):
+    shapes = ids.shape, x.shape[:1], x.shape, weight.shape, weight.shape[:1]
+    dtypes = torch.float32, torch.float32, dtype, dweight_dtype, torch.float32
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for shape, d, w in zip(shapes, dtypes, wanted))
+
+
+RESULTS = "log_probs", "lse", "dx", "dweight", "dbias"
+SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, Tensor? log_probs, Tensor? lse, "
+          "Tensor? dlog_probs, Tensor? dlse, ScalarType dtype, float softcap, float temperature, SymInt chunk, bool invariant, "
+          "ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+operator = torch.library.custom_op(
+    f"lce::ids_log_probs_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=(), schema=SCHEMA)
+operator.register_fake(lambda x, weight, bias, ids, *more: empty(x, weight, ids, more[5], *more[-2:]))
+
+
+class IdsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, ids, offsets, *options):
+        outputs = [True] * 2 + [False] * 3
+        log_probs, lse, *_ = operator(x, weight, bias, ids, offsets, *[None] * 4, *options, torch.float32, outputs)
+        ctx.save_for_backward(x, weight, bias, ids, offsets, log_probs.clone(), lse.clone())
+        ctx.options = options
+        return log_probs, lse
+
+    @staticmethod
+    @once
+    def backward(ctx, *upstream):
+        _, weight, bias, *_ = ctx.saved_tensors
+        narrow = weight.dtype == ctx.options[0] and not hasattr(weight, "main_grad")
+        return returned(ctx, operator(*ctx.saved_tensors, *upstream, *ctx.options, weight.dtype if narrow else torch.float32,
+                                      [False] * 2 + gradients_wanted(ctx.needs_input_grad, bias, 0))[2:])
+
+
+def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=IGNORED, chunk=0,
+                         offsets=None, batch_invariant=False):
+    """log p[ids] and lse = logsumexp(v) per token, in fp32, both differentiable in x, weight and bias.
+
+    p = softmax(v), v = logits / temperature, under a soft-cap as in linear_cross_entropy, which says more of the
+    arguments. ids: int32 or int64 [..., K], with x's leading shape; or [M] with offsets [N + 1], int64 and
+    rising from 0 to M, where token n's ids are ids[offsets[n]:offsets[n + 1]]. log p has ids' shape, and is 0 for
+    ids that are ignore_index or -100; a token needs none. Ids may repeat. The logits themselves: log p + lse.
+    batch_invariant: a token's results and dx do not depend, to the bit, on the other tokens (on the CPU, and in
+    bf16 on Hopper GPUs). Memory is O(N K) and a chunk; the backward pass compares all pairs of a token's ids.
+    """
+    tokens = x.shape[:-1]
+    stand_in = torch.zeros((), dtype=torch.int64, device=x.device).expand(tokens)
+    (x, weight, bias, *_), (dtype, *_), _ = prepared(x, weight, bias, stand_in, None, None, None, ())
+    for name, t, kinds in ("ids", ids, (torch.int32, torch.int64)), ("offsets", offsets, (torch.int64,)):
+        if (name == "ids" or t is not None) and (getattr(t, "dtype", 0) not in kinds or t.device != x.device):
+            raise TypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; a tensor of {' or '.join(map(str, kinds))} on "
+                            f"{x.device} is needed")
+    fits = ids.shape[:-1] == tokens if offsets is None else ids.dim() == 1 and offsets.shape == (len(x) + 1,)
+    if not fits or ids.dim() < 1:
+        raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, "
+                         f"or [M] with offsets of the shape {[len(x) + 1]}")
+    if 0 <= temperature < 1e-6:
+        raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")
+    if ignore_index != IGNORED:
+        ids = torch.where(ids == ignore_index, IGNORED, ids)
+    given, shape = ids.reshape(-1), ids.shape
+    if not ids.numel():  # one that does not count
+        given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
+    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap or 0.0, temperature, chunk,
+                                       batch_invariant)
+    return log_probs[:ids.numel()].view(shape), lse.view(tokens)
+
+
+def log_mass(log_probs, ids, offsets=None):
+    """The log of what the probabilities of a token's ids add up to; minus infinity without ids. Ids differ."""
+    kept = torch.where(ids == IGNORED, -torch.inf, log_probs)
+    if offsets is None:
+        return torch.logsumexp(kept, -1)
+    rows = torch.repeat_interleave(offsets.diff())
+    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax")
+    most = most.nan_to_num(neginf=0.0)
+    return torch.zeros_like(most).index_add(0, rows, (kept - most[rows]).exp()).log() + most
+
+
+def renormalized(log_probs, ids, offsets=None):
+    """Log-probabilities among a token's ids alone, as top-k or top-p sampling draws from them; 0 for -100."""
+    mass = log_mass(log_probs, ids, offsets)
+    mass = mass[..., None] if offsets is None else mass[torch.repeat_interleave(offsets.diff())]
+    return torch.where(ids == IGNORED, 0.0, log_probs - mass)
+
+
+def topk_kl(log_probs, teacher, ids, *, reverse=False, rest=True):
+    """Per token KL(teacher || student), or reversed, from both's log-probabilities of the same ids [..., K].
+
+    rest: what mass is left to other ids is one more class, of at least 1e-6; else the ids' terms alone, which
+    are a KL if both are renormalized.
+    """
+    terms = [[torch.where(ids == IGNORED, 0.0, t)] for t in (teacher, log_probs)]
+    for term, t in zip(terms, (teacher, log_probs)) if rest else ():
+        term.append(torch.log(-torch.expm1(log_mass(t, ids).clamp(max=-1e-6)))[..., None])
+    p, q = (torch.cat(term, -1) for term in (reversed(terms) if reverse else terms))
+    return (p.exp() * (p - q)).sum(-1)
