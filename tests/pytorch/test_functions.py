@@ -281,7 +281,7 @@ def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
     for b, wanted in ((None, [False] * 4), (bias, [True] * 4 + [False] + [True] * 4), (None, [False, False, True, False])):
-        options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, torch.float32, wanted
+        options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, False, 0, 0.0, True, torch.float32, wanted
         torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), *[None] * 6, *options))
 
 
