@@ -111,7 +111,7 @@ def all_models():
         if kind == "cohere":  # also where there are no values to compare
             with torch.device("meta"):
                 meta = lce.patch_transformers(transformers.AutoModelForCausalLM.from_config(model.config))
-            assert meta.lm_head.options["temperature"] == 4
+            assert meta.lce_patch.options["temperature"] == 4
 
 
 def evaluation():
@@ -167,10 +167,10 @@ def models_that_are_refused():
     for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
                          ("it does more to its logits than", lambda z: -z),
                          ("does not give the head's logits", lambda z: z[..., :100]),
-                         (r"of two tokens its loss is \d.* and the patched one \d", lambda z: z)):
+                         (r"its loss_function makes \d.* of known logits, not \d", lambda z: z)):
         odd = Odd(llama.config).to(DEVICE)
         odd.change = change
-        if told.startswith("of two"):
+        if told.startswith("its loss"):
             odd.loss_function = unshifted
         try:
             lce.patch_transformers(odd)
@@ -188,8 +188,6 @@ def models_that_are_refused():
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(llama))
     del llama.forward
     lce.patch_transformers(llama).resize_token_embeddings(220)
-    raises(TypeError, "after resize_token_embeddings call patch_transformers again", lambda: llama(**batch))
-    assert math.isfinite(lce.patch_transformers(llama)(**batch).loss.item())
 
 
 def peft_models():
@@ -214,7 +212,7 @@ def peft_models():
     with torch.no_grad():
         close("evaluation of an adapted head", model(**batch).loss, whole(**batch).loss, 1e-6)
     for call in (lambda: model.train()(**batch), lambda: lce.patch_transformers(whole)):
-        raises(TypeError, "its head is a peft.tuners.lora.layer.Linear, and must be an nn.Linear; let no adapter", call)
+        raises(TypeError, "its head is a peft.tuners.lora.layer.Linear, and must be an nn.Linear that no adapter targets", call)
 
 
 def trainers():
