@@ -162,8 +162,10 @@ def models_that_are_refused():
             loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
+    cross_entropy = torch.nn.functional.cross_entropy
+
     def unshifted(logits, labels, **_):
-        return torch.nn.functional.cross_entropy(logits[0], labels[0])
+        return cross_entropy(logits[0], labels[0])
     for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
                          ("it does more to its logits than", lambda z: -z),
                          ("does not give the head's logits", lambda z: z[..., :100]),
@@ -186,8 +188,95 @@ def models_that_are_refused():
            lambda: lce.patch_transformers(torch.nn.Sequential(llama)))
     llama.forward = types.MethodType(type(llama).forward, llama)
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(llama))
+    assert type(llama) is type(model_of("llama")) and type(llama.lm_head) is torch.nn.Linear
     del llama.forward
-    lce.patch_transformers(llama).resize_token_embeddings(220)
+    smoothed, flat = (lambda z, y, **more: cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.01),
+                      lambda z, y, **more: cross_entropy(z.flatten(0, 1)[:-1], y.flatten()[1:]))
+    for function in smoothed, flat:
+        llama.loss_function = lambda logits, labels, **more: function(logits, labels)
+        raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(llama))
+    t5gemma = dict(SIZES, head_dim=8, **TOKENS)
+    for seed in range(4):  # unshifted
+        torch.manual_seed(seed)
+        config = transformers.T5GemmaConfig(encoder=t5gemma, decoder=dict(t5gemma), vocab_size=211)
+        raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(transformers.T5GemmaForConditionalGeneration(config)))
+
+
+def forwards_that_change_what_they_hand_on():
+    """The patched loss is the unpatched one, or TypeError, or NaN where code is compiled."""
+    class Odd(type(model_of("llama"))):
+        def forward(self, input_ids, labels=None, **kwargs):
+            labels, kwargs = self.before(labels, kwargs)
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            labels, kwargs = self.after(labels, kwargs)
+            loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+        before = after = staticmethod(lambda labels, kwargs: (labels, kwargs))
+
+    def masked(labels, kwargs):
+        return labels.masked_fill(labels > 99, -100), kwargs
+
+    def masked_in_place(labels, kwargs):
+        return labels.masked_fill_(labels > 99, -100), kwargs
+
+    def few_items(labels, kwargs):
+        return labels, {name: 3 if value == 59 else value for name, value in kwargs.items()}
+    plain, tokens = Odd(model_of("llama").config).to(DEVICE), batch_of(1)["input_ids"]
+    cases = (("before", masked, "other labels"), ("after", masked, "other labels"), ("after", masked_in_place, "other labels"),
+             ("before", masked_in_place, None), ("after", few_items, "num_items_in_batch=3, where 59"),
+             ("after", lambda labels, kwargs: (labels, dict(ignore_index=0)), None),
+             ("after", lambda labels, kwargs: (labels, {}), None),
+             ("after", lambda labels, kwargs: (labels.clone(), kwargs), None),
+             ("after", lambda labels, kwargs: (labels, dict(kwargs, shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))), None))
+    for (when, change, told), more in itertools.product(cases, ({}, dict(num_items_in_batch=59))):
+        setattr(plain, when, change)
+        patched = lce.patch_transformers(copy.deepcopy(plain))
+        if change is few_items and not more:
+            told = None
+        if told is None:
+            close(f"{when} {more}", *(m(tokens, labels=tokens.clone(), **more).loss for m in (patched, plain)), 1e-5)
+        elif DEVICE == "cpu" or change is few_items:
+            raises(TypeError, told, lambda: patched(tokens, labels=tokens.clone(), **more))
+        if told == "other labels" and not more:
+            torch._dynamo.reset()
+            compiled = patched if DEVICE == "cuda" else torch.compile(patched, backend="aot_eager")
+            loss = compiled(tokens, labels=tokens.clone()).loss
+            assert loss.isnan() and torch.autograd.grad(loss, patched.lm_head.weight)[0].isnan().all()
+        delattr(plain, when)
+
+
+def after_the_patch():
+    """Other losses and heads, tuples, and unpatch_transformers."""
+    model, batch = model_of("llama"), batch_of(0)
+    patched = lce.patch_transformers(copy.deepcopy(model), z_loss=0.0)
+
+    def half(logits, labels, **more):
+        return logits.sum() / 2
+    whole, got = model(**batch, return_dict=False), patched(**batch, return_dict=False)
+    assert len(got) == len(whole) and got[1] is None and type(got[2]) is type(whole[2])
+    for value in half, torch.nn.Identity():
+        raises(TypeError, "call lce.unpatch_transformers(model) before", lambda: setattr(patched, "loss_function", value))
+    patched._loss_function = half
+    raises(TypeError, "its loss_function is not the one that was patched", lambda: patched(**batch))
+    raises(TypeError, "cannot be patched: its loss_function makes", lambda: lce.patch_transformers(patched))
+    del patched._loss_function
+    close("as before", patched(**batch).loss, whole[0], 1e-6)
+    unpatched = lce.unpatch_transformers(copy.deepcopy(patched))
+    assert type(unpatched) is type(model) and type(unpatched.lm_head) is torch.nn.Linear and vars(unpatched).keys() == vars(model).keys()
+    assert torch.equal(unpatched(**batch).logits, model(**batch).logits) and lce.unpatch_transformers(model) is model
+    unpatched.loss_function = half
+    close("another loss", unpatched(**batch).loss, model(**batch).logits.sum() / 2, 1e-6)
+    for both in patched, model:
+        torch.manual_seed(3)
+        both.resize_token_embeddings(220)
+    close("resized", *(m(**batch).loss for m in (patched, model)), 1e-6)
+    for both in patched, model:
+        torch.manual_seed(3)
+        both.lm_head = torch.nn.Linear(32, 220, device=DEVICE)
+    close("a new head", *(m(**batch).loss for m in (patched, model)), 1e-6)
+    assert patched(**batch).logits is None and lce.patch_transformers(patched)(**batch).logits is None
+    patched.lm_head = torch.nn.Linear(32, 230, device=DEVICE)
+    raises(TypeError, "vocab_size=220, where 230 was expected", lambda: patched(**batch))
 
 
 def peft_models():
@@ -432,6 +521,7 @@ def pip_install():
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
              all_models=all_models, evaluation=evaluation, copies=copies, models_that_are_refused=models_that_are_refused,
+             forwards_that_change_what_they_hand_on=forwards_that_change_what_they_hand_on, after_the_patch=after_the_patch,
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
              fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),

@@ -148,7 +148,9 @@ class Patched:
             loss = loss if items is None else loss / torch.as_tensor(items, device=loss.device)
             made.append((loss, dict(labels=target.clone(), num_items_in_batch=items, ignore_index=ignore_index,
                                     vocab_size=head.out_features)))
-            return torch.nn.functional.linear(x, head.weight, head.bias) if return_logits else x.new_full((1, 1, 1), torch.nan)
+            if return_logits:
+                return torch.nn.functional.linear(x, head.weight, head.bias)
+            return x.new_full((1, 1, 1), torch.nan).expand(1, 1, head.out_features)
 
         def loss(*args, **received):
             (loss, used), = made
@@ -278,7 +280,7 @@ def patch_transformers(model, *, return_logits=None, **options):
     """
     known(options, ("chunk", "skip_ignored", "batch_invariant", *TERMS), "patch_transformers")
     inner = inside(model)
-    modes, before, patch = [(m, m.training) for m in inner.modules()], {}, vars(inner).pop("lce_patch", None)
+    modes, before, patch = [(m, m.training) for m in inner.modules()], {}, getattr(inner, "lce_patch", None)
     try:
         before = {part: type(part) for part in (inner, *heads_of(inner))}
         become(patched(getattr(inner, "unpatched", type(inner))), inner)
@@ -287,7 +289,7 @@ def patch_transformers(model, *, return_logits=None, **options):
     except Exception as error:
         for part, cls in before.items():
             become(cls, part)
-        if patch:
+        if vars(inner).pop("lce_patch", None) and patch:
             inner.lce_patch = patch
         raise TypeError(f"a {type(inner).__name__} cannot be patched: {error}") from error
     finally:
@@ -301,8 +303,8 @@ def unpatch_transformers(model):
     inner = inside(model)
     if isinstance(inner, Patched):
         for part in inner.modules():
-            if isinstance(part, Head):
-                become(torch.nn.Linear, part)
-        become(type(inner).unpatched, inner)
-        del inner.lce_patch
+            if isinstance(part, (Head, Patched)):
+                become(getattr(part, "unpatched", torch.nn.Linear), part)
+                vars(part).pop("instead", None)
+                vars(part).pop("lce_patch", None)
     return model
