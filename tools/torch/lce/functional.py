@@ -320,7 +320,7 @@ class PerToken(torch.autograd.Function):
 
 def check_options(weights, numbers, integers):
     """Raises where one of these options is of a wrong type, or wants a gradient."""
-    for name, value in {**weights, **numbers, **integers}.items():
+    for name, value in itertools.chain(weights.items(), numbers.items()):
         if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, but is a constant here; give {name}.detach()")
     for given, what, kinds in (numbers, "a number", (Real, torch.SymInt, torch.SymFloat)), (integers, "an integer", (Integral, torch.SymInt)):
