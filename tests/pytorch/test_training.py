@@ -163,17 +163,17 @@ def models_that_are_refused():
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     cross_entropy = torch.nn.functional.cross_entropy
-
-    def unshifted(logits, labels, **_):
-        return cross_entropy(logits[0], labels[0])
+    losses = (lambda z, y, **_: cross_entropy(z.flatten(0, 1), y.flatten()),
+              lambda z, y, **_: cross_entropy(z.flatten(0, 1)[:-1], y.flatten()[1:]),
+              lambda z, y, **_: cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.01))
     for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
                          ("it does more to its logits than", lambda z: -z),
                          ("does not give the head's logits", lambda z: z[..., :100]),
-                         (r"its loss_function makes \d.* of known logits, not \d", lambda z: z)):
+                         *((r"its loss_function makes \d.* of known logits, not \d", loss) for loss in losses)):
         odd = Odd(llama.config).to(DEVICE)
         odd.change = change
-        if told.startswith("its loss"):
-            odd.loss_function = unshifted
+        if change in losses:
+            odd.change, odd.loss_function = torch.nn.Identity(), change
         try:
             lce.patch_transformers(odd)
             raise AssertionError(f"patched, where {told!r} is expected")
@@ -190,16 +190,10 @@ def models_that_are_refused():
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(llama))
     assert type(llama) is type(model_of("llama")) and type(llama.lm_head) is torch.nn.Linear
     del llama.forward
-    smoothed, flat = (lambda z, y, **more: cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.01),
-                      lambda z, y, **more: cross_entropy(z.flatten(0, 1)[:-1], y.flatten()[1:]))
-    for function in smoothed, flat:
-        llama.loss_function = lambda logits, labels, **more: function(logits, labels)
-        raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(llama))
     t5gemma = dict(SIZES, head_dim=8, **TOKENS)
-    for seed in range(4):  # unshifted
-        torch.manual_seed(seed)
-        config = transformers.T5GemmaConfig(encoder=t5gemma, decoder=dict(t5gemma), vocab_size=211)
-        raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(transformers.T5GemmaForConditionalGeneration(config)))
+    config = transformers.T5GemmaConfig(encoder=t5gemma, decoder=dict(t5gemma), vocab_size=211)
+    unshifted = transformers.T5GemmaForConditionalGeneration(config)
+    raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(unshifted))
 
 
 def forwards_that_change_what_they_hand_on():
@@ -211,7 +205,6 @@ def forwards_that_change_what_they_hand_on():
             labels, kwargs = self.after(labels, kwargs)
             loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-        before = after = staticmethod(lambda labels, kwargs: (labels, kwargs))
 
     def masked(labels, kwargs):
         return labels.masked_fill(labels > 99, -100), kwargs
@@ -221,28 +214,28 @@ def forwards_that_change_what_they_hand_on():
 
     def few_items(labels, kwargs):
         return labels, {name: 3 if value == 59 else value for name, value in kwargs.items()}
-    plain, tokens = Odd(model_of("llama").config).to(DEVICE), batch_of(1)["input_ids"]
-    cases = (("before", masked, "other labels"), ("after", masked, "other labels"), ("after", masked_in_place, "other labels"),
-             ("before", masked_in_place, None), ("after", few_items, "num_items_in_batch=3, where 59"),
-             ("after", lambda labels, kwargs: (labels, dict(ignore_index=0)), None),
-             ("after", lambda labels, kwargs: (labels, {}), None),
-             ("after", lambda labels, kwargs: (labels.clone(), kwargs), None),
-             ("after", lambda labels, kwargs: (labels, dict(kwargs, shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))), None))
-    for (when, change, told), more in itertools.product(cases, ({}, dict(num_items_in_batch=59))):
+
+    def shifted(labels, kwargs):
+        return labels, dict(kwargs, shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
+    def both(when, change):
+        plain = Odd(model_of("llama").config).to(DEVICE)
+        plain.before = plain.after = lambda labels, kwargs: (labels, kwargs)
         setattr(plain, when, change)
-        patched = lce.patch_transformers(copy.deepcopy(plain))
-        if change is few_items and not more:
-            told = None
-        if told is None:
-            close(f"{when} {more}", *(m(tokens, labels=tokens.clone(), **more).loss for m in (patched, plain)), 1e-5)
-        elif DEVICE == "cpu" or change is few_items:
-            raises(TypeError, told, lambda: patched(tokens, labels=tokens.clone(), **more))
-        if told == "other labels" and not more:
-            torch._dynamo.reset()
-            compiled = patched if DEVICE == "cuda" else torch.compile(patched, backend="aot_eager")
-            loss = compiled(tokens, labels=tokens.clone()).loss
-            assert loss.isnan() and torch.autograd.grad(loss, patched.lm_head.weight)[0].isnan().all()
-        delattr(plain, when)
+        return lce.patch_transformers(copy.deepcopy(plain)), plain
+    tokens, items = batch_of(1)["input_ids"], dict(num_items_in_batch=59)
+    for case in (("before", masked_in_place), ("after", shifted), ("after", lambda labels, kwargs: (labels, {})),
+                 ("after", lambda labels, kwargs: (labels.clone(), dict(ignore_index=0)))):
+        for models, more in itertools.product([both(*case)], ({}, items)):
+            close(f"{case} {more}", *(m(tokens, labels=tokens.clone(), **more).loss for m in models), 1e-5)
+    patched, _ = both("after", few_items)
+    raises(TypeError, "other num_items_in_batch than", lambda: patched(tokens, labels=tokens, **items))
+    for case in ("before", masked), ("after", masked), ("after", masked_in_place):
+        patched, _ = both(*case)
+        if DEVICE == "cpu":
+            raises(TypeError, "other labels than", lambda: patched(tokens, labels=tokens.clone(), **items))
+        torch._dynamo.reset()
+        loss = torch.compile(patched, backend="aot_eager")(tokens, labels=tokens.clone()).loss
+        assert loss.isnan() and torch.autograd.grad(loss, patched.lm_head.weight)[0].isnan().all()
 
 
 def after_the_patch():
@@ -254,29 +247,25 @@ def after_the_patch():
         return logits.sum() / 2
     whole, got = model(**batch, return_dict=False), patched(**batch, return_dict=False)
     assert len(got) == len(whole) and got[1] is None and type(got[2]) is type(whole[2])
-    for value in half, torch.nn.Identity():
-        raises(TypeError, "call lce.unpatch_transformers(model) before", lambda: setattr(patched, "loss_function", value))
+    raises(TypeError, "call lce.unpatch_transformers(model) before", lambda: setattr(patched, "loss_function", half))
     patched._loss_function = half
     raises(TypeError, "its loss_function is not the one that was patched", lambda: patched(**batch))
     raises(TypeError, "cannot be patched: its loss_function makes", lambda: lce.patch_transformers(patched))
     del patched._loss_function
     close("as before", patched(**batch).loss, whole[0], 1e-6)
     unpatched = lce.unpatch_transformers(copy.deepcopy(patched))
-    assert type(unpatched) is type(model) and type(unpatched.lm_head) is torch.nn.Linear and vars(unpatched).keys() == vars(model).keys()
-    assert torch.equal(unpatched(**batch).logits, model(**batch).logits) and lce.unpatch_transformers(model) is model
+    assert [type(m) for m in unpatched.modules()] == [type(m) for m in model.modules()]
+    assert vars(unpatched).keys() == vars(model).keys() and torch.equal(unpatched(**batch).logits, model(**batch).logits)
     unpatched.loss_function = half
     close("another loss", unpatched(**batch).loss, model(**batch).logits.sum() / 2, 1e-6)
-    for both in patched, model:
-        torch.manual_seed(3)
-        both.resize_token_embeddings(220)
-    close("resized", *(m(**batch).loss for m in (patched, model)), 1e-6)
-    for both in patched, model:
-        torch.manual_seed(3)
-        both.lm_head = torch.nn.Linear(32, 220, device=DEVICE)
-    close("a new head", *(m(**batch).loss for m in (patched, model)), 1e-6)
+    for change in lambda m: m.resize_token_embeddings(220), lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 220, device=DEVICE)):
+        for both in patched, model:
+            torch.manual_seed(3)
+            change(both)
+        close("another head", *(m(**batch).loss for m in (patched, model)), 1e-6)
     assert patched(**batch).logits is None and lce.patch_transformers(patched)(**batch).logits is None
     patched.lm_head = torch.nn.Linear(32, 230, device=DEVICE)
-    raises(TypeError, "vocab_size=220, where 230 was expected", lambda: patched(**batch))
+    raises(TypeError, "other vocab_size than the patch", lambda: patched(**batch))
 
 
 def peft_models():

@@ -128,7 +128,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
-        sample_seed=seed, batch_invariant=invariant, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64,
+        sample_seed=seed, batch_invariant=invariant, narrow_dweight=dweight_dtype != torch.float32,
+        targets_int64=target.dtype == torch.int64,
         x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(),
         class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
         known_log_prob=dense(log_prob), known_entropy=dense(entropy), exps=kept if exps is None else exps,
@@ -160,8 +161,8 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
 # version by its schema.
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
-          "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, bool invariant, SymInt chunk, "
-          "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
+          "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, bool invariant, "
+          "SymInt chunk, float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
 operator = torch.library.custom_op(
     f"lce::linear_cross_entropy_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=("exps",), schema=SCHEMA,
     tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)])
@@ -319,14 +320,16 @@ class PerToken(torch.autograd.Function):
 # --- functions ----------------------------------------------------------------------------------------------
 
 def check_options(weights, numbers, integers):
-    """Raises where one of these options is of a wrong type, or wants a gradient."""
+    """Raises where one of these options is of a wrong type or wants a gradient."""
     for name, value in itertools.chain(weights.items(), numbers.items()):
         if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, but is a constant here; give {name}.detach()")
-    for given, what, kinds in (numbers, "a number", (Real, torch.SymInt, torch.SymFloat)), (integers, "an integer", (Integral, torch.SymInt)):
-        for name, value in given.items():
-            if not isinstance(value, kinds) and not (given is numbers and isinstance(value, torch.Tensor) and value.dim() == 0):
-                raise TypeError(f"{name} is {value!r}, where {what} is needed")
+    for name, value in numbers.items():
+        if not isinstance(value, (Real, torch.SymFloat, torch.SymInt, torch.Tensor)) or getattr(value, "shape", ()):
+            raise TypeError(f"{name} is {value!r}, where a number is needed")
+    for name, value in integers.items():
+        if not isinstance(value, (Integral, torch.SymInt)) and (value is not None or name == "chunk"):
+            raise TypeError(f"{name} is {value!r}, where an integer is needed")
 
 
 def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, temperature, softcap, chunk, invariant,
@@ -340,16 +343,15 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
         raise TypeError(f"group is {group!r}, where a ProcessGroup of torch.distributed is needed")
     if invariant and (group is not None or sampling):
         raise ValueError("batch_invariant goes with neither sampling nor group")
-    per_token = temperature if isinstance(temperature, torch.Tensor) and temperature.dim() else None
-    softcap, temperature = 0.0 if softcap is None else softcap, temperature if per_token is None else 1.0
-    check_options(dict(token_weights=token_weights, class_weights=class_weights, temperature=per_token),
-                  dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sampling=sampling),
-                  dict(chunk=chunk, ignore_index=IGNORED if ignore_index is None else ignore_index,
-                       vocab_size=0 if vocab_size is None else vocab_size))
-    if per_token is not None and (bias is not None or softcap):
-        raise ValueError("a temperature per token goes with neither bias nor softcap")
-    given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights,
-                 temperature=per_token)
+    softcap, per_token = 0.0 if softcap is None else softcap, None
+    if isinstance(temperature, torch.Tensor) and temperature.dim():
+        temperature, per_token = 1.0, temperature
+        if bias is not None or softcap:
+            raise ValueError("a temperature per token goes with neither bias nor softcap")
+    weights = dict(token_weights=token_weights, class_weights=class_weights, temperature=per_token)
+    check_options(weights, dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
+                                sampling=sampling), dict(chunk=chunk, ignore_index=ignore_index, vocab_size=vocab_size))
+    given = dict(x=x, weight=weight, target=target, bias=bias, **weights)
     for name, t in given.items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):
             raise TypeError(f"{name} is of type {type(t).__name__}, where a torch.Tensor is needed")
@@ -393,8 +395,9 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
         x = (x / per_token.unsqueeze(-1)).to(x.dtype)
     flat = None if token_weights is None else token_weights.reshape(-1)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights)
-    return (tensors, (dtype, group.group_name if group is not None else "", vocab[0], label_smoothing, z_loss, softcap, temperature,
-                      bool(invariant), chunk, sampling), [name in outputs for name in OUTPUTS if outputs])
+    options = (dtype, group.group_name if group is not None else "", vocab[0], label_smoothing, z_loss, softcap, temperature,
+               bool(invariant), chunk, sampling)
+    return tensors, options, [name in outputs for name in OUTPUTS if outputs]
 
 
 def counted_alone(tensors, skip_ignored, group, shape):

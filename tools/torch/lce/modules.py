@@ -19,13 +19,11 @@ def known(options, names=OPTIONS, of="linear_cross_entropy"):
 
 
 def tried(options, vocab_size, bias):
-    """Raises where options have a wrong value: a loss of one token on the CPU, whose head is [V, 1]."""
-    def on_cpu(value):
-        return torch.ones_like(value, device="cpu", requires_grad=value.requires_grad) if isinstance(value, torch.Tensor) else value
-    x, weight, bias = (torch.zeros(shape, device="cpu", requires_grad=True) for shape in ((1, 1), (vocab_size, 1), vocab_size * bias))
-    with torch.random.fork_rng(devices=()):  # sampling draws
-        linear_cross_entropy(x, weight, torch.zeros(1, dtype=torch.int64, device="cpu"), bias if len(bias) else None,
-                             **{name: on_cpu(value) for name, value in options.items()})
+    """Raises where options have a wrong value: a loss of one token on the CPU, with a head [V, 1]."""
+    x, weight = torch.zeros(1, 1, device="cpu"), torch.zeros(vocab_size, 1, device="cpu", requires_grad=True)
+    options = {name: torch.ones_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    with torch.enable_grad(), torch.random.fork_rng(devices=()):  # sampling draws
+        linear_cross_entropy(x, weight, x[0].long(), weight[:, 0] if bias else None, **options)
 
 
 class LinearCrossEntropy(torch.nn.Linear):
@@ -45,14 +43,15 @@ class LinearCrossEntropy(torch.nn.Linear):
         options = {**self.options, **known(options)}
         if target is not None:
             return linear_cross_entropy(x, self.weight, target, self.bias, **options)
-        z, softcap, temperature = super().forward(x), options.get("softcap"), options.get("temperature", 1.0)
+        z, softcap, temperature = super().forward(x), options.get("softcap"), options.get("temperature")
         z = softcap * torch.tanh(z / softcap) if softcap else z
-        per_token = isinstance(temperature, torch.Tensor) and temperature.dim()
-        return z if not per_token and temperature == 1 else z / (temperature.unsqueeze(-1) if per_token else temperature)
+        if temperature is None:
+            return z
+        return z / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
 
     def extra_repr(self):
-        shown = {name: f"[{len(v)}]" if isinstance(v, torch.Tensor) else repr(v) for name, v in self.options.items()}
-        return ", ".join([super().extra_repr(), *(f"{name}={value}" for name, value in shown.items())])
+        shown = [f", {name}={list(v.shape) if isinstance(v, torch.Tensor) else repr(v)}" for name, v in self.options.items()]
+        return super().extra_repr() + "".join(shown)
 
 
 class Head(torch.nn.Linear):
@@ -102,21 +101,19 @@ def arguments(logits, labels=None, vocab_size=None, num_items_in_batch=None, ign
 
 
 def verified(loss, used, received):
-    """The loss, if its function receives what it was made of. Else TypeError, or, where the host would have
-    to wait to learn it, NaN: on a GPU and in compiled code."""
+    """The loss, if loss_function receives what it was made of. Else it raises TypeError; where the host would
+    have to wait to learn of other labels, on a GPU and in compiled code, the loss becomes NaN."""
     for name, value in used.items():
-        got, tensors = received[name], [isinstance(v, torch.Tensor) for v in (value, received[name])]
-        if got is value or not any(tensors) and got == value:
-            continue
-        if all(tensors) and got.shape == value.shape:
-            equal = (got.to(value.device) == value).all()
-            if torch.compiler.is_compiling() or value.device.type != "cpu":
-                loss = loss * torch.where(equal, 1.0, torch.nan).to(loss.device)
-                continue
-            if equal:
-                continue
-        what = f"other {name} than the call" if any(tensors) else f"{name}={got!r}, where {value!r} was expected,"
-        raise TypeError(f"its forward gives {what} to its loss_function; lce.unpatch_transformers(model) computes that loss")
+        got = received[name]
+        if isinstance(got, torch.Tensor) and isinstance(value, torch.Tensor) and got.shape == value.shape:
+            equal = got is value or (got.to(value.device) == value).all()
+            if equal is not True and (torch.compiler.is_compiling() or value.device.type != "cpu"):
+                loss, equal = loss * torch.where(equal, 1.0, torch.nan).to(loss.device), True
+        else:
+            equal = type(got) is type(value) and got == value
+        if not equal:
+            raise TypeError(f"its forward gives its loss_function other {name} than the patch expects; "
+                            f"lce.unpatch_transformers(model) computes that loss")
     return loss
 
 
@@ -157,11 +154,8 @@ class Patched:
             return verified(loss, used, arguments(*args, **received))
         as_tuple = kwargs.pop("return_dict", self.config.return_dict) is False
         outputs = with_head(self, instead, loss, **given, **kwargs, return_dict=True)
-        if not return_logits and not as_tuple:
-            return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
-        if not as_tuple:
-            return outputs
-        return tuple(None if name == "logits" and not return_logits else value for name, value in outputs.items())
+        values = {name: None if name == "logits" and not return_logits else value for name, value in outputs.items()}
+        return tuple(values.values()) if as_tuple else type(outputs)(**values)
 
     def __setattr__(self, name, value):
         if name == "loss_function":
@@ -206,52 +200,53 @@ def transform_of(z, logits):
 
 
 def check(model, options, return_logits):
-    """Finds the model's transform of logits and what its loss_function is called with, and compares: what
-    that makes of known logits, which are far apart, then the model's loss before and after."""
+    """Finds what the model does to logits and with what it calls loss_function, and compares, with and
+    without num_items_in_batch: what that makes of logits that are far apart, and the model's loss."""
     tokens = torch.tensor([[1, 2, 1, 1, 2], [2, 1, 2, 2, 1]], device=model.get_input_embeddings().weight.device)
     labels = torch.tensor([[2, 0, 0, 1, 2], [1, 2, 1, 0, 0]], device=tokens.device)
     names = inspect.signature(type(model).unpatched.forward).parameters.values()
     items = dict(num_items_in_batch=7) if any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in names) else {}
-    loss_function, seen, calls = super(Patched, model).loss_function, [], []
+    loss_function, given, calls = super(Patched, model).loss_function, [], []
 
     def instead(head, x):
         z = torch.logspace(-4, 6, head.out_features, dtype=torch.float64, device="cpu" if x.is_meta else x.device)
         z[1::2] *= -1
-        seen.append(z.expand(*x.shape[:-1], -1))
-        return seen[-1].clone()
+        given.append(z.expand(*x.shape[:-1], -1))
+        return given[-1].clone()
 
     def loss(logits, *args, **kwargs):
-        seen.append(logits)
-        calls.append((args, kwargs))
+        calls.append((logits, args, kwargs))
         return logits.new_zeros((), dtype=torch.float32)
     with_head(model, instead, loss, tokens, labels=labels, **items)
-    if len(seen) != 2 or seen[0].shape != seen[1].shape:
+    if len(given) != 1 or len(calls) != 1 or given[0].shape != calls[0][0].shape:
         raise TypeError("its forward does not give the head's logits to its loss_function")
-    received, options = arguments(None, *calls[0][0], **calls[0][1]), {**options, **transform_of(*seen)}
+    logits, args, kwargs = calls[0]
+    received, options = arguments(logits, *args, **kwargs), {**options, **transform_of(given[0], logits)}
     divides, ignored = received["num_items_in_batch"] is not None, received["ignore_index"]
     for head in heads_of(model):
         tried(options, head.out_features, head.bias is not None)
     model.lce_patch = types.SimpleNamespace(options=options, return_logits=return_logits, loss_function=loss_function,
                                             divides=divides, ignore_index=ignored)
+    if tokens.is_meta:
+        return
     labels[:, 2] = ignored
-    with_head(model, instead, loss, tokens, labels=labels, **items)
-    if not tokens.is_meta:
-        z = 5 * torch.randn(seen[1].shape, generator=torch.Generator().manual_seed(1)).to(seen[1].device)
-        target = target_of(labels, None).to(z.device)
-        want = torch.nn.functional.cross_entropy(z.flatten(0, -2), target.masked_fill(target == -100, ignored).flatten(),
-                                                 ignore_index=ignored, reduction="sum" if divides else "mean")
-        want, got = want / (7 if divides else 1), loss_function(z, *calls[1][0], **calls[1][1])
+    z = 5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.device)
+    target = target_of(labels, None).flatten().to(z.device)
+    counts = (target != ignored) & (target >= 0)
+    losses = torch.nn.functional.cross_entropy(z.flatten(0, -2)[counts], target[counts], reduction="none")
+    for more, want in ({}, losses.mean()), (items, losses.sum() / 7 if divides else losses.mean()):
+        with_head(model, instead, loss, tokens, labels=labels, **more)
+        got = loss_function(z, *calls[-1][1], **calls[-1][2])
         if not torch.allclose(got.float(), want, 1e-3):
-            raise TypeError(f"its loss_function makes {got.item():.4f} of known logits, not {want.item():.4f}, the mean of "
-                            f"cross-entropies with the next labels")
-    for more in ({}, items) if items else ({},):
-        want = type(model).unpatched.forward(model, tokens, labels=labels, **more)
+            raise TypeError(f"its loss_function makes {got.item():.4f} of known logits, not {want.item():.4f}, the cross-entropy "
+                            f"of the next labels")
+        whole = type(model).unpatched.forward(model, tokens, labels=labels, **more)
         got = model(tokens, labels=labels, return_logits=False, **more)
         if got.logits is not None:
             raise TypeError("something has replaced its forward; patch it before")
-        most = 1e-3 if tokens.is_meta else 1e-3 + torch.finfo(want.logits.dtype).eps * want.logits.abs().max()
-        if not tokens.is_meta and not abs(want.loss - got.loss) <= most:
-            raise TypeError(f"of known tokens its loss is {want.loss.item():.4f}, and the patched one {got.loss.item():.4f}")
+        most = 1e-3 + torch.finfo(whole.logits.dtype).eps * whole.logits.abs().max()
+        if not abs(whole.loss - got.loss) <= most:
+            raise TypeError(f"of known tokens its loss is {whole.loss.item():.4f}, and the patched one {got.loss.item():.4f}")
 
 
 def inside(model):
