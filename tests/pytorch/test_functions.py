@@ -402,7 +402,7 @@ def sampling():
         torch.manual_seed(seed)
         loss = linear_cross_entropy(x, weight, target, **more)
         return loss, *torch.autograd.grad(loss, (x, weight))
-    exact, turns, tiles = gradients(0), 300, dict(sampling=8.0, chunk=4)
+    exact, turns, tiles = gradients(0, chunk=4), 300, dict(sampling=8.0, chunk=4)
     if DEVICE == "cuda":  # there only chunks of 128 tokens and more are sampled
         assert all(torch.equal(a, b) for a, b in zip(gradients(3, **tiles), gradients(3, chunk=4)))
         return

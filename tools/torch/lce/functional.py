@@ -325,7 +325,8 @@ def check_options(weights, numbers, integers):
         if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, but is a constant here; give {name}.detach()")
     for name, value in numbers.items():
-        if not isinstance(value, (Real, torch.SymFloat, torch.SymInt, torch.Tensor)) or getattr(value, "shape", ()):
+        number = value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (Real, torch.SymFloat, torch.SymInt))
+        if not number:
             raise TypeError(f"{name} is {value!r}, where a number is needed")
     for name, value in integers.items():
         if not isinstance(value, (Integral, torch.SymInt)) and (value is not None or name == "chunk"):
