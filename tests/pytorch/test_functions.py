@@ -460,9 +460,10 @@ def wrong_arguments():
              (TypeError, "z_loss is tensor([1.]), where a number", dict(z_loss=torch.ones(1))),
              (ValueError, "temperature per token goes with neither bias nor", dict(temperature=torch.ones(N, device=DEVICE))),
              (ValueError, "batch_invariant goes with neither sampling", dict(batch_invariant=True, sampling=1.0)),
-             (ValueError, "batch_invariant goes with neither", dict(batch_invariant=True, group=types.SimpleNamespace(group_name=""))),
-             *((TypeError, f"{name} is {value!r}, where a number is needed", {name: value}) for value in (None, "0.1", [0.1], 1j)
-               for name in ("label_smoothing", "z_loss", "sampling", "temperature", "softcap") if (name, value) != ("softcap", None)),
+             (ValueError, "batch_invariant goes", dict(batch_invariant=True, group=types.SimpleNamespace(group_name=""))),
+             (TypeError, "softcap is '3', where a number is needed", dict(softcap="3")),
+             *((TypeError, f"{name} is {value!r}, where a number is needed", {name: value})
+               for value in (None, "0.1", [0.1], 1j) for name in ("label_smoothing", "z_loss", "sampling", "temperature")),
              *((TypeError, f"{name} is {value!r}, where an integer is needed", {name: value}) for value in ("3", 3.0)
                for name in ("chunk", "ignore_index", "vocab_size")),
              *((TypeError, f"{name} is a tensor of layout torch.sparse_coo; give {name}.to_dense()", {name: t.detach().to_sparse()})
@@ -504,7 +505,8 @@ def the_module():
     raises(TypeError, "'foo' is no option", lambda: head(x, foo=1))
     capped, hot = lce.LinearCrossEntropy(H, V, device=DEVICE, softcap=2.0, temperature=0.5), torch.rand(N, device=DEVICE) + 0.5
     assert repr(capped) == f"LinearCrossEntropy(in_features={H}, out_features={V}, bias=False, softcap=2.0, temperature=0.5)"
-    for module, more in (capped, {}), (capped, dict(softcap=None)), (head, dict(temperature=0.7)), (capped, dict(softcap=0, temperature=hot)):
+    for module, more in ((capped, {}), (capped, dict(softcap=None)), (head, dict(temperature=0.7)),
+                         (capped, dict(softcap=0, temperature=hot))):
         logits = module(x, **more).flatten(0, -2)
         close("its logits", F.cross_entropy(logits, target.flatten()), module(x, target, **{**more, "label_smoothing": 0}), 5e-6)
     again = torch.utils.checkpoint.checkpoint(lambda x: head(2 * x, target), x, use_reentrant=False)

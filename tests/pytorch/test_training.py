@@ -262,7 +262,8 @@ def after_the_patch():
     assert vars(unpatched).keys() == vars(model).keys() and torch.equal(unpatched(**batch).logits, model(**batch).logits)
     unpatched.loss_function = half
     close("another loss", unpatched(**batch).loss, model(**batch).logits.sum() / 2, 1e-6)
-    for change in lambda m: m.resize_token_embeddings(220), lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 220, device=DEVICE)):
+    for change in (lambda m: m.resize_token_embeddings(220),
+                   lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 220, device=DEVICE))):
         for both in patched, model:
             torch.manual_seed(3)
             change(both)
