@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """linear_cross_entropy and linear_log_probs of tools/torch against PyTorch's own operations in float64."""
 import array
+import functools
 import itertools
+import types
 
 from setting import DEVICE, all_close, calls_of_the_operator, close, raises, run, torch
 
@@ -30,7 +32,7 @@ def reference(x, weight, target, bias=None, ignore_index=-100, reduction="mean",
               softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0):
     """As linear_cross_entropy, of PyTorch's operations on all logits, in the arguments' dtype."""
     z = F.linear(x, weight, bias)
-    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / torch.as_tensor(temperature, device=z.device)[..., None]
     flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
     counts = y != ignore_index
     cw = None if class_weights is None else class_weights.to(z.dtype)
@@ -281,7 +283,7 @@ def the_operator():
     """PyTorch's own checks of schema, fake kernel and compilation."""
     x, weight, bias, target = (None if t is None else t.detach() for t in problem(bias=True))
     for b, wanted in ((None, [False] * 4), (bias, [True] * 4 + [False] + [True] * 4), (None, [False, False, True, False])):
-        options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, 0, 0.0, True, torch.float32, wanted
+        options = torch.float32, "", V, 0.0, 0.0, 0.0, 1.0, False, 0, 0.0, True, torch.float32, wanted
         torch.library.opcheck(functional.operator, (x.reshape(-1, H), weight, b, target.flatten(), *[None] * 6, *options))
 
 
@@ -302,6 +304,53 @@ def log_probs_and_entropy():
         alone, none = linear_log_probs(x, weight, target, entropy=False, **options)
         close("log p alone", alone, want[0], 5e-6)
         assert none is None
+
+
+def a_temperature_per_token():
+    x, weight, _, target = problem(ignored=5)
+    temperature = torch.rand(N, device=DEVICE) + 0.5
+    for reduction in REDUCTIONS:
+        compare(reduction, x, weight, None, target, 5e-6, temperature=temperature, reduction=reduction, z_loss=0.01)
+    want = results(-linear_cross_entropy(x, weight, target, temperature=temperature, reduction="none"), x, weight)
+    temperature[target == -100] = 0  # as padding may have
+    all_close("log p", results(linear_log_probs(x, weight, target, temperature)[0], x, weight), want, 5e-6)
+    temperature[0, 0, 1] = 0
+    assert linear_log_probs(x, weight, target, temperature)[0].isnan().nonzero().tolist() == [[0, 0, 1]]
+
+
+def batch_invariance():
+    """A token's results have the same bits in any order, in any part of the batch, in chunks of any size."""
+    n, v, dtype = 70, 500, torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, weight, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((n, H), (v, H), (v,)))
+    target, weights = torch.randint(v, (n,), device=DEVICE), torch.rand(n, device=DEVICE)
+    target[3] = -100
+
+    def rows(kept, log_probs, chunk=0, **more):
+        leaf, more = x[kept].requires_grad_(), dict(chunk=chunk, batch_invariant=True, outputs=("max_logit",), **more)
+        got = (linear_log_probs(leaf, weight, target[kept], **more) if log_probs else
+               linear_cross_entropy(leaf, weight, target[kept], reduction="none", z_loss=0.01, **more))
+        return *got, *torch.autograd.grad((got[0] * weights[kept] - 0.1 * got[1] * log_probs).sum(), leaf)
+    every, few = torch.arange(n, device=DEVICE), torch.arange(5, 50, 3, device=DEVICE)
+    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        return raises(RuntimeError, "batch_invariant needs the kernels for Hopper", lambda: rows(every, True))
+    with calls_of_the_operator(lambda *a: (a[-1][4], a[9] is not None)) as exps:
+        for log_probs, more in itertools.product((True, False), ({}, dict(bias=bias, softcap=3.0), dict(skip_ignored=True))):
+            whole = rows(every, log_probs, **more)
+            for part, chunk in itertools.product((every.flip(0), every[torch.randperm(n)], few, every[41:42]), (0, 7, 33, n)):
+                for got, want in zip(rows(part, log_probs, chunk, **more), whole, strict=True):
+                    assert torch.equal(got, want[part]), f"{log_probs}, {more}, {len(part)} tokens in chunks of {chunk}"
+    assert set(exps) == {(False, False)}
+
+
+def flops():
+    """By FlopCounterMode, of the products that a call computes, in units of 2 N H V."""
+    from torch.utils.flop_counter import FlopCounterMode
+    x, weight, _, target = problem()
+    x.requires_grad_(False)
+    for want, more in (2, {}), (3, dict(reduction="none")), (2, dict(reduction="none", chunk=99)):
+        with FlopCounterMode(display=False) as counter:
+            linear_cross_entropy(x, weight, target, **more).sum().backward()
+        assert counter.get_total_flops() == want * 2 * target.numel() * H * V, (want, counter.get_total_flops())
 
 
 def outputs():
@@ -353,7 +402,7 @@ def sampling():
         torch.manual_seed(seed)
         loss = linear_cross_entropy(x, weight, target, **more)
         return loss, *torch.autograd.grad(loss, (x, weight))
-    exact, turns, tiles = gradients(0), 300, dict(sampling=8.0, chunk=4)
+    exact, turns, tiles = gradients(0, chunk=4), 300, dict(sampling=8.0, chunk=4)
     if DEVICE == "cuda":  # there only chunks of 128 tokens and more are sampled
         assert all(torch.equal(a, b) for a, b in zip(gradients(3, **tiles), gradients(3, chunk=4)))
         return
@@ -403,10 +452,34 @@ def wrong_arguments():
              (RuntimeError, "no label smoothing together with a soft-cap", dict(softcap=3.0, label_smoothing=0.1)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
              (RuntimeError, "sampling knows only the rows' sums", dict(sampling=1.0, softcap=3.0)),
-             (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))))
+             (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))),
+             (ValueError, "outputs is 'correct'; it can have", dict(outputs="correct")),
+             (ValueError, "outputs is None; it can have", dict(outputs=None)),
+             (TypeError, "group is 'all', where a ProcessGroup", dict(group="all")),
+             (ValueError, "temperature has the shape [1], where", dict(temperature=torch.ones(1, device=DEVICE), bias=None)),
+             (TypeError, "z_loss is tensor([1.]), where a number", dict(z_loss=torch.ones(1))),
+             (ValueError, "temperature per token goes with neither bias nor", dict(temperature=torch.ones(N, device=DEVICE))),
+             (ValueError, "batch_invariant goes with neither sampling", dict(batch_invariant=True, sampling=1.0)),
+             (ValueError, "batch_invariant goes", dict(batch_invariant=True, group=types.SimpleNamespace(group_name=""))),
+             (TypeError, "softcap is '3', where a number is needed", dict(softcap="3")),
+             *((TypeError, f"{name} is {value!r}, where a number is needed", {name: value})
+               for value in (None, "0.1", [0.1], 1j) for name in ("label_smoothing", "z_loss", "sampling", "temperature")),
+             *((TypeError, f"{name} is {value!r}, where an integer is needed", {name: value}) for value in ("3", 3.0)
+               for name in ("chunk", "ignore_index", "vocab_size")),
+             *((TypeError, f"{name} is a tensor of layout torch.sparse_coo; give {name}.to_dense()", {name: t.detach().to_sparse()})
+               for name, t in dict(x=x, weight=weight, bias=bias, target=target, token_weights=x[..., 0]).items()),
+             *((ValueError, f"{name} requires a gradient, but is a constant here; give {name}.detach()", {name: t.requires_grad_()})
+               for name, t in dict(token_weights=torch.ones(N), class_weights=torch.ones(V), temperature=torch.tensor(1.0),
+                                   softcap=torch.tensor(3.0), z_loss=torch.tensor(0.1)).items()),
+             (ValueError, "temperature requires a gradient", dict(temperature=torch.ones(N, requires_grad=True), bias=None)))
     for kind, part, more in wrong:
         given = {**dict(x=x, weight=weight, target=target, bias=bias), **more}
         raises(kind, part, lambda: linear_cross_entropy(**given))
+    with torch.no_grad():  # what a gradient misses nobody asks for
+        linear_cross_entropy(x, weight, target, token_weights=torch.ones(N, device=DEVICE, requires_grad=True),
+                             temperature=torch.tensor(0.5, requires_grad=True))
+    for transform in torch.func.grad, functools.partial(torch.func.vmap, in_dims=(0, None, 0)):
+        raises(RuntimeError, "torch.func's transforms do not know", lambda: transform(linear_cross_entropy)(x, weight, target))
     target[0, 0, 3] = V
     if DEVICE == "cpu":
         raises(RuntimeError, f"targets[3] is {V}", lambda: linear_cross_entropy(x, weight, target))
@@ -421,7 +494,21 @@ def the_module():
         close(f"{more}", head(x, target, **more), reference(x, head.weight, target, head.bias, label_smoothing=0.1, **more), 5e-6)
     assert torch.equal(head(x), F.linear(x, head.weight, head.bias))
     assert list(head.state_dict()) == ["weight", "bias"]
-    raises(TypeError, "'label_smothing' is no option", lambda: lce.LinearCrossEntropy(H, V, label_smothing=0.1))
+    for kind, told, more in ((TypeError, "'label_smothing' is no option", dict(label_smothing=0.1)),
+                             (TypeError, "'token_weights' is no option", dict(token_weights=torch.ones(N))),
+                             (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
+                             (RuntimeError, "label smoothing together with a soft-cap", dict(label_smoothing=0.1, softcap=3.0)),
+                             (TypeError, "z_loss is None, where a number", dict(z_loss=None)),
+                             (ValueError, "reduction is 'all'", dict(reduction="all")),
+                             (ValueError, "class_weights has the shape", dict(class_weights=torch.ones(3)))):
+        raises(kind, told, lambda: lce.LinearCrossEntropy(H, V, device="meta", **more))
+    raises(TypeError, "'foo' is no option", lambda: head(x, foo=1))
+    capped, hot = lce.LinearCrossEntropy(H, V, device=DEVICE, softcap=2.0, temperature=0.5), torch.rand(N, device=DEVICE) + 0.5
+    assert repr(capped) == f"LinearCrossEntropy(in_features={H}, out_features={V}, bias=False, softcap=2.0, temperature=0.5)"
+    for module, more in ((capped, {}), (capped, dict(softcap=None)), (head, dict(temperature=0.7)),
+                         (capped, dict(softcap=0, temperature=hot))):
+        logits = module(x, **more).flatten(0, -2)
+        close("its logits", F.cross_entropy(logits, target.flatten()), module(x, target, **{**more, "label_smoothing": 0}), 5e-6)
     again = torch.utils.checkpoint.checkpoint(lambda x: head(2 * x, target), x, use_reentrant=False)
     close("checkpoint", torch.autograd.grad(again, x)[0], torch.autograd.grad(head(2 * x, target), x)[0], 1e-6)
 
@@ -430,5 +517,6 @@ if __name__ == "__main__":
     tests = (every_option_alone_and_all_that_go_together, shapes_and_layouts, targets_that_do_not_count,
              any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative,
              only_needed_gradients, exponentials_are_kept, bf16, autocast, main_grad, torch_compile, the_operator,
-             log_probs_and_entropy, outputs, names_of_pytorchs_function, sampling, memory, wrong_arguments, the_module)
+             log_probs_and_entropy, a_temperature_per_token, batch_invariance, flops, outputs,
+             names_of_pytorchs_function, sampling, memory, wrong_arguments, the_module)
     run({test.__name__: test for test in tests})

@@ -111,7 +111,7 @@ def all_models():
         if kind == "cohere":  # also where there are no values to compare
             with torch.device("meta"):
                 meta = lce.patch_transformers(transformers.AutoModelForCausalLM.from_config(model.config))
-            assert meta.lm_head.options["temperature"] == 4
+            assert meta.lce_patch.options["temperature"] == 4
 
 
 def evaluation():
@@ -162,16 +162,18 @@ def models_that_are_refused():
             loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    def unshifted(logits, labels, **_):
-        return torch.nn.functional.cross_entropy(logits[0], labels[0])
+    cross_entropy = torch.nn.functional.cross_entropy
+    losses = (lambda z, y, **_: cross_entropy(z.flatten(0, 1), y.flatten()),
+              lambda z, y, **_: cross_entropy(z.flatten(0, 1)[:-1], y.flatten()[1:]),
+              lambda z, y, **_: cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.01))
     for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
                          ("it does more to its logits than", lambda z: -z),
                          ("does not give the head's logits", lambda z: z[..., :100]),
-                         (r"of two tokens its loss is \d.* and the patched one \d", lambda z: z)):
+                         *((r"its loss_function makes \d.* of known logits, not \d", loss) for loss in losses)):
         odd = Odd(llama.config).to(DEVICE)
         odd.change = change
-        if told.startswith("of two"):
-            odd.loss_function = unshifted
+        if change in losses:
+            odd.change, odd.loss_function = torch.nn.Identity(), change
         said = raises(TypeError, "a Odd cannot be patched", lambda: lce.patch_transformers(odd))
         assert re.search(told, said), said
         assert type(odd) is Odd and type(odd.lm_head) is torch.nn.Linear and odd.training
@@ -183,10 +185,89 @@ def models_that_are_refused():
            lambda: lce.patch_transformers(torch.nn.Sequential(llama)))
     llama.forward = types.MethodType(type(llama).forward, llama)
     raises(TypeError, "cannot be patched", lambda: lce.patch_transformers(llama))
+    assert type(llama) is type(model_of("llama")) and type(llama.lm_head) is torch.nn.Linear
     del llama.forward
-    lce.patch_transformers(llama).resize_token_embeddings(220)
-    raises(TypeError, "after resize_token_embeddings call patch_transformers again", lambda: llama(**batch))
-    assert math.isfinite(lce.patch_transformers(llama)(**batch).loss.item())
+    t5gemma = dict(SIZES, head_dim=8, **TOKENS)
+    config = transformers.T5GemmaConfig(encoder=t5gemma, decoder=dict(t5gemma), vocab_size=211)
+    unshifted = transformers.T5GemmaForConditionalGeneration(config)
+    raises(TypeError, "its loss_function makes", lambda: lce.patch_transformers(unshifted))
+
+
+def forwards_that_change_what_they_hand_on():
+    """The patched loss is the unpatched one, or TypeError, or NaN where code is compiled."""
+    class Odd(type(model_of("llama"))):
+        def forward(self, input_ids, labels=None, **kwargs):
+            labels, kwargs = self.before(labels, kwargs)
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            labels, kwargs = self.after(labels, kwargs)
+            loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def masked(labels, kwargs):
+        return labels.masked_fill(labels > 99, -100), kwargs
+
+    def masked_in_place(labels, kwargs):
+        return labels.masked_fill_(labels > 99, -100), kwargs
+
+    def few_items(labels, kwargs):
+        return labels, {name: 3 if value == 59 else value for name, value in kwargs.items()}
+
+    def shifted(labels, kwargs):
+        return labels, dict(kwargs, shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
+    def both(when, change):
+        plain = Odd(model_of("llama").config).to(DEVICE)
+        plain.before = plain.after = lambda labels, kwargs: (labels, kwargs)
+        setattr(plain, when, change)
+        return lce.patch_transformers(copy.deepcopy(plain)), plain
+    tokens, items = batch_of(1)["input_ids"], dict(num_items_in_batch=59)
+    for case in (("before", masked_in_place), ("after", shifted), ("after", lambda labels, kwargs: (labels, {})),
+                 ("after", lambda labels, kwargs: (labels.clone(), dict(ignore_index=0)))):
+        for models, more in itertools.product([both(*case)], ({}, items)):
+            close(f"{case} {more}", *(m(tokens, labels=tokens.clone(), **more).loss for m in models), 1e-5)
+    patched, _ = both("after", few_items)
+    raises(TypeError, "other num_items_in_batch than", lambda: patched(tokens, labels=tokens, **items))
+    def is_nan(model):
+        loss = model(tokens, labels=tokens.clone()).loss
+        assert loss.isnan() and torch.autograd.grad(loss, patched.lm_head.weight)[0].isnan().all()
+    for when, change in ("before", masked), ("after", masked), ("after", masked_in_place):
+        patched, _ = both(when, change)
+        if DEVICE == "cuda":
+            is_nan(patched)
+            continue
+        for name in ("labels", *["shift_labels"] * (change is masked_in_place)):
+            raises(TypeError, "other labels than", lambda: patched(tokens, **{name: tokens.clone()}, **items))
+    is_nan(torch.compile(patched, backend="aot_eager"))
+
+
+def after_the_patch():
+    """Other losses and heads, tuples, and unpatch_transformers."""
+    model, batch = model_of("llama"), batch_of(0)
+    patched = lce.patch_transformers(copy.deepcopy(model), z_loss=0.0)
+
+    def half(logits, labels, **more):
+        return logits.sum() / 2
+    whole, got = model(**batch, return_dict=False), patched(**batch, return_dict=False)
+    assert len(got) == len(whole) and got[1] is None and type(got[2]) is type(whole[2])
+    raises(TypeError, "call lce.unpatch_transformers(model) before", lambda: setattr(patched, "loss_function", half))
+    patched._loss_function = half
+    raises(TypeError, "its loss_function is not the one that was patched", lambda: patched(**batch))
+    raises(TypeError, "cannot be patched: its loss_function makes", lambda: lce.patch_transformers(patched))
+    del patched._loss_function
+    close("as before", patched(**batch).loss, whole[0], 1e-6)
+    unpatched = lce.unpatch_transformers(copy.deepcopy(patched))
+    assert [type(m) for m in unpatched.modules()] == [type(m) for m in model.modules()]
+    assert vars(unpatched).keys() == vars(model).keys() and torch.equal(unpatched(**batch).logits, model(**batch).logits)
+    unpatched.loss_function = half
+    close("another loss", unpatched(**batch).loss, model(**batch).logits.sum() / 2, 1e-6)
+    for change in (lambda m: m.resize_token_embeddings(220),
+                   lambda m: setattr(m, "lm_head", torch.nn.Linear(32, 220, device=DEVICE))):
+        for both in patched, model:
+            torch.manual_seed(3)
+            change(both)
+        close("another head", *(m(**batch).loss for m in (patched, model)), 1e-6)
+    assert patched(**batch).logits is None and lce.patch_transformers(patched)(**batch).logits is None
+    patched.lm_head = torch.nn.Linear(32, 230, device=DEVICE)
+    raises(TypeError, "other vocab_size than the patch", lambda: patched(**batch))
 
 
 def peft_models():
@@ -211,7 +292,7 @@ def peft_models():
     with torch.no_grad():
         close("evaluation of an adapted head", model(**batch).loss, whole(**batch).loss, 1e-6)
     for call in (lambda: model.train()(**batch), lambda: lce.patch_transformers(whole)):
-        raises(TypeError, "its head is a peft.tuners.lora.layer.Linear, and must be an nn.Linear; let no adapter", call)
+        raises(TypeError, "its head is a peft.tuners.lora.layer.Linear, and must be an nn.Linear that no adapter targets", call)
 
 
 def trainers():
@@ -427,6 +508,7 @@ def pip_install():
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
              all_models=all_models, evaluation=evaluation, copies=copies, models_that_are_refused=models_that_are_refused,
+             forwards_that_change_what_they_hand_on=forwards_that_change_what_they_hand_on, after_the_patch=after_the_patch,
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
              fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),

@@ -1,7 +1,7 @@
 """LM head and cross-entropy as one operation, for PyTorch."""
 from .functional import linear_cross_entropy, linear_log_probs
 from .ids import linear_ids_log_probs, log_mass, renormalized, topk_kl
-from .modules import LinearCrossEntropy, patch_transformers
+from .modules import LinearCrossEntropy, patch_transformers, unpatch_transformers
 
 __all__ = ["linear_cross_entropy", "linear_log_probs", "linear_ids_log_probs", "log_mass", "renormalized", "topk_kl",
-           "LinearCrossEntropy", "patch_transformers"]
+           "LinearCrossEntropy", "patch_transformers", "unpatch_transformers"]

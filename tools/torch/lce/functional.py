@@ -10,9 +10,12 @@ import itertools
 import threading
 import traceback
 import zlib
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
+
+from torch.utils.flop_counter import register_flop_formula
 
 from .library import KINDS, Args, Collective, load
 
@@ -103,7 +106,7 @@ context = functools.lru_cache(None)(Context)
 # --- the operator -------------------------------------------------------------------------------------------
 
 def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, dtype, group,
-         vocab_size, label_smoothing, z_loss, softcap, temperature, chunk, sampling, mean, dweight_dtype, wanted):
+         vocab_size, label_smoothing, z_loss, softcap, temperature, invariant, chunk, sampling, mean, dweight_dtype, wanted):
     """The tensors of `empty`, filled by lce_linear_cross_entropy in `dtype`. With an earlier call's log_prob
     (and entropy, if entropy_weights are given) gradients alone; exps may be those that call kept."""
     def dense(t, dtype=torch.float32):
@@ -125,7 +128,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
         **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
-        sample_seed=seed, narrow_dweight=dweight_dtype != torch.float32, targets_int64=target.dtype == torch.int64,
+        sample_seed=seed, batch_invariant=invariant, narrow_dweight=dweight_dtype != torch.float32,
+        targets_int64=target.dtype == torch.int64,
         x=dense(x, dtype), weight=dense(weight, dtype), bias=dense(bias, dtype), targets=target.contiguous(),
         class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
         known_log_prob=dense(log_prob), known_entropy=dense(entropy), exps=kept if exps is None else exps,
@@ -157,12 +161,19 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
 # version by its schema.
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
-          "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, SymInt chunk, "
-          "float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
+          "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, bool invariant, "
+          "SymInt chunk, float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
 operator = torch.library.custom_op(
     f"lce::linear_cross_entropy_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=("exps",), schema=SCHEMA,
     tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)])
 operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
+
+
+@register_flop_formula(operator._opoverload.overloadpacket)
+def flops(x_shape, weight_shape, *more, **_):
+    """Of the GEMMs: logits, unless given exponentials, dx, dweight."""
+    exps, vocab_size, (_, dx, dweight, *_) = more[7], more[10], more[-1]
+    return 2 * x_shape[0] * x_shape[1] * vocab_size * ((exps is None) + dx + dweight)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
@@ -272,9 +283,9 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, want_entropy, differentiated):
-        _, group, _, label_smoothing, z_loss, softcap, _, chunk, sampling = options
+        _, group, _, label_smoothing, z_loss, softcap, _, invariant, chunk, sampling = options
         known = not (group or label_smoothing or z_loss or sampling) and class_weights is None
-        ctx.kept = known and differentiated and not (softcap or torch.compiler.is_compiling()) and len(x) <= chunk
+        ctx.kept = known and differentiated and not (softcap or invariant or torch.compiler.is_compiling()) and len(x) <= chunk
         loss, entropy, _, _, _, exps, *more = operator(
             x, weight, bias, target, None, None, class_weights, None, None, None, *options, False, torch.float32,
             [want_entropy, False, False, False, ctx.kept, *outputs])
@@ -308,11 +319,40 @@ class PerToken(torch.autograd.Function):
 
 # --- functions ----------------------------------------------------------------------------------------------
 
-def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights=None, class_weights=None):
-    """The tensors with one axis of tokens, the first options, and flags of outputs; wrong arguments raise."""
-    if set(outputs) - set(OUTPUTS):
-        raise ValueError(f"outputs is {outputs!r}; it can have {', '.join(OUTPUTS)}")
-    given = dict(x=x, weight=weight, target=target, bias=bias, token_weights=token_weights, class_weights=class_weights)
+def check_options(weights, numbers, integers):
+    """Raises where one of these options is of a wrong type or wants a gradient."""
+    for name, value in itertools.chain(weights.items(), numbers.items()):
+        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, but is a constant here; give {name}.detach()")
+    for name, value in numbers.items():
+        number = value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, (Real, torch.SymFloat, torch.SymInt))
+        if not number:
+            raise TypeError(f"{name} is {value!r}, where a number is needed")
+    for name, value in integers.items():
+        if not isinstance(value, (Integral, torch.SymInt)) and (value is not None or name == "chunk"):
+            raise TypeError(f"{name} is {value!r}, where an integer is needed")
+
+
+def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, temperature, softcap, chunk, invariant,
+             token_weights=None, class_weights=None, label_smoothing=0.0, z_loss=0.0, sampling=0.0):
+    """The tensors with one axis of tokens, the options, and flags of outputs; wrong arguments raise."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError("torch.func's transforms do not know this function; use torch.autograd.grad or backward()")
+    if not isinstance(outputs, (tuple, list)) or not all(name in OUTPUTS for name in outputs):
+        raise ValueError(f"outputs is {outputs!r}; it can have {', '.join(OUTPUTS)}, in a tuple")
+    if group is not None and not hasattr(group, "group_name"):
+        raise TypeError(f"group is {group!r}, where a ProcessGroup of torch.distributed is needed")
+    if invariant and (group is not None or sampling):
+        raise ValueError("batch_invariant goes with neither sampling nor group")
+    softcap, per_token = 0.0 if softcap is None else softcap, None
+    if isinstance(temperature, torch.Tensor) and temperature.dim():
+        temperature, per_token = 1.0, temperature
+        if bias is not None or softcap:
+            raise ValueError("a temperature per token goes with neither bias nor softcap")
+    weights = dict(token_weights=token_weights, class_weights=class_weights, temperature=per_token)
+    check_options(weights, dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
+                                sampling=sampling), dict(chunk=chunk, ignore_index=ignore_index, vocab_size=vocab_size))
+    given = dict(x=x, weight=weight, target=target, bias=bias, **weights)
     for name, t in given.items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):
             raise TypeError(f"{name} is of type {type(t).__name__}, where a torch.Tensor is needed")
@@ -334,6 +374,8 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
         shape, dtypes = shapes.get(name, tokens), integers if name == "target" else floats
         if t is None:
             continue
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} is a tensor of layout {t.layout}; give {name}.to_dense()")
         if t.shape != shape:
             raise ValueError(f"{name} has the shape {list(t.shape)}, where {list(shape)} is needed")
         if t.dtype not in dtypes:
@@ -349,10 +391,14 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
             raise TypeError(f"autocast asks for {dtype}, where torch.bfloat16 is needed: torch.autocast(dtype=torch.bfloat16)")
     if ignore_index not in (None, IGNORED):
         target = torch.where(target == ignore_index, IGNORED, target)
+    if per_token is not None:
+        per_token = torch.where(target == IGNORED, 1.0, torch.where(per_token >= 1e-6, per_token, torch.nan))
+        x = (x / per_token.unsqueeze(-1)).to(x.dtype)
     flat = None if token_weights is None else token_weights.reshape(-1)
     tensors = (x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1), flat, class_weights)
-    return (tensors, (dtype, group.group_name if group is not None else "", vocab[0]),
-            [name in outputs for name in OUTPUTS if outputs])
+    options = (dtype, group.group_name if group is not None else "", vocab[0], label_smoothing, z_loss, softcap, temperature,
+               bool(invariant), chunk, sampling)
+    return tensors, options, [name in outputs for name in OUTPUTS if outputs]
 
 
 def counted_alone(tensors, skip_ignored, group, shape):
@@ -385,21 +431,26 @@ def pytorchs_names(function):
 @pytorchs_names
 def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
                          z_loss=0.0, softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0,
-                         sampling=0.0, skip_ignored=False, group=None, vocab_size=None, outputs=()):
+                         sampling=0.0, skip_ignored=False, batch_invariant=False, group=None, vocab_size=None, outputs=()):
     """cross_entropy(x @ weight.T + bias, target) without the logits of all tokens.
 
     With z = x weight^T + bias of a token, v = softcap tanh(z / softcap) / temperature (softcap 0 or None: z /
     temperature), and lse = logsumexp(v):
       loss = (PyTorch's cross_entropy of v, class_weights, label_smoothing, + z_loss lse^2) token_weights
     x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index
-    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. Both weights are
-    constants. label_smoothing and softcap exclude each other.
+    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. label_smoothing and softcap
+    exclude each other. All options are constants: one that requires a gradient is refused.
+    temperature: a number, or without bias and softcap a tensor of target's shape. x is then divided by it,
+    and rounded to x's dtype; below 1e-6 the token's loss is NaN.
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that
     count, as in PyTorch, which no token_weights change; without tokens NaN, with gradient 0. Results are
     fp32.
     chunk: tokens at a time; 0 lets the library choose. sampling: the mass from which a tile of the gradient
     is always kept (liblce.h); 0: exact; torch.manual_seed repeats the draws. skip_ignored: tokens that do not
     count take no time; on a GPU the host then waits to learn how many do.
+    batch_invariant: a token's loss, outputs and, but for "mean", gradient of x have the same bits wherever it
+    stands, whatever tokens are beside it, in chunks of any size. On the CPU, slower, and in bf16 on Hopper
+    with H a multiple of 8; with neither sampling nor group, and no exponentials are kept.
     outputs: names of what is returned after the loss, per token, without gradient, 0 where it does not count:
     "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else
     0), "predicted" (the first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
@@ -427,9 +478,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
-    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, token_weights,
-                                     class_weights)
-    options = (*first, label_smoothing, z_loss, softcap or 0.0, temperature, chunk, sampling)
+    tensors, options, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, temperature, softcap,
+                                       chunk, batch_invariant, token_weights, class_weights, label_smoothing, z_loss, sampling)
     tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
     needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors[:3])
     if reduction == "none":
@@ -441,7 +491,7 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
 
 
 def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0.0, ignore_index=-100, chunk=0, entropy=True,
-                     skip_ignored=False, group=None, vocab_size=None, outputs=()):
+                     skip_ignored=False, batch_invariant=False, group=None, vocab_size=None, outputs=()):
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature) per token, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), the backward pass is one
@@ -458,9 +508,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
             raise ValueError("ids [..., K] exclude group, skip_ignored and outputs")
         from .ids import linear_ids_log_probs
         return linear_ids_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, ignore_index=ignore_index,
-                                    chunk=chunk)
-    tensors, first, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs)
-    options = (*first, 0.0, 0.0, softcap or 0.0, temperature, chunk, 0.0)
+                                    chunk=chunk, batch_invariant=batch_invariant)
+    tensors, options, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, temperature, softcap,
+                                       chunk, batch_invariant)
     tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[:3])
     loss, entropies, *more = PerToken.apply(*tensors, options, flags, entropy, differentiated)

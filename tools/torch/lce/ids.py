@@ -75,7 +75,8 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
     """
     tokens = x.shape[:-1]
     stand_in = torch.zeros((), dtype=torch.int64, device=x.device).expand(tokens)
-    (x, weight, bias, *_), (dtype, *_), _ = prepared(x, weight, bias, stand_in, None, None, None, ())
+    (x, weight, bias, *_), (dtype, *_, softcap, temperature, invariant, chunk, _), _ = prepared(
+        x, weight, bias, stand_in, None, None, None, (), temperature, softcap, chunk, batch_invariant)
     for name, t, kinds in ("ids", ids, (torch.int32, torch.int64)), ("offsets", offsets, (torch.int64,)):
         if (name == "ids" or t is not None) and (getattr(t, "dtype", 0) not in kinds or t.device != x.device):
             raise TypeError(f"{name} is {getattr(t, 'dtype', type(t).__name__)}; a tensor of {' or '.join(map(str, kinds))} on "
@@ -91,8 +92,7 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
     given, shape = ids.reshape(-1), ids.shape
     if not ids.numel():  # one that does not count
         given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
-    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap or 0.0, temperature, chunk,
-                                       batch_invariant)
+    log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap, temperature, chunk, invariant)
     return log_probs[:ids.numel()].view(shape), lse.view(tokens)
 
 

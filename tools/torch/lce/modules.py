@@ -18,29 +18,59 @@ def known(options, names=OPTIONS, of="linear_cross_entropy"):
     return options
 
 
+def tried(options, vocab_size, bias):
+    """Raises where options have a wrong value: a loss of one token on the CPU, with a head [V, 1]."""
+    x, weight = torch.zeros(1, 1, device="cpu"), torch.zeros(vocab_size, 1, device="cpu", requires_grad=True)
+    options = {name: torch.ones_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    with torch.enable_grad(), torch.random.fork_rng(devices=()):  # sampling draws
+        linear_cross_entropy(x, weight, x[0].long(), weight[:, 0] if bias else None, **options)
+
+
 class LinearCrossEntropy(torch.nn.Linear):
-    """A head [V, H] that returns logits, or with `target` linear_cross_entropy, which takes the options."""
-    options, instead = {}, None  # instead: what returns something else than logits in a patched model's call
+    """A head [V, H]: logits, or with `target` linear_cross_entropy, which takes the options.
+
+    The logits are those of the loss: softcap tanh(z / softcap) / temperature of z = x weight^T + bias.
+    """
+    options = {}
 
     def __init__(self, hidden_size, vocab_size, bias=False, *, device=None, dtype=None, **options):
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
-        self.options = known(options)
+        self.options = known(options, [name for name in OPTIONS if name != "token_weights"], "LinearCrossEntropy")
+        if options.get("group") is None:
+            tried(options, vocab_size, bias)
 
     def forward(self, x, target=None, **options):
+        options = {**self.options, **known(options)}
         if target is not None:
-            return linear_cross_entropy(x, self.weight, target, self.bias, **{**self.options, **options})
+            return linear_cross_entropy(x, self.weight, target, self.bias, **options)
+        z, softcap, temperature = super().forward(x), options.get("softcap"), options.get("temperature")
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        if temperature is None:
+            return z
+        return z / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
+
+    def extra_repr(self):
+        shown = [f", {name}={list(v.shape) if isinstance(v, torch.Tensor) else repr(v)}" for name, v in self.options.items()]
+        return super().extra_repr() + "".join(shown)
+
+
+class Head(torch.nn.Linear):
+    """A patched model's head. instead: what returns something else than logits in the model's call."""
+    instead = None
+
+    def forward(self, x):
         return super().forward(x) if self.instead is None else self.instead(self, x)
 
 
-def heads_of(model, *kinds):
-    """The head, or where PEFT's modules_to_save has copied it all copies, each of one of these classes."""
+def heads_of(model):
+    """The head, or where PEFT's modules_to_save has copied it all copies."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     heads = [head] if copies is None else [head.original_module, *copies.values()]
     for head in heads:
-        if type(head) not in kinds and not isinstance(head, LinearCrossEntropy):
-            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, and must be an nn.Linear; let no "
-                            f"adapter target it, and after resize_token_embeddings call patch_transformers again")
+        if type(head) is not torch.nn.Linear and not isinstance(head, Head):
+            raise TypeError(f"its head is a {type(head).__module__}.{type(head).__name__}, and must be an nn.Linear that no "
+                            f"adapter targets")
     return heads
 
 
@@ -48,6 +78,9 @@ def with_head(model, instead, loss, *args, **kwargs):
     """The unpatched forward, its head replaced by instead(head, x), its loss function by loss(logits,
     ...)."""
     heads = heads_of(model)
+    for head in heads:
+        if not isinstance(head, Head):  # a new one, as of resize_token_embeddings
+            become(Head, head)
     try:
         for part in (*heads, model):
             part.instead = loss if part is model else instead
@@ -57,9 +90,36 @@ def with_head(model, instead, loss, *args, **kwargs):
             part.instead = None
 
 
+def target_of(labels, shift_labels):
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+
+
+def arguments(logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
+    """What a call of transformers' ForCausalLMLoss computes with."""
+    return dict(labels=target_of(labels, shift_labels), vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index)
+
+
+def verified(loss, used, received):
+    """The loss, if loss_function receives what it was made of. Else it raises TypeError; where the host would
+    have to wait to learn of other labels, on a GPU and in compiled code, the loss becomes NaN."""
+    for name, value in used.items():
+        got = received[name]
+        if isinstance(got, torch.Tensor) and isinstance(value, torch.Tensor) and got.shape == value.shape:
+            equal = got is value or (got.to(value.device) == value).all()
+            if equal is not True and (torch.compiler.is_compiling() or value.device.type != "cpu"):
+                loss, equal = loss * torch.where(equal, 1.0, torch.nan).to(loss.device), True
+        else:
+            equal = type(got) is type(value) and got == value
+        if not equal:
+            raise TypeError(f"its forward gives its loss_function other {name} than the patch expects; "
+                            f"lce.unpatch_transformers(model) computes that loss")
+    return loss
+
+
 class Patched:
-    """What patch_transformers puts before a model's class."""
-    instead = return_logits = None
+    """What patch_transformers puts before a model's class. lce_patch: what it has found and been given."""
+    instead = None
 
     @property
     def loss_function(self):
@@ -68,27 +128,38 @@ class Patched:
     def fused(self, *, labels=None, shift_labels=None, return_logits=None, **kwargs):
         labels = shift_labels if labels is None else labels
         given = {name: t for name, t in dict(labels=labels, shift_labels=shift_labels).items() if t is not None}
-        evaluated = not (self.training or torch.is_grad_enabled())
-        return_logits = next(r for r in (return_logits, self.return_logits, evaluated) if r is not None)
+        patch, evaluated = self.lce_patch, not (self.training or torch.is_grad_enabled())
+        return_logits = next(r for r in (return_logits, patch.return_logits, evaluated) if r is not None)
         if not given or return_logits and not self.training:
             return type(self).unpatched.forward(self, **given, **kwargs)
-        target = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
-        items, losses = kwargs.get("num_items_in_batch"), []
+        if not torch.compiler.is_compiling() and self.loss_function != patch.loss_function:
+            raise TypeError("its loss_function is not the one that was patched; call patch_transformers again")
+        items = kwargs.get("num_items_in_batch") if patch.divides else None
+        ignore_index, made = kwargs.get("ignore_index", patch.ignore_index), []
 
         def instead(head, x):
-            options = {name: value for name, value in head.options.items() if self.training or name not in TERMS}
-            loss = linear_cross_entropy(x, head.weight, target.to(x.device), head.bias, **options,
-                                        reduction="mean" if items is None else "sum",
-                                        ignore_index=kwargs.get("ignore_index", -100))
-            losses.append(loss if items is None else loss / torch.as_tensor(items, device=loss.device))
-            return torch.nn.functional.linear(x, head.weight, head.bias) if return_logits else x.new_full((1, 1, 1), torch.nan)
+            options = {name: value for name, value in patch.options.items() if self.training or name not in TERMS}
+            target = target_of(labels, shift_labels)
+            loss = linear_cross_entropy(x, head.weight, target.to(x.device), head.bias, **options, ignore_index=ignore_index,
+                                        reduction="mean" if items is None else "sum")
+            loss = loss if items is None else loss / torch.as_tensor(items, device=loss.device)
+            made.append((loss, dict(labels=target.clone(), num_items_in_batch=items, ignore_index=ignore_index,
+                                    vocab_size=head.out_features)))
+            if return_logits:
+                return torch.nn.functional.linear(x, head.weight, head.bias)
+            return x.new_full((1, 1, 1), torch.nan).expand(1, 1, head.out_features)
+
+        def loss(*args, **received):
+            (loss, used), = made
+            return verified(loss, used, arguments(*args, **received))
         as_tuple = kwargs.pop("return_dict", self.config.return_dict) is False
-        outputs = with_head(self, instead, lambda *_, **__: losses.pop(), **given, **kwargs, return_dict=True)
-        if not return_logits:
-            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
-        return outputs.to_tuple() if as_tuple else outputs
+        outputs = with_head(self, instead, loss, **given, **kwargs, return_dict=True)
+        values = {name: None if name == "logits" and not return_logits else value for name, value in outputs.items()}
+        return tuple(values.values()) if as_tuple else type(outputs)(**values)
 
     def __setattr__(self, name, value):
+        if name == "loss_function":
+            raise TypeError("a patched model has a loss_function of its own; call lce.unpatch_transformers(model) before")
         if name == "forward" and getattr(value, "__globals__", {}).get("__name__", "").startswith("trl."):
             raise TypeError("TRL's trainers put a loss of their own into a model, and leave the patch unused: give one without")
         super().__setattr__(name, value)
@@ -118,20 +189,9 @@ def become(cls, module):
         module._old_forward = types.MethodType(cls.forward, module)
 
 
-def transform_of(model, tokens):
+def transform_of(z, logits):
     """How the model scales and soft-caps logits, seen on known ones, as options of linear_cross_entropy."""
-    seen = []
-
-    def instead(head, x):
-        z = torch.logspace(-4, 6, head.out_features, dtype=torch.float64, device="cpu" if x.is_meta else x.device)
-        z[1::2] *= -1
-        seen.append(z.expand(1, 2, -1))
-        return seen[0].clone()
-    with_head(model, instead, lambda logits, labels, *_, **__: seen.append(logits) or labels.new_zeros((), dtype=torch.float32),
-              tokens, labels=tokens)
-    if len(seen) != 2 or seen[0].shape != seen[1].shape:
-        raise TypeError("its forward does not give the head's logits to its loss_function")
-    z, logits = (t.double() for t in seen)
+    z, logits = z.double(), logits.double()
     scale, most = (logits[0, 0, 0] / z[0, 0, 0]).item(), logits.abs().max().item()
     for softcap, curve in (0, scale * z), (most, most * torch.tanh(scale / most * z)):
         if scale > 0 and torch.allclose(logits, curve, 1e-5, 0):
@@ -139,21 +199,62 @@ def transform_of(model, tokens):
     raise TypeError("it does more to its logits than to scale and soft-cap them")
 
 
-def check(model, options):
-    """Gives the heads their options, and compares the loss of two tokens with the unpatched one."""
-    tokens = torch.tensor([[1, 2]], device=model.get_input_embeddings().weight.device)
-    transform = transform_of(model, tokens)
+def check(model, options, return_logits):
+    """Finds what the model does to logits and with what it calls loss_function, and compares, with and
+    without num_items_in_batch: what that makes of logits that are far apart, and the model's loss."""
+    tokens = torch.tensor([[1, 2, 1, 1, 2], [2, 1, 2, 2, 1]], device=model.get_input_embeddings().weight.device)
+    labels = torch.tensor([[2, 0, 0, 1, 2], [1, 2, 1, 0, 0]], device=tokens.device)
+    names = inspect.signature(type(model).unpatched.forward).parameters.values()
+    items = dict(num_items_in_batch=7) if any(p.name == "num_items_in_batch" or p.kind is p.VAR_KEYWORD for p in names) else {}
+    loss_function, given, calls = super(Patched, model).loss_function, [], []
+
+    def instead(head, x):
+        z = torch.logspace(-4, 6, head.out_features, dtype=torch.float64, device="cpu" if x.is_meta else x.device)
+        z[1::2] *= -1
+        given.append(z.expand(*x.shape[:-1], -1))
+        return given[-1].clone()
+
+    def loss(logits, *args, **kwargs):
+        calls.append((logits, args, kwargs))
+        return logits.new_zeros((), dtype=torch.float32)
+    with_head(model, instead, loss, tokens, labels=labels, **items)
+    if len(given) != 1 or len(calls) != 1 or given[0].shape != calls[0][0].shape:
+        raise TypeError("its forward does not give the head's logits to its loss_function")
+    logits, args, kwargs = calls[0]
+    received, options = arguments(logits, *args, **kwargs), {**options, **transform_of(given[0], logits)}
+    divides, ignored = received["num_items_in_batch"] is not None, received["ignore_index"]
     for head in heads_of(model):
-        head.options = {**options, **transform}
+        tried(options, head.out_features, head.bias is not None)
+    model.lce_patch = types.SimpleNamespace(options=options, return_logits=return_logits, loss_function=loss_function,
+                                            divides=divides, ignore_index=ignored)
     if tokens.is_meta:
         return
-    head(head.weight.new_zeros(2, head.in_features), tokens[0])  # fails where an option has a wrong value
-    want, got = type(model).unpatched.forward(model, tokens, labels=tokens), model(tokens, labels=tokens, return_logits=False)
-    if got.logits is not None:
-        raise TypeError("something has replaced its forward; patch it before")
-    most = 1e-3 + torch.finfo(want.logits.dtype).eps * want.logits.abs().max()
-    if not abs(want.loss - got.loss) <= most:
-        raise TypeError(f"of two tokens its loss is {want.loss.item():.4f}, and the patched one {got.loss.item():.4f}")
+    labels[:, 2] = ignored
+    z = 5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.device)
+    target = target_of(labels, None).flatten().to(z.device)
+    counts = (target != ignored) & (target >= 0)
+    losses = torch.nn.functional.cross_entropy(z.flatten(0, -2)[counts], target[counts], reduction="none")
+    for more, want in ({}, losses.mean()), (items, losses.sum() / 7 if divides else losses.mean()):
+        with_head(model, instead, loss, tokens, labels=labels, **more)
+        got = loss_function(z, *calls[-1][1], **calls[-1][2])
+        if not torch.allclose(got.float(), want, 1e-3):
+            raise TypeError(f"its loss_function makes {got.item():.4f} of known logits, not {want.item():.4f}, the cross-entropy "
+                            f"of the next labels")
+        whole = type(model).unpatched.forward(model, tokens, labels=labels, **more)
+        got = model(tokens, labels=labels, return_logits=False, **more)
+        if got.logits is not None:
+            raise TypeError("something has replaced its forward; patch it before")
+        most = 1e-3 + torch.finfo(whole.logits.dtype).eps * whole.logits.abs().max()
+        if not abs(whole.loss - got.loss) <= most:
+            raise TypeError(f"of known tokens its loss is {whole.loss.item():.4f}, and the patched one {got.loss.item():.4f}")
+
+
+def inside(model):
+    from transformers import PreTrainedModel
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"a {type(inner).__name__} is no model of transformers; patch the one inside it")
+    return inner
 
 
 def patch_transformers(model, *, return_logits=None, **options):
@@ -162,32 +263,43 @@ def patch_transformers(model, *, return_logits=None, **options):
     A call with labels (or shift_labels) returns loss, and logits=None; one without is as before.
     return_logits (here or in a call): True returns logits, too, False does not, None does in evaluation
     without gradients.
-    options: linear_cross_entropy's chunk, skip_ignored, and for training alone label_smoothing, z_loss,
-    class_weights, sampling. The head's parameters, names and hooks stay, so checkpoints, DDP and FSDP are as
-    before; patch before fully_shard. Of a PeftModel it patches the inside.
+    options: linear_cross_entropy's chunk, skip_ignored, batch_invariant, and for training alone
+    label_smoothing, z_loss, class_weights, sampling. The head's parameters, names and hooks stay, so
+    checkpoints, DDP and FSDP are as before; patch before fully_shard. Of a PeftModel it patches the inside.
 
     The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The
-    patch checks what the model makes of known logits, and compares the losses of two tokens before and after
-    (not on meta); else it raises TypeError.
+    patch checks what the model makes of known logits, what its loss_function makes of them, and the model's
+    loss before and after (not on meta); else it raises TypeError. Every call checks that loss_function
+    receives the call's labels, num_items_in_batch and ignore_index, and raises TypeError if not; on a GPU and
+    in compiled code other labels make the loss NaN, so that the host need not wait.
     """
-    from transformers import PreTrainedModel
-    known(options, ("chunk", "skip_ignored", *TERMS), "patch_transformers")
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel):
-        raise TypeError(f"a {type(inner).__name__} is no model of transformers; patch the one inside it")
-    modes, before = [(m, m.training) for m in inner.modules()], {}
+    known(options, ("chunk", "skip_ignored", "batch_invariant", *TERMS), "patch_transformers")
+    inner = inside(model)
+    modes, before, patch = [(m, m.training) for m in inner.modules()], {}, getattr(inner, "lce_patch", None)
     try:
-        before = {part: type(part) for part in (inner, *heads_of(inner, torch.nn.Linear))}
-        for part in before:
-            become(patched(getattr(inner, "unpatched", type(inner))) if part is inner else LinearCrossEntropy, part)
+        before = {part: type(part) for part in (inner, *heads_of(inner))}
+        become(patched(getattr(inner, "unpatched", type(inner))), inner)
         with torch.no_grad():
-            check(inner.eval(), options)
+            check(inner.eval(), options, return_logits)
     except Exception as error:
         for part, cls in before.items():
             become(cls, part)
+        if vars(inner).pop("lce_patch", None) and patch:
+            inner.lce_patch = patch
         raise TypeError(f"a {type(inner).__name__} cannot be patched: {error}") from error
     finally:
         for module, training in modes:
             module.training = training
-    inner.return_logits = return_logits
+    return model
+
+
+def unpatch_transformers(model):
+    """The model as it was before patch_transformers, which it returns; call it before fully_shard."""
+    inner = inside(model)
+    if isinstance(inner, Patched):
+        for part in inner.modules():
+            if isinstance(part, (Head, Patched)):
+                become(getattr(part, "unpatched", torch.nn.Linear), part)
+                vars(part).pop("instead", None)
+                vars(part).pop("lce_patch", None)
     return model
