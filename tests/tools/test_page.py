@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""kernels/lce/page.html in headless Chromium, and its numbers beside ./train --plan's."""
+import html
+import pathlib
+import re
+import shutil
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from program import ROOT, TRAIN, main, read_log, run, train  # noqa: E402
+from tap import Skip  # noqa: E402
+
+PAGE = ROOT / "kernels" / "lce" / "page.html"
+DATA = re.compile(r'<script type="application/json" id="data">\n(.*?)</script>', re.S)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+def chromium(folder, sizes, width, *words):
+    """Opens the page at these sizes, and fails on any line in its console."""
+    if not CHROMIUM:
+        raise Skip("there is no Chromium; apt-get install chromium has one")
+    done = run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+               "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
+               f"{PAGE.as_uri()}#{sizes}").ok()
+    assert "CONSOLE" not in done.err, done
+    return done.out
+
+
+def test_one_file_without_network(folder):
+    text = PAGE.read_text()
+    assert "://" not in text and "<link" not in text and "src=" not in text
+    script = text.split("<script>\n")[1].split("</script>")[0]
+    assert script.count("\n") <= 200 and max(map(len, script.splitlines())) <= 140
+
+
+def test_data_is_what_the_tool_writes(folder):
+    wanted = run(sys.executable, ROOT / "tools" / "page_data.py", "--print", LCE_TRAIN=str(TRAIN)).ok().out
+    assert DATA.search(PAGE.read_text())[1] == wanted, "run tools/page_data.py: the trainer's plans have changed"
+
+
+def test_numbers_are_the_plans(folder):
+    """The command that the page shows prints the page's numbers, at its first sizes and at others, with a last chunk that
+    is shorter and a vocabulary of no whole cache lines."""
+    for k, sizes in enumerate(("", "N=49152&V=50257&H=4096&C=32768")):
+        dom = chromium(folder, sizes, 390 + k, "--dump-dom")
+        words = html.unescape(re.search(r'<pre id="command">./train (.*?)</pre>', dom)[1])
+        assert not sizes or "--batch 12 --vocab 50257 --hidden-size 4096 --lce-chunk 32768" in words
+        train(words, "--log", folder / "plan").ok()
+        for plan in read_log(folder / "plan"):
+            for key, field in ("head", "head_peak_bytes"), ("peak", "peak_bytes"):
+                shown = int(re.search(rf'id="{plan["loss_mode"]}-{key}" data-bytes="(\d+)"', dom)[1])
+                assert shown == plan[field], (sizes, plan["loss_mode"], key, shown, plan[field])
+
+
+def test_screenshots(folder):
+    for width in (1400, 900, 390):
+        chromium(folder, "", width, f"--screenshot={folder}/page.png")
+        png = (folder / "page.png").read_bytes()
+        assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20], "big") == width and len(png) > 30000, (width, len(png))
+
+
+main(globals())
