@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """kernels/lce/page.html in headless Chromium, and its numbers beside ./train --plan's."""
+import csv
 import html
+import json
 import pathlib
 import re
 import shutil
@@ -16,14 +18,16 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def chromium(folder, sizes, width, *words):
-    """Opens the page at these sizes, and fails on any line in its console."""
+    """Opens the page at these sizes and returns what it printed; a line in its console fails."""
     if not CHROMIUM:
         raise Skip("there is no Chromium; apt-get install chromium has one")
+    page = folder / "page.html"
+    page.write_text(PAGE.read_text() + "<script>document.title = JSON.stringify(headBytes())</script>")
     done = run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
-               f"{PAGE.as_uri()}#{sizes}").ok()
+               f"{page.as_uri()}#{sizes}").ok()
     assert "CONSOLE" not in done.err, done
-    return done.out
+    return html.unescape(done.out)
 
 
 def test_one_file_without_network(folder):
@@ -40,16 +44,22 @@ def test_data_is_what_the_tool_writes(folder):
 
 def test_numbers_are_the_plans(folder):
     """The command that the page shows prints the page's numbers, at its first sizes and at others, with a last chunk that
-    is shorter and a vocabulary of no whole cache lines."""
-    for k, sizes in enumerate(("", "N=49152&V=50257&H=4096&C=32768")):
-        dom = chromium(folder, sizes, 390 + k, "--dump-dom")
-        words = html.unescape(re.search(r'<pre id="command">./train (.*?)</pre>', dom)[1])
-        assert not sizes or "--batch 12 --vocab 50257 --hidden-size 4096 --lce-chunk 32768" in words
-        train(words, "--log", folder / "plan").ok()
+    is shorter and a vocabulary of no whole cache lines. The timeline has the blocks' bytes."""
+    for sizes in "", "N=81920&V=50257&H=4096&C=32768":
+        dom = chromium(folder, sizes, 900, "--dump-dom")
+        command = re.search(r'<pre id="command">./train (.*?)</pre>', dom)[1]
+        assert not sizes or command.endswith(" --batch 20 --vocab 50257 --hidden-size 4096 --lce-chunk 32768")
+        train(command, "--log", folder / "plan", "--timeline", folder / "steps.csv").ok()
         for plan in read_log(folder / "plan"):
             for key, field in ("head", "head_peak_bytes"), ("peak", "peak_bytes"):
                 shown = int(re.search(rf'id="{plan["loss_mode"]}-{key}" data-bytes="(\d+)"', dom)[1])
                 assert shown == plan[field], (sizes, plan["loss_mode"], key, shown, plan[field])
+        blocks, rows = json.loads(re.search("<title>(.*?)</title>", dom)[1]), csv.DictReader((folder / "steps.csv").read_text().splitlines())
+        totals = [(row["block"], int(row["total"])) for row in rows]
+        pushed = {name: now - before for (_, before), (name, now) in zip(totals, totals[1:]) if now > before}
+        vectors, _ = blocks.pop("vectors"), blocks.pop("logits")
+        assert all(pushed[name] == size for name, size in blocks.items()), (blocks, pushed)
+        assert vectors == sum(size for name, size in blocks.items() if not re.match("exponentials|scratch|scaled x", name))
 
 
 def test_screenshots(folder):
