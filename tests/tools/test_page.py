@@ -2,6 +2,7 @@
 """kernels/lce/page.html in headless Chromium, and its numbers beside ./train --plan's."""
 import csv
 import html
+import importlib.util
 import json
 import pathlib
 import re
@@ -54,8 +55,8 @@ def test_numbers_are_the_plans(folder):
             for key, field in ("head", "head_peak_bytes"), ("peak", "peak_bytes"):
                 shown = int(re.search(rf'id="{plan["loss_mode"]}-{key}" data-bytes="(\d+)"', dom)[1])
                 assert shown == plan[field], (sizes, plan["loss_mode"], key, shown, plan[field])
-        blocks, rows = json.loads(re.search("<title>(.*?)</title>", dom)[1]), csv.DictReader((folder / "steps.csv").read_text().splitlines())
-        totals = [(row["block"], int(row["total"])) for row in rows]
+        blocks = json.loads(re.search("<title>(.*?)</title>", dom)[1])
+        totals = [(row["block"], int(row["total"])) for row in csv.DictReader((folder / "steps.csv").read_text().splitlines())]
         pushed = {name: now - before for (_, before), (name, now) in zip(totals, totals[1:]) if now > before}
         vectors, _ = blocks.pop("vectors"), blocks.pop("logits")
         assert all(pushed[name] == size for name, size in blocks.items()), (blocks, pushed)
@@ -67,6 +68,17 @@ def test_screenshots(folder):
         chromium(folder, "", width, f"--screenshot={folder}/page.png")
         png = (folder / "page.png").read_bytes()
         assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20], "big") == width and len(png) > 30000, (width, len(png))
+
+
+def test_still_pictures(folder):
+    if not importlib.util.find_spec("matplotlib"):
+        raise Skip("there is no matplotlib")
+    run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
+    text = (PAGE.parent / "LCE.md").read_text()
+    assert all((PAGE.parent / path.name).exists() and f"]({path.name})" in text for path in folder.glob("*.png"))
+    sys.path.insert(0, str(ROOT / "tools"))
+    tile_at = importlib.import_module("pictures").tile_at
+    assert sorted(tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
 
 
 main(globals())
