@@ -3,7 +3,7 @@
 
 A step pushes and pops the same blocks whatever its sizes, and each block's bytes are a sum of products of N, V and H:
 plans at eight corners find the factors, a ninth checks them. The blocks of LM head + loss also depend on the chunk;
-the page has their formulas. --print writes to standard output instead.
+the page has their formulas.
 """
 import csv
 import itertools
@@ -32,25 +32,20 @@ def corner(doubled):
     return tuple(size * (1 + (letter in doubled)) for letter, size in LOW.items())
 
 
-
 def timeline(mode, sizes):
     """{category: bytes that stay}, and the second step's [(block, category, bytes; below 0 where it is popped)]."""
     tokens, vocab, hidden = sizes
+    options = f"{OPTIONS} --batch {tokens // SEQUENCE} --vocab {vocab} --hidden-size {hidden} {MODES[mode]} --plan --timeline"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "timeline.csv")
-        subprocess.run([TRAIN, *OPTIONS.split(), "--batch", str(tokens // SEQUENCE), "--vocab", str(vocab), "--hidden-size", str(hidden),
-                        MODES[mode], "--plan", "--timeline", path], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([TRAIN, *options.split(), path], check=True, stdout=subprocess.DEVNULL)
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    categories = list(rows[0])[list(rows[0]).index("total") + 1:]
-    rows = [(int(row["step"]), row["block"], [int(row[name]) for name in categories]) for row in rows]
-    first = next(k for k, row in enumerate(rows) if row[0] == 2)
-    events = []
-    for (_, _, before), (step, block, now) in itertools.pairwise(rows[first - 1:]):
-        (category, change), = [(name, b - a) for name, a, b in zip(categories, before, now) if a != b]
-        if step == 2:
-            events.append((block, category, change))
-    return dict(zip(categories, rows[first - 1][2])), events
+    categories = [name for name in rows[0] if name not in ("event", "step", "at", "block", "total")]
+    last = max(k for k, row in enumerate(rows) if row["step"] == "1")
+    events = [(row["block"], name, int(row[name]) - int(before[name])) for before, row in itertools.pairwise(rows[last:])
+              for name in categories if row["step"] == "2" and row[name] != before[name]]
+    return {name: int(rows[last][name]) for name in categories}, events
 
 
 def value(form, sizes):
@@ -94,13 +89,14 @@ def text():
 
 
 def main():
-    if "--print" in sys.argv:
-        sys.stdout.write(text())
-        return
     with open(PAGE, encoding="utf-8") as file:
         before, rest = file.read().split(BEGIN)
+    try:
+        found = text()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"page_data: {error}; run make, or name a program that plans by LCE_TRAIN")
     with open(PAGE, "w", encoding="utf-8") as file:
-        file.write(before + BEGIN + text() + END + rest.split(END, 1)[1])
+        file.write(before + BEGIN + found + END + rest.split(END, 1)[1])
 
 
 if __name__ == "__main__":

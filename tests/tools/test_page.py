@@ -10,8 +10,12 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, main, read_log, run, train  # noqa: E402
+from program import ROOT, main, read_log, run, train  # noqa: E402
 from tap import Skip  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "tools"))
+import page_data  # noqa: E402
+import pictures  # noqa: E402
 
 PAGE = ROOT / "kernels" / "lce" / "page.html"
 DATA = re.compile(r'<script type="application/json" id="data">\n(.*?)</script>', re.S)
@@ -39,13 +43,12 @@ def test_one_file_without_network(folder):
 
 
 def test_data_is_what_the_tool_writes(folder):
-    wanted = run(sys.executable, ROOT / "tools" / "page_data.py", "--print", LCE_TRAIN=str(TRAIN)).ok().out
-    assert DATA.search(PAGE.read_text())[1] == wanted, "run tools/page_data.py: the trainer's plans have changed"
+    assert DATA.search(PAGE.read_text())[1] == page_data.text(), "run tools/page_data.py: the trainer's plans have changed"
 
 
 def test_numbers_are_the_plans(folder):
-    """The command that the page shows prints the page's numbers, at its first sizes and at others, with a last chunk that
-    is shorter and a vocabulary of no whole cache lines. The timeline has the blocks' bytes."""
+    """The command that the page shows plans the page's numbers, and each block of the loss. The second sizes have a
+    shorter last chunk and a vocabulary of no whole cache lines."""
     for sizes in "", "N=81920&V=50257&H=4096&C=32768":
         dom = chromium(folder, sizes, 900, "--dump-dom")
         command = re.search(r'<pre id="command">./train (.*?)</pre>', dom)[1]
@@ -76,9 +79,7 @@ def test_still_pictures(folder):
     run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
     text = (PAGE.parent / "LCE.md").read_text()
     assert all((PAGE.parent / path.name).exists() and f"]({path.name})" in text for path in folder.glob("*.png"))
-    sys.path.insert(0, str(ROOT / "tools"))
-    tile_at = importlib.import_module("pictures").tile_at
-    assert sorted(tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
+    assert sorted(pictures.tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
 
 
 main(globals())
