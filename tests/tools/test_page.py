@@ -22,15 +22,21 @@ DATA = re.compile(r'<script type="application/json" id="data">\n(.*?)</script>',
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
+def open_in_chromium(folder, text, sizes, width, *words):
+    (folder / "page.html").write_text(text)
+    return run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+               "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
+               f"{(folder / 'page.html').as_uri()}#{sizes}")
+
+
 def chromium(folder, sizes, width, *words):
     """Opens the page at these sizes and returns what it printed; a line in its console fails."""
     if not CHROMIUM:
         raise Skip("there is no Chromium; apt-get install chromium has one")
-    page = folder / "page.html"
-    page.write_text(PAGE.read_text() + "<script>document.title = JSON.stringify(headBytes())</script>")
-    done = run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-               "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
-               f"{page.as_uri()}#{sizes}").ok()
+    if "<p>here" not in open_in_chromium(folder, "<p>here", "", 500, "--dump-dom").out:
+        raise Skip(f"{CHROMIUM} does not open a file in {folder}")
+    text = PAGE.read_text() + "<script>document.title = JSON.stringify(headBytes())</script>"
+    done = open_in_chromium(folder, text, sizes, width, *words).ok()
     assert "CONSOLE" not in done.err, done
     return html.unescape(done.out)
 
