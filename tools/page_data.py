@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Writes the data of kernels/lce/page.html into it, from the timelines of ./train --plan --timeline.
+
+A step pushes and pops the same blocks whatever its sizes, and each block's bytes are a sum of products of N, V and H:
+plans at eight corners find the factors, a ninth checks them. The blocks of LM head + loss also depend on the chunk;
+the page has their formulas.
+"""
+import csv
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+TRAIN = os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train"))
+PAGE = os.path.join(ROOT, "kernels", "lce", "page.html")
+BEGIN, END = '<script type="application/json" id="data">\n', "</script>"
+SEQUENCE, HEAD = 4096, "lm_head, loss"
+OPTIONS = (f"--model llama-1b --seq-len {SEQUENCE} --head-dim 64 --intermediate-size 8192 --recompute layer --moment-dtype bf16 "
+           "--no-master-weights --val-fraction 0 --sample-every 0 --device cuda")
+MODES = {"fused": "--fused-lce", "materialized": "--materialized-logits"}
+LOW, CHECKED = {"N": 8192, "V": 32768, "H": 1024}, (81920, 128256, 4096)
+PRODUCTS = ["".join(letters) for count in range(4) for letters in itertools.combinations(LOW, count)]
+
+
+def corner(doubled):
+    """The sizes N, V and H, these doubled."""
+    return tuple(size * (1 + (letter in doubled)) for letter, size in LOW.items())
+
+
+def timeline(mode, sizes):
+    """{category: bytes that stay}, and the second step's [(block, category, bytes; below 0 where it is popped)]."""
+    tokens, vocab, hidden = sizes
+    options = f"{OPTIONS} --batch {tokens // SEQUENCE} --vocab {vocab} --hidden-size {hidden} {MODES[mode]} --plan --timeline"
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "timeline.csv")
+        subprocess.run([TRAIN, *options.split(), path], check=True, stdout=subprocess.DEVNULL)
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    categories = [name for name in rows[0] if name not in ("event", "step", "at", "block", "total")]
+    last = max(k for k, row in enumerate(rows) if row["step"] == "1")
+    events = [(row["block"], name, int(row[name]) - int(before[name])) for before, row in itertools.pairwise(rows[last:])
+              for name in categories if row["step"] == "2" and row[name] != before[name]]
+    return {name: int(rows[last][name]) for name in categories}, events
+
+
+def value(form, sizes):
+    return sum(factor * math.prod(sizes["NVH".index(letter)] for letter in letters) for letters, factor in form.items())
+
+
+def form_of(found):
+    """{sizes: bytes} as factors of products: {"NH": 2, "": 256} for 2 N H + 256."""
+    form = {}
+    for letters in reversed(PRODUCTS):  # a mixed difference leaves the products that have all of them
+        change = sum((-1)**(len(letters) - len(doubled)) * (found[corner(doubled)] - value(form, corner(doubled)))
+                     for doubled in PRODUCTS if set(doubled) <= set(letters))
+        if change:
+            form[letters] = change // math.prod(LOW[letter] for letter in letters)
+    if any(value(form, sizes) != size for sizes, size in found.items()):
+        sys.exit(f"page_data: {form} is not what a block has: {found}")
+    return form
+
+
+def data():
+    """What page.html draws: blocks are numbered from 1, and a step is a list of numbers, below 0 where a block is popped."""
+    numbers, steps, stays = {}, {}, {}
+    for mode in MODES:
+        plans = {sizes: timeline(mode, sizes) for sizes in [*map(corner, PRODUCTS), CHECKED]}
+        stays = {name: form_of({sizes: stays[name] for sizes, (stays, _) in plans.items()}) for name in plans[CHECKED][0]}
+        steps[mode] = []
+        for same in zip(*(events for _, events in plans.values()), strict=True):
+            (block, category, change), sign = same[0], 1 if same[0][2] > 0 else -1
+            form = {} if category == HEAD else form_of({sizes: sign * event[2] for sizes, event in zip(plans, same)})
+            steps[mode].append(sign * numbers.setdefault((block, category, json.dumps(form)), len(numbers) + 1))
+    blocks = [[block, category, json.loads(form)] for block, category, form in numbers]
+    return {"command": OPTIONS, "sequence": SEQUENCE, "stays": stays, "blocks": blocks, **steps}
+
+
+def text():
+    found = data()
+    lines = [f'"{name}": {json.dumps(found[name])}' for name in ("command", "sequence", "stays")]
+    lines.append('"blocks": [\n' + ",\n".join(map(json.dumps, found["blocks"])) + "]")
+    lines += ["\n".join(textwrap.wrap(f'"{mode}": {json.dumps(found[mode])}', 108)) for mode in MODES]
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def main():
+    with open(PAGE, encoding="utf-8") as file:
+        before, rest = file.read().split(BEGIN)
+    try:
+        found = text()
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"page_data: {error}; run make, or name a program that plans by LCE_TRAIN")
+    with open(PAGE, "w", encoding="utf-8") as file:
+        file.write(before + BEGIN + found + END + rest.split(END, 1)[1])
+
+
+if __name__ == "__main__":
+    main()
