@@ -301,7 +301,8 @@ void check_values(Harness *h, const char *what, Tensor got, const double *want, 
     check_one(what, i, values[i], want[i], allowed(tolerance, got.dtype, want[i], rms));
 }
 
-void check_rows(Harness *h, const char *what, const char *row, Tensor got, const double *want, Tolerance t) {
+void check_by_row(Harness *h, const char *what, const char *row, Tensor got, const double *want,
+                  Tolerance t) {
   const double *values = values_of(h, got);
   int64_t count = tensor_count(got), columns = count / got.shape[0];
   double rms = root_mean_square(want, count);
