@@ -449,7 +449,7 @@ def ladder(rows, path):
     kinds = [("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)]
     if all("certain_error" in row for row in rows):
         kinds += [("Error of dX, target nearly certain", "certain_error", lambda e: f"{100 * e:.0f}%" if e > 0.005 else f"{e:.0e}")]
-    figure, cells = picture(5.2 * len(kinds), 1.9 + 0.42 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
+    figure, cells = picture(0.8 + 4.3 * len(kinds), 1.9 + 0.42 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
                             "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), "", (2.9, 0.9, 1.3, 0.3),
                             ncols=len(kinds), wspace=0.4)
     notes = {5: ", made to be read"}
