@@ -31,7 +31,8 @@ static size_t run_rung(Harness *h, int rung, LinearCrossEntropy call) {
   Ledger *ledger = &backend->memory.ledger;
   MemoryMark tensors = memory_mark(&backend->memory);
   size_t peak = ledger->stack_peak, before = ledger->stack;
-  BackendOps counting = *(uncounted = backend->ops);
+  static BackendOps counting;
+  counting = *(uncounted = backend->ops);
   counting.linear_forward = count_forward, counting.linear_backward_input = count_input;
   counting.linear_backward_weight = count_weight;
   flops = 0, dweight_calls = 0, ledger->stack_peak = before;
