@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """kernels/lce/LCE.md on the ladder: exercises fail on their hole and on wrong answers, and pass once filled; its code is
 the ladder's, in C and in PyTorch."""
+import inspect
 import pathlib
 import re
 import shutil
@@ -71,6 +72,7 @@ def test_pytorch(folder):
         raise Skip(f"{sys.executable} has no PyTorch") from None
     sys.path.insert(0, str(LADDER))
     import ladder
+    assert max(len(inspect.getsource(rung).splitlines()) for rung in (ladder.matmuls, *ladder.RUNGS.values())) <= 15
     run(BUILD / "tests/tools/test_lce_ladder", LADDER_FILE=str(folder / "rungs")).ok()
     x, W, y, *of_c = torch.frombuffer(bytearray((folder / "rungs").read_bytes()), dtype=torch.float32).split(
         [37 * 24, 1301 * 24, 37, *[37, 37 * 24, 1301 * 24] * 6])
