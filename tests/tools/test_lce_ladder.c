@@ -39,12 +39,12 @@ static size_t run_rung(Harness *h, int rung, LinearCrossEntropy call) {
   backend->ops = &counting;
   CATCH(ladder_run(backend, rung, call));
   backend->ops = uncounted;
+  size_t held = ledger->stack_peak - before;
+  if (ledger->stack_peak < peak) ledger->stack_peak = peak;
   if (caught_sentence[0])
     fail_msg("rung %s, of %lld tokens in chunks of %lld, fails: %s", ladder_names[rung - 1],
              (long long)call.x.shape[0], (long long)call.chunk, caught_sentence);
   assert_int_equal(memory_mark(&backend->memory), tensors);
-  size_t held = ledger->stack_peak - before;
-  if (ledger->stack_peak < peak) ledger->stack_peak = peak;
   return held;
 }
 
