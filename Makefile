@@ -372,7 +372,7 @@ $(BUILD)/$(HOLE:.c=): $(BUILD)/$(HOLE).o $(BUILD)/tests/tools/test_lce_ladder.c.
 build-and-exercise:
 	@mkdir -p $(EXERCISES)
 	@rung=$$(grep -l '// Exercise $(N):' tools/ladder/*.c) || \
-	  { echo "N=$(N): there are exercises 1 to 5"; exit 1; }; \
+	  { echo "N=$(N): there are exercises 1 to 7"; exit 1; }; \
 	  [ -e $(HOLE) ] || awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } \
 	    /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
 	@$(MAKE) $(BUILD)/$(HOLE:.c=)
@@ -438,7 +438,7 @@ help:
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison
 #:                      (tools/real_run.sh --help); REAL_RUN_ARGS="..." for other options
 #: make test            installs what is missing, builds, and runs all tests
-#: make exercise N=1    an exercise of kernels/lce/LCE.md, 1 to 5: fill the hole in exercises/1.c
+#: make exercise N=1    an exercise of kernels/lce/LCE.md, 1 to 7: fill the hole in exercises/1.c
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
 #: make bench           installs what is missing, builds, and times LM head + loss and a step on the CPU
 #: make curves          installs what is missing, builds, and draws a memory curve (tools/CURVES.md)

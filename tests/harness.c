@@ -301,6 +301,17 @@ void check_values(Harness *h, const char *what, Tensor got, const double *want, 
     check_one(what, i, values[i], want[i], allowed(tolerance, got.dtype, want[i], rms));
 }
 
+void check_by_row(Harness *h, const char *what, const char *row, Tensor got, const double *want,
+                  Tolerance t) {
+  const double *values = values_of(h, got);
+  int64_t count = tensor_count(got), columns = count / got.shape[0];
+  double rms = root_mean_square(want, count);
+  for (int64_t i = 0; i < count; i++)
+    if (!(fabs(values[i] - want[i]) <= allowed(t, got.dtype, want[i], rms)))
+      fail_msg("%s of %s %lld, column %lld, is %.9g; %.9g is right", what, row, (long long)(i / columns),
+               (long long)(i % columns), values[i], want[i]);
+}
+
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b) {
   double *left = values_of(h, a), *right = values_of(h, b);
   assert_true(tensor_same_shape(a, b));

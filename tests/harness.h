@@ -100,6 +100,8 @@ Tolerance within_stored(const Harness *h, double units, double terms); // interm
 Tolerance with_size(Tolerance tolerance, double size);
 
 void check_values(Harness *h, const char *what, Tensor got, const double *want, Tolerance tolerance);
+// The same, whose message counts rows: "WHAT of ROW 5, column 0, is ...".
+void check_by_row(Harness *h, const char *what, const char *row, Tensor got, const double *want, Tolerance t);
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b);
 // NaN still lies between the rows of a strided tensor.
 void check_gaps(Harness *h, const char *what, Tensor t);

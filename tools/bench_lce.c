@@ -2,7 +2,8 @@
 // alternates with the three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW =
 // L^T X over all tokens at once), each term of the loss (--terms) with the loss without it. Prints medians,
 // ratios, and the bytes pushed beyond inputs and gradients. The last term is sampling at M0 = 1. --ladder
-// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7.
+// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7. On the
+// CPU it gives the error of dX for a token whose target leads by about 30, too, against float64.
 //
 // How many tiles sampling drops depends on the logits. --checkpoint takes a trained state: W is the model's
 // head, x the final norm's output for the first N tokens that ./train --init DIR --data PATH --val-fraction 0
@@ -14,7 +15,8 @@
 //
 // --json prints an object a line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
 // inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
-// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term.
+// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term; rung, gemms
+// (how many it computes) and certain_error with --ladder.
 //
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 //  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
@@ -220,6 +222,7 @@ typedef struct {
   bool batch_invariant;
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
+  double certain_error;                // of a rung on the CPU; 0: none
 } Work;
 
 enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
@@ -253,6 +256,34 @@ static void fill_normal(Backend *backend, Tensor t, double mean, double deviatio
   }
 }
 
+// Token 0's target leads by about 30, if rows of W are long: its probability is 1 - 1e-8.
+static void make_certain(const LinearCrossEntropy *l) {
+  float *x = l->x.data, square = 0;
+  const float *w = (const float *)l->weight.data + *(const int32_t *)l->targets.data * l->weight.stride;
+  for (int64_t i = 0; i < l->x.shape[1]; i++) square += w[i] * w[i];
+  for (int64_t i = 0; i < l->x.shape[1]; i++) x[i] = 30 * w[i] / square;
+}
+
+// How far off token 0's dX is, over its size. With e = exp(z - z[y]) it is scale (sum e (W - W[y])) / sum e.
+static double certain_error(const LinearCrossEntropy *l) {
+  int64_t hidden = l->x.shape[1], target = *(const int32_t *)l->targets.data;
+  const float *x = l->x.data, *dx = l->dx.data, *weight = l->weight.data,
+              *of_target = weight + target * hidden;
+  double *sum = host_alloc(hidden, sizeof *sum, "a gradient"), total = 0, off = 0, size = 0;
+  for (const float *w = weight; w < weight + tensor_count(l->weight); w += hidden) {
+    double lead = 0;
+    for (int64_t i = 0; i < hidden; i++) lead += (double)x[i] * ((double)w[i] - (double)of_target[i]);
+    total += exp(lead);
+    for (int64_t i = 0; i < hidden; i++) sum[i] += exp(lead) * ((double)w[i] - (double)of_target[i]);
+  }
+  for (int64_t i = 0; i < hidden; i++) {
+    double right = (double)l->scale * sum[i] / total;
+    off += pow((double)dx[i] - right, 2), size += right * right;
+  }
+  free(sum);
+  return sqrt(off / size);
+}
+
 // The state, or random values.
 static void fill(Bench *b) {
   Backend *backend = b->backend;
@@ -270,6 +301,7 @@ static void fill(Bench *b) {
   }
   backend_to_device(backend, l->targets, s->targets);
   backend_synchronize(backend);
+  if (b->settings->ladder && backend->device == ON_CPU) make_certain(l);
 }
 
 // What the plan has found out about the work stays.
@@ -462,6 +494,7 @@ static void measure(const Bench *b, Work *w) {
   w->base_seconds = median(bases, rounds);
   w->seconds = median(works, rounds);
   w->ratio = median(ratios, rounds);
+  if (b->settings->ladder && b->backend->device == ON_CPU) w->certain_error = certain_error(&b->layer);
 }
 
 // --- output ------------------------------------------------------------------------------------------------
@@ -478,7 +511,8 @@ static void print_json(const Bench *b, const Work *w) {
   printf(",\"layer_bytes\":%zu,\"ledger_bytes\":%zu", w->held, b->layer_bytes + w->held);
   if (w->loss_alone) printf(",\"loss_alone_bytes\":%zu", w->loss_alone);
   if (w->term) printf(",\"term\":\"%s\"", w->term);
-  if (rung) printf(",\"rung\":%d", w->rung);
+  if (rung) printf(",\"rung\":%d,\"gemms\":%d", w->rung, ladder_gemms[w->rung - 1]);
+  if (w->certain_error > 0) printf(",\"certain_error\":%.3g", w->certain_error);
   if (c->mode == LCE_FUSED) printf(",\"chunk\":%lld", (long long)c->chunk);
   if (c->sampling.full_mass > 0) printf(",\"sample\":%g", (double)c->sampling.full_mass);
   if (w->seconds > 0)
@@ -493,6 +527,7 @@ static void report(const Bench *b, const Work *w) {
   if (!json) printf("  %-32s", w->name);
   if (!json && timed) printf(" %9.2f ms %7.3f", 1e3 * w->seconds, w->ratio);
   if (!json && w->held) printf("   %s", text_bytes(w->held).text);
+  if (!json && w->certain_error > 0) printf("   dX of a certain target off by %.1e", w->certain_error);
   if (timed && tensor_exists(w->call.sampling.stats)) {
     float stats[3];
     backend_to_host(b->backend, stats, b->sampled);

@@ -445,14 +445,22 @@ def groups(title, subtitle, all_groups, path):
 
 
 def ladder(rows, path):
-    """The versions in kernels/lce/LCE.md, from bench_lce --ladder --json: bars of time and memory."""
-    figure, cells = picture(10.4, 1.9 + 0.32 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
-                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), "", (2.7, 0.9, 1.3, 0.3),
-                            ncols=2, wspace=0.4)
-    kinds = ("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)
+    """The versions in kernels/lce/LCE.md, from bench_lce --ladder --json: bars of time, memory and, on a CPU, error."""
+    kinds = [("Time / three plain GEMMs", "ratio", "{:.2f}".format), ("Memory beyond inputs and gradients", "layer_bytes", size)]
+    if all("certain_error" in row for row in rows):
+        kinds += [("Error of dX, target nearly certain", "certain_error", lambda e: f"{100 * e:.0f}%" if e > 0.005 else f"{e:.0e}")]
+    figure, cells = picture(0.8 + 4.3 * len(kinds), 1.9 + 0.42 * len(rows), "Versions of LM head + loss", "N {tokens:,}, H {hidden_size:,}, "
+                            "V {vocab_size:,}, chunks of {chunk:,}; {gpu}".format(**rows[0]), "", (2.9, 0.9, 1.3, 0.3),
+                            ncols=len(kinds), wspace=0.4)
+    notes = {5: ", made to be read"}
+    labels = [f"{row['name']}\n{row['gemms']} GEMMs{notes.get(row['rung'], '')}" for row in rows]
     for k, (title, field, form) in enumerate(kinds):
-        names, colors = [row["name"] if k == 0 else "" for row in rows], ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
-        bars(panel(figure, cells[k], title), names, [row[field] for row in rows], form, colors)
+        names, colors = labels if k == 0 else [""] * len(rows), ["#8fb4d6"] * (len(rows) - 1) + [COLORS[1]]
+        ax = panel(figure, cells[k], title)
+        bars(ax, names, [row[field] for row in rows], form, colors)
+        if field == "ratio":  # what no version can do without
+            ax.axvline(1, color=INK, linewidth=1, zorder=4)
+            ax.annotate("1.0", (1, len(rows) - 0.45), xytext=(0, -3), textcoords="offset points", ha="center", va="top", fontsize=9, annotation_clip=False)
     save(figure, path)
 
 

@@ -83,6 +83,9 @@ def test_the_ladder(folder):
     assert reference["mode"] == "materialized" and "rung" not in reference and reference["ratio"] > 0
     assert [row["rung"] for row in found.values()] == [1, 2, 3, 4, 5, 7]  # the sixth is for Hopper
     assert all(row["seconds"] > 0 and row["floor_seconds"] > 0 and row["layer_bytes"] > 0 for row in found.values())
+    assert [row["gemms"] for row in found.values()] == [3, 4, 3, 3, 3, 3]
+    wide = rows(*"--device cpu --tokens 20 --hidden-size 256 --vocab 500 --chunk 20 --repeat 1 --ladder".split())
+    assert all(row["certain_error"] > 0.5 if row["rung"] < 4 else 0 < row["certain_error"] < 1e-4 for row in wide.values()), wide
     bench(*SMALL, "--ladder").ok("1 materialized fp32 logits", "7 linear_cross_entropy")
 
 

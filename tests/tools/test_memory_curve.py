@@ -297,7 +297,7 @@ def test_plot_run(folder):
     steps = [{"event": "step", "step": k, "loss": 3 + 8 * 2.7183**(-k / 15), "grad_norm": 1, "learning_rate": 1e-3, "tokens_per_second": 100}
              for k in range(1, 301)]
     rungs = [{"event": "layer", "name": f"{k} a version", "rung": k, "tokens": 1024, "hidden_size": 256, "chunk": 128, "vocab_size": 32768,
-              "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20} for k in range(1, 7)]
+              "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20, "gemms": 3 + (k == 2), "certain_error": 1.1 if k < 4 else 1e-6} for k in range(1, 7)]
     log = write("smooth.jsonl", [start, *steps], '{"event":"step","ste')  # killed
     deep = write("deep", [start, *steps], "[" * 100000 + "\n")
     for wrong, says in {deep: "line 302: this is no JSON object", write("odd", [{**start, "batch": []}, *steps]): "nothing is drawn", "/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
@@ -308,7 +308,8 @@ def test_plot_run(folder):
     tool("plot_run", log, log, "--out", folder / "run.png", "--from", "100").ok()
     assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
-    assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB")
+    assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB",
+                "1.0", "4 GEMMs", "3 GEMMs, made to be read", "target nearly certain", "110%", "1e-06")
     (folder / "mine.png").write_bytes(b"\x89PNG, by another program")
     tool("plot_run", log, "--out", folder / "mine.png").fails("is not from this program")
     tool("plot_run", log, "--out", folder / "run.png").ok()  # over its own

@@ -13,6 +13,7 @@ extern "C" {
 
 enum { RUNGS = 7 };
 extern const char *const ladder_names[RUNGS];
+extern const int ladder_gemms[RUNGS]; // how many matmuls of 2 N V H flops a rung computes
 
 // Whether the backend runs the rung.
 bool ladder_has(const Backend *backend, int rung);
@@ -22,6 +23,11 @@ bool ladder_has(const Backend *backend, int rung);
 // is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides. What a rung
 // needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
+
+// The call on tokens [first, first + chunk), or what is left of them; all but the first add to dweight.
+LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first);
+// How many bytes of dweight that chunk reads and writes.
+int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first);
 
 // --- what happens to rows: rows_cpu.c, in fp32 -------------------------------------------------------------
 
@@ -53,6 +59,9 @@ void ladder_repair(const Anchored *a);
 void ladder_finish(const Anchored *a);
 // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
 void ladder_add_targets(const Anchored *a);
+// Two ranks have some columns of E each, relative to anchors of their own. Into both go the whole row's anchor,
+// which is the larger, row_sum and target_e; rescale [2, C] makes each rank's E relative to that anchor.
+void ladder_join(const Anchored ranks[2], Tensor rescale);
 // A random part of E's tiles remains (call.sampling), scaled so that E keeps its expectation.
 void ladder_sample(const Anchored *a);
 

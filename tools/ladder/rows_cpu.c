@@ -148,6 +148,27 @@ void ladder_add_targets(const Anchored *a) {
   }
 }
 
+void ladder_join(const Anchored ranks[2], Tensor rescale) {
+  float *anchors[] = {ranks[0].anchor.data, ranks[1].anchor.data};
+  float *row_sums[] = {ranks[0].row_sum.data, ranks[1].row_sum.data};
+  const float *target_z = ranks[0].target_z.data;
+  for (int64_t n = 0; n < ranks[0].exps.shape[0]; n++) {
+    float anchor = 0, row_sum = 0, target_e = 1, factor[2] = {1, 1};
+    // Exercise 7: these four, of row n of both ranks. Anchors are target_z, but in repaired rows.
+    anchor = fmaxf(anchors[0][n], anchors[1][n]);
+    for (int i = 0; i < 2; i++) {
+      if (anchors[i][n] < anchor) factor[i] = exp_f32(anchors[i][n] - anchor); // infinity in both stays 1
+      row_sum += factor[i] * row_sums[i][n];
+    }
+    if (target_z[n] < anchor && anchor < INFINITY) target_e = exp_f32(target_z[n] - anchor);
+    // end of exercise 7
+    for (int i = 0; i < 2; i++) {
+      anchors[i][n] = anchor, row_sums[i][n] = row_sum, ((float *)ranks[i].target_e.data)[n] = target_e;
+      cpu_row(rescale, i)[n] = factor[i];
+    }
+  }
+}
+
 // A tile's mass is its sum of probabilities, r E. The draws are independent, those of linear_cross_entropy
 // systematic; dropped tiles are multiplied as zeros: this shows what sampling does and saves no time.
 void ladder_sample(const Anchored *a) {

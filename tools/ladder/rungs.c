@@ -16,8 +16,7 @@ static Tensor push_floats(Backend *backend, const char *name, int64_t count) {
   return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
 }
 
-// The call on tokens [first, first + chunk), or what is left of them; all but the first add to dweight.
-static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first) {
+LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first) {
   int64_t left = call->x.shape[0] - first, count = left < call->chunk ? left : call->chunk;
   LinearCrossEntropy c = *call;
   // Exercise 3: c's x, dx, loss and targets are the chunk's; its dweight is the sum over all chunks.
@@ -27,6 +26,14 @@ static LinearCrossEntropy chunk_at(const LinearCrossEntropy *call, int64_t first
   // end of exercise 3
   c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
   return c;
+}
+
+int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first) {
+  int64_t bytes = tensor_count(call->dweight) * (int64_t)dtype_bytes(call->dweight.dtype);
+  // Exercise 6: of all of dweight, `bytes`, to what the chunk that begins at token `first` reads and writes.
+  if (first > 0) bytes *= 2; // a sum is read, then written
+  // end of exercise 6
+  return bytes;
 }
 
 // z = X W^T.
@@ -48,7 +55,7 @@ static void backward(Backend *backend, const LinearCrossEntropy *c, Tensor dz, T
 static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
   Tensor logits = push_logit_rows(backend, "logits", l->x.dtype, l->chunk, l->weight.shape[0]);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    LinearCrossEntropy c = chunk_at(l, first);
+    LinearCrossEntropy c = ladder_chunk(l, first);
     Tensor z = tensor_rows(logits, 0, c.x.shape[0]);
     forward(backend, &c, z);
     backward(backend, &c, z, c.x, 1);
@@ -79,7 +86,7 @@ static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
   Tensor lse = push_floats(backend, "lse", tokens);
   Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // forward
-    LinearCrossEntropy c = chunk_at(l, first);
+    LinearCrossEntropy c = ladder_chunk(l, first);
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count);
     forward(backend, &c, z);
@@ -88,7 +95,7 @@ static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
 
   Tensor dlogits = push_logit_rows(backend, "dlogits", l->x.dtype, l->chunk, vocab);
   for (int64_t first = 0; first < tokens; first += l->chunk) { // backward
-    LinearCrossEntropy c = chunk_at(l, first);
+    LinearCrossEntropy c = ladder_chunk(l, first);
     int64_t count = c.x.shape[0];
     Tensor z = tensor_rows(logits, 0, count), dz = tensor_rows(dlogits, 0, count);
     forward(backend, &c, z);
@@ -106,7 +113,7 @@ static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
   Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
   Tensor lse = push_floats(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    LinearCrossEntropy c = chunk_at(l, first);
+    LinearCrossEntropy c = ladder_chunk(l, first);
     Tensor z = tensor_rows(logits, 0, c.x.shape[0]), dz = z; // in their place
     Tensor chunk_lse = tensor_rows(lse, 0, c.x.shape[0]);
     forward(backend, &c, z);
@@ -145,7 +152,7 @@ static void anchored_chunks(Backend *backend, const LinearCrossEntropy *l,
                             void (*exponentials)(Backend *, const Anchored *)) {
   MemoryMark mark = memory_mark(&backend->memory);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
-    Anchored a = push_anchored(backend, chunk_at(l, first));
+    Anchored a = push_anchored(backend, ladder_chunk(l, first));
     ladder_anchors(&a);
     exponentials(backend, &a);
     ladder_repair(&a);
@@ -213,6 +220,8 @@ const char *const ladder_names[RUNGS] = {"1 materialized fp32 logits",     "2 lo
                                          "3 gradient in the forward pass", "4 anchored at the target",
                                          "5 exponential in the epilogue",  "6 the same with TMA and wgmma",
                                          "7 linear_cross_entropy"};
+
+const int ladder_gemms[RUNGS] = {3, 4, 3, 3, 3, 3, 3};
 
 bool ladder_has(const Backend *backend, int rung) {
   bool on_gpu = backend->device == ON_CUDA;
