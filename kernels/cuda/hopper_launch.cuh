@@ -72,7 +72,7 @@ static void launch(Backend *backend, const CUtensorMap &a, const CUtensorMap &b,
 
 // --- dX ----------------------------------------------------------------------------------------------------
 
-static bool dx_runs(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
+static inline bool dx_runs(Backend *backend, Tensor out, Tensor exps, Tensor weight) {
   return exps.dtype == DTYPE_BF16 && hopper_runs(backend) && tma_takes(exps) && tma_takes(weight) &&
          tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
 }
