@@ -2,4 +2,6 @@
 from .functional import linear_cross_entropy, linear_log_probs
 from .modules import LinearCrossEntropy, patch_transformers
 
+__version__ = "0.1"
+
 __all__ = ["linear_cross_entropy", "linear_log_probs", "LinearCrossEntropy", "patch_transformers"]
