@@ -310,11 +310,12 @@ $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRAR
 $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
 
-# The shared library: its objects are compiled separately, as position-independent code. WHEEL=1: without what
-# holds on this machine alone, debugging symbols and folders to search.
+# The shared library: its objects are compiled separately, as position-independent code. WHEEL=1: without debugging
+# symbols, folders to search and libstdc++, which other machines may lack.
 LIBLCE ?= liblce.so
 WHEEL  ?=
-for_wheel = $(if $(WHEEL),-s $(filter-out -Wl$(comma)-rpath%,$(1)),$(1))
+STATIC_CXX := -l:libstdc++.a -static-libgcc -Wl,--exclude-libs,libstdc++.a
+for_wheel = $(if $(WHEEL),-s $(patsubst -lstdc++,$(STATIC_CXX),$(filter-out -Wl$(comma)-rpath%,$(1))),$(1))
 liblce.so:
 	@$(MAKE) VARIANT=library build-library
 

@@ -6,6 +6,7 @@ the counts. Exits with 1 where one is wrong. Class names as arguments: these alo
 """
 import collections
 import copy
+import signal
 import sys
 import warnings
 
@@ -19,7 +20,8 @@ SMALL = dict(vocab_size=160, vocab_size_per_layer_input=160, hidden_size=64, n_e
              num_hidden_layers=2, n_layer=2, n_layers=2, num_layers=2, encoder_layers=2, decoder_layers=2,
              num_attention_heads=4, n_head=4, n_heads=4, num_key_value_heads=2, encoder_attention_heads=4,
              decoder_attention_heads=4, head_dim=16, max_position_embeddings=64, n_positions=64, num_experts=4,
-             num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+             num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, qk_rope_head_dim=16, qk_nope_head_dim=16,
+             v_head_dim=16, q_lora_rank=16, kv_lora_rank=16, rotary_dim=16, n_group=1, topk_group=1, num_expert_group=1, mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def shrink(config):
@@ -29,8 +31,12 @@ def shrink(config):
             shrink(value)
         elif name in SMALL and isinstance(value, int) and value > SMALL[name] or name.endswith("token_id") and value:
             setattr(config, name, SMALL.get(name, 0))
+        elif value is None and name in ("head_dim", "num_key_value_heads", "n_routed_experts"):
+            setattr(config, name, SMALL[name])
         elif name in ("layer_types", "mlp_layer_types") and value:
             setattr(config, name, value[:1] + value[-1:])
+    if hasattr(config, "kv_lora_rank"):  # latent attention: as many heads of keys
+        config.num_key_value_heads = SMALL["num_attention_heads"]
     return config
 
 
@@ -46,6 +52,10 @@ def small_model(name):
     return cls(config).eval()
 
 
+def too_slow(*_):
+    raise TimeoutError("takes more than 60 s")
+
+
 def loss_and_gradients(model, ids, labels):
     model.zero_grad()
     loss = model(input_ids=ids, labels=labels).loss
@@ -57,6 +67,7 @@ def verdict(name):
     ids = torch.randint(5, 150, (2, 12), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :5] = -100
+    signal.setitimer(signal.ITIMER_PROF, 60)
     try:
         model = small_model(name)
         want = loss_and_gradients(model, ids, labels)
@@ -75,6 +86,7 @@ def verdict(name):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPROF, too_slow)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     counts = collections.Counter()

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """The sdist and the wheel of tools/torch: built from themselves, and installed into an empty environment."""
+import ast
 import glob
+import inspect
 import os
 import re
 import subprocess
@@ -38,6 +40,26 @@ def needs():
             raise tap.Skip(f"{sys.executable} has no {module} from version {least} on")
 
 
+def types_are_the_functions():
+    """Of each name of the package the stub has the parameters, their order and their defaults."""
+    needs()
+    sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
+    import lce
+    with open(os.path.join(ROOT, "tools", "torch", "lce", "__init__.pyi")) as file:
+        typed = {node.name: node for node in reversed(ast.parse(file.read()).body) if hasattr(node, "name")}
+    assert set(typed) == set(lce.__all__), set(typed) ^ set(lce.__all__)
+    for name, node in typed.items():
+        owner, functions = (lce, [node]) if isinstance(node, ast.FunctionDef) else (getattr(lce, name), node.body)
+        for function in functions:
+            parameters = inspect.signature(getattr(owner, function.name)).parameters.values()
+            want = [(p.name, p.default) for p in parameters]
+            given, a = {}, function.args
+            given.update(zip([p.arg for p in a.args[len(a.args) - len(a.defaults):] + a.kwonlyargs], a.defaults + a.kw_defaults))
+            got = [(p.arg, ast.literal_eval(given[p.arg]) if given.get(p.arg) else inspect.Parameter.empty)
+                   for p in a.args + a.kwonlyargs + [a.kwarg] if p]
+            assert got == want, (name, set(got) ^ set(want))
+
+
 def wheel_from_sdist():
     needs()
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +69,7 @@ def wheel_from_sdist():
         with zipfile.ZipFile(wheel) as packed:
             names = {re.sub("-.*dist-info", "", name) for name in packed.namelist()}
             library = packed.extract("lce/liblce.so", folder)
-        assert {"lce/py.typed", "lce_torch/licenses/LICENSE"} < names, names
+        assert {"lce/py.typed", "lce/__init__.pyi", "lce_torch/licenses/LICENSE"} < names, names
         names_no_place(library, folder)
         works_where_installed(wheel, os.path.join(folder, "empty"))
 
@@ -77,4 +99,4 @@ def works_where_installed(wheel, empty):
     assert "LCE_BLAS: /none is no library with" in output(python, "-c", PROGRAM, LCE_BLAS="/none", status=1)
 
 
-sys.exit(tap.run({"wheel_from_sdist": wheel_from_sdist}))
+sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, wheel_from_sdist)}))
