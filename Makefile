@@ -311,10 +311,10 @@ $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
 
 # The shared library: its objects are compiled separately, as position-independent code. WHEEL=1: without debugging
-# symbols, folders to search and libstdc++, which other machines may lack.
+# symbols and folders to search; of libstdc++ the objects of nvcc need the language's support alone.
 LIBLCE ?= liblce.so
 WHEEL  ?=
-STATIC_CXX := -l:libstdc++.a -static-libgcc -Wl,--exclude-libs,libstdc++.a
+STATIC_CXX := -l:libsupc++.a -static-libgcc -Wl,--exclude-libs,libsupc++.a
 for_wheel = $(if $(WHEEL),-s $(patsubst -lstdc++,$(STATIC_CXX),$(filter-out -Wl$(comma)-rpath%,$(1))),$(1))
 liblce.so:
 	@$(MAKE) VARIANT=library build-library

@@ -41,7 +41,7 @@ def needs():
 
 
 def types_are_the_functions():
-    """Of each name of the package the stub has the parameters, their order and their defaults."""
+    """Of each name of the package __init__.pyi has the parameters, their order and their defaults."""
     needs()
     sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
     import lce
