@@ -311,17 +311,16 @@ $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
 
 # The shared library: its objects are compiled separately, as position-independent code. WHEEL=1: without debugging
-# symbols and folders to search; of libstdc++ the objects of nvcc need the language's support alone.
+# symbols and folders to search.
 LIBLCE ?= liblce.so
 WHEEL  ?=
-STATIC_CXX := -l:libsupc++.a -static-libgcc -Wl,--exclude-libs,libsupc++.a
-for_wheel = $(if $(WHEEL),-s $(patsubst -lstdc++,$(STATIC_CXX),$(filter-out -Wl$(comma)-rpath%,$(1))),$(1))
+for_wheel = $(if $(WHEEL),-s $(filter-out -Wl$(comma)-rpath%,$(1)),$(1))
 liblce.so:
 	@$(MAKE) VARIANT=library build-library
 
 build-library: $(LIBRARY)
 	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared $(ALL_CFLAGS) $(call for_wheel,$(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) \
+	$(Q)$(CC) -shared -Wl,-z,defs $(ALL_CFLAGS) $(call for_wheel,$(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) \
 	  $(ALL_LIBS)) -o $(LIBLCE)
 
 # tools/torch as one file of sources, which builds by itself, and as a wheel that is built from it; for any CPU of

@@ -15,7 +15,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 sys.path.insert(0, os.path.join(ROOT, "tests"))
 import tap  # noqa: E402
 
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LCE_LIBRARY", "LCE_BLAS", "LCE_MAKE")}
+KEPT_OUT = "PYTHONPATH", "LCE_LIBRARY", "LCE_BLAS", "LCE_MAKE", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in KEPT_OUT}
 PROGRAM = """
 import torch, lce
 x, w, y = torch.randn(7, 8, requires_grad=True), torch.nn.Parameter(torch.randn(40, 8)), torch.randint(40, (7,))
@@ -35,7 +36,8 @@ def output(*words, status=0, **more):
 def needs():
     """Skips where the package cannot be built or used without a network."""
     for module, least in ("torch", 2), ("setuptools", 77), ("pip", 22):
-        found = subprocess.run([sys.executable, "-c", f"import {module}; print({module}.__version__)"], capture_output=True, text=True)
+        program = f"import {module}; print({module}.__version__)"
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         if found.returncode or int(found.stdout.split(".")[0]) < least:
             raise tap.Skip(f"{sys.executable} has no {module} from version {least} on")
 

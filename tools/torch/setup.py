@@ -25,9 +25,8 @@ class BuildLibrary(build_py):
         library = os.path.abspath(os.path.join(self.build_lib, "lce", "liblce.so"))
         # Not for this machine's CPU alone, since pip keeps what it has built; x86-64-v3 has AVX2 and FMA.
         march = "x86-64-v3" if platform.machine() == "x86_64" else ""
-        subprocess.check_call(["make", "-s", "-C", SOURCE, "VARIANT=library", f"MARCH={march}", "WHEEL=1",
-                               "BUILD=build/wheel", f"LIBLCE={library}", *shlex.split(os.environ.get("LCE_MAKE", "")),
-                               "build-library"])
+        subprocess.check_call(["make", "-s", "-C", SOURCE, f"MARCH={march}", *shlex.split(os.environ.get("LCE_MAKE", "")),
+                               "VARIANT=library", "BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "build-library"])
 
 
 class WithSource(sdist):
