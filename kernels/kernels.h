@@ -325,7 +325,7 @@ typedef struct {
 typedef union {
   struct {
     Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
-    Tensor anchor;     // a: u[target], or max_j u[j] where the row was repaired; infinite for IGNORE_INDEX
+    Tensor anchor;     // a: u[target], or higher where the row was repaired; infinite for IGNORE_INDEX
     Tensor row_sum;    // R = sum of E[j] over j != target
     Tensor target_e;   // exp((u[target] - anchor) / T): 1 unless the row was repaired
     Tensor e_distance; // sum of E[j] (u[j] - anchor) / T over j != target, for an entropy; or absent
@@ -363,9 +363,9 @@ typedef struct {
 //   E[j]   = exp((u[j] - a) / T), j != target;  E[target] = 0, unless the target is ELSEWHERE
 //   R      = sum_j E[j], in fp32 before E is rounded
 //   exps   = E, with a soft-cap times du/dz                dx_raw = exps W
-// Where R exceeds LCE_LARGEST_SUM (loss_row.h) the row is repaired: computed again with anchor = max_j u[j]
-// and target_e = exp((u[target] - anchor) / T); so is one whose u[target] is minus infinity. For IGNORE_INDEX
-// E and R are 0, and the anchor infinite.
+// Where R exceeds LCE_LARGEST_SUM (loss_row.h), or u[target] is minus infinity, the row is repaired: its anchor
+// is max_j u[j] (a GPU computes the row again), or about T log R (a CPU scales what it has), and target_e =
+// exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
 typedef struct {
   // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;

@@ -330,8 +330,12 @@ static void add_terms(Bench *b) {
   Tensor stats = memory_push_1d(m, "stats", MEMORY_TABLES, DTYPE_F32, tokens);
   Tensor ones = memory_push_1d(m, "ones", MEMORY_TABLES, DTYPE_F32, max_i64(tokens, vocab_size));
   Tensor bias = memory_push_1d(m, "bias", MEMORY_TABLES, b->settings->dtype, vocab_size);
+  Tensor dbias = memory_push_1d(m, "dbias", MEMORY_TABLES, DTYPE_F32, vocab_size);
+  Tensor leading = memory_push_1d(m, "leading bias", MEMORY_TABLES, b->settings->dtype, vocab_size);
   if (!m->planning) fill_normal(b->backend, ones, 1, 0, 0);
   fill_zero(b->backend, bias);
+  fill_zero(b->backend, leading);
+  if (!m->planning) fill_normal(b->backend, tensor_rows(leading, vocab_size / 2, 1), 100, 0, 0);
   add_term(b, "mean on the device")->mean = true;
   add_term(b, "token weights")->token_weights = tensor_rows(ones, 0, tokens);
   add_term(b, "class weights")->terms.class_weights = tensor_rows(ones, 0, vocab_size);
@@ -343,7 +347,10 @@ static void add_terms(Bench *b) {
   add_term(b, "soft-cap")->terms.softcap = 30;
   call = add_term(b, "bias");
   call->bias = bias;
-  call->dbias = memory_push_1d(m, "dbias", MEMORY_TABLES, DTYPE_F32, vocab_size);
+  call->dbias = dbias;
+  call = add_term(b, "bias, every row repaired");
+  call->bias = leading;
+  call->dbias = dbias;
   add_term(b, "entropy")->outputs.entropy = stats;
   add_term(b, "largest logit")->outputs.max_logit = stats;
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};

@@ -11,7 +11,9 @@
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
-#ifdef HAVE_CBLAS
+#if defined(HAVE_FOUND_BLAS)
+#include "kernels/cpu/found_blas.h"
+#elif defined(HAVE_CBLAS)
 #include <cblas.h>
 #endif
 
@@ -98,12 +100,14 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 // Of OpenBLAS: 1 where it has threads of its own, which get in the way of ours when tiles are multiplied.
 extern int openblas_get_parallel(void) __attribute__((weak));
 
-#if defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
+#if defined(HAVE_FOUND_BLAS)
+#define GEMM_LIBRARY found_blas()
+#elif defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
 #define GEMM_LIBRARY "OpenBLAS"
 #elif defined(HAVE_CBLAS)
 #define GEMM_LIBRARY "CBLAS"
 #else
-#define GEMM_LIBRARY "no BLAS"
+#define GEMM_LIBRARY NULL
 #endif
 
 // The machine's memory, or its cgroup's, in equal parts for the ranks on it; less where `ulimit -v` says so.
@@ -123,14 +127,15 @@ static size_t capacity(size_t overhead, int blas_threads) {
 }
 
 Backend *cpu_backend_create(bool no_blas) {
+  const char *blas = no_blas ? NULL : GEMM_LIBRARY;
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
-  ((CpuState *)backend->state)->no_blas = no_blas;
+  ((CpuState *)backend->state)->no_blas = !blas;
   backend->name = "cpu";
   backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,
-           threads == 1 ? "" : "s", no_blas ? "no BLAS" : GEMM_LIBRARY);
+           threads == 1 ? "" : "s", blas ? blas : "no BLAS");
   if (!no_blas && openblas_get_parallel && openblas_get_parallel() == 1)
     warn("this OpenBLAS has threads of its own, which slow attention and the loss down; "
          "install libopenblas-openmp-dev and build again");

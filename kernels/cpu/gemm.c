@@ -1,11 +1,13 @@
-// The GEMM behind every layer: CBLAS where it was found at build time, plain loops otherwise or on request.
+// The GEMM behind every layer: BLAS where there is one, plain loops otherwise or on request.
 #include <limits.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
 
-#ifdef HAVE_CBLAS
+#if defined(HAVE_FOUND_BLAS)
+#include "kernels/cpu/found_blas.h"
+#elif defined(HAVE_CBLAS)
 #include <cblas.h>
 #endif
 
@@ -32,7 +34,7 @@ static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a
 
 void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
               bool accumulate, float *out, int64_t out_stride) {
-#ifdef HAVE_CBLAS
+#if defined(HAVE_CBLAS) || defined(HAVE_FOUND_BLAS)
   // An sgemm's rows may be summed in an order that depends on how many there are.
   bool rows_matter = backend->batch_invariant && !a.transposed;
   if (!((const CpuState *)backend->state)->no_blas && !rows_matter) {
@@ -40,9 +42,13 @@ void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alp
         out_stride > INT_MAX)
       fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,
            (long long)k);
+#ifdef HAVE_FOUND_BLAS
+    found_sgemm(m, n, k, alpha, a, b, accumulate, out, out_stride);
+#else
     cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
                 b.transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
                 (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, out, (int)out_stride);
+#endif
     return;
   }
 #endif

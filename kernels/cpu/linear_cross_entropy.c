@@ -5,8 +5,8 @@
 // tile's share of E W. A chunk is cut into about 16 units of (up to 128 rows) x (a slice of the vocabulary);
 // each sums its share of dx, and the shares are added in the order of the slices. The cut follows from the
 // shape alone, so losses and dX have the same bits for any number of threads. dW is one sgemm, whose bits may
-// depend on it. Blocks with a row whose sum is too large are computed again, with the row's maximum as its
-// anchor.
+// depend on it. A row whose sum becomes too large takes a higher anchor on the way, and what it has so far is
+// scaled to it: each unit for itself, and at the end all units of the row to a common one.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
 // order; dW over the kept tiles of a tile's columns, in the order of their rows. LCE.md has measurements.
@@ -50,8 +50,10 @@ static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
 
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
-  double *sums, *distances; // [slices * C]: row sums; of E times distance for an entropy, else NULL
-  double *max, *best;       // likewise: largest logits and their columns, or NULL
+  // [slices * C]: row sums S; of E times distance for an entropy, else NULL. Where S exceeds LCE_LARGEST_SUM:
+  // -log S, and E, distances and shares are divided by S.
+  double *sums, *distances;
+  double *max, *best; // likewise: largest logits and their columns, or NULL
   float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
 } Scratch;
 
@@ -99,25 +101,34 @@ static void add_tile(const Backend *backend, Tensor exps, Tensor weight, Tile t,
   cpu_gemm(backend, t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
 }
 
-// Whether row n is still to be computed: at first all are, and then those to be repaired.
-static bool unfinished(const SoftmaxStatistics *rows, int64_t n) {
-  return ((const float *)rows->row_sum.data)[n] > LCE_LARGEST_SUM;
+// Multiplies by factor what tiles [first, end) have given row n: E, its sums, and their share of dx.
+static void scale_row(const LceLogitsExp *a, int64_t n, int64_t first, int64_t end, float *dx, float factor) {
+  int64_t column = first * LCE_TILE_COLUMNS,
+          columns = min_i64(end * LCE_TILE_COLUMNS, a->weight.shape[0]) - column;
+  float *e = tensor_exists(a->exps) && end > first ? cpu_row(a->exps, n) + column : NULL;
+  float *sums = tensor_exists(a->tile_sums) ? cpu_row(a->tile_sums, n) : NULL;
+  EACH_SIMD (j, e ? columns : 0) e[j] *= factor;
+  EACH_SIMD (i, tensor_exists(a->dx_raw) && end > first ? a->x.shape[1] : 0) dx[i] *= factor;
+  for (int64_t t = first; sums && t < end; t++) sums[t] *= factor;
 }
 
-static bool block_unfinished(const LceLogitsExp *a, int64_t block) {
-  for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(a->x.shape[0], (block + 1) * LCE_TILE_ROWS); n++)
-    if (unfinished(&a->softmax, n)) return true;
-  return false;
+// A sum and, if given, its distances after their anchor has risen by -shift / T.
+static void shift_sums(double *sum, double *distance, double shift) {
+  double factor = exp(shift);
+  if (distance) *distance = factor > 0 ? factor * (*distance + shift * *sum) : 0;
+  *sum *= factor;
 }
 
-// One block of rows against one slice of the vocabulary; `maxima`: the rows' largest logits in place of sums.
+// One block of rows against one slice of the vocabulary.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
-                            const Scratch *scratch, int64_t block, int64_t slice, bool maxima) {
+                            const Scratch *scratch, int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
-  int64_t first_row = block * LCE_TILE_ROWS, first_tile = slice * g->tiles_of_slice;
+  int64_t first_row = block * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, chunk - first_row);
+  int64_t first_tile = slice * g->tiles_of_slice,
+          end_tile = min_i64(g->tiles, first_tile + g->tiles_of_slice);
   int64_t offset = slice * chunk + first_row; // its part of the scratch
   const int32_t *targets = (const int32_t *)a->targets.data + first_row;
-  const float *anchor = (const float *)a->softmax.anchor.data + first_row;
+  const float *first_anchor = (const float *)a->softmax.anchor.data + first_row;
   double *sums = scratch->sums + offset;
   double *distances = scratch->distances ? scratch->distances + offset : NULL;
   double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
@@ -126,12 +137,14 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float inv_temperature = inverse_temperature(a->temperature);
   CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   const float *bias = a->bias.data;
-  for (int64_t i = 0; i < min_i64(LCE_TILE_ROWS, chunk - first_row); i++) {
-    sums[i] = maxima ? -INFINITY : 0;
+  float anchor[LCE_TILE_ROWS]; // the unit's own
+  for (int64_t i = 0; i < rows; i++) {
+    anchor[i] = first_anchor[i];
+    sums[i] = 0;
     if (distances) distances[i] = 0;
     if (max) max[i] = -INFINITY, best[i] = 0;
   }
-  for (int64_t t = first_tile; t < min_i64(g->tiles, first_tile + g->tiles_of_slice); t++) {
+  for (int64_t t = first_tile; t < end_tile; t++) {
     Tile tile = tile_of(chunk, vocab, block, t);
     float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
     int64_t stride = keep ? a->exps.stride : LCE_TILE_COLUMNS;
@@ -140,24 +153,36 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
     for (int64_t i = 0; i < tile.rows; i++) {
       prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
-      float *z = e + i * stride, slope[LCE_TILE_COLUMNS];
+      float *z = e + i * stride, u[LCE_TILE_COLUMNS], slope[LCE_TILE_COLUMNS];
       bias_and_cap(z, bias ? bias + tile.column : NULL, a->softcap, tile.columns, slope);
-      float largest = max || maxima ? maximum_of(z, tile.columns) : 0;
+      float largest = max ? maximum_of(z, tile.columns) : 0;
       if (max && largest > max[i])
         max[i] = largest, best[i] = (double)(tile.column + index_of(z, tile.columns, largest));
-      if (maxima) {
-        sums[i] = fmax(sums[i], largest);
-        continue;
-      }
       int64_t target = targets[i] - tile.column;
       if (target >= 0 && target < tile.columns) z[target] = -INFINITY; // its exponential is exactly 0
-      if (distances) distances[i] += exp_times_distance(z, anchor[i], inv_temperature, tile.columns);
-      double sum = exp_and_sum(z, anchor[i], inv_temperature, tile.columns, z);
+      memcpy(u, z, (size_t)tile.columns * sizeof *u);
+      double sum = exp_and_sum(u, anchor[i], inv_temperature, tile.columns, z);
+      if (sums[i] + sum > LCE_LARGEST_SUM) {
+        float raised = fmaxf(anchor[i], maximum_of(u, tile.columns));
+        double shift = ((double)anchor[i] - raised) * inv_temperature;
+        anchor[i] = raised;
+        shift_sums(&sums[i], distances ? &distances[i] : NULL, shift);
+        scale_row(a, first_row + i, first_tile, t, dx + i * hidden, (float)exp(shift));
+        sum = exp_and_sum(u, anchor[i], inv_temperature, tile.columns, z);
+      }
+      if (distances) distances[i] += exp_times_distance(u, anchor[i], inv_temperature, tile.columns);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
       EACH_SIMD (j, keep && a->softcap > 0 ? tile.columns : 0) z[j] *= slope[j];
     }
-    if (tensor_exists(a->dx_raw) && !maxima) add_tile(backend, a->exps, a->weight, tile, t > first_tile, dx);
+    if (tensor_exists(a->dx_raw)) add_tile(backend, a->exps, a->weight, tile, t > first_tile, dx);
+  }
+  for (int64_t i = 0; i < rows; i++) {
+    if (!(sums[i] > LCE_LARGEST_SUM || anchor[i] > first_anchor[i])) continue;
+    double log_sum = log(sums[i]);
+    scale_row(a, first_row + i, first_tile, end_tile, dx + i * hidden, (float)(1 / sums[i]));
+    if (distances) distances[i] = distances[i] / sums[i] - log_sum;
+    sums[i] = -(((double)anchor[i] - first_anchor[i]) * inv_temperature + log_sum);
   }
 }
 
@@ -183,50 +208,46 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   }
 }
 
-static void run_units(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s,
-                      bool maxima) {
-#pragma omp parallel for collapse(2) schedule(dynamic)
-  for (int64_t block = 0; block < g->blocks; block++)
-    for (int64_t slice = 0; slice < g->slices; slice++)
-      if (block_unfinished(a, block)) logits_exp_unit(backend, a, g, s, block, slice, maxima);
-}
-
-// The sums, and E and dx_raw, of all blocks with a row that is unfinished.
-static void compute_rows(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
+// Where the sum of row n is too large: raises its anchor to about the logarithm of the sum, for all slices.
+static void repair_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, int64_t n) {
   int64_t rows = a->x.shape[0];
-  run_units(backend, a, g, s, false);
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t block = 0; block < g->blocks; block++) {
-    if (!block_unfinished(a, block)) continue;
-    for (int64_t n = block * LCE_TILE_ROWS; n < min_i64(rows, (block + 1) * LCE_TILE_ROWS); n++) {
-      double sum = 0.0, distance = 0.0, max = -INFINITY, best = 0;
-      for (int64_t at = n; at < g->slices * rows; at += rows) {
-        sum += s->sums[at];
-        if (s->distances) distance += s->distances[at];
-        if (s->max && s->max[at] > max) max = s->max[at], best = s->best[at];
-      }
-      cpu_store(a->softmax.row_sum, n, sum);
-      cpu_store(a->softmax.e_distance, n, distance);
-      cpu_store(a->softmax.max, n, max);
-      if (s->max) ((int32_t *)a->softmax.best.data)[n] = (int32_t)(a->first + (int64_t)best);
-      if (tensor_exists(a->dx_raw))
-        add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
-    }
+  double sum = 0, log_sum = 0, inv_temperature = inverse_temperature(a->temperature);
+  for (int64_t at = n; at < g->slices * rows; at += rows) {
+    double part = s->sums[at];
+    sum += part < 0 ? INFINITY : part;
+    log_sum = fmax(log_sum, part < 0 ? -part : log(part));
   }
-}
-
-// Anchors rows at their maximum, where they are unfinished.
-static void raise_anchors(const Backend *backend, const LceLogitsExp *a, const Grid *g, const Scratch *s) {
-  int64_t rows = a->x.shape[0];
+  if (!(sum > LCE_LARGEST_SUM)) return;
+  float *anchor = (float *)a->softmax.anchor.data + n;
   const float *target_z = a->softmax.target_z.data;
-  float *anchor = a->softmax.anchor.data, *target_e = a->softmax.target_e.data;
-  run_units(backend, a, g, s, true);
-  for (int64_t n = 0; n < rows; n++) {
-    if (!unfinished(&a->softmax, n)) continue;
-    for (int64_t slice = 0; slice < g->slices; slice++)
-      anchor[n] = fmaxf(anchor[n], (float)s->sums[slice * rows + n]);
-    target_e[n] = expf((target_z[n] - anchor[n]) * inverse_temperature(a->temperature));
+  float raised = (float)(*anchor + log_sum / inv_temperature);
+  double rise = ((double)raised - *anchor) * inv_temperature;
+  if (!(fabs(rise - log_sum) < 32)) rise = log_sum; // fp32 is too coarse for such logits, and so is the loss
+  *anchor = raised;
+  cpu_store(a->softmax.target_e, n, exp(((double)target_z[n] - raised) * inv_temperature));
+  for (int64_t slice = 0; slice < g->slices; slice++) {
+    int64_t at = slice * rows + n, first = slice * g->tiles_of_slice;
+    double shift = (s->sums[at] < 0 ? -s->sums[at] : 0) - rise;
+    if (s->sums[at] < 0) s->sums[at] = 1;
+    shift_sums(&s->sums[at], s->distances ? &s->distances[at] : NULL, shift);
+    scale_row(a, n, first, min_i64(g->tiles, first + g->tiles_of_slice), s->wide + at * a->x.shape[1],
+              (float)exp(shift));
   }
+}
+
+static void finish_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, int64_t n) {
+  int64_t rows = a->x.shape[0];
+  double sum = 0.0, distance = 0.0, max = -INFINITY, best = 0;
+  for (int64_t at = n; at < g->slices * rows; at += rows) {
+    sum += s->sums[at];
+    if (s->distances) distance += s->distances[at];
+    if (s->max && s->max[at] > max) max = s->max[at], best = s->best[at];
+  }
+  cpu_store(a->softmax.row_sum, n, sum);
+  cpu_store(a->softmax.e_distance, n, distance);
+  cpu_store(a->softmax.max, n, max);
+  if (s->max) ((int32_t *)a->softmax.best.data)[n] = (int32_t)(a->first + (int64_t)best);
+  if (tensor_exists(a->dx_raw)) add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
 }
 
 void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
@@ -235,19 +256,21 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   Scratch scratch = split_scratch(a);
   const int32_t *targets = a->targets.data;
   const float *target_z = a->softmax.target_z.data;
-  float *row_sum = a->softmax.row_sum.data, *target_e = a->softmax.target_e.data,
-        *anchor = a->softmax.anchor.data;
+  float *target_e = a->softmax.target_e.data, *anchor = a->softmax.anchor.data;
   for (int64_t n = 0; n < rows; n++) {
-    row_sum[n] = INFINITY; // unfinished
     target_e[n] = 1.0f;
-    anchor[n] = targets[n] == IGNORE_INDEX ? INFINITY : finite_anchor(target_z[n]); // every E of it is 0
+    anchor[n] = target_z[n];
+    if (target_z[n] == -INFINITY) anchor[n] = target_e[n] = 0;
+    if (targets[n] == IGNORE_INDEX) anchor[n] = INFINITY; // every E of an ignored row is 0
   }
-  compute_rows(backend, a, &g, &scratch);
-  bool repair = false;
-  for (int64_t n = 0; n < rows; n++) repair |= unfinished(&a->softmax, n);
-  if (!repair) return;
-  raise_anchors(backend, a, &g, &scratch);
-  compute_rows(backend, a, &g, &scratch);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (int64_t block = 0; block < g.blocks; block++)
+    for (int64_t slice = 0; slice < g.slices; slice++)
+      logits_exp_unit(backend, a, &g, &scratch, block, slice);
+  EACH_PARALLEL (n, rows) {
+    repair_row(a, &g, &scratch, n);
+    finish_row(a, &g, &scratch, n);
+  }
 }
 
 // --- sampling ----------------------------------------------------------------------------------------------

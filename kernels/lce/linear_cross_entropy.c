@@ -13,7 +13,7 @@
 //     dW   += E^T (r X), and row y += c X
 //
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
-// length H. Where R exceeds LCE_LARGEST_SUM, the row is computed again with its maximum as the anchor.
+// length H. Where R exceeds LCE_LARGEST_SUM, the row gets a higher anchor.
 //
 // This file has the plain loop; in it `a` is the call's arguments and `c` the call. sampling.c, split_head.c
 // (a head split over ranks) and materialized.c (logits, not exponentials) have loops of their own. steps.c

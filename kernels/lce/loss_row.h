@@ -12,8 +12,8 @@ typedef double LossReal;
 #define LOSS_ROW static inline
 #endif
 
-// A row whose sum R exceeds this is computed again with its maximum as anchor: a logit leads the target's by
-// 66. It leaves E W a factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
+// A row whose sum R exceeds this gets a higher anchor: a logit leads the target's by 66. It leaves E W a factor
+// of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
 #define LCE_LARGEST_SUM 0x1p96f
 
 // A row's first anchor, from u[y]. One of minus infinity makes NaN of every masked entry; this makes R too

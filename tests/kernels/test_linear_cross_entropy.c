@@ -87,6 +87,37 @@ HARNESS_TEST(test_overflow_repair) {
              gradients);
 }
 
+// A row that is repaired several times on its way: a slice of the CPU has three tiles of 192 columns.
+HARNESS_TEST(test_overflow_on_the_way) {
+  ReferenceLoss p = make_problem(h, 7, 31, 7001, 1);
+  for (int64_t n = 0; n < p.rows; n++) {
+    p.targets[n] = (int32_t)(100 * n + 5);
+    for (int64_t i = 0; i < p.rows; i++) p.x[n * p.hidden + i] = 0;
+  }
+  for (int64_t i = 0; i < p.vocab; i++) p.weight[i * p.hidden + 4] = 0;
+  loss_problem_lead(&p, 1, 10, 70); // three tiles, each above the one before
+  loss_problem_lead(&p, 1, 300, 140);
+  loss_problem_lead(&p, 1, 500, 140.5);
+  loss_problem_lead(&p, 1, 6000, 139); // another slice
+  loss_problem_lead(&p, 2, 300, 200);  // the tile before it underflows
+  loss_problem_lead(&p, 3, 20, 66);    // no slice's sum is too large, and all slices' is
+  loss_problem_lead(&p, 3, 3000, 66.2);
+  loss_problem_lead(&p, 4, 700, 67);
+  loss_problem_lead(&p, 4, 1500, 66);
+  loss_problem_lead(&p, 5, 4000, 65); // none is
+  LinearCrossEntropy a = fused(h, &p);
+  reference_loss(&p);
+  a.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
+  for (int invariant = 0; invariant < (h->backend->device == ON_CPU ? 2 : 1); invariant++) {
+    h->backend->batch_invariant = invariant; // one slice
+    linear_cross_entropy(h->backend, a);
+    Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
+    check_loss(h, "repaired on the way", &a, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
+               gradients);
+  }
+  h->backend->batch_invariant = false;
+}
+
 // A tiny loss keeps its digits, and so does p - 1, which is all that row y[n] of dW holds in column n.
 HARNESS_TEST(test_nearly_certain) {
   ReferenceLoss p = make_problem(h, 5, 13, 17, 0.02);

@@ -1,13 +1,22 @@
-"""Builds liblce.so by make, into the package. LCE_MAKE holds make's arguments, as "GPUS='80 90' CUDA=0"."""
+"""Builds liblce.so by make, into the package. LCE_MAKE holds make's arguments, as "GPUS='80 90' CUDA=0".
+
+An sdist has what make needs in its folder `source`; the wheel serves every Python 3.
+"""
+import glob
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+PACKED = os.path.join(HERE, "source")
+SOURCE = PACKED if os.path.isdir(PACKED) else os.path.dirname(os.path.dirname(HERE))
 
 
 class BuildLibrary(build_py):
@@ -16,9 +25,25 @@ class BuildLibrary(build_py):
         library = os.path.abspath(os.path.join(self.build_lib, "lce", "liblce.so"))
         # Not for this machine's CPU alone, since pip keeps what it has built; x86-64-v3 has AVX2 and FMA.
         march = "x86-64-v3" if platform.machine() == "x86_64" else ""
-        subprocess.check_call(["make", "-s", "-C", os.path.join(HERE, "..", ".."), "VARIANT=library", "MPI=0", f"MARCH={march}",
-                               "BUILD=build/wheel", f"LIBLCE={library}", *shlex.split(os.environ.get("LCE_MAKE", "")),
-                               "build-library"])
+        subprocess.check_call(["make", "-s", "-C", SOURCE, f"MARCH={march}", *shlex.split(os.environ.get("LCE_MAKE", "")),
+                               "VARIANT=library", "BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "build-library"])
+
+
+class WithSource(sdist):
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        shutil.copy(os.path.join(SOURCE, "LICENSE"), base_dir)
+        kinds = [os.path.join("kernels", "**", f"*.{kind}") for kind in ("c", "h", "cu", "cuh")]
+        for pattern in ("Makefile", *kinds, os.path.join("tools", "torch", "liblce", "*")):
+            for path in sorted(glob.glob(pattern, root_dir=SOURCE, recursive=True)):
+                copy = os.path.join(base_dir, "source", path)
+                os.makedirs(os.path.dirname(copy), exist_ok=True)
+                shutil.copy(os.path.join(SOURCE, path), copy)
+
+
+class AnyPython(bdist_wheel):
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]  # ctypes loads the library
 
 
 class Binary(Distribution):
@@ -26,4 +51,4 @@ class Binary(Distribution):
         return True  # the wheel is for this platform alone
 
 
-setup(cmdclass={"build_py": BuildLibrary}, distclass=Binary)
+setup(cmdclass={"build_py": BuildLibrary, "sdist": WithSource, "bdist_wheel": AnyPython}, distclass=Binary)

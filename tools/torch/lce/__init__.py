@@ -3,5 +3,7 @@ from .functional import linear_cross_entropy, linear_log_probs
 from .ids import linear_ids_log_probs, log_mass, renormalized, topk_kl
 from .modules import LinearCrossEntropy, patch_transformers, unpatch_transformers
 
+__version__ = "0.1"
+
 __all__ = ["linear_cross_entropy", "linear_log_probs", "linear_ids_log_probs", "log_mass", "renormalized", "topk_kl",
            "LinearCrossEntropy", "patch_transformers", "unpatch_transformers"]

@@ -40,13 +40,17 @@ FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(
                  lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))
 
 
-def load(path=None):
-    """The library with its functions declared: `path`, else LCE_LIBRARY, else the one beside this file."""
+def load(path: str | None = None) -> ctypes.CDLL:
+    """The library with its functions declared: `path`, else LCE_LIBRARY, else the one beside this file.
+
+    What it needs, OpenMP and for a GPU libcudart and libcublasLt, is there once PyTorch is imported.
+    """
     path = path or os.environ.get("LCE_LIBRARY") or os.path.join(os.path.dirname(__file__), "liblce.so")
     try:
         lce = ctypes.CDLL(path)
     except OSError as error:
-        raise OSError(f"{error}; pip install ./tools/torch builds the library, and LCE_LIBRARY names one") from None
+        missing = ", which comes with a PyTorch for that version of CUDA" if "libcu" in str(error) else ""
+        raise OSError(f"{error}{missing}; pip install ./tools/torch builds the library, and LCE_LIBRARY names one") from None
     for name, (result, *arguments) in FUNCTIONS.items():
         function = getattr(lce, name)
         function.restype, function.argtypes = result, arguments

@@ -1,0 +1,74 @@
+#include "kernels/cpu/found_blas.h"
+
+#include <dlfcn.h>
+#include <omp.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "kernels/fail.h"
+
+// Of Fortran, which every BLAS has: column-major, all arguments by address, then the texts' lengths.
+typedef void Sgemm(const char *transposed_a, const char *transposed_b, const int *m, const int *n,
+                   const int *k, const float *alpha, const float *a, const int *a_stride, const float *b,
+                   const int *b_stride, const float *beta, float *c, const int *c_stride, size_t, size_t);
+
+static struct {
+  const char *name;
+  Sgemm *sgemm;
+  int (*set_threads)(int); // MKL's, of the calling thread; returns what was set
+} found;
+
+static bool find_in(const char *name, int flags) {
+  void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL | flags);
+  if (!library) return false;
+  void *sgemm = dlsym(library, "sgemm_"), *set_threads = dlsym(library, "MKL_Set_Num_Threads_Local");
+  int (*parallel)(void), (*threads)(void);
+  *(void **)&parallel = dlsym(library, "openblas_get_parallel");
+  *(void **)&threads = dlsym(library, "openblas_get_num_threads");
+  if (!sgemm) return false;
+  found.name = name;
+  *(void **)&found.sgemm = sgemm;
+  *(void **)&found.set_threads = set_threads;
+  if (parallel && threads && parallel() == 1 && threads() > 1)
+    warn("%s has threads of its own, which slow the loss down; name one that uses OpenMP's in LCE_BLAS, as "
+         "libopenblas0-openmp installs",
+         name);
+  return true;
+}
+
+// Of PyTorch comes first: both then share their threads, and there is nothing to install.
+static void find(void) {
+  static const char *const names[] = {"libopenblas.so.0", "libmkl_rt.so.2", "libflexiblas.so.3"};
+  const char *given = getenv("LCE_BLAS");
+  if (given) {
+    if (*given) find_in(given, 0);
+    return;
+  }
+  if (find_in("libtorch_cpu.so", RTLD_NOLOAD)) return;
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (find_in(names[i], 0)) return;
+  warn("there is no BLAS here, so the CPU's matrix products are plain loops, many times slower; install "
+       "libopenblas0-openmp, or name a BLAS in LCE_BLAS");
+}
+
+const char *found_blas(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, find);
+  const char *given = getenv("LCE_BLAS");
+  if (given && *given && !found.sgemm)
+    fail("LCE_BLAS: %s is no library with the BLAS function sgemm_ that this process can load", given);
+  return found.name;
+}
+
+void found_sgemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, bool accumulate,
+                 float *out, int64_t out_stride) {
+  int rows = (int)m, columns = (int)n, terms = (int)k;
+  int a_stride = (int)a.stride, b_stride = (int)b.stride, stride = (int)out_stride;
+  float beta = accumulate ? 1.0f : 0.0f;
+  bool alone = found.set_threads && omp_in_parallel();
+  int threads = alone ? found.set_threads(1) : 0;
+  // By columns what is here by rows: out^T = b^T a^T.
+  found.sgemm(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &columns, &rows, &terms, &alpha, b.data,
+              &b_stride, a.data, &a_stride, &beta, out, &stride, 1, 1);
+  if (alone) found.set_threads(threads);
+}

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""The sdist and the wheel of tools/torch: built from themselves, and installed into an empty environment."""
+import ast
+import glob
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "tests"))
+import tap  # noqa: E402
+
+KEPT_OUT = "PYTHONPATH", "LCE_LIBRARY", "LCE_BLAS", "LCE_MAKE", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in KEPT_OUT}
+PROGRAM = """
+import torch, lce
+x, w, y = torch.randn(7, 8, requires_grad=True), torch.nn.Parameter(torch.randn(40, 8)), torch.randint(40, (7,))
+lce.linear_cross_entropy(x, w, y).backward()
+want = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.T, y), [x, w])
+assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip((x.grad, w.grad), want))
+print(lce.__version__, lce.__file__)
+"""
+
+
+def output(*words, status=0, **more):
+    done = subprocess.run(words, capture_output=True, text=True, env={**ENVIRONMENT, **more})
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def needs():
+    """Skips where the package cannot be built or used without a network."""
+    for module, least in ("torch", 2), ("setuptools", 77), ("pip", 22):
+        program = f"import {module}; print({module}.__version__)"
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        if found.returncode or int(found.stdout.split(".")[0]) < least:
+            raise tap.Skip(f"{sys.executable} has no {module} from version {least} on")
+
+
+def types_are_the_functions():
+    """Of each name of the package __init__.pyi has the parameters, their order and their defaults."""
+    needs()
+    sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
+    import lce
+    with open(os.path.join(ROOT, "tools", "torch", "lce", "__init__.pyi")) as file:
+        typed = {node.name: node for node in reversed(ast.parse(file.read()).body) if hasattr(node, "name")}
+    assert set(typed) == set(lce.__all__), set(typed) ^ set(lce.__all__)
+    for name, node in typed.items():
+        owner, functions = (lce, [node]) if isinstance(node, ast.FunctionDef) else (getattr(lce, name), node.body)
+        for function in functions:
+            parameters = inspect.signature(getattr(owner, function.name)).parameters.values()
+            want = [(p.name, p.default) for p in parameters]
+            given, a = {}, function.args
+            given.update(zip([p.arg for p in a.args[len(a.args) - len(a.defaults):] + a.kwonlyargs], a.defaults + a.kw_defaults))
+            got = [(p.arg, ast.literal_eval(given[p.arg]) if given.get(p.arg) else inspect.Parameter.empty)
+                   for p in a.args + a.kwonlyargs + [a.kwarg] if p]
+            assert got == want, (name, set(got) ^ set(want))
+
+
+def wheel_from_sdist():
+    needs()
+    with tempfile.TemporaryDirectory() as folder:
+        output("make", "-C", ROOT, "wheel", "CUDA=0", f"PYTHON={sys.executable}", f"DIST={folder}")
+        assert len(glob.glob(f"{folder}/lce_torch-*.tar.gz")) == 1
+        wheel, = glob.glob(f"{folder}/lce_torch-*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            names = {re.sub("-.*dist-info", "", name) for name in packed.namelist()}
+            library = packed.extract("lce/liblce.so", folder)
+        assert {"lce/py.typed", "lce/__init__.pyi", "lce_torch/licenses/LICENSE"} < names, names
+        names_no_place(library, folder)
+        works_where_installed(wheel, os.path.join(folder, "empty"))
+
+
+def names_no_place(library, folder):
+    dynamic = output("readelf", "-d", library)
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert needed and all(re.match("lib(c|m|gomp|dl|pthread)[.]so|ld-linux", name) for name in needed), needed
+    assert "PATH)" not in dynamic, dynamic
+    with open(library, "rb") as file:
+        content = file.read()
+    assert not any(place.encode() in content for place in (ROOT, folder, tempfile.gettempdir() + "/"))
+
+
+def works_where_installed(wheel, empty):
+    venv.create(empty, symlinks=True)
+    python = os.path.join(empty, "bin", "python")
+    site = output(python, "-c", "import site; print(site.getsitepackages()[0])").strip()
+    torch = output(sys.executable, "-c", "import torch; print(torch.__file__)").splitlines()[-1]
+    with open(os.path.join(site, "torch.pth"), "w") as file:
+        file.write(os.path.dirname(os.path.dirname(torch)))
+    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    said = output(python, "-c", PROGRAM)
+    assert os.path.join(site, "lce") in said and f"-{said.split()[0]}-" in wheel, said
+    assert "lce: " not in said, said
+    output(python, "-c", PROGRAM, LCE_BLAS="")  # plain loops
+    assert "LCE_BLAS: /none is no library with" in output(python, "-c", PROGRAM, LCE_BLAS="/none", status=1)
+
+
+sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, wheel_from_sdist)}))
