@@ -99,10 +99,17 @@ typedef enum {
   ACTIVATION_NONE,
   ACTIVATION_GELU,   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2)
   ACTIVATION_SWIGLU, // gated: g / (1 + exp(-g)) * up                      (Shazeer 2020; Llama)
-} Activation;
+} Activation;        // each switch over them names all, so that a compiler names the switch that lacks one
 
 static inline bool is_gated(Activation activation) {
-  return activation == ACTIVATION_SWIGLU;
+  switch (activation) {
+  case ACTIVATION_NONE:
+  case ACTIVATION_GELU:
+    return false;
+  case ACTIVATION_SWIGLU:
+    return true;
+  }
+  return false;
 }
 
 // out = activation(x). On its own where out was not kept or amax is wanted; else a part of LinearForward.
@@ -270,11 +277,19 @@ typedef struct {
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
 //
 
+// The numbers among the terms, each 0 for none: X(name, smallest, largest, what a message says of these).
+// clang-format off
+#define LOSS_TERMS(X) \
+  X(label_smoothing, 0, 1, "in [0, 1]")                                  /* eps */ \
+  X(z_loss, 0, FLT_MAX, "0 or more and finite")                          /* lambda */ \
+  X(softcap, 0, FLT_MAX, "0 or more and finite")                         /* c */ \
+  X(temperature, 1e-6f, FLT_MAX, "0 (none) or a finite number from 1e-06 on") /* T; 0 is read as 1 */
+// clang-format on
+
 typedef struct {
-  float label_smoothing;   // eps, in [0, 1]
-  float z_loss;            // lambda
-  float softcap;           // c; 0 for none
-  float temperature;       // T; 0 is read as 1
+#define MEMBER(name, ...) float name;
+  LOSS_TERMS(MEMBER)
+#undef MEMBER
   Tensor class_weights;    // w: fp32 [V], or absent
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; given when class_weights and label_smoothing are
 } LossTerms;

@@ -7,8 +7,8 @@
 #define LIKE_LLAMA(type, architecture, id, ...)                                                              \
   {                                                                                                          \
     type, architecture, "model.", "model.layers.", {".rotary_emb.inv_freq"}, {                               \
-      .family = id, .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000,          \
-      .initializer_range = 0.02, __VA_ARGS__                                                                 \
+      .family = id, .norm = NORM_RMS, .activation = ACTIVATION_SWIGLU, .norm_epsilon = 1e-6,                 \
+      .rope_theta = 10000, .initializer_range = 0.02, __VA_ARGS__                                            \
     }                                                                                                        \
   }
 
@@ -19,6 +19,7 @@ const Family model_families[FAMILY_COUNT] = {
                      "transformer.h.",
                      {".attn.bias", ".attn.masked_bias"}, // the causal mask
                      {.norm = NORM_LAYER,
+                      .activation = ACTIVATION_GELU,
                       .learned_positions = true,
                       .qkv_bias = true,
                       .out_bias = true,

@@ -44,7 +44,7 @@ typedef struct {
   // choices
   NormKind norm;                  // LayerNorm with bias, or RMSNorm
   bool learned_positions;         // a table added to the embedding; otherwise rotary
-  bool gated_mlp;                 // SwiGLU; otherwise GELU (tanh)
+  Activation activation;          // of the MLP
   bool qk_norm;                   // RMSNorm of every head of q and k, before their rotation
   bool qkv_bias, out_bias;        // biases on the projections of attention
   bool mlp_bias;                  // and on those of the MLP

@@ -178,7 +178,7 @@ static const char *config_text(const ModelConfig *c) {
       (long long)c->vocab_size, (long long)c->hidden_size, (long long)c->intermediate_size,
       (long long)c->num_hidden_layers, (long long)c->num_attention_heads, (long long)c->num_key_value_heads,
       (long long)c->head_dim, (long long)c->max_position_embeddings, (long long)c->sliding_window,
-      c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "", c->gated_mlp ? "gated " : "",
+      c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "", is_gated(c->activation) ? "gated " : "",
       c->qk_norm ? "qk_norm " : "", c->qkv_bias ? "qkv_bias " : "", c->out_bias ? "out_bias " : "",
       c->mlp_bias ? "mlp_bias " : "", c->in_out_layout ? "in_out " : "",
       c->tie_word_embeddings ? "tied " : "", c->norm_epsilon, c->rope_theta);
