@@ -267,7 +267,9 @@ static bool is_attention(AttentionShape s) {
       SIZE(L, (a->shape.num_heads * a->shape.seq_len)), FIELD(qkv, "T [N, P]")
 
 NEEDS(rope, Rope, ATTENTION_SIZES, FIELD(positions, "int32 [N] or absent"),
-      REFUSE(a->shape.head_dim % 2, "head_dim %lld is odd", a->shape.head_dim), FIELD(cos_sin, "fp32 [R, D]"),
+      REFUSE(a->shape.head_dim % 2, "head_dim %lld is odd", a->shape.head_dim),
+      SIZE(A, (a->cos_sin.shape[1] & ~(int64_t)1)), FIELD(cos_sin, "fp32 [R, A]"),
+      REFUSE(a->cos_sin.shape[1] > a->shape.head_dim, "cos_sin turns more than a head has"),
       ENOUGH_POSITIONS(cos_sin, a->shape.seq_len))
 
 NEEDS(attention_forward, AttentionForward, ATTENTION_SIZES, FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),

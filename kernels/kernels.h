@@ -214,11 +214,12 @@ typedef struct {
 } AttentionShape;
 
 // Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
-// i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
+// i < A/2, with c, s = cos_sin[t, i]:  x[i], x[i + A/2] = x[i] c - x[i + A/2] s,  x[i + A/2] c + x[i] s. A is
+// D, or less where the last elements of a head do not rotate (Phi-3).
 // `inverse` rotates by the negative angle, which is the backward pass.
 typedef struct {
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
-  Tensor cos_sin;   // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
+  Tensor cos_sin;   // fp32 [T', A]: row t holds cos for i < A/2, then sin; T' >= T, A even
   Tensor positions; // int32 [N], or absent: t, the row of cos_sin, is n mod T
   AttentionShape shape;
   bool inverse;

@@ -176,7 +176,8 @@ static const GoldenModel models[] = {
     {"gpt2-bare", DTYPE_F32, 0, 0},                    // untied, without a prefix, in fp16
     {"mistral", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1}, // scaled linearly, with a window
     {"qwen2", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1},
-    {"qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}};
+    {"qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1},
+    {"phi3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}}; // packed, with a part of each head rotated
 enum { MODELS = sizeof models / sizeof *models };
 
 TEST(models_are_as_in_transformers) {
