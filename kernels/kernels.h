@@ -440,7 +440,7 @@ typedef struct {
   int64_t vocab_size;
 } LceRowLosses;
 
-// Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of
+// Sampling of the softmax gradient, unbiased (lce/REFERENCE.md has the proof). E is cut into tiles of
 // LCE_TILE_ROWS rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass
 // is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)

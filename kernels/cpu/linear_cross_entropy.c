@@ -9,7 +9,7 @@
 // anchor.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
-// order; dW over the kept tiles of a tile's columns, in the order of their rows. LCE.md has measurements.
+// order; dW over the kept tiles of a tile's columns, in the order of their rows. REFERENCE.md has figures.
 #include <math.h>
 #include <string.h>
 

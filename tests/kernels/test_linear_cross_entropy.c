@@ -58,7 +58,7 @@ static void check_row(Harness *h, const char *what, const double *got, const dou
       fail_msg("%s[%d] of the worked example is %.7g, and the page says %.7g", what, i, got[i], want[i]);
 }
 
-// The numbers of LCE.md, "An example with numbers": relative, row by row, so that the certain token counts.
+// The numbers of kernels/lce/LCE.md, "An example with numbers": relative, row by row, so that the certain token counts.
 HARNESS_TEST(test_worked_example) {
   enum { ROWS = 3, HIDDEN = 2, VOCAB = 5 };
   double x[] = {1, 2, 20, 0, 3, -1}, weight[] = {2, 0, 0, 1, -1, 0, 0, -1, 1, 1};
