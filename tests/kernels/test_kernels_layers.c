@@ -177,11 +177,15 @@ typedef struct {
 static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
   int64_t count = rows * columns;
   switch (kind) {
-  case ACTIVATION_NONE: memcpy(out, pre, (size_t)count * sizeof *out); break;
+  case ACTIVATION_NONE:
+    memcpy(out, pre, (size_t)count * sizeof *out);
+    break;
   case ACTIVATION_GELU:
     for (int64_t i = 0; i < count; i++) out[i] = reference_gelu(pre[i]);
     break;
-  case ACTIVATION_SWIGLU: reference_swiglu(out, pre, rows, columns); break;
+  case ACTIVATION_SWIGLU:
+    reference_swiglu(out, pre, rows, columns);
+    break;
   }
 }
 
