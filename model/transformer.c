@@ -190,7 +190,10 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
-  LossTerms terms = o->terms;
+  LossTerms terms = {0};
+#define COPY(name, ...) terms.name = (float)o->terms.name;
+  LOSS_TERMS(COPY)
+#undef COPY
   terms.softcap = (float)model->config.final_logit_softcapping;
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);

@@ -50,16 +50,13 @@ static bool set_whole(const Option *o, void *field, const char *text, Reason *re
   return true;
 }
 
-static bool set_number(const Option *o, void *field, const char *text, Reason *reason) {
+static bool set_number(const Option *o, double *field, const char *text, Reason *reason) {
   char *end;
   errno = 0;
   double value = strtod(text, &end);
   if (errno || end == text || *end || !(value >= o->min && value <= o->max))
     return refuse(reason, "give a number from %g to %g", o->min, o->max);
-  if (o->size == sizeof(float))
-    *(float *)field = (float)value;
-  else
-    *(double *)field = value;
+  *field = value;
   return true;
 }
 
@@ -103,15 +100,7 @@ void option_set(const Option *o, void *values, const char *text) {
 
 double option_number(const Option *o, const void *values) {
   const void *field = (const char *)values + o->offset;
-  if (o->type != OPTION_NUMBER) return (double)stored(o, field);
-  if (o->size == sizeof(double)) return *(const double *)field;
-  char digits[32]; // a float's: 0.1, not 0.10000000149
-  float value = *(const float *)field;
-  for (int count = 6; count <= 9; count++) {
-    snprintf(digits, sizeof digits, "%.*g", count, (double)value);
-    if (strtof(digits, NULL) == value) break;
-  }
-  return strtod(digits, NULL);
+  return o->type == OPTION_NUMBER ? *(const double *)field : (double)stored(o, field);
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {

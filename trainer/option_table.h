@@ -13,7 +13,7 @@ typedef enum {
   OPTION_GROUP,  // a heading of --help: its text is `help`
   OPTION_FLAG,   // takes no value and writes `min` into a bool, int or enum
   OPTION_WHOLE,  // a whole number: int or int64_t
-  OPTION_NUMBER, // a float or double
+  OPTION_NUMBER, // a double
   OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
   OPTION_SET,    // some of them, with commas between: writes a bit of each place into an unsigned
   OPTION_TEXT,   // const char *, the argument itself
