@@ -267,7 +267,9 @@ static bool is_attention(AttentionShape s) {
       SIZE(L, (a->shape.num_heads * a->shape.seq_len)), FIELD(qkv, "T [N, P]")
 
 NEEDS(rope, Rope, ATTENTION_SIZES, FIELD(positions, "int32 [N] or absent"),
-      REFUSE(a->shape.head_dim % 2, "head_dim %lld is odd", a->shape.head_dim), FIELD(cos_sin, "fp32 [R, D]"),
+      REFUSE(a->shape.head_dim % 2, "head_dim %lld is odd", a->shape.head_dim),
+      SIZE(A, (a->cos_sin.shape[1] & ~(int64_t)1)), FIELD(cos_sin, "fp32 [R, A]"),
+      REFUSE(a->cos_sin.shape[1] > a->shape.head_dim, "cos_sin turns more than a head has"),
       ENOUGH_POSITIONS(cos_sin, a->shape.seq_len))
 
 NEEDS(attention_forward, AttentionForward, ATTENTION_SIZES, FIELD(out, "T [N, O]"), FIELD(lse, "fp32 [B, L]"),
@@ -337,18 +339,11 @@ NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
 
 static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
   // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
-  const struct {
-    const char *name;
-    float value, lowest, highest;
-    const char *needed;
-  } terms[] = {{"label_smoothing", a->label_smoothing, 0, 1, "in [0, 1]"},
-               {"z_loss", a->z_loss, 0, FLT_MAX, "0 or more and finite"},
-               {"softcap", a->softcap, 0, FLT_MAX, "0 or more and finite"},
-               {"temperature", a->temperature == 0 ? 1 : a->temperature, 1e-6f, FLT_MAX,
-                "0 (none) or a finite number from 1e-06 on"}};
-  for (size_t i = 0; i < sizeof terms / sizeof *terms; i++)
-    if (!(terms[i].value >= terms[i].lowest && terms[i].value <= terms[i].highest))
-      fail("%s: %s is %g, which is not %s", op, terms[i].name, (double)terms[i].value, terms[i].needed);
+#define IN_RANGE(name, lowest, highest, needed)                                                              \
+  if (a->name != 0 && !(a->name >= lowest && a->name <= highest))                                            \
+    fail("%s: " #name " is %g, which is not " needed, op, (double)a->name);
+  LOSS_TERMS(IN_RANGE)
+#undef IN_RANGE
   bool weighted_sum = tensor_exists(a->class_weights) && a->label_smoothing > 0;
   CHECK(SIZE(V, vocab_size), FIELD(class_weights, "fp32 [V] or absent"),
         FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));

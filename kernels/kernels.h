@@ -99,10 +99,17 @@ typedef enum {
   ACTIVATION_NONE,
   ACTIVATION_GELU,   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2)
   ACTIVATION_SWIGLU, // gated: g / (1 + exp(-g)) * up                      (Shazeer 2020; Llama)
-} Activation;
+} Activation;        // each switch over them names all, so that a compiler names the switch that lacks one
 
 static inline bool is_gated(Activation activation) {
-  return activation == ACTIVATION_SWIGLU;
+  switch (activation) {
+  case ACTIVATION_NONE:
+  case ACTIVATION_GELU:
+    return false;
+  case ACTIVATION_SWIGLU:
+    return true;
+  }
+  return false;
 }
 
 // out = activation(x). On its own where out was not kept or amax is wanted; else a part of LinearForward.
@@ -207,11 +214,12 @@ typedef struct {
 } AttentionShape;
 
 // Rotary positions (Su et al. 2021) in Hugging Face's half-split order, in place on the q and k heads: for
-// i < D/2, with c, s = cos_sin[t, i]:  x[i], x[i + D/2] = x[i] c - x[i + D/2] s,  x[i + D/2] c + x[i] s.
+// i < A/2, with c, s = cos_sin[t, i]:  x[i], x[i + A/2] = x[i] c - x[i + A/2] s,  x[i + A/2] c + x[i] s. A is
+// D, or less where the last elements of a head do not rotate (Phi-3).
 // `inverse` rotates by the negative angle, which is the backward pass.
 typedef struct {
   Tensor qkv;       // fp32/bf16 [N, (Q + 2K) D]
-  Tensor cos_sin;   // fp32 [T', D]: row t holds cos for i < D/2, then sin; T' >= T
+  Tensor cos_sin;   // fp32 [T', A]: row t holds cos for i < A/2, then sin; T' >= T, A even
   Tensor positions; // int32 [N], or absent: t, the row of cos_sin, is n mod T
   AttentionShape shape;
   bool inverse;
@@ -270,11 +278,19 @@ typedef struct {
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
 //
 
+// The numbers among the terms, each 0 for none: X(name, smallest, largest, what a message says of these).
+// clang-format off
+#define LOSS_TERMS(X) \
+  X(label_smoothing, 0, 1, "in [0, 1]")                                  /* eps */ \
+  X(z_loss, 0, FLT_MAX, "0 or more and finite")                          /* lambda */ \
+  X(softcap, 0, FLT_MAX, "0 or more and finite")                         /* c */ \
+  X(temperature, 1e-6f, FLT_MAX, "0 (none) or a finite number from 1e-06 on") /* T; 0 is read as 1 */
+// clang-format on
+
 typedef struct {
-  float label_smoothing;   // eps, in [0, 1]
-  float z_loss;            // lambda
-  float softcap;           // c; 0 for none
-  float temperature;       // T; 0 is read as 1
+#define MEMBER(name, ...) float name;
+  LOSS_TERMS(MEMBER)
+#undef MEMBER
   Tensor class_weights;    // w: fp32 [V], or absent
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; given when class_weights and label_smoothing are
 } LossTerms;
@@ -424,7 +440,7 @@ typedef struct {
   int64_t vocab_size;
 } LceRowLosses;
 
-// Sampling of the softmax gradient, unbiased (LCE.md has the proof and the variance). E is cut into tiles of
+// Sampling of the softmax gradient, unbiased (lce/REFERENCE.md has the proof). E is cut into tiles of
 // LCE_TILE_ROWS rows, counted from the chunk's first, by LCE_TILE_COLUMNS vocabulary entries. A tile's mass
 // is its sum of probabilities,
 //   m = sum over its rows of rescale tile_sums[n, t] / (R + target_e)

@@ -9,9 +9,9 @@ typedef struct {
   LossReal log_total, per_p, per_distance, at_target;
 } TokenFactors;
 
-LOSS_ROW TokenFactors token_factors(LossReal target_v, LossReal nll, LossReal entropy, LossReal class_weight,
-                                    LossReal z_loss, LossReal scale, LossReal entropy_scale) {
-  LossReal p_scale = z_loss > 0 ? 2 * z_loss * (target_v + nll) : 0, p = exp(-nll);
+LOSS_ROW TokenFactors token_factors(LossTerms terms, LossReal class_weight, LossReal target_v, LossReal nll,
+                                    LossReal entropy, LossReal scale, LossReal entropy_scale) {
+  LossReal lambda = terms.z_loss, p_scale = lambda > 0 ? 2 * lambda * (target_v + nll) : 0, p = exp(-nll);
   return (TokenFactors){nll, scale * (class_weight + p_scale) - entropy_scale * entropy, -entropy_scale,
                         scale * (class_weight * expm1(-nll) + p_scale * p) -
                             entropy_scale * entropy_at_target(p, nll, entropy)};

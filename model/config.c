@@ -5,20 +5,24 @@
 
 // A family that starts from Llama's names and choices.
 #define LIKE_LLAMA(type, architecture, id, ...)                                                              \
+  LLAMA_WITH(NAMES_LLAMA, 1e-6, type, architecture, id, __VA_ARGS__)
+#define LLAMA_WITH(names, epsilon, type, architecture, id, ...)                                              \
   {                                                                                                          \
-    type, architecture, "model.", "model.layers.", {".rotary_emb.inv_freq"}, {                               \
-      .family = id, .norm = NORM_RMS, .gated_mlp = true, .norm_epsilon = 1e-6, .rope_theta = 10000,          \
-      .initializer_range = 0.02, __VA_ARGS__                                                                 \
+    names, type, architecture, "model.", "model.layers.", {".rotary_emb.inv_freq"}, {                        \
+      .family = id, .norm = NORM_RMS, .activation = ACTIVATION_SWIGLU, .norm_epsilon = epsilon,              \
+      .rope_theta = 10000, .initializer_range = 0.02, __VA_ARGS__                                            \
     }                                                                                                        \
   }
 
 const Family model_families[FAMILY_COUNT] = {
-    [FAMILY_GPT2] = {"gpt2",
+    [FAMILY_GPT2] = {NAMES_GPT2,
+                     "gpt2",
                      "GPT2LMHeadModel",
                      "transformer.",
                      "transformer.h.",
                      {".attn.bias", ".attn.masked_bias"}, // the causal mask
                      {.norm = NORM_LAYER,
+                      .activation = ACTIVATION_GELU,
                       .learned_positions = true,
                       .qkv_bias = true,
                       .out_bias = true,
@@ -36,6 +40,8 @@ const Family model_families[FAMILY_COUNT] = {
     [FAMILY_QWEN3] =
         LIKE_LLAMA("qwen3", "Qwen3ForCausalLM", FAMILY_QWEN3, .num_key_value_heads = 32, .head_dim = 128,
                    .max_position_embeddings = 32768, .sliding_window = 4096, .qk_norm = true),
+    [FAMILY_PHI3] =
+        LLAMA_WITH(NAMES_PHI3, 1e-5, "phi3", "Phi3ForCausalLM", FAMILY_PHI3, .max_position_embeddings = 4096),
 };
 
 typedef struct {
@@ -93,6 +99,11 @@ int64_t model_default_seq_len(const ModelConfig *c) {
 
 int64_t model_max_seq_len(const ModelConfig *c) {
   return min_i64(c->max_position_embeddings, c->sliding_window ? c->sliding_window : INT64_MAX);
+}
+
+int64_t model_rotary_dim(const ModelConfig *c) {
+  return c->partial_rotary_factor > 0 ? (int64_t)((double)c->head_dim * c->partial_rotary_factor)
+                                      : c->head_dim;
 }
 
 void model_check_seq_len(const ModelConfig *c, int64_t seq_len) {
@@ -174,6 +185,12 @@ bool model_config_possible(const ModelConfig *c, Reason *reason) {
         reason,
         "rotary positions rotate pairs of elements, so head_dim cannot be %lld; choose an even --head-dim",
         dim);
+  int64_t rotary = model_rotary_dim(c);
+  if (!c->learned_positions && (rotary % 2 || rotary < 2 || rotary > dim))
+    return refuse(reason,
+                  "partial_rotary_factor %g rotates %lld of a head's %lld elements; give one of at most 1 "
+                  "that makes them even",
+                  c->partial_rotary_factor, (long long)rotary, dim);
   const double max = 1e15; // what is derived from these sizes then stays within 64 bits
   double weights = (double)c->num_hidden_layers * (double)hidden *
                        (4 * (double)heads * (double)dim + 3 * (double)c->intermediate_size) +

@@ -17,6 +17,7 @@ typedef enum {
   FAMILY_MISTRAL,
   FAMILY_QWEN2,
   FAMILY_QWEN3,
+  FAMILY_PHI3,
   FAMILY_COUNT
 } ModelFamily;
 
@@ -44,7 +45,7 @@ typedef struct {
   // choices
   NormKind norm;                  // LayerNorm with bias, or RMSNorm
   bool learned_positions;         // a table added to the embedding; otherwise rotary
-  bool gated_mlp;                 // SwiGLU; otherwise GELU (tanh)
+  Activation activation;          // of the MLP
   bool qk_norm;                   // RMSNorm of every head of q and k, before their rotation
   bool qkv_bias, out_bias;        // biases on the projections of attention
   bool mlp_bias;                  // and on those of the MLP
@@ -53,12 +54,17 @@ typedef struct {
   double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
   double norm_epsilon;
   double rope_theta;
+  double partial_rotary_factor; // the share of a head's elements that rotate, the first; 0: all do
   RopeScaling rope_scaling;
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
+// The columns of model.c's tables of tensors. What one after Llama's leaves empty is as in Llama's.
+typedef enum { NAMES_GPT2, NAMES_LLAMA, NAMES_PHI3, NAMES_COUNT } TensorNames;
+
 // A family, as transformers knows it.
 typedef struct {
+  TensorNames names;
   const char *model_type, *architecture; // in config.json
   const char *prefix, *layers;           // of the names of all tensors but the head's, and of a layer's
   const char *buffers[2];                // how tensors end that old files have besides the weights
@@ -66,7 +72,7 @@ typedef struct {
 } Family;
 
 extern const Family model_families[FAMILY_COUNT];
-#define FAMILY_NAMES "gpt2, llama, mistral, qwen2 and qwen3" // the model_types, for help and messages
+#define FAMILY_NAMES "gpt2, llama, mistral, qwen2, qwen3 and phi3" // the model_types, for help and messages
 
 // The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
 // are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.
@@ -77,6 +83,7 @@ const char *model_preset_names(const char *begin); // of those that begin so: "g
 
 // The longest sequence: all positions, or the sliding window, within which attention is full.
 int64_t model_max_seq_len(const ModelConfig *config);
+int64_t model_rotary_dim(const ModelConfig *config); // of a head's elements, how many rotate
 // Fails where seq_len is longer.
 void model_check_seq_len(const ModelConfig *config, int64_t seq_len);
 

@@ -25,7 +25,8 @@ static void push_kept(const Pass *p, LayerState *s) {
 
 void push_pre_activation(const Pass *p, LayerState *s) {
   const ModelConfig *c = &p->model->config;
-  s->pre_activation = push_activation(p, "mlp pre-activation", (c->gated_mlp ? 2 : 1) * c->intermediate_size);
+  s->pre_activation =
+      push_activation(p, "mlp pre-activation", (is_gated(c->activation) ? 2 : 1) * c->intermediate_size);
 }
 
 void push_mlp(const Pass *p, LayerState *s) {

@@ -72,12 +72,8 @@ void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *
   project(p, out, x, &part, none);
 }
 
-static Activation activation_of(const Pass *p) {
-  return p->model->config.gated_mlp ? ACTIVATION_SWIGLU : ACTIVATION_GELU;
-}
-
 void activate(const Pass *p, Operand out, Tensor pre_activation) {
-  activation_forward(p->backend, (ActivationForward){.activation = activation_of(p),
+  activation_forward(p->backend, (ActivationForward){.activation = p->model->config.activation,
                                                      .out = out.x,
                                                      .x = pre_activation,
                                                      .amax = out.fp8.amax});
@@ -90,7 +86,7 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
     return;
   }
   LinearForward linear = linear_of(p, out.x, x.x, w);
-  linear.activation = activation_of(p);
+  linear.activation = p->model->config.activation;
   linear.pre_activation = pre_activation;
   linear_forward(p->backend, linear);
 }
@@ -142,11 +138,11 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const W
 
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
                                    const Weight *weight) {
-  bool gated = p->model->config.gated_mlp;
+  bool gated = is_gated(p->model->config.activation);
   Operand dpre = {.x = gated ? pre_activation : x.x};
   if (!p->fp8) {
     LinearBackwardInput input = backward_input_of(p, dpre.x, dout, weight);
-    input.activation = activation_of(p);
+    input.activation = p->model->config.activation;
     input.pre_activation = pre_activation;
     input.dactivation = gated ? x.x : none;
     backward_weight(p, dout, x.x, weight, none);
@@ -155,7 +151,7 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
   }
   project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none);
   dpre.fp8 = push_fp8(p, (Fp8){.amax_known = true}, dpre.x.shape[1], false, false);
-  activation_backward(p->backend, (ActivationBackward){.activation = activation_of(p),
+  activation_backward(p->backend, (ActivationBackward){.activation = p->model->config.activation,
                                                        .dx = dpre.x,
                                                        .dout = x.x,
                                                        .x = pre_activation,

@@ -12,7 +12,7 @@
 enum { TABLE = 0, NORM = 1, QKV = 2, OUT = 4, MLP = 8, RESIDUAL = 16, QK_NORM = 32 };
 
 // One tensor of Hugging Face's, without the layer's prefix and the suffix .weight or .bias. Sizes are
-// letters: V H F P as in config.h, Q for Q D, K for K D, S for (Q + 2K) D.
+// letters: V H F P as in config.h, Q for Q D, K for K D, S for (Q + 2K) D, G for 2F.
 typedef struct {
   char outputs;
   const char *name;
@@ -23,7 +23,7 @@ typedef struct {
   size_t place; // of a Weight (TABLE) or a WeightAndBias in Model or Layer
   int kind;
   char inputs;
-  Part parts[2][3]; // of GPT-2, and of Llama and those after it; none: there is no such weight
+  Part parts[NAMES_COUNT][3]; // none: there is no such weight
 } WeightRow;
 
 // First values (parameters_initialize) are those of each family's paper and code:
@@ -37,12 +37,14 @@ static const WeightRow embeddings[] = {
 static const WeightRow layer_weights[] = {
     {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
     {offsetof(Layer, qkv), QKV, 'H',
-     {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}}}},
+     {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}},
+      {{'S', "self_attn.qkv_proj"}}}},
     {offsetof(Layer, q_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.q_norm"}}}},
     {offsetof(Layer, k_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.k_norm"}}}},
     {offsetof(Layer, out), OUT | RESIDUAL, 'Q', {{{'H', "attn.c_proj"}}, {{'H', "self_attn.o_proj"}}}},
     {offsetof(Layer, norm2), NORM, 0, {{{'H', "ln_2"}}, {{'H', "post_attention_layernorm"}}}},
-    {offsetof(Layer, up), MLP, 'H', {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}}},
+    {offsetof(Layer, up), MLP, 'H',
+     {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}, {{'G', "mlp.gate_up_proj"}}}},
     {offsetof(Layer, down), MLP | RESIDUAL, 'F', {{{'H', "mlp.c_proj"}}, {{'H', "mlp.down_proj"}}}}};
 
 static const WeightRow last_weights[] = {
@@ -57,6 +59,7 @@ static int64_t size_of(const ModelConfig *c, char letter) {
   const int64_t sizes[] = {['V'] = c->vocab_size,
                            ['H'] = c->hidden_size,
                            ['F'] = c->intermediate_size,
+                           ['G'] = 2 * c->intermediate_size,
                            ['P'] = c->max_position_embeddings,
                            ['D'] = c->head_dim,
                            ['Q'] = q,
@@ -77,7 +80,9 @@ static void add_weight(Model *m, void *owner, const char *prefix, const WeightRo
   bool is_head = weight == &m->head || (weight == &m->token_embedding && c->tie_word_embeddings);
   Parameter weights[3], biases[3];
   int count = 0;
-  const Part *parts = w->parts[c->family != FAMILY_GPT2];
+  TensorNames names = model_families[c->family].names;
+  if (names > NAMES_LLAMA && !w->parts[names][0].name) names = NAMES_LLAMA;
+  const Part *parts = w->parts[names];
   for (; count < 3 && parts[count].name; count++) {
     const Part *part = &parts[count];
     Parameter *p = &weights[count], *b = &biases[count];
@@ -143,8 +148,8 @@ double model_flops_per_token(const ModelConfig *c, int64_t seq_len) {
 void rope_frequencies(const ModelConfig *c, float *inv_freq) {
   const double two_pi = 6.283185307179586476925;
   const RopeScaling *s = &c->rope_scaling;
-  for (int64_t i = 0; i < c->head_dim / 2; i++) {
-    double frequency = pow(c->rope_theta, -2.0 * (double)i / (double)c->head_dim);
+  for (int64_t i = 0; i < model_rotary_dim(c) / 2; i++) {
+    double frequency = pow(c->rope_theta, -2.0 * (double)i / (double)model_rotary_dim(c));
     if (s->factor > 0) {
       // How many turns the angle makes over the original context, placed between the two bounds.
       double turns = (double)s->original_max_position_embeddings * frequency / two_pi;
@@ -157,19 +162,19 @@ void rope_frequencies(const ModelConfig *c, float *inv_freq) {
 }
 
 static void make_rope_table(Model *m, Backend *backend, int64_t seq_len) {
-  int64_t head_dim = m->config.head_dim, half = head_dim / 2;
-  size_t bytes = (size_t)(seq_len * head_dim) * sizeof(float);
+  int64_t width = model_rotary_dim(&m->config), half = width / 2;
+  size_t bytes = (size_t)(seq_len * width) * sizeof(float);
   void *data = memory_reserve(&backend->memory, "rotary angles", MEMORY_TABLES, bytes);
-  m->rope_angles = tensor_2d(data, DTYPE_F32, seq_len, head_dim);
+  m->rope_angles = tensor_2d(data, DTYPE_F32, seq_len, width);
   if (backend->memory.planning) return;
-  float *table = host_alloc(seq_len * head_dim, sizeof *table, "rotary angles");
+  float *table = host_alloc(seq_len * width, sizeof *table, "rotary angles");
   float *inv_freq = host_alloc(half, sizeof *inv_freq, "rotary angles");
   rope_frequencies(&m->config, inv_freq);
   for (int64_t t = 0; t < seq_len; t++)
     for (int64_t i = 0; i < half; i++) {
       float angle = (float)t * inv_freq[i]; // in fp32, as transformers multiplies them
-      table[t * head_dim + i] = (float)cos((double)angle);
-      table[t * head_dim + half + i] = (float)sin((double)angle);
+      table[t * width + i] = (float)cos((double)angle);
+      table[t * width + half + i] = (float)sin((double)angle);
     }
   backend_to_device(backend, m->rope_angles, table);
   free(table);

@@ -30,7 +30,7 @@ typedef struct {
   WeightAndBias final_norm;
   Weight head;        // [V, H]: the token embedding itself when tied; the local rows where it is split
   VocabShard shard;   // which those are; {0, 0}: the head is whole
-  Tensor rope_angles; // fp32 [seq_len, D], not GPT-2: cosines, then sines
+  Tensor rope_angles; // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
 } Model;
 
 // Lays out the parameters and reserves their slabs and the rotary table for sequences up to seq_len. The
@@ -53,7 +53,7 @@ int64_t model_parameter_count(const ModelConfig *config);
 // L T Q D, half of PaLM's 12, as it is causal. Norms, optimizer and recomputation are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/D) for i < D/2; with linear scaling divided by the factor; as Llama 3.1 scales it
+// inv_freq[i] = theta^(-2i/A) for i < A/2, with A = model_rotary_dim; with linear scaling divided by the factor; as Llama 3.1 scales it
 // (_compute_llama3_parameters of transformers) divided by the factor where the wavelength is beyond
 // original/low_freq_factor, not where it is under original/high_freq_factor, and blended linearly between.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

@@ -190,6 +190,11 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
   MemoryMark top = memory_mark(memory);
+  LossTerms terms = {0};
+#define COPY(name, ...) terms.name = (float)o->terms.name;
+  LOSS_TERMS(COPY)
+#undef COPY
+  terms.softcap = (float)model->config.final_logit_softcapping;
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   profile_phase(p->backend, PHASE_LOSS);
@@ -199,9 +204,7 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
                            .chunk = o->chunk,
                            .loss = loss,
                            .outputs = o->outputs,
-                           .terms = {.label_smoothing = (float)o->label_smoothing,
-                                     .z_loss = (float)o->z_loss,
-                                     .softcap = (float)model->config.final_logit_softcapping},
+                           .terms = terms,
                            .sampling = o->mode == LCE_FUSED ? o->sampling : (TileSampling){0},
                            .dx = dnorm,
                            .dweight = model->head.grad,

@@ -23,15 +23,22 @@ typedef struct {
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
+// LOSS_TERMS with the digits of the command line.
+typedef struct {
+#define MEMBER(name, ...) double name;
+  LOSS_TERMS(MEMBER)
+#undef MEMBER
+} LossNumbers;
+
 typedef struct {
   LceMode mode;
   int64_t chunk;
   Recompute recompute;
   int64_t recompute_layers; // in so many of the first layers, and one level less in the others; 0: in all
   int64_t mlp_chunk;        // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
-  double label_smoothing, z_loss; // of training; see LossTerms
-  TileSampling sampling;          // of training in the fused mode
-  TokenOutputs outputs;           // of training: any of them, fp32 [N] each
+  LossNumbers terms;        // of training; the soft-cap is the model's
+  TileSampling sampling;    // of training in the fused mode
+  TokenOutputs outputs;     // of training: any of them, fp32 [N] each
   // Of training: [(R - 1) N, H] on the host, for the inputs of the R layers under RECOMPUTE_LAYER but the
   // last; absent: all stay on the device.
   Tensor inputs;

@@ -57,14 +57,14 @@ void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t 
     }
 }
 
-void reference_rope(double *qkv, const double *cos_sin, AttentionShape s) {
-  int64_t half = s.head_dim / 2, width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
+void reference_rope(double *qkv, const double *cos_sin, AttentionShape s, int64_t rotated) {
+  int64_t half = rotated / 2, width = (s.num_heads + 2 * s.num_key_value_heads) * s.head_dim;
   for (int64_t n = 0; n < s.batch * s.seq_len; n++)
     for (int64_t h = 0; h < s.num_heads + s.num_key_value_heads; h++)
       for (int64_t i = 0; i < half; i++) {
         double *x = qkv + n * width + h * s.head_dim + i, *y = x + half, kept = *x;
-        double c = cos_sin[n % s.seq_len * s.head_dim + i];
-        double sine = cos_sin[n % s.seq_len * s.head_dim + half + i];
+        double c = cos_sin[n % s.seq_len * rotated + i];
+        double sine = cos_sin[n % s.seq_len * rotated + half + i];
         *x = kept * c - *y * sine;
         *y = *y * c + kept * sine;
       }

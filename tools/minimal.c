@@ -2,6 +2,7 @@
 //
 //     cc -O3 -fopenmp tools/minimal.c -lm && ./a.out */*.c
 //     ./a.out book.txt vocab_size=32768 fused=0 steps=20  other sizes, the other loss; main lists the options
+//     ./a.out book.txt check=1                            gradients of twenty weights against differences
 //
 // A language model turns tokens into a probability for every possible next token. To train it, repeat:
 //
@@ -30,6 +31,7 @@
 // x[n * H + h]. Names are Hugging Face's. Left out: other families, GPUs and bf16, tokenizers (a byte is a
 // token), recomputation, checkpoints, validation.
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -577,18 +579,49 @@ static void draw_batch(const Llama *m, int32_t *tokens, int32_t *targets) {
   }
 }
 
+// Of twenty matrices, one after the other, the weight with the largest gradient. By definition that is by how
+// much the loss changes when the weight moves a little, over the distance. Returns how many are off.
+static int check_gradients(Llama *m, const int32_t *tokens, const int32_t *targets) {
+  const float distance = 0.004f;
+  int wrong = 0;
+  for (long i = 0, checked = 0; checked < 20; i++) {
+    Matrix *w = m->all[i % m->count];
+    if (!w->m) continue; // an activation
+    forward(m, tokens, targets);
+    backward(m, tokens);
+    long at = 0;
+    for (long k = 0; k < w->count; k++)
+      if (fabsf(w->grad[k]) > fabsf(w->grad[at])) at = k;
+    float gradient = w->grad[at], value = w->value[at];
+    w->value[at] = value + distance;
+    double up = forward(m, tokens, targets);
+    w->value[at] = value - distance;
+    double down = forward(m, tokens, targets), slope = (up - down) / (2 * (double)distance);
+    w->value[at] = value;
+    bool off = !(fabs(slope - (double)gradient) <= 0.01 * fabs(slope) + 3e-5);
+    printf("%-46s %9ld  gradient %10.6f  difference %10.6f%s\n", w->name, at, (double)gradient, slope,
+           off ? "  off" : "");
+    wrong += off;
+    checked++;
+  }
+  return wrong;
+}
+
 int main(int argc, char **argv) {
   Config c = {256, 128, 384, 4, 4, 2, 32, 1, 10000, 1e-5f}; // in the order of its members
-  long batch = 8, seq_len = 128, fused = 1, chunk = 128, steps = 150, warmup = 10;
+  long batch = 8, seq_len = 128, fused = 1, chunk = 128, steps = 150, warmup = 10, check = 0;
   double peak = 2e-3, sum = 0;
   for (int i = 1; i < argc; i++) {
     const char *a = argv[i];
     if (sscanf(a, "vocab_size=%ld", &c.vocab_size) == 1 || sscanf(a, "fused=%ld", &fused) == 1) continue;
+    if (sscanf(a, "check=%ld", &check) == 1) continue;
     if (sscanf(a, "chunk=%ld", &chunk) == 1 || sscanf(a, "steps=%ld", &steps) == 1) continue;
     append_file(a);
   }
+  if (check) batch = 1;
   if (c.vocab_size < 256 || chunk < 1) die("vocab_size must be at least 256, for bytes,", "and chunk 1");
-  if (text_length <= seq_len) die("usage: FILE... [vocab_size=N] [fused=0] [chunk=N] [steps=N]", "");
+  if (text_length <= seq_len)
+    die("usage: FILE... [vocab_size=N] [fused=0] [chunk=N] [steps=N] [check=1]", "");
 
   static Llama m;
   make_model(&m, c, batch, seq_len, fused ? chunk : 0);
@@ -596,6 +629,10 @@ int main(int argc, char **argv) {
   printf("%ld bytes of text; of %ld x %ld logits, %ld rows (%.2f MiB) at a time\n", text_length, N,
          c.vocab_size, rows, (double)(rows * c.vocab_size) * 0x1p-18);
   int32_t *tokens = zeros(N, sizeof *tokens), *targets = zeros(N, sizeof *targets);
+  if (check) {
+    draw_batch(&m, tokens, targets);
+    return check_gradients(&m, tokens, targets) ? 1 : 0;
+  }
   time_t start = time(NULL);
   for (long step = 0; step < steps; step++) {
     draw_batch(&m, tokens, targets);

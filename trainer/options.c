@@ -98,9 +98,9 @@ const Option options_rows[] = {
           "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles "
           "of ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it "
           "would save no time: gradients are exact")},
-    {NUMBER("label-smoothing", "EPS", pass.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING,
+    {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING,
      HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
-    {NUMBER("z-loss", "LAMBDA", pass.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING,
+    {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING,
      HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
     {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
      HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
@@ -342,7 +342,7 @@ static void check_loss(const Options *o) {
   if (softcap > 0 && o->pass.sampling.full_mass > 0)
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
-  if (softcap > 0 && o->pass.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
+  if (softcap > 0 && o->pass.terms.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
     fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
          "with --materialized-logits alone, or give --logit-softcap 0",
          o->model.name, softcap);

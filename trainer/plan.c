@@ -34,7 +34,7 @@ static void close_planned(Trainer *t) {
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
-  if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.label_smoothing = 0; // likewise
+  if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.terms.label_smoothing = 0; // likewise
   o.pass.mode = mode;
   Trainer trainer;
   open_planned(&trainer, &o, device);

@@ -33,7 +33,7 @@ static void reserve_statistics(Trainer *t) {
   const Options *o = t->options;
   TokenOutputs *outputs = &t->transformer.outputs;
   t->statistics[RESULT_LOSS] = t->loss;
-  reserve_output(t, o->pass.z_loss > 0, RESULT_Z_LOSS, "z-losses", &outputs->z_loss);
+  reserve_output(t, o->pass.terms.z_loss > 0, RESULT_Z_LOSS, "z-losses", &outputs->z_loss);
   reserve_output(t, o->metrics, RESULT_CORRECT, "right predictions", &outputs->correct);
   reserve_output(t, o->metrics, RESULT_ENTROPY, "entropies", &outputs->entropy);
   reserve_output(t, o->metrics, RESULT_MAX_LOGIT, "largest logits", &outputs->max_logit);

@@ -7,10 +7,16 @@ void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
   EACH_PARALLEL (n, a->out.shape[0]) {
     const float *x = cpu_row(a->x, n), *up = x + width;
     float *out = cpu_row(a->out, n);
-    if (a->activation == ACTIVATION_GELU)
+    switch (a->activation) {
+    case ACTIVATION_NONE:
+      break; // refused
+    case ACTIVATION_GELU:
       EACH_SIMD (i, width) out[i] = gelu_f32(x[i]);
-    else
+      break;
+    case ACTIVATION_SWIGLU:
       EACH_SIMD (i, width) out[i] = x[i] * sigmoid_f32(x[i]) * up[i];
+      break;
+    }
   }
   cpu_amax(a->amax, a->out);
 }
@@ -21,14 +27,19 @@ void cpu_activation_backward(Backend *backend, const ActivationBackward *a) {
   EACH_PARALLEL (n, a->dout.shape[0]) {
     const float *x = cpu_row(a->x, n), *up = x + width, *dout = cpu_row(a->dout, n);
     float *dx = cpu_row(a->dx, n), *dup = dx + width;
-    if (a->activation == ACTIVATION_GELU) {
+    switch (a->activation) {
+    case ACTIVATION_NONE:
+      break; // refused
+    case ACTIVATION_GELU:
       EACH_SIMD (i, width) dx[i] = dout[i] * gelu_derivative_f32(x[i]);
-    } else {
+      break;
+    case ACTIVATION_SWIGLU:
       EACH_SIMD (i, width) {
         float g = x[i], u = up[i], s = sigmoid_f32(g);
         dx[i] = dout[i] * u * s * (1.0f + g * (1.0f - s));
         dup[i] = dout[i] * g * s;
       }
+      break;
     }
   }
   cpu_amax(a->amax, a->dx);

@@ -200,7 +200,7 @@ void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {
 // Rotary positions: pairs (i, i + D/2) of every query and key head turn by their position's angle, in place.
 void cpu_rope(Backend *backend, const Rope *a) {
   AttentionShape s = a->shape;
-  int64_t half = s.head_dim / 2, heads = s.num_heads + s.num_key_value_heads;
+  int64_t half = a->cos_sin.shape[1] / 2, heads = s.num_heads + s.num_key_value_heads;
   float sign = a->inverse ? -1.0f : 1.0f;
   const int32_t *positions = a->positions.data;
   EACH_PARALLEL (n, s.batch * s.seq_len) {

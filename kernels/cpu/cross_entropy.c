@@ -39,18 +39,11 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   float non_target_max = maximum_of(v, vocab), anchor = target_v > non_target_max ? target_v : non_target_max;
   cpu_store(a->outputs.max_logit, n, anchor);
   double distance = needs_entropy ? exp_times_distance(v, anchor, 1.0f, vocab) : 0;
-  double alpha = a->alpha * cpu_read(a->factor, 0, 1), class_weight = w ? w[target] : 1.0;
-  RowSums row = {.row_sum = exp_and_sum(v, anchor, 1.0f, vocab, plain && a->backward ? v : NULL),
-                 .target_e = exp((double)target_v - anchor),
-                 .offset = anchor - (double)target_v,
-                 .anchor_v = anchor,
-                 .weighted = weighted,
-                 .class_weight = class_weight,
-                 .class_weight_sum = cpu_read(t->class_weight_sum, 0, (double)vocab),
-                 .vocab_size = (double)vocab,
-                 .label_smoothing = t->label_smoothing,
-                 .z_loss = t->z_loss,
-                 .scale = alpha * cpu_read(a->token_weights, n, 1)};
+  double alpha = a->alpha * cpu_read(a->factor, 0, 1);
+  RowSums row = row_sums_of(*t, (double)vocab, target,
+                            exp_and_sum(v, anchor, 1.0f, vocab, plain && a->backward ? v : NULL),
+                            exp((double)target_v - anchor), anchor - (double)target_v, anchor, weighted,
+                            alpha * cpu_read(a->token_weights, n, 1));
   RowLoss r = loss_of_row(row);
   double entropy = entropy_of_row(row, r, distance);
   cpu_store(a->loss, n, r.loss);
@@ -62,7 +55,7 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   if (!a->backward) return;
 
   double entropy_scale = alpha * cpu_read(a->entropy_weights, n, 0);
-  double target_gradient = r.target - r.uniform * class_weight -
+  double target_gradient = r.target - r.uniform * row.class_weight -
                            entropy_scale * entropy_at_target(row.target_e / r.total, r.nll, entropy);
   if (plain) {
     float scale = (float)(r.per_e * inv_temperature);

@@ -9,7 +9,7 @@
 // scaled to it: each unit for itself, and at the end all units of the row to a common one.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
-// order; dW over the kept tiles of a tile's columns, in the order of their rows. LCE.md has measurements.
+// order; dW over the kept tiles of a tile's columns, in the order of their rows. REFERENCE.md has figures.
 #include <math.h>
 #include <string.h>
 
@@ -438,17 +438,10 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
     double weighted = 0;
     if (smoothing && counts)
       weighted = weighted_sum(x, a->smoothing_row.data, a->x.shape[1]) + cpu_read(a->smoothing_bias, 0, 0);
-    RowSums sums = {.row_sum = row_sum[n],
-                    .target_e = target_e[n],
-                    .offset = ((double)anchor[n] - target_z[n]) * inv_temperature,
-                    .anchor_v = counts ? anchor[n] * inv_temperature : 0,
-                    .weighted = inv_temperature * weighted,
-                    .class_weight = counts ? cpu_read(terms->class_weights, targets[n], 1) : 1,
-                    .class_weight_sum = cpu_read(terms->class_weight_sum, 0, (double)a->vocab_size),
-                    .vocab_size = (double)a->vocab_size,
-                    .label_smoothing = terms->label_smoothing,
-                    .z_loss = terms->z_loss,
-                    .scale = counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0};
+    RowSums sums = row_sums_of(*terms, (double)a->vocab_size, targets[n], row_sum[n], target_e[n],
+                               ((double)anchor[n] - target_z[n]) * inv_temperature,
+                               counts ? anchor[n] * inv_temperature : 0, inv_temperature * weighted,
+                               counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0);
     RowLoss row = loss_of_row(sums);
     cpu_store(a->loss, n, counts ? row.loss : 0);
     cpu_store(a->outputs.z_loss, n, counts ? row.z_loss : 0);

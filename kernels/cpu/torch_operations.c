@@ -16,10 +16,10 @@ void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
     bool counts = targets[n] != IGNORE_INDEX;
     double scale = counts ? inv_temperature * (double)a->alpha * cpu_read(a->factor, 0, 1) : 0;
     TokenFactors r =
-        token_factors(inv_temperature * cpu_read(a->target_z, n, 0), -cpu_read(a->log_prob, n, 0),
-                      cpu_read(a->entropy, n, 0),
-                      counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0, (double)a->terms.z_loss,
-                      scale * cpu_read(a->token_weights, n, 1), scale * cpu_read(a->entropy_weights, n, 0));
+        token_factors(a->terms, counts ? cpu_read(a->terms.class_weights, targets[n], 1) : 0,
+                      inv_temperature * cpu_read(a->target_z, n, 0), -cpu_read(a->log_prob, n, 0),
+                      cpu_read(a->entropy, n, 0), scale * cpu_read(a->token_weights, n, 1),
+                      scale * cpu_read(a->entropy_weights, n, 0));
     double cap = (double)a->terms.softcap, u = cpu_read(a->target_z, n, 0);
     if (cap > 0) r.at_target *= capped_slope(u, cap);
     if (tensor_exists(a->row_sum))

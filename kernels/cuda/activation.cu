@@ -43,10 +43,14 @@ static void run(Backend *backend, const char *op, Activation activation, Tensor 
                       activation_kernel<decltype(function), T, width, wanted, BACKWARD>, data_of<T>(out),
                       data_of<T>(dout), data_of<T>(x), data_of<unsigned>(amax), (int)columns);
       };
-      if (activation == ACTIVATION_GELU)
-        launch(Gelu());
-      else
-        launch(SwiGlu());
+      switch (activation) {
+      case ACTIVATION_NONE:
+        break; // refused
+      case ACTIVATION_GELU:
+        return launch(Gelu());
+      case ACTIVATION_SWIGLU:
+        return launch(SwiGlu());
+      }
     });
   });
 }

@@ -124,18 +124,9 @@ static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64
   float anchor = fmaxf(target_v, s.max), shift = s.max - anchor, shrink = __expf(shift);
   if (isnan(target_v)) anchor = target_v;
   float alpha = a.alpha * read(a.factor, 0, 1), entropy_scale = alpha * read(a.entropy_weights, row, 0);
-  float vocab_size = (float)(int)a.logits.shape[1];
-  RowSums sums = {.row_sum = s.e * shrink,
-                  .target_e = expf(target_v - anchor),
-                  .offset = anchor - target_v,
-                  .anchor_v = anchor,
-                  .weighted = s.weighted,
-                  .class_weight = read(a.terms.class_weights, target, 1),
-                  .class_weight_sum = read(a.terms.class_weight_sum, 0, vocab_size),
-                  .vocab_size = vocab_size,
-                  .label_smoothing = a.terms.label_smoothing,
-                  .z_loss = a.terms.z_loss,
-                  .scale = alpha * read(a.token_weights, row, 1)};
+  RowSums sums =
+      row_sums_of(a.terms, (float)(int)a.logits.shape[1], target, s.e * shrink, expf(target_v - anchor),
+                  anchor - target_v, anchor, s.weighted, alpha * read(a.token_weights, row, 1));
   RowLoss l = loss_of_row(sums);
   float entropy = entropy_of_row(sums, l, (s.e_v + s.e * shift) * shrink);
   if (threadIdx.x == 0) {

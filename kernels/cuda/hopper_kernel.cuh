@@ -1,5 +1,5 @@
 // GEMMs on Hopper (sm_90a) for the LM head and the MLP: persistent, warp-specialised, with the loss or SwiGLU
-// in the epilogue. kernels/lce/LCE.md ("On Hopper") explains the terms, the reasons and what was measured.
+// in the epilogue. lce/REFERENCE.md ("On Hopper") has the terms, the reasons and what was measured.
 //
 // D = A B, A [M, K] and B [K, N] in bf16, fp32 accumulators. An epilogue derives from Epilogue
 // (hopper_tiles.cuh) and has a file of its own:

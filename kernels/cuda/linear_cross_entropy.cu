@@ -322,18 +322,12 @@ static __global__ void __launch_bounds__(256)
     for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) weighted += to_float(x[i]) * smoothing_row[i];
     weighted = inv_temperature * (block_sum(weighted) + read(a.smoothing_bias, 0, 0));
   }
-  RowSums sums = {.row_sum = data_of<float>(a.softmax.row_sum)[row],
-                  .target_e = data_of<float>(a.softmax.target_e)[row],
-                  .offset = (data_of<float>(a.softmax.anchor)[row] - target_z) * inv_temperature,
-                  .anchor_v = counts ? data_of<float>(a.softmax.anchor)[row] * inv_temperature : 0,
-                  .weighted = weighted,
-                  .class_weight = counts ? read(terms.class_weights, target, 1) : 1,
-                  .class_weight_sum = read(terms.class_weight_sum, 0, (float)a.vocab_size),
-                  .vocab_size = (float)a.vocab_size,
-                  .label_smoothing = terms.label_smoothing,
-                  .z_loss = terms.z_loss,
-                  .scale =
-                      counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0};
+  float anchor = data_of<float>(a.softmax.anchor)[row];
+  RowSums sums =
+      row_sums_of(terms, (float)a.vocab_size, target, data_of<float>(a.softmax.row_sum)[row],
+                  data_of<float>(a.softmax.target_e)[row], (anchor - target_z) * inv_temperature,
+                  counts ? anchor * inv_temperature : 0, weighted,
+                  counts ? inv_temperature * read(a.factor, 0, 1) * read(a.token_weights, row, 1) : 0);
   RowLoss l = loss_of_row(sums);
   float cap = terms.softcap;
   if (cap > 0) l.target *= capped_slope(target_z, cap);

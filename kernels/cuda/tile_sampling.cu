@@ -7,7 +7,7 @@
 // A GEMM walks lists of k-steps: dX has one for a tile's rows, dW one for a tile's columns. Only the device
 // knows which tiles are kept: the host launches dW in every chunk, and a kernel of one block says whether
 // there is work. Slots go to columns of tiles in their order, which fixes the order of sums.
-// kernels/lce/LCE.md ("Sampling the gradient's tiles") says why tiles are copied. Other GPUs do not sample.
+// lce/REFERENCE.md ("Sampling the gradient's tiles") says why tiles are copied. Other GPUs do not sample.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 

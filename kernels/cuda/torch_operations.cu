@@ -16,9 +16,10 @@ static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradie
   float scale = counts ? inv_temperature * a.alpha * read(a.factor, 0, 1) : 0;
   TokenFactors r = {};
   if (counts)
-    r = token_factors(inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
-                      read(a.entropy, n, 0), read(a.terms.class_weights, target, 1), a.terms.z_loss,
-                      scale * read(a.token_weights, n, 1), scale * read(a.entropy_weights, n, 0));
+    r = token_factors(a.terms, read(a.terms.class_weights, target, 1),
+                      inv_temperature * data_of<float>(a.target_z)[n], -data_of<float>(a.log_prob)[n],
+                      read(a.entropy, n, 0), scale * read(a.token_weights, n, 1),
+                      scale * read(a.entropy_weights, n, 0));
   float cap = a.terms.softcap, u = data_of<float>(a.target_z)[n];
   if (cap > 0) r.at_target *= capped_slope(u, cap);
   if (counts && a.row_sum.data)

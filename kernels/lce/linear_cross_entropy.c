@@ -1,5 +1,5 @@
-// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it and lists
-// what was tried.
+// linear_cross_entropy: LM head and loss without the [N, V] logits. kernels/lce/LCE.md derives it,
+// REFERENCE.md lists what was tried.
 //
 // A token's loss and gradient need no other token, and the loss is the last operation of the forward pass. So
 // the fused mode takes the tokens in chunks of C and computes their gradients at once, while the chunk's

@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+#include "kernels/kernels.h"
+
 #if defined(__cplusplus)
 typedef float LossReal;
 #define LOSS_ROW static __device__ __forceinline__
@@ -33,10 +35,21 @@ typedef struct {
   LossReal offset;   // anchor - v[y]; infinite where v[y] is minus infinity
   LossReal anchor_v; // the anchor
   LossReal weighted; // sum_j w[j] v[j]; read with label smoothing
+  LossReal scale;    // of the row's gradient
   LossReal class_weight, class_weight_sum, vocab_size;
-  LossReal label_smoothing, z_loss;
-  LossReal scale; // of the row's gradient
+  LossTerms terms;
 } RowSums;
+
+// All that a row has, by place: what one backend does not give fails to compile there.
+LOSS_ROW RowSums row_sums_of(LossTerms terms, LossReal vocab_size, int32_t target, LossReal row_sum,
+                             LossReal target_e, LossReal offset, LossReal anchor_v, LossReal weighted,
+                             LossReal scale) {
+  const float *w = (const float *)terms.class_weights.data, *sum = (const float *)terms.class_weight_sum.data;
+  RowSums s = {row_sum, target_e, offset, anchor_v, weighted, scale, 1, vocab_size, vocab_size, terms};
+  if (w && target != IGNORE_INDEX) s.class_weight = w[target];
+  if (sum) s.class_weight_sum = *sum;
+  return s;
+}
 
 typedef struct {
   LossReal total, log_total; // R + target_e, and its logarithm
@@ -48,17 +61,18 @@ typedef struct {
 
 LOSS_ROW RowLoss loss_of_row(RowSums s) {
   RowLoss r;
-  LossReal share = s.label_smoothing / s.vocab_size, target_scale = (1 - s.label_smoothing) * s.class_weight;
+  LossReal smoothing = s.terms.label_smoothing, lambda = s.terms.z_loss;
+  LossReal share = smoothing / s.vocab_size, target_scale = (1 - smoothing) * s.class_weight;
   r.total = s.row_sum + s.target_e;
   // A target that is nearly certain: no cancellation. One of minus infinity: lse stays finite.
   r.log_total = s.target_e == 1 ? log1p(s.row_sum) : log(r.total);
   r.nll = s.offset + r.log_total;
   r.lse = s.anchor_v + r.log_total;
   r.loss = target_scale * r.nll;
-  if (s.label_smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
-  r.z_loss = s.z_loss * r.lse * r.lse;
-  LossReal p_scale =
-      share * s.class_weight_sum + 2 * s.z_loss * r.lse; // what multiplies p besides the target's weight
+  if (smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
+  r.z_loss = lambda * r.lse * r.lse;
+  // What multiplies p besides the target's weight.
+  LossReal p_scale = share * s.class_weight_sum + 2 * lambda * r.lse;
   r.per_e = s.scale * (target_scale + p_scale) / r.total;
   // p - 1 = -R / total, not computed from p.
   r.target = s.scale * (p_scale * (s.target_e / r.total) - target_scale * (s.row_sum / r.total));

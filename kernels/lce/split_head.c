@@ -4,7 +4,7 @@
 //
 // For each row, ranks share scalars: the target's logit is summed over them (all but one add 0), the pairs
 // (a_g, R_g), and what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's
-// dX is its part of a sum over V, which a reduce_scatter adds. kernels/lce/LCE.md counts what is sent. dX
+// dX is its part of a sum over V, which a reduce_scatter adds. lce/REFERENCE.md counts what is sent. dX
 // leaves and the next x arrives while dW is computed.
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"

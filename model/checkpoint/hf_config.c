@@ -23,8 +23,9 @@ enum {
   MISTRAL = 1 << FAMILY_MISTRAL,
   QWEN2 = 1 << FAMILY_QWEN2,
   QWEN3 = 1 << FAMILY_QWEN3,
-  LATER = LLAMA | MISTRAL | QWEN2 | QWEN3, // than GPT-2
-  WINDOWED = MISTRAL | QWEN2 | QWEN3,
+  PHI3 = 1 << FAMILY_PHI3,
+  LATER = LLAMA | MISTRAL | QWEN2 | QWEN3 | PHI3, // than GPT-2
+  WINDOWED = MISTRAL | QWEN2 | QWEN3 | PHI3,
   REQUIRED = 1 << FAMILY_COUNT
 };
 
@@ -57,6 +58,7 @@ static const Member config_members[] = {
     {"sliding_window", WINDOWED, SIZE, CONFIG(sliding_window)},
     {"rms_norm_eps", LATER, NUMBER, CONFIG(norm_epsilon)},
     {"rope_theta", LATER, NUMBER, CONFIG(rope_theta)},
+    {"partial_rotary_factor", PHI3, NUMBER, CONFIG(partial_rotary_factor)},
     {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(qkv_bias)},
     {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(out_bias)},
     {"mlp_bias", LLAMA, FLAG, CONFIG(mlp_bias)},
@@ -134,7 +136,10 @@ static bool read_rope(const cJSON *json, ModelConfig *c, Reason *reason) {
       !read_member(rope, "rope_theta", NUMBER, &c->rope_theta, reason) ||
       !read_member(rope, "partial_rotary_factor", NUMBER, &rotated, reason))
     return false;
-  if (rotated != 1) return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
+  if (json_member(rope, "partial_rotary_factor") && c->family == FAMILY_PHI3)
+    c->partial_rotary_factor = rotated;
+  else if (rotated != 1)
+    return refuse(reason, "partial_rotary_factor %g cannot be computed here", rotated);
   // Another member without a type: a factor, or an object for each type of attention.
   cJSON_ArrayForEach(item, rope) {
     if (!type && json_member(rope, item->string) && strcmp(item->string, "rope_theta"))
@@ -179,7 +184,7 @@ static bool read_windowed(const cJSON *json, const ModelConfig *c, bool *windowe
 
 // transformers' defaults that follow from other members.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
-  bool windowed = c->family == FAMILY_MISTRAL;
+  bool windowed = c->family == FAMILY_MISTRAL || c->family == FAMILY_PHI3;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
     c->num_key_value_heads = c->num_attention_heads;
   if (!c->intermediate_size) c->intermediate_size = 4 * c->hidden_size; // GPT-2's

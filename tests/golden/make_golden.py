@@ -10,13 +10,13 @@
   make_golden.py --live ./train --checkpoint DIR --shard FILE
                                  compares the loss of a saved model over the beginning of a shard
 
-Made with torch 2.15.0 and transformers 5.23.0. Everything is drawn from fixed seeds.
+Made with torch 2.15.0 and transformers 5.23.0; phi3 with 2.11.0 and 5.17.0. Everything is drawn from fixed seeds.
 """
 import argparse, json, math, pathlib, shutil, struct, subprocess, sys, tempfile
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -50,6 +50,8 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=
 
 LINEAR = dict(rope_type="linear", rope_theta=1000.0, factor=3.0)
 
+PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75)  # 6 of a head's 8 elements
+
 # name: model, dtype on disk, largest shard
 MODELS = {
     "llama": (lambda: llama(tie_word_embeddings=False), torch.float32, "5GB"),
@@ -60,6 +62,8 @@ MODELS = {
     "mistral": (lambda: llama(MistralConfig, **SMALL, head_dim=8, sliding_window=SEQ, rope_parameters=LINEAR), torch.float32, "5GB"),
     "qwen2": (lambda: llama(Qwen2Config, **{**SMALL, "hidden_size": 16}), torch.float32, "5GB"),
     "qwen3": (lambda: llama(Qwen3Config, **SMALL, head_dim=10, tie_word_embeddings=True), torch.bfloat16, "5GB"),
+    "phi3": (lambda: llama(Phi3Config, **{**SMALL, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1},
+                           pad_token_id=None, rope_parameters=PARTIAL), torch.bfloat16, "5GB"),
 }
 
 

@@ -291,25 +291,30 @@ HARNESS_TEST(test_reference_gradients) {
   }
 }
 
-static void rope_case(Harness *h, const void *shape) {
-  AttentionShape s = *(const AttentionShape *)shape;
+static void check_rope(Harness *h, AttentionShape s, int64_t rotated) {
   int64_t rows = s.batch * s.seq_len, count = rows * qkv_width(s), table_rows = s.seq_len + 2;
-  double *qkv = random_values(h, count, 1), *table = host_values(h, table_rows * s.head_dim);
+  double *qkv = random_values(h, count, 1), *table = host_values(h, table_rows * rotated);
   for (int64_t t = 0; t < table_rows; t++)
-    for (int64_t i = 0; i < s.head_dim / 2; i++) {
-      double angle = (double)t * pow(10000, -2.0 * (double)i / (double)s.head_dim);
-      table[t * s.head_dim + i] = cos(angle);
-      table[t * s.head_dim + s.head_dim / 2 + i] = sin(angle);
+    for (int64_t i = 0; i < rotated / 2; i++) {
+      double angle = (double)t * pow(10000, -2.0 * (double)i / (double)rotated);
+      table[t * rotated + i] = cos(angle);
+      table[t * rotated + rotated / 2 + i] = sin(angle);
     }
-  Tensor cos_sin = tensor_from(h, DTYPE_F32, table, table_rows, s.head_dim);
+  Tensor cos_sin = tensor_from(h, DTYPE_F32, table, table_rows, rotated);
   Tensor turned = tensor_from(h, h->dtype, qkv, rows, qkv_width(s));
   double *original = copied_values(h, qkv, count);
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s});
-  reference_rope(qkv, table, s);
+  reference_rope(qkv, table, s, rotated);
   check_values(h, "rope", turned, qkv, with_size(within(2, 2), 1));
   // A rotation's gradient is the rotation back, so the way back is all that the backward pass has to be.
   rope(h->backend, (Rope){.qkv = turned, .cos_sin = cos_sin, .shape = s, .inverse = true});
   check_values(h, "rope and back", turned, original, with_size(within_stored(h, 2, 4), 1));
+}
+
+static void rope_case(Harness *h, const void *shape) {
+  AttentionShape s = *(const AttentionShape *)shape;
+  check_rope(h, s, s.head_dim);
+  if (s.head_dim > 2) check_rope(h, s, s.head_dim / 4 * 2); // a part of each head
 }
 
 HARNESS_TEST(test_rope) {

@@ -175,9 +175,18 @@ typedef struct {
 } LinearShape;
 
 static void activate(Activation kind, double *out, const double *pre, int64_t rows, int64_t columns) {
-  if (kind == ACTIVATION_SWIGLU) reference_swiglu(out, pre, rows, columns);
-  for (int64_t i = 0; kind != ACTIVATION_SWIGLU && i < rows * columns; i++)
-    out[i] = kind == ACTIVATION_GELU ? reference_gelu(pre[i]) : pre[i];
+  int64_t count = rows * columns;
+  switch (kind) {
+  case ACTIVATION_NONE:
+    memcpy(out, pre, (size_t)count * sizeof *out);
+    break;
+  case ACTIVATION_GELU:
+    for (int64_t i = 0; i < count; i++) out[i] = reference_gelu(pre[i]);
+    break;
+  case ACTIVATION_SWIGLU:
+    reference_swiglu(out, pre, rows, columns);
+    break;
+  }
 }
 
 static int64_t made(LinearShape s) { // by the GEMM

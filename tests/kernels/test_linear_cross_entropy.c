@@ -50,6 +50,57 @@ HARNESS_TEST(test_logits_exp) {
   check_gaps(h, "E", a.exps);
 }
 
+static void check_row(Harness *h, const char *what, const double *got, const double *want, int count) {
+  double largest = 0, allowed = h->dtype == DTYPE_F32 ? 2e-6 : 1. / 64;
+  for (int i = 0; i < count; i++) largest = fmax(largest, fabs(want[i]));
+  for (int i = 0; i < count; i++)
+    if (!(fabs(got[i] - want[i]) <= allowed * largest))
+      fail_msg("%s[%d] of the worked example is %.7g, and the page says %.7g", what, i, got[i], want[i]);
+}
+
+// The numbers of kernels/lce/LCE.md, "An example with numbers": relative, row by row, so that the certain token counts.
+HARNESS_TEST(test_worked_example) {
+  enum { ROWS = 3, HIDDEN = 2, VOCAB = 5 };
+  double x[] = {1, 2, 20, 0, 3, -1}, weight[] = {2, 0, 0, 1, -1, 0, 0, -1, 1, 1};
+  const int32_t targets[] = {4, 0, IGNORE_INDEX};
+  const double anchor[] = {3, 40}, sum[] = {0.7608125, 2.061154e-9}, loss[] = {0.5657753, 2.061154e-9};
+  const double e[][VOCAB] = {{0.3678794, 0.3678794, 0.01831564, 0.006737947, 0},
+                             {0, 4.248354e-18, 8.756511e-27, 4.248354e-18, 2.061154e-9}};
+  const double raw[][HIDDEN] = {{0.7174432, 0.3611415}, {2.061154e-9, 2.061154e-9}};
+  const double dx[][HIDDEN] = {{-0.02463023, -0.2269810}, {-2.061154e-9, 2.061154e-9}, {0, 0}};
+  const double dw[][HIDDEN] = {{0.2089259, 0.4178519},
+                               {0.2089260, 0.4178519},
+                               {0.01040181, 0.02080362},
+                               {0.003826611, 0.007653222},
+                               {-0.4320803, -0.8641607}};
+  ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  p.x = x, p.weight = weight, p.scale = 1;
+  memcpy(p.targets, targets, sizeof targets);
+  LinearCrossEntropy a = fused(h, &p);
+  Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
+  SoftmaxStatistics s = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
+                         .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
+                         .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
+                         .target_e = tensor_flat(tensor_rows(rows, 3, 1))};
+  lce_target_logits(h->backend, (LceTargetLogits){s.target_z, a.x, a.weight, .targets = a.targets});
+  LceLogitsExp step = {.exps = poisoned(h, h->dtype, ROWS, VOCAB),
+                       .dx_raw = poisoned(h, DTYPE_F32, ROWS, HIDDEN),
+                       .softmax = s,
+                       .x = a.x,
+                       .weight = a.weight,
+                       .targets = a.targets};
+  lce_logits_exp(h->backend, step);
+  for (int n = 0; n < 2; n++) {
+    check_row(h, "a", values_of(h, s.anchor) + n, anchor + n, 1);
+    check_row(h, "E", values_of(h, step.exps) + n * VOCAB, e[n], VOCAB);
+    check_row(h, "R", values_of(h, s.row_sum) + n, sum + n, 1);
+    check_row(h, "loss", values_of(h, a.loss) + n, loss + n, 1);
+    check_row(h, "E W", values_of(h, step.dx_raw) + n * HIDDEN, raw[n], HIDDEN);
+  }
+  for (int n = 0; n < ROWS; n++) check_row(h, "dX", values_of(h, a.dx) + n * HIDDEN, dx[n], HIDDEN);
+  for (int j = 0; j < VOCAB; j++) check_row(h, "dW", values_of(h, a.dweight) + j * HIDDEN, dw[j], HIDDEN);
+}
+
 // The gradients again, from log-probabilities, and maybe from exponentials that the forward pass has kept.
 static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool kept) {
   a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);

@@ -222,4 +222,65 @@ HARNESS_TEST(test_nothing_counts) {
   }
 }
 
+// Each number of LOSS_TERMS, alone: the ways to compute it agree with differences of their own loss.
+static double objective(LinearCrossEntropy a, Harness *h) {
+  a.dx = a.dweight = (Tensor){0};
+  linear_cross_entropy(h->backend, a);
+  const double *loss = values_of(h, a.loss), *z_loss = values_of(h, a.outputs.z_loss);
+  double sum = 0;
+  for (int64_t n = 0; n < a.x.shape[0]; n++) sum += (double)a.scale * (loss[n] + z_loss[n]);
+  return sum;
+}
+
+static void check_term(Harness *h, const char *name, size_t offset, const char *which, Way way,
+                       const char *refused) {
+  enum { ROWS = 3, HIDDEN = 5, VOCAB = 11 };
+  const double step = 1. / 64;
+  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(h, &p, way.mode, ROWS);
+  double without = objective(a, h);
+  *(float *)((char *)&a.terms + offset) = strcmp(name, "label_smoothing") ? 1.5f : 0.5f;
+  LogProbGradients gradients = {0};
+  if (strstr(refused, name)) {
+    assert_fails(
+        h, "", (gradients = log_prob_call(h, &a, (Tensor){0}, way.kept), run(h, &a, (Tensor){0}, gradients)));
+    return;
+  }
+  if (way.log_probs) gradients = log_prob_call(h, &a, (Tensor){0}, way.kept);
+  run(h, &a, (Tensor){0}, gradients);
+  const double *dx = copied_values(h, values_of(h, a.dx), ROWS * HIDDEN);
+  if (fabs(objective(a, h) - without) < 1e-3) fail_msg("LossTerms.%s changes no loss (%s)", name, which);
+  for (int i = 0; i < ROWS * HIDDEN; i++) {
+    double sums[2], x = p.x[i];
+    for (int up = 0; up < 2; up++) {
+      p.x[i] = x + (up ? step : -step);
+      a.x = tensor_from(h, h->dtype, p.x, ROWS, HIDDEN);
+      sums[up] = objective(a, h);
+    }
+    p.x[i] = x;
+    double want = (sums[1] - sums[0]) / (2 * step);
+    if (!(fabs(dx[i] - want) <= 2e-3 * (1 + fabs(want))))
+      fail_msg("with LossTerms.%s (%s) dx[%d] is %g, and its loss's difference says %g", name, which, i,
+               dx[i], want);
+  }
+}
+
+HARNESS_TEST(test_every_number_alone) {
+  if (h->dtype != DTYPE_F32) skip(); // a difference of bf16 x is none
+  static const struct {
+    const char *name, *refused; // refused: what log-probabilities of an earlier pass do not say
+    Way way;
+  } ways[] = {{"fused", "", {.mode = LCE_FUSED}},
+              {"materialized", "", {.mode = LCE_MATERIALIZED}},
+              {"known log-probabilities", "label_smoothing", {.log_probs = true}},
+              {"kept exponentials", "label_smoothing softcap", {.log_probs = true, .kept = true}}};
+  for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+#define CHECK_TERM(term, ...)                                                                                \
+  check_term(h, #term, offsetof(LossTerms, term), ways[i].name, ways[i].way, ways[i].refused);               \
+  harness_clear(h);
+    LOSS_TERMS(CHECK_TERM)
+  }
+}
+
 TEST_MAIN(run_on_backends())

@@ -1,5 +1,6 @@
 // Models as in transformers (golden/make_golden.py): logits, loss, gradients, ten steps, and saving again.
 #include "model/checkpoint/checkpoint.h"
+#include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "model/transformer.h"
 #include "tests/runs.h"
@@ -176,8 +177,20 @@ static const GoldenModel models[] = {
     {"gpt2-bare", DTYPE_F32, 0, 0},                    // untied, without a prefix, in fp16
     {"mistral", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1}, // scaled linearly, with a window
     {"qwen2", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1},
-    {"qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}};
+    {"qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1},
+    {"phi3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}}; // packed, with a part of each head rotated
 enum { MODELS = sizeof models / sizeof *models };
+
+TEST(every_family_is_compared) {
+  bool compared[FAMILY_COUNT] = {false};
+  for (int m = 0; m < MODELS; m++) {
+    char folder[256];
+    snprintf(folder, sizeof folder, "tests/golden/%s", models[m].name);
+    compared[hf_config_read(folder).family] = true;
+  }
+  for (int f = 0; f < FAMILY_COUNT; f++)
+    if (!compared[f]) fail_msg("tests/golden has no model of the family %s", model_families[f].model_type);
+}
 
 TEST(models_are_as_in_transformers) {
   int outside = 0;

@@ -165,6 +165,7 @@ static ModelConfig read_config(const char *text) {
 #define MISTRAL        "{'model_type':'mistral'," SIZES
 #define QWEN2          "{'model_type':'qwen2'," SIZES ",'num_key_value_heads':3"
 #define QWEN3          "{'model_type':'qwen3'," SIZES
+#define PHI3           "{'model_type':'phi3'," SIZES
 #define PLAIN_QWEN2    "10 12 20 2 3 3 4 32768 0 rms gated qkv_bias 1e-06 10000"
 #define WINDOWED_QWEN2 "10 12 20 2 3 3 4 32768 9 rms gated qkv_bias 1e-06 10000"
 #define SCALED         "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 7"
@@ -178,13 +179,15 @@ static const char *config_text(const ModelConfig *c) {
       (long long)c->vocab_size, (long long)c->hidden_size, (long long)c->intermediate_size,
       (long long)c->num_hidden_layers, (long long)c->num_attention_heads, (long long)c->num_key_value_heads,
       (long long)c->head_dim, (long long)c->max_position_embeddings, (long long)c->sliding_window,
-      c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "", c->gated_mlp ? "gated " : "",
-      c->qk_norm ? "qk_norm " : "", c->qkv_bias ? "qkv_bias " : "", c->out_bias ? "out_bias " : "",
-      c->mlp_bias ? "mlp_bias " : "", c->in_out_layout ? "in_out " : "",
+      c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "",
+      is_gated(c->activation) ? "gated " : "", c->qk_norm ? "qk_norm " : "", c->qkv_bias ? "qkv_bias " : "",
+      c->out_bias ? "out_bias " : "", c->mlp_bias ? "mlp_bias " : "", c->in_out_layout ? "in_out " : "",
       c->tie_word_embeddings ? "tied " : "", c->norm_epsilon, c->rope_theta);
   if (s->factor > 0)
     snprintf(text + length, sizeof text - (size_t)length, " %g %g %g %lld", s->factor, s->low_freq_factor,
              s->high_freq_factor, (long long)s->original_max_position_embeddings);
+  else if (c->partial_rotary_factor > 0)
+    snprintf(text + length, sizeof text - (size_t)length, " rotates %lld", (long long)model_rotary_dim(c));
   return text;
 }
 
@@ -250,6 +253,11 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
        WINDOWED_QWEN2, 0},
       {QWEN2 ",'sliding_window':9,'layer_types':['sliding_attention','sliding_attention']}", PLAIN_QWEN2, 0},
       {QWEN3 ",'num_key_value_heads':3}", "10 12 20 2 3 3 128 32768 0 rms gated qk_norm 1e-06 10000", 0},
+      {PHI3 "}", "10 12 20 2 3 3 4 4096 0 rms gated 1e-05 10000", 0},
+      {PHI3 ",'sliding_window':9,'partial_rotary_factor':0.5}",
+       "10 12 20 2 3 3 4 4096 9 rms gated 1e-05 10000 rotates 2", 0},
+      {PHI3 ",'rope_parameters':{'rope_type':'default','partial_rotary_factor':0.5}}",
+       "10 12 20 2 3 3 4 4096 0 rms gated 1e-05 10000 rotates 2", 0},
       {QWEN3 ",'num_key_value_heads':1,'head_dim':6,'attention_bias':true}",
        "10 12 20 2 3 1 6 32768 0 rms gated qk_norm qkv_bias out_bias 1e-06 10000", 0}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -294,6 +302,9 @@ TEST(other_configs_are_refused_by_name) {
       {LLAMA ",'rope_parameters':{'full_attention':{'rope_type':'linear','factor':8}}}",
        "rope_parameters has full_attention and no rope_type"},
       {LLAMA ",'rope_parameters':{'partial_rotary_factor':0.5}}", "partial_rotary_factor 0.5"},
+      {PHI3 ",'partial_rotary_factor':0.8}", "partial_rotary_factor 0.8 rotates 3 of a head's 4 elements"},
+      {PHI3 ",'partial_rotary_factor':1.5}", "partial_rotary_factor 1.5 rotates 6"},
+      {PHI3 ",'rope_scaling':{'type':'longrope','short_factor':[1]}}", "rope_type \"longrope\""},
       {LLAMA ",'rope_parameters':{'rope_theta':7},'rope_scaling':{'rope_type':'linear','factor':2}}",
        "rope_parameters and rope_scaling differ"},
       {LLAMA ",'rope_scaling':{'rope_type':'linear','factor':2,'factor':3}}",

@@ -94,6 +94,17 @@ TEST(test_steps_agree_with_the_trainer) {
   }
 }
 
+// check=1, on a small model and both losses.
+TEST(test_check_gradients) {
+  int32_t tokens[16], targets[16];
+  for (int n = 0; n < 16; n++) tokens[n] = n * 7 % 31, targets[n] = n * 11 % 31;
+  for (long chunk = 0; chunk <= 5; chunk += 5) {
+    static Llama m;
+    make_model(&m, (Config){31, 16, 24, 2, 4, 2, 6, 0, 100, 1e-5f}, 2, 8, chunk);
+    assert_int_equal(check_gradients(&m, tokens, targets), 0);
+  }
+}
+
 // Compiled alone, with the usual warnings, it trains on text; with none it says what it needs.
 TEST(test_alone) {
   char command[640], program[128];
