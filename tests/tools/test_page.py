@@ -83,7 +83,7 @@ def test_still_pictures(folder):
     if not importlib.util.find_spec("matplotlib"):
         raise Skip("there is no matplotlib")
     run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
-    text = (PAGE.parent / "LCE.md").read_text()
+    text = "".join((PAGE.parent / name).read_text() for name in ("LCE.md", "REFERENCE.md"))
     assert all((PAGE.parent / path.name).exists() and f"]({path.name})" in text for path in folder.glob("*.png"))
     assert sorted(pictures.tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
 
