@@ -2,6 +2,7 @@
 import functools
 import inspect
 import types
+import warnings
 
 import torch
 
@@ -130,6 +131,9 @@ class Patched:
         given = {name: t for name, t in dict(labels=labels, shift_labels=shift_labels).items() if t is not None}
         patch, evaluated = self.lce_patch, not (self.training or torch.is_grad_enabled())
         return_logits = next(r for r in (return_logits, patch.return_logits, evaluated) if r is not None)
+        if not given and self.training and torch.is_grad_enabled() and not (return_logits or torch.compiler.is_compiling()):
+            warnings.warn("a patched model trains without labels, so on the logits of all tokens; in place of "
+                          "Trainer(label_smoothing_factor=...) give patch_transformers(label_smoothing=...)")
         if not given or return_logits and not self.training:
             return type(self).unpatched.forward(self, **given, **kwargs)
         if not torch.compiler.is_compiling() and self.loss_function != patch.loss_function:
@@ -161,7 +165,8 @@ class Patched:
         if name == "loss_function":
             raise TypeError("a patched model has a loss_function of its own; call lce.unpatch_transformers(model) before")
         if name == "forward" and getattr(value, "__globals__", {}).get("__name__", "").startswith("trl."):
-            raise TypeError("TRL's trainers put a loss of their own into a model, and leave the patch unused: give one without")
+            raise TypeError("TRL's trainers put a loss of their own into a model, and leave the patch unused: give one without, "
+                            "and call lce.patch_trl")
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol):  # pickle would look for the class by its name, and find the model's own
