@@ -2,7 +2,7 @@
 from .functional import linear_cross_entropy, linear_log_probs
 from .ids import linear_ids_log_probs, log_mass, renormalized, topk_kl
 from .modules import LinearCrossEntropy, patch_transformers, unpatch_transformers
-from .trl import patch_trl, unpatch_trl
+from .trl_trainers import patch_trl, unpatch_trl
 
 __version__ = "0.1"
 
