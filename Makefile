@@ -263,7 +263,7 @@ ifeq ($(VARIANT),emulated)
   SOURCES  += $(wildcard tests/emulator/*.cpp)
   TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c \
     linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
-    tests/model/test_masked_loss.c $(addprefix tests/pytorch/test_,log_probs.c ids.c) tests/tools/test_lce_ladder.c)
+    tests/model/test_masked_loss.c $(addprefix tests/pytorch/test_,batch_invariant.c ids.c log_probs.c) tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1

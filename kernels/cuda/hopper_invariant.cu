@@ -21,28 +21,36 @@ static DEVICE void each_pair(float *rows, int64_t stride, const ThreadCoord &me,
   }
 }
 
+// Sums are made in a copy: accumulators that are changed here would hold up the next tile's wgmma.
 template <bool F32> struct SegmentedStore : Store<F32> {
   static constexpr bool SEGMENTED = true;
   template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
     bool whole = work.split < 0, last = work.segment + 1 == c.s.segments;
     EACH (h, TILE_M / 64) {
-      int tile_row = c.row + me.first_row(h), below = c.s.m - work.row - tile_row,
-          right = c.s.n - work.column;
-      float *sum = c.params.segment_sums + ((int64_t)blockIdx.x * K::ROWS + tile_row) * TILE_N;
-      float *out = c.params.out + (work.row + tile_row) * c.params.out_stride + work.column;
+      int row = c.row + me.first_row(h), below = c.s.m - work.row - row, right = c.s.n - work.column;
+      float *sum = c.params.segment_sums + ((int64_t)blockIdx.x * K::ROWS + row) * TILE_N;
+      float *out = c.params.out + (work.row + row) * c.params.out_stride + work.column;
+      float v[TILE_N / 2];
+      EACH (i, TILE_N / 2) v[i] = acc[h][i];
       if (whole && work.segment > 0)
         each_pair(sum, TILE_N, me,
-                  [&](const float2 &at, int i, int, int) { acc[h][i] += at.x, acc[h][i + 1] += at.y; });
-      if (whole && !last)
-        each_pair(sum, TILE_N, me,
-                  [&](float2 &at, int i, int, int) { at = make_float2(acc[h][i], acc[h][i + 1]); });
+                  [&](const float2 &at, int i, int, int) { v[i] += at.x, v[i + 1] += at.y; });
       if (F32 && c.params.add)
-        each_pair(out, c.params.out_stride, me, [&](const float2 &at, int i, int row, int column) {
-          if (row < below && column < right) acc[h][i] += at.x, acc[h][i + 1] += at.y;
+        each_pair(out, c.params.out_stride, me, [&](const float2 &at, int i, int line, int column) {
+          if (line < below && column < right) v[i] += at.x, v[i + 1] += at.y;
         });
+      if (!whole) {
+        float *part = c.params.partials + (((int64_t)work.split * CLUSTER + c.rank) * K::ROWS + row) * TILE_N;
+        epilogue_store_f32(part, TILE_N, 16, TILE_N, v, me);
+      } else if (!last) {
+        epilogue_store_f32(sum, TILE_N, 16, TILE_N, v, me);
+      } else if (F32) {
+        epilogue_store_f32(out, c.params.out_stride, below, right, v, me);
+      } else {
+        epilogue_store_bf16(c.out, c.buffer, v, work.column, work.row + row, me.lane);
+      }
     }
-    if (!whole || last) Store<F32>::template run<K>(acc, c, work);
   }
 };
 
