@@ -240,7 +240,8 @@ static void check_term(Harness *h, const char *name, size_t offset, const char *
   reference_gradients(h, &p);
   LinearCrossEntropy a = loss_call(h, &p, way.mode, ROWS);
   double without = objective(a, h);
-  *(float *)((char *)&a.terms + offset) = strcmp(name, "label_smoothing") ? 1.5f : 0.5f;
+  const float value = strcmp(name, "label_smoothing") ? 1.5f : 0.5f;
+  memcpy((char *)&a.terms + offset, &value, sizeof value);
   LogProbGradients gradients = {0};
   if (strstr(refused, name)) {
     assert_fails(
