@@ -112,8 +112,6 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     def dense(t, dtype=torch.float32):
         return None if t is None else t.detach().to(dtype).contiguous()
 
-    if 0 <= temperature < 1e-6:
-        raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")  # the library's 0 is none
     results = empty(x, weight, dtype, dweight_dtype, wanted)
     lce, vocab_size = context(x.device, dtype, group), vocab_size or weight.shape[0]
     if group:
@@ -352,6 +350,8 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
     weights = dict(token_weights=token_weights, class_weights=class_weights, temperature=per_token)
     check_options(weights, dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
                                 sampling=sampling), dict(chunk=chunk, ignore_index=ignore_index, vocab_size=vocab_size))
+    if 0 <= temperature < 1e-6:
+        raise ValueError(f"temperature is {float(temperature)}; it can be any number from 1e-06 on")  # the library's 0 is none
     given = dict(x=x, weight=weight, target=target, bias=bias, **weights)
     for name, t in given.items():
         if not isinstance(t, torch.Tensor) and (t is not None or name in ("x", "weight", "target")):

@@ -85,8 +85,6 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
     if not fits or ids.dim() < 1:
         raise ValueError(f"ids has the shape {list(ids.shape)}; [..., K] with x's leading shape {list(tokens)} is needed, "
                          f"or [M] with offsets of the shape {[len(x) + 1]}")
-    if 0 <= temperature < 1e-6:
-        raise ValueError(f"temperature is {temperature}; it can be any number from 1e-06 on")
     if ignore_index != IGNORED:
         ids = torch.where(ids == ignore_index, IGNORED, ids)
     given, shape = ids.reshape(-1), ids.shape
