@@ -118,7 +118,8 @@ template <bool TERMS> struct LogitsExp : OfLogits {
       int row = work.row + me.row(h);
       epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
-        epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
+        epilogue_store_bf16(c.out, c.buffer, pairs_of(acc[h]), work.column, work.row + me.first_row(h),
+                            me.lane);
       auto join = [&](const auto(&values)[2], auto *rows_out, auto combine) { // four lanes share a row
         EACH (i, 2) {
           auto x = combine(values[i], __shfl_xor_sync(~0u, values[i], 1));

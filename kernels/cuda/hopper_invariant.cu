@@ -9,46 +9,36 @@
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_store.cuh"
 
-// Of 16 rows of a tile in fp32, the thread's pairs: visit(pair, index of its accumulator, row, column).
-template <typename F>
-static DEVICE void each_pair(float *rows, int64_t stride, const ThreadCoord &me, F visit) {
-  EACH (below, 2) {
-    int row = me.lane / 4 + 8 * below;
-    EACH (j, TILE_N / 8) {
-      int column = me.column + 8 * j;
-      visit(*reinterpret_cast<float2 *>(rows + row * stride + column), 4 * j + 2 * below, row, column);
-    }
-  }
-}
-
-// Sums are made in a copy: accumulators that are changed here would hold up the next tile's wgmma.
+// Sums are made on the way out: accumulators that are changed would hold up the next tile's wgmma.
 template <bool F32> struct SegmentedStore : Store<F32> {
   static constexpr bool SEGMENTED = true;
   template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
-    bool whole = work.split < 0, last = work.segment + 1 == c.s.segments;
+    bool whole = work.split < 0, first = work.segment == 0, last = work.segment + 1 == c.s.segments;
     EACH (h, TILE_M / 64) {
       int row = c.row + me.first_row(h), below = c.s.m - work.row - row, right = c.s.n - work.column;
       float *sum = c.params.segment_sums + ((int64_t)blockIdx.x * K::ROWS + row) * TILE_N;
       float *out = c.params.out + (work.row + row) * c.params.out_stride + work.column;
-      float v[TILE_N / 2];
-      EACH (i, TILE_N / 2) v[i] = acc[h][i];
-      if (whole && work.segment > 0)
-        each_pair(sum, TILE_N, me,
-                  [&](const float2 &at, int i, int, int) { v[i] += at.x, v[i + 1] += at.y; });
-      if (F32 && c.params.add)
-        each_pair(out, c.params.out_stride, me, [&](const float2 &at, int i, int line, int column) {
-          if (line < below && column < right) v[i] += at.x, v[i + 1] += at.y;
-        });
+      auto summed = [&](int i) {
+        float2 v = make_float2(acc[h][i], acc[h][i + 1]);
+        int line = me.lane / 4 + i % 4 * 4, column = me.column + i / 4 * 8;
+        auto add = [&](const float *rows, int64_t stride) {
+          float2 more = *reinterpret_cast<const float2 *>(rows + line * stride + column);
+          v.x += more.x, v.y += more.y;
+        };
+        if (whole && !first) add(sum, TILE_N);
+        if (F32 && c.params.add && line < below && column < right) add(out, c.params.out_stride);
+        return v;
+      };
       if (!whole) {
         float *part = c.params.partials + (((int64_t)work.split * CLUSTER + c.rank) * K::ROWS + row) * TILE_N;
-        epilogue_store_f32(part, TILE_N, 16, TILE_N, v, me);
+        epilogue_store_f32(part, TILE_N, 16, TILE_N, summed, me);
       } else if (!last) {
-        epilogue_store_f32(sum, TILE_N, 16, TILE_N, v, me);
+        epilogue_store_f32(sum, TILE_N, 16, TILE_N, summed, me);
       } else if (F32) {
-        epilogue_store_f32(out, c.params.out_stride, below, right, v, me);
+        epilogue_store_f32(out, c.params.out_stride, below, right, summed, me);
       } else {
-        epilogue_store_bf16(c.out, c.buffer, v, work.column, work.row + row, me.lane);
+        epilogue_store_bf16(c.out, c.buffer, summed, work.column, work.row + row, me.lane);
       }
     }
   }

@@ -48,7 +48,8 @@ template <bool TERMS> struct LogitsGradient : OfLogits {
     const ThreadCoord me;
     EACH (h, TILE_M / 64) {
       epilogue_gradient<TERMS>(acc[h], c.s, c.params, work.row + me.row(h), work.column, me.column);
-      epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + me.first_row(h), me.lane);
+      epilogue_store_bf16(c.out, c.buffer, pairs_of(acc[h]), work.column, work.row + me.first_row(h),
+                          me.lane);
     }
   }
 };

@@ -3,9 +3,19 @@
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
+// What is stored of a thread's accumulators for 16 rows: pair(i) are values i and i + 1.
+static DEVICE auto pairs_of(const float *acc) {
+  return [acc](int i) { return make_float2(acc[i], acc[i + 1]); };
+}
+
+static DEVICE uint32_t pack_bf16(float2 pair) {
+  return pack_bf16(pair.x, pair.y);
+}
+
 // A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
-static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, const float *acc, int x,
-                                       int y, int lane) {
+template <typename Pair>
+static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, Pair pair, int x, int y,
+                                       int lane) {
   EACH (part, TILE_N / 64) {
     if (lane == 0) tma_store_wait_read<0>(); // the buffer's previous contents have been read
     __syncwarp();
@@ -13,9 +23,9 @@ static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, 
 #pragma unroll
     for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 address columns [8 j, 8 j + 8), others the next 8
       int chunk = (j + lane / 16) ^ (row & 7);
-      const float *v = acc + part * 32 + j * 4;
-      stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                  pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+      int i = part * 32 + j * 4;
+      stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(pair(i)), pack_bf16(pair(i + 2)),
+                  pack_bf16(pair(i + 4)), pack_bf16(pair(i + 6)));
     }
     fence_proxy_async();
     __syncwarp();
@@ -27,15 +37,14 @@ static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, 
 }
 
 // fp32, straight from the registers: four lanes write 32 bytes of a row.
-static DEVICE void epilogue_store_f32(float *out, int64_t stride, int rows, int columns, const float *acc,
+template <typename Pair>
+static DEVICE void epilogue_store_f32(float *out, int64_t stride, int rows, int columns, Pair pair,
                                       const ThreadCoord &me) {
   EACH (below, 2) {
     if (me.lane / 4 + 8 * below >= rows) continue;
     float *to = out + (int64_t)(me.lane / 4 + 8 * below) * stride + me.column;
     EACH (j, TILE_N / 8)
-      if (me.column + 8 * j < columns)
-        *reinterpret_cast<float2 *>(to + 8 * j) =
-            make_float2(acc[4 * j + 2 * below], acc[4 * j + 2 * below + 1]);
+      if (me.column + 8 * j < columns) *reinterpret_cast<float2 *>(to + 8 * j) = pair(4 * j + 2 * below);
   }
 }
 
@@ -50,12 +59,12 @@ template <bool F32, bool SAMPLED_ = false> struct Store : Epilogue {
       if (work.split >= 0)
         epilogue_store_f32(c.params.partials +
                                (((int64_t)work.split * CLUSTER + c.rank) * K::ROWS + row) * TILE_N,
-                           TILE_N, 16, TILE_N, acc[h], me);
+                           TILE_N, 16, TILE_N, pairs_of(acc[h]), me);
       else if (F32)
         epilogue_store_f32(c.params.out + (work.row + row) * c.params.out_stride + work.column,
-                           c.params.out_stride, below, right, acc[h], me);
+                           c.params.out_stride, below, right, pairs_of(acc[h]), me);
       else
-        epilogue_store_bf16(c.out, c.buffer, acc[h], work.column, work.row + row, me.lane);
+        epilogue_store_bf16(c.out, c.buffer, pairs_of(acc[h]), work.column, work.row + row, me.lane);
     }
   }
 };
