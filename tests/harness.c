@@ -306,10 +306,13 @@ void check_by_row(Harness *h, const char *what, const char *row, Tensor got, con
   const double *values = values_of(h, got);
   int64_t count = tensor_count(got), columns = count / got.shape[0];
   double rms = root_mean_square(want, count);
-  for (int64_t i = 0; i < count; i++)
-    if (!(fabs(values[i] - want[i]) <= allowed(t, got.dtype, want[i], rms)))
-      fail_msg("%s of %s %lld, column %lld, is %.9g; %.9g is right", what, row, (long long)(i / columns),
-               (long long)(i % columns), values[i], want[i]);
+  for (int64_t i = 0; i < count; i++) {
+    if (fabs(values[i] - want[i]) <= allowed(t, got.dtype, want[i], rms)) continue;
+    char column[32] = "";
+    if (columns > 1) snprintf(column, sizeof column, ", column %d", (int)(i % columns));
+    fail_msg("%s of %s %lld%s is %.9g; %.9g is right", what, row, (long long)(i / columns), column, values[i],
+             want[i]);
+  }
 }
 
 void check_bitwise_equal(Harness *h, const char *what, Tensor a, Tensor b) {

@@ -303,9 +303,9 @@ static float exponentials(float *z, float anchor, long left_out, long count) {
   return sum;
 }
 
-// Of the final norm's output x [N, H], the head W [V, H] and the targets y [N]: each token's loss, and the
-// gradients of their mean. Since nothing comes after the loss, the gradient of each token's loss is known
-// beforehand: 1 / N.
+// Computes each token's loss and the gradients of their mean from the final norm's output x [N, H], the head
+// W [V, H] and the targets y [N]. Since nothing comes after the loss, the gradient of each token's loss is
+// known beforehand: 1 / N.
 //
 //     z    = x W^T                                            the logits [N, V]
 //     loss = log(sum over j of exp(z[j])) - z[y]              which is -log softmax(z)[y]
@@ -341,8 +341,7 @@ static void loss_materialized(Llama *m, const int32_t *y) {
 // Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in
 // the registers of its matmul, and is never stored. E overflows where a logit leads the target's by 88. Where
 // R exceeds 2^96 the row is done again with its maximum as the anchor; the target's exponential e is then
-// less than 1. Unlike other backward functions this one does not add to x's gradient: it is 0 before, and is
-// scaled in place.
+// less than 1. x's gradient must be 0 before: the matmul adds E W to it, and then its rows are scaled.
 static void loss_fused(Llama *m, const int32_t *y) {
   Matrix *x = &m->final, *w = m->head;
   long N = x->rows, H = x->columns, V = w->rows;
@@ -369,7 +368,7 @@ static void loss_fused(Llama *m, const int32_t *y) {
       float *xn = x->value + n * H, *dxn = x->grad + n * H;
       for (long h = 0; h < H; h++) dxn[h] = r[n] * dxn[h] + c[n] * w->value[y[n] * H + h];
       add_scaled(w->grad + y[n] * H, c[n], xn, H);
-      for (long h = 0; h < H; h++) xn[h] *= r[n]; // x itself is not read again
+      for (long h = 0; h < H; h++) xn[h] *= r[n]; // x's values are spoilt: nobody reads them again
     }
     matmul(w->grad, transposed(E, V), plain(x->value + first * H, H), V, H, C);
   }
@@ -377,7 +376,8 @@ static void loss_fused(Llama *m, const int32_t *y) {
 
 // --- forward and backward ----------------------------------------------------------------------------------
 
-// Returns the mean loss. The gradients are those of the loss alone so far.
+// Returns the mean loss. Zeroes all gradients; the loss then writes those of the final norm's output and of
+// the head.
 static double forward(Llama *m, const int32_t *tokens, const int32_t *targets) {
   float eps = m->config.rms_norm_eps;
   double sum = 0;

@@ -22,11 +22,15 @@ WRONG = [
      "recomputed(backend, l);\n  Tensor logits, lse;\n  for (int64_t first = 0; first < 0; first += l->chunk) {", "rung 3 gradient in the forward pass computes 4 GEMMs"),
     (3, "c.accumulate = first > 0", "c.accumulate = false", "ladder_chunk: no chunk adds to dW"),
     (3, "tensor_rows(*per_token[i], first, count)", "tensor_rows(*per_token[i], 0, count)", "ladder_chunk: x is not tokens 3 to 5"),
-    (4, "target_e[n] = exp_f32(target_z[n] - anchor[n])", "target_e[n] = 1", ": loss of token "),
+    (1, "anchor[n] = counts ? target_z[n]", "anchor[n] = counts ? target_z[n] + 1", "ladder_anchors: target_z of token 0 is "),
+    (4, "anchor[n] = maximum_of(z, vocab)", "anchor[n] = maximum_of(z, vocab) - 20", "ladder_repair: the largest E of token 0 is "),
+    (4, "row_sum[n] = (float)exponentials_of(a, n, 0, vocab)", "row_sum[n] = 1", "rung 4 anchored at the target: loss of token 1 is "),
+    (4, "target_e[n] = exp_f32(target_z[n] - anchor[n])", "target_e[n] = 0", "ladder_repair: target_e of token 0 is 0; "),
     (5, "double q = fmin(1, mass / (double)s->full_mass)", "double q = 0.5 + 0 * mass", "a tile of mass 60, where M0 is 30, stays in"),
-    (6, "bytes *= 2", "bytes *= 3", "the chunk from token 6 on reads and writes 65536 bytes of dW; ladder_dweight_bytes says 98304"),
+    (5, "random_uniform(s->seed, 0, tile)", "random_uniform(s->seed, 0, 0)", "tiles of mass 15 and 8 stay together in "),
+    (6, "bytes *= 2", "bytes = 65536", "the chunk that begins at token "),
     (7, "row_sum += factor[i] * row_sums", "row_sum += row_sums", "two ranks: loss of token "),
-    (7, "factor[i] = exp_f32(anchors[i][n] - anchor)", "row_sum += 0", "two ranks: "),
+    (7, "factor[i] = exp_f32(anchors[i][n] - anchor)", "factor[i] = 0", "two ranks: loss of token 1 is "),
 ]
 
 

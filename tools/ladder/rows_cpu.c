@@ -54,7 +54,7 @@ void ladder_anchors(const Anchored *a) {
   float *target_z = a->target_z.data, *anchor = a->anchor.data, *target_e = a->target_e.data;
   EACH_PARALLEL (n, a->call.x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
-    // Exercise 1: target_z, anchor and target_e of row n.
+    // Exercise 1: target_z, anchor and target_e of row n. An ignored target, -100, is no row of W.
     target_z[n] = counts ? logit(a, n, target[n]) : 0;
     anchor[n] = counts ? target_z[n] : INFINITY; // makes every exponential of the row 0
     target_e[n] = 1;
@@ -115,7 +115,7 @@ void ladder_finish(const Anchored *a) {
   float *loss = call->loss.data, *r = a->r.data, *c = a->c.data;
   EACH_PARALLEL (n, call->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
-    // Exercise 1: loss, r and c of row n, from row_sum, target_e, anchor and target_z.
+    // Exercise 1: loss, r and c of row n, from row_sum, target_e (1 but in repaired rows), anchor and target_z.
     float total = row_sum[n] + target_e[n]; // 1 + R
     float nll = target_e[n] == 1 ? log1pf(row_sum[n]) : anchor[n] - target_z[n] + logf(total);
     loss[n] = counts ? nll : 0;
@@ -154,7 +154,8 @@ void ladder_join(const Anchored ranks[2], Tensor rescale) {
   const float *target_z = ranks[0].target_z.data;
   for (int64_t n = 0; n < ranks[0].exps.shape[0]; n++) {
     float anchor = 0, row_sum = 0, target_e = 1, factor[2] = {1, 1};
-    // Exercise 7: these four, of row n of both ranks. Anchors are target_z, but in repaired rows.
+    // Exercise 7: the row's anchor, row_sum, target_e, and what each rank's E is multiplied by. An anchor is
+    // target_z except in a repaired row, and infinite in an ignored one.
     anchor = fmaxf(anchors[0][n], anchors[1][n]);
     for (int i = 0; i < 2; i++) {
       if (anchors[i][n] < anchor) factor[i] = exp_f32(anchors[i][n] - anchor); // infinity in both stays 1
@@ -179,7 +180,8 @@ void ladder_sample(const Anchored *a) {
   for (int64_t top = 0; top < rows; top += LCE_TILE_ROWS)
     for (int64_t left = 0; left < vocab; left += LCE_TILE_COLUMNS, tile++) {
       int64_t bottom = min_i64(top + LCE_TILE_ROWS, rows), right = min_i64(left + LCE_TILE_COLUMNS, vocab);
-      // Exercise 5: keep the tile or drop it at random, keeping E's expectation. Likely tiles should stay.
+      // Exercise 5: keep the tile or drop it at random, keeping E's expectation. Likely tiles should stay:
+      // random_uniform(s->seed, 0, tile) draws, and M0 is s->full_mass.
       double mass = 0;
       for (int64_t n = top; n < bottom; n++)
         for (int64_t j = left; j < right; j++) mass += (double)r[n] * (double)cpu_row(a->exps, n)[j];

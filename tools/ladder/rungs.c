@@ -30,7 +30,8 @@ LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first) {
 
 int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first) {
   int64_t bytes = tensor_count(call->dweight) * (int64_t)dtype_bytes(call->dweight.dtype);
-  // Exercise 6: of all of dweight, `bytes`, to what the chunk that begins at token `first` reads and writes.
+  // Exercise 6: `bytes` is the size of dweight; make it what the chunk that begins at token `first` reads
+  // and writes of it.
   if (first > 0) bytes *= 2; // a sum is read, then written
   // end of exercise 6
   return bytes;
