@@ -748,7 +748,6 @@ static inline const char *device_name(DeviceKind device) {
 }
 
 struct Backend {
-  const char *name;      // "cpu", "cuda", "plan"
   char description[128]; // "CPU, 2 threads, OpenBLAS", "NVIDIA H200, CUDA 13.0"
   DeviceKind device;     // what it computes on, or what a plan counts for
   const BackendOps *ops;

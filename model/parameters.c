@@ -66,7 +66,7 @@ enum {
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
-  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers) count = 0;
+  if (role == p->state[1] && group == GROUP_MATRICES && p->update_layers) count = 0;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
     count = min_i64(count, 2 * p->sharding.layer);
@@ -107,7 +107,7 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
+    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->update_layers);
     p->bucket[g] = by_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
@@ -191,14 +191,14 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
                  p->grad_shard);
   p->squares =
       tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
-  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name; k++)
-    reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
+  for (int k = 0; k < OPTIMIZER_STATES; k++)
+    reserve_role(p, memory, optimizer_states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);
 }
 
 void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  p->optimizer = &optimizers[d.optimizer];
+  p->update_layers = optimizers[d.optimizer];
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight,
                p->sharding.split_head_weights ? HEAD : NO_GROUP, weights_on_host ? MATRICES : NO_GROUP,

@@ -163,6 +163,13 @@ Tensor poisoned_vector(Harness *h, Dtype dtype, int64_t count) {
   return tensor_flat(poisoned(h, dtype, 1, count));
 }
 
+float bf16_to_f32(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
 static double rounded(Dtype dtype, double value) {
   float f = (float)value;
   return dtype == DTYPE_BF16 ? bf16_to_f32(bf16_from_f32(f)) : f;

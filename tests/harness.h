@@ -22,6 +22,8 @@ typedef struct Harness {
   int64_t record_count, record_capacity;
 } Harness;
 
+float bf16_to_f32(uint16_t bits);
+
 // "cpu", "cpu-plain" (without CBLAS), "cuda" (bf16), "cuda-fp32"; NULL if absent. Pushes are filled with NaN.
 Harness *harness_open(const char *backend);
 void harness_close(Harness *h);

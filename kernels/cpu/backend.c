@@ -130,7 +130,6 @@ Backend *cpu_backend_create(bool no_blas) {
   const char *blas = no_blas ? NULL : GEMM_LIBRARY;
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = !blas;
-  backend->name = "cpu";
   backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();

@@ -10,7 +10,6 @@
 #include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
-#include "kernels/integers.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 

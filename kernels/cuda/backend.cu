@@ -331,7 +331,6 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   cudaRuntimeGetVersion(&runtime);
   snprintf(backend->description, sizeof backend->description, "%.80s, CUDA %d.%d", properties.name,
            runtime / 1000, runtime % 1000 / 10);
-  backend->name = "cuda";
   backend->scratch = &cuda_scratch;
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
