@@ -40,7 +40,6 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/limits.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"

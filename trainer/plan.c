@@ -8,7 +8,6 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/limits.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 #include "kernels/text.h"

@@ -7,7 +7,6 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
-#include "kernels/limits.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 

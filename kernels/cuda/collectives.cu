@@ -51,10 +51,6 @@ static ncclDataType_t type_of(Dtype dtype) {
   return dtype == DTYPE_F32 ? ncclFloat32 : dtype == DTYPE_BF16 ? ncclBfloat16 : ncclInt32;
 }
 
-static char *slice(Tensor t, int64_t index, int64_t count) {
-  return data_of<char>(t) + index * count * (int64_t)dtype_bytes(t.dtype);
-}
-
 // Queues what `start` starts on the collectives' stream.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
@@ -171,11 +167,11 @@ void cuda_all_reduce(Backend *backend, const Collective *a) {
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
   collective(backend, a, "reduce_scatter", [&](ncclComm_t comm, cudaStream_t stream) {
-    int64_t count = tensor_count(a->out);
     // What is to be added to `out` is summed where it lies in x.
-    void *out = a->accumulate ? slice(a->x, backend->rank, count) : a->out.data;
-    ncclResult_t result =
-        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, comm, stream);
+    void *slice = data_of<char>(a->x) + backend->rank * tensor_bytes(a->out);
+    void *out = a->accumulate ? slice : a->out.data;
+    ncclResult_t result = ncclReduceScatter(a->x.data, out, (size_t)tensor_count(a->out), type_of(a->x.dtype),
+                                            ncclSum, comm, stream);
     if (a->accumulate) add(stream, a->out, out);
     return result;
   });
