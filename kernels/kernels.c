@@ -592,11 +592,20 @@ void backend_precede(Backend *backend, void *stream) {
   if (backend->ops->precede) backend->ops->precede(backend, stream);
 }
 
+void backend_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
+  if (l->ranks == 1) return;
+  backend->rank = l->rank;
+  backend->ranks = l->ranks;
+  backend->ops->join_ranks(backend);
+}
+
 static _Thread_local Backend *unfinished;
 
 Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes) {
   Backend *backend = host_alloc(1, sizeof *backend + state_bytes, "a backend");
   *backend = (Backend){.ops = ops, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
+  backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
   return unfinished = backend;
 }
 

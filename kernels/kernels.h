@@ -702,6 +702,7 @@ typedef enum { STREAM_COMPUTE, STREAM_COLLECTIVES, STREAM_COPY_IN, STREAM_COPY_O
 
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
+  void (*join_ranks)(Backend *); // connects to the other ranks, if there are any
   void (*collectives_join)(Backend *, int64_t behind);
   void (*copies_join)(Backend *, int64_t in, int64_t out);
   void (*to_device)(Backend *, Tensor, const void *);
@@ -772,8 +773,7 @@ Backend *cpu_backend_create(bool no_blas);
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // Connects the backend to a job's ranks (kernels/ranks/ranks.h), through MPI or NCCL; fails with a sentence
 // where it cannot. Call it on all ranks at once; with one rank it does nothing.
-void cpu_backend_join_ranks(Backend *backend);
-void cuda_backend_join_ranks(Backend *backend);
+void backend_join_ranks(Backend *backend);
 // Runs nothing and counts what the given kind of device would need.
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
 void backend_destroy(Backend *backend);

@@ -32,13 +32,6 @@ Harness *harness_open(const char *name) {
   return h;
 }
 
-void harness_join_ranks(Harness *h) {
-  if (h->backend->device == ON_CUDA)
-    cuda_backend_join_ranks(h->backend);
-  else
-    cpu_backend_join_ranks(h->backend);
-}
-
 void harness_close(Harness *h) {
   if (h->mirror) harness_close(h->mirror);
   backend_destroy(h->backend);

@@ -599,7 +599,7 @@ int main(int argc, char **argv) {
   if (o.checkpoint) b.state = read_state(&o);
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = o.plan ? NULL : open_backend(&o);
   if (backend) {
-    machine_join_ranks(backend);
+    backend_join_ranks(backend);
     plan->ranks = backend->ranks;
     plan->no_sampling = backend->no_sampling;
   }

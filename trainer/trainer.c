@@ -338,13 +338,6 @@ Backend *machine_open(Options *o) {
   return backend;
 }
 
-void machine_join_ranks(Backend *backend) {
-  if (backend->device == ON_CUDA)
-    cuda_backend_join_ranks(backend);
-  else
-    cpu_backend_join_ranks(backend);
-}
-
 void machine_broadcast(Backend *backend, void *bytes, size_t count) {
   if (backend->ranks == 1) return;
   Memory *memory = &backend->memory;

@@ -83,7 +83,8 @@ const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_byt
 
 // --- life --------------------------------------------------------------------------------------------------
 
-static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
+static const BackendOps cpu_ops = {.join_ranks = cpu_join_ranks,
+                                   .collectives_join = cpu_collectives_join,
                                    .copies_join = cpu_copies_join,
                                    .to_device = to_device,
                                    .to_host = to_host,
@@ -129,7 +130,6 @@ Backend *cpu_backend_create(bool no_blas) {
   const char *blas = no_blas ? NULL : GEMM_LIBRARY;
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = !blas;
-  backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,

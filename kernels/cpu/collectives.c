@@ -129,7 +129,8 @@ void cpu_collectives_end(Backend *backend) {
   free(received(backend));
 }
 
-static void join_ranks(Backend *backend, const Launch *l) {
+void cpu_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
   if (!ranks_have_mpi())
     fail("%d ranks on the CPU need MPI, and %s does not start it: use mpirun -n %d ./train ...; ranks on "
          "GPUs need --device cuda",
@@ -144,10 +145,10 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 void cpu_collectives_end(Backend *backend) {}
 
-static void join_ranks(Backend *backend, const Launch *l) {
+void cpu_join_ranks(Backend *backend) {
   fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
        "`make` and mpirun -n %d ./train ...",
-       l->ranks, l->ranks);
+       backend->ranks, backend->ranks);
 }
 
 #endif
@@ -163,12 +164,4 @@ COLLECTIVE(broadcast_rank_0)
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {
   cpu_join(backend, STREAM_COLLECTIVES, behind, STREAM_COLLECTIVES, behind);
-}
-
-void cpu_backend_join_ranks(Backend *backend) {
-  const Launch *l = ranks_self();
-  if (l->ranks == 1) return;
-  join_ranks(backend, l);
-  backend->rank = l->rank;
-  backend->ranks = l->ranks;
 }

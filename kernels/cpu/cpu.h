@@ -89,6 +89,7 @@ size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a);                      // fp8.c
 #define DECLARE(name, Arguments, group) void cpu_##name(Backend *backend, const Arguments *a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
+void cpu_join_ranks(Backend *backend);
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);
