@@ -276,7 +276,6 @@ typedef struct {
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
-//
 
 // The numbers among the terms, each 0 for none: X(name, smallest, largest, what a message says of these).
 // clang-format off

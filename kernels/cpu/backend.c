@@ -10,12 +10,6 @@
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
-#if defined(HAVE_FOUND_BLAS)
-#include "kernels/cpu/found_blas.h"
-#elif defined(HAVE_CBLAS)
-#include <cblas.h>
-#endif
-
 static size_t bytes_now(Backend *backend) {
   return system_bytes("/proc/self/status", "VmRSS");
 }
@@ -100,16 +94,6 @@ static const BackendOps cpu_ops = {.join_ranks = cpu_join_ranks,
 // Of OpenBLAS: 1 where it has threads of its own, which get in the way of ours when tiles are multiplied.
 extern int openblas_get_parallel(void) __attribute__((weak));
 
-#if defined(HAVE_FOUND_BLAS)
-#define GEMM_LIBRARY found_blas()
-#elif defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
-#define GEMM_LIBRARY "OpenBLAS"
-#elif defined(HAVE_CBLAS)
-#define GEMM_LIBRARY "CBLAS"
-#else
-#define GEMM_LIBRARY NULL
-#endif
-
 // The machine's memory, or its cgroup's, in equal parts for the ranks on it; less where `ulimit -v` says so.
 static size_t capacity(size_t overhead, int blas_threads) {
   size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE),
@@ -127,7 +111,7 @@ static size_t capacity(size_t overhead, int blas_threads) {
 }
 
 Backend *cpu_backend_create(bool no_blas) {
-  const char *blas = no_blas ? NULL : GEMM_LIBRARY;
+  const char *blas = no_blas ? NULL : cpu_blas();
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = !blas;
   backend->memory = memory_create(&memory_pages);

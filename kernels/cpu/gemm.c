@@ -11,6 +11,18 @@
 #include <cblas.h>
 #endif
 
+const char *cpu_blas(void) {
+#if defined(HAVE_FOUND_BLAS)
+  return found_blas();
+#elif defined(OPENBLAS_VERSION)
+  return "OpenBLAS";
+#elif defined(HAVE_CBLAS)
+  return "CBLAS";
+#else
+  return NULL;
+#endif
+}
+
 static void plain_gemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
                        bool accumulate) {
   int64_t n = out.shape[1], k = a.shape[!a_transposed];
