@@ -54,12 +54,10 @@ static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const Weight
 }
 
 void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
+  if (p->fp8) return project_fp8(p, out, x, w, residual);
   LinearForward linear = linear_of(p, out, x.x, w);
   linear.residual = residual;
-  if (p->fp8)
-    project_fp8(p, out, x, w, residual);
-  else
-    linear_forward(p->backend, linear);
+  linear_forward(p->backend, linear);
 }
 
 void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, int64_t first,
@@ -128,10 +126,7 @@ static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor do
 }
 
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias) {
-  if (p->fp8) {
-    project_backward_fp8(p, dx, dout, x, weight, dbias);
-    return;
-  }
+  if (p->fp8) return project_backward_fp8(p, dx, dout, x, weight, dbias);
   backward_weight(p, dout.x, x.x, weight, dbias);
   linear_backward_input(p->backend, backward_input_of(p, dx, dout.x, weight));
 }

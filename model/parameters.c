@@ -222,13 +222,10 @@ enum { DRAWN_AT_ONCE = 1 << 22 }; // elements: bounds the host memory that initi
 
 static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t first, int64_t count,
                  float *out) {
-  if (p->init != INIT_NORMAL) {
-    for (int64_t i = 0; i < count; i++) out[i] = p->init == INIT_ONES;
-    return;
-  }
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++)
-    out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
+    out[i] = p->init == INIT_NORMAL ? (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)))
+                                    : p->init == INIT_ONES;
 }
 
 const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded) {
@@ -313,10 +310,8 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!shards_hold_part(p, role, group)) {
-    backend_to_device(backend, tensor_rows(role[group], begin, count), values);
-    return;
-  }
+  if (!shards_hold_part(p, role, group))
+    return backend_to_device(backend, tensor_rows(role[group], begin, count), values);
   for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;

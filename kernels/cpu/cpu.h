@@ -45,11 +45,10 @@ const char *cpu_blas(void); // the library's name; NULL: there is none
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
-// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count; negative ids name
-// no row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch
-// [count].
-void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
-                     float alpha, uint64_t *keys);
+// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no
+// row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch [N].
+void cpu_scatter_add(Tensor out, Tensor ids, Tensor x, const float *coefficients, float alpha,
+                     uint64_t *keys);
 
 // --- streams.c: what is asynchronous on a GPU --------------------------------------------------------------
 

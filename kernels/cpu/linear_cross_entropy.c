@@ -467,8 +467,7 @@ void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
 }
 
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
-  cpu_scatter_add(a->dweight, a->targets.data, a->x.shape[0], a->x, a->scale_target.data, a->alpha,
-                  a->workspace.data);
+  cpu_scatter_add(a->dweight, a->targets, a->x, a->scale_target.data, a->alpha, a->workspace.data);
 }
 
 // --- the rank-one terms of label smoothing -----------------------------------------------------------------

@@ -55,10 +55,7 @@ static ncclDataType_t type_of(Dtype dtype) {
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
   ncclComm_t comm = cuda_state(backend)->comm;
-  if (!comm) {
-    copy_or_add(backend, a);
-    return;
-  }
+  if (!comm) return copy_or_add(backend, a);
   cudaStream_t stream = side_begin(backend, STREAM_COLLECTIVES);
   nccl_check(start((size_t)tensor_count(a->x), type_of(a->x.dtype), comm, stream), comm, name);
   side_end(backend, STREAM_COLLECTIVES);
