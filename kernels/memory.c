@@ -158,6 +158,10 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   return data;
 }
 
+Tensor memory_reserve_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0) {
+  return tensor_1d(memory_reserve(memory, name, category, bytes_of(dtype, d0, 1)), dtype, d0);
+}
+
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
   const MemorySource *source = &memory->source;
   size_t others = ledger_host_bytes(&memory->ledger);

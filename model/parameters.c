@@ -119,13 +119,6 @@ static int64_t buffered(const ParameterSet *p, int64_t element) {
   return element % (2 * p->sharding.layer);
 }
 
-// The double buffer of an offloaded group.
-static Tensor reserve_layers(const ParameterSet *p, Memory *memory, const char *name, MemoryCategory category,
-                             Dtype dtype) {
-  int64_t count = 2 * p->sharding.layer;
-  return tensor_1d(memory_reserve(memory, name, category, (size_t)count * dtype_bytes(dtype)), dtype, count);
-}
-
 Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
   return tensor_rows(role[GROUP_MATRICES], layer * p->sharding.layer, p->sharding.layer);
 }
@@ -185,12 +178,12 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
   reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
                grads_buffered ? MATRICES : NO_GROUP, p->grad);
   if (grads_buffered)
-    p->layer_grads = reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad);
+    p->layer_grads =
+        memory_reserve_1d(memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad, 2 * s->layer);
   if (s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
                  p->grad_shard);
-  p->squares =
-      tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
+  p->squares = memory_reserve_1d(memory, "sum of squares", MEMORY_TABLES, DTYPE_F32, 1);
   for (int k = 0; k < OPTIMIZER_STATES; k++)
     reserve_role(p, memory, optimizer_states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);
@@ -204,7 +197,8 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
                p->sharding.split_head_weights ? HEAD : NO_GROUP, weights_on_host ? MATRICES : NO_GROUP,
                p->value);
   if (weights_on_host)
-    p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
+    p->layer_values =
+        memory_reserve_1d(memory, "weights of two layers", MEMORY_WEIGHTS, d.weight, 2 * p->sharding.layer);
   if (!d.weights_only) reserve_for_training(p, memory, d);
   for (Parameter *t = p->items; t < p->items + p->count; t++) {
     t->value = view_of(p, false, t);

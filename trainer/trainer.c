@@ -20,8 +20,7 @@ static int64_t batch_tokens(const Trainer *t) {
 }
 
 static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int64_t count) {
-  size_t bytes = (size_t)count * dtype_bytes(dtype);
-  return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
+  return memory_reserve_1d(&backend->memory, name, MEMORY_TABLES, dtype, count);
 }
 
 // An output of the loss that the run logs, a number for each token.
