@@ -54,7 +54,7 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// The queries of one head from `first` on, up to TILE, over keys and values in qkv or, with `decode`, in caches.
+// Up to TILE queries of one head from `first` on, over keys and values in qkv or, with `decode`, in caches.
 static void forward_block(const Backend *backend, const AttentionForward *a, const AttentionDecode *decode,
                           int64_t b, int64_t h, int64_t first) {
   AttentionShape s = a->shape;

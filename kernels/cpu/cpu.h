@@ -34,8 +34,8 @@ static inline Tensor cpu_tile(Tensor logits, int64_t b, int64_t t) {
 
 // --- gemm.c ------------------------------------------------------------------------------------------------
 
-// out = (accumulate ? out : 0) + alpha a b, where a or b may be transposed, not both. Inside an OpenMP region it
-// runs on the calling thread alone: kernels multiply tiles that way.
+// out = (accumulate ? out : 0) + alpha a b, where a or b may be transposed, not both. Inside an OpenMP region
+// it runs on the calling thread alone: kernels multiply tiles that way.
 void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
               float alpha, bool accumulate);
 const char *cpu_blas(void); // the library's name; NULL: there is none

@@ -51,7 +51,7 @@ static ncclDataType_t type_of(Dtype dtype) {
   return dtype == DTYPE_F32 ? ncclFloat32 : dtype == DTYPE_BF16 ? ncclBfloat16 : ncclInt32;
 }
 
-// Queues what `start` starts on the collectives' stream, of x's elements.
+// Queues on the collectives' stream what `start` starts, given the count and type of x's elements.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
   ncclComm_t comm = cuda_state(backend)->comm;
