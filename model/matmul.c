@@ -126,7 +126,10 @@ static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor do
 }
 
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias) {
-  if (p->fp8) return project_backward_fp8(p, dx, dout, x, weight, dbias);
+  if (p->fp8) {
+    project_backward_fp8(p, dx, dout, x, weight, dbias);
+    return;
+  }
   backward_weight(p, dout.x, x.x, weight, dbias);
   linear_backward_input(p->backend, backward_input_of(p, dx, dout.x, weight));
 }

@@ -188,15 +188,13 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
   static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
                 "a list for a column of tiles");
   TileScheduler s = schedule<K>(backend, dweight.shape[1], dweight.shape[0], 0); // K is the lists'
-  CUtensorMap x_map = tma_map(backend, kept->x, TILE_K),
-              panels_map = tma_map(backend, kept->panels, TILE_K / CLUSTER),
-              out_map = tma_map(backend, dweight, TILE_N);
   EpilogueParams params = {.scale = alpha,
                            .lists = kept->lists,
                            .steps = kept->steps,
                            .columns = kept->columns,
                            .accumulate = &kept->state->accumulate};
-  launch<K>(backend, x_map, panels_map, out_map, s, params);
+  launch<K>(backend, tma_map(backend, kept->x, TILE_K), tma_map(backend, kept->panels, TILE_K / CLUSTER),
+            tma_map(backend, dweight, TILE_N), s, params);
 }
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
