@@ -10,7 +10,7 @@
 
 // defines: folder_require_new, output_taken
 #include "data/file.h"
-// defines: clip_scale, ClipScale, Update
+// defines: backend_join_ranks, clip_scale, ClipScale, Update
 #include "kernels/kernels.h"
 // defines: profile_begin
 #include "kernels/profile.h"
@@ -57,7 +57,7 @@ static void create_model(Run *run) {
 // Checks before it reserves memory, and reserves before it writes.
 static void open_run(Run *run, Options *o) {
   *run = (Run){.options = o, .backend = machine_open(o)};
-  machine_join_ranks(run->backend);
+  backend_join_ranks(run->backend);
   plan_resolve_chunk(o, run->backend->device);
   run->data = run_data_open(o);
   run->prompt = prompt_open(o, run->data.source);

@@ -556,21 +556,11 @@ static Tensor push_scratch(Backend *backend, const char *name, ProfileGroup grou
 
 OPERATIONS(ENTRY, ENTRY_WITH_SCRATCH)
 
-// A backend remembers the ends of the last ASYNC_EVENTS operations.
-static void check_behind(Op op, int64_t behind) {
-  if (behind < 0 || behind >= ASYNC_EVENTS)
-    fail("internal: %s leaves out the last %lld operations, and can leave out at most %d", op,
-         (long long)behind, ASYNC_EVENTS - 1);
-}
-
 void collectives_join(Backend *backend, int64_t behind) {
-  check_behind(__func__, behind);
   if (backend->ops->collectives_join) backend->ops->collectives_join(backend, behind);
 }
 
 void copies_join(Backend *backend, int64_t in, int64_t out) {
-  check_behind(__func__, in);
-  check_behind(__func__, out);
   if (backend->ops->copies_join) backend->ops->copies_join(backend, in, out);
 }
 
@@ -602,11 +592,20 @@ void backend_precede(Backend *backend, void *stream) {
   if (backend->ops->precede) backend->ops->precede(backend, stream);
 }
 
+void backend_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
+  if (l->ranks == 1) return;
+  backend->rank = l->rank;
+  backend->ranks = l->ranks;
+  backend->ops->join_ranks(backend);
+}
+
 static _Thread_local Backend *unfinished;
 
 Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes) {
   Backend *backend = host_alloc(1, sizeof *backend + state_bytes, "a backend");
   *backend = (Backend){.ops = ops, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
+  backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
   return unfinished = backend;
 }
 

@@ -276,7 +276,6 @@ typedef struct {
 //   alpha factor[0] sum_n (token_weights[n] (loss[n] + z_loss[n]) + entropy_weights[n] entropy[n])
 //
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
-//
 
 // The numbers among the terms, each 0 for none: X(name, smallest, largest, what a message says of these).
 // clang-format off
@@ -702,6 +701,7 @@ typedef enum { STREAM_COMPUTE, STREAM_COLLECTIVES, STREAM_COPY_IN, STREAM_COPY_O
 
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
+  void (*join_ranks)(Backend *); // connects to the other ranks, if there are any
   void (*collectives_join)(Backend *, int64_t behind);
   void (*copies_join)(Backend *, int64_t in, int64_t out);
   void (*to_device)(Backend *, Tensor, const void *);
@@ -748,7 +748,6 @@ static inline const char *device_name(DeviceKind device) {
 }
 
 struct Backend {
-  const char *name;      // "cpu", "cuda", "plan"
   char description[128]; // "CPU, 2 threads, OpenBLAS", "NVIDIA H200, CUDA 13.0"
   DeviceKind device;     // what it computes on, or what a plan counts for
   const BackendOps *ops;
@@ -773,8 +772,7 @@ Backend *cpu_backend_create(bool no_blas);
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // Connects the backend to a job's ranks (kernels/ranks/ranks.h), through MPI or NCCL; fails with a sentence
 // where it cannot. Call it on all ranks at once; with one rank it does nothing.
-void cpu_backend_join_ranks(Backend *backend);
-void cuda_backend_join_ranks(Backend *backend);
+void backend_join_ranks(Backend *backend);
 // Runs nothing and counts what the given kind of device would need.
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
 void backend_destroy(Backend *backend);

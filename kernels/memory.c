@@ -93,12 +93,9 @@ static void source_release(Memory *memory, void *data, size_t bytes) {
 
 void memory_destroy(Memory *memory) {
   const MemorySource *source = &memory->source;
-  for (int64_t i = 0; i < memory->reserved_count; i++) {
+  for (int64_t i = 0; i < memory->reserved_count && !memory->planning; i++) {
     const MemoryBlock *block = &memory->reserved[i];
-    if (block->on_host && source->release_host)
-      source->release_host(source->context, block->data, block->bytes);
-    else
-      source_release(memory, block->data, block->bytes);
+    (block->on_host ? source->release_host : source->release)(source->context, block->data, block->bytes);
   }
   source_release(memory, memory->stack_base, memory->stack_capacity);
   free(memory->reserved);
@@ -161,6 +158,10 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   return data;
 }
 
+Tensor memory_reserve_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0) {
+  return tensor_1d(memory_reserve(memory, name, category, bytes_of(dtype, d0, 1)), dtype, d0);
+}
+
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes) {
   const MemorySource *source = &memory->source;
   size_t others = ledger_host_bytes(&memory->ledger);
@@ -169,7 +170,7 @@ void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory categ
   if (memory->planning && bytes < COUNTABLE - others)
     data = (void *)(PLANNED_HOST_BASE + others);
   else if (!memory->planning)
-    data = (source->allocate_host ? source->allocate_host : source->allocate)(source->context, bytes);
+    data = source->allocate_host(source->context, bytes);
   if (!data)
     fail("out of host memory: %s needs %s more, and %s are offloaded to it; offload less (--offload)", name,
          text_bytes(bytes).text, text_bytes(others).text);

@@ -40,7 +40,7 @@ size_t memory_padded(size_t bytes);
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
   void (*release)(void *context, void *data, size_t bytes);
-  // The same of the host, at addresses that the device can access too. NULL: as the device's own.
+  // The same of the host, at addresses that the device can access too.
   void *(*allocate_host)(void *context, size_t bytes);
   void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
@@ -106,6 +106,7 @@ void memory_destroy(Memory *memory);
 // the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
+Tensor memory_reserve_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0);
 
 // Makes (or remakes) the empty stack; where it fails the stack keeps its size. A plan's is boundless without.
 void memory_set_stack(Memory *memory, size_t capacity);

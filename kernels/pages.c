@@ -30,5 +30,5 @@ static void pages_poison(void *context, void *data, size_t bytes) {
   memset(data, 0xFF, bytes);
 }
 
-const MemorySource memory_pages = {
-    .allocate = pages_allocate, .release = pages_release, .poison = pages_poison};
+const MemorySource memory_pages = {pages_allocate, pages_release, .allocate_host = pages_allocate,
+                                   .release_host = pages_release, .poison = pages_poison};

@@ -7,9 +7,7 @@
 Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   static const BackendOps nothing;
   Backend *backend = backend_begin(&nothing, device, dtype, 0);
-  backend->name = "plan";
   snprintf(backend->description, sizeof backend->description, "plan for %s", device_name(device));
-  backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
   backend->memory = memory_create(NULL);
   if (backend->scratch->resident_bytes)
     memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);

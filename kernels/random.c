@@ -2,18 +2,14 @@
 
 #include <math.h>
 
-static double to_unit(uint64_t bits) {
-  return (double)(bits >> 11) * 0x1p-53;
-}
-
 double random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
-  return to_unit(random_bits(seed, stream, index));
+  return (double)(random_bits(seed, stream, index) >> 11) * 0x1p-53;
 }
 
 double random_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   const double two_pi = 6.283185307179586476925;
-  double u = 1.0 - to_unit(random_bits(seed, stream, 2 * index)); // (0, 1]: the logarithm stays finite
-  double v = to_unit(random_bits(seed, stream, 2 * index + 1));
+  double u = 1.0 - random_uniform(seed, stream, 2 * index); // (0, 1]: the logarithm stays finite
+  double v = random_uniform(seed, stream, 2 * index + 1);
   return sqrt(-2.0 * log(u)) * cos(two_pi * v);
 }
 

@@ -95,13 +95,6 @@ uint16_t bf16_from_f32(float value) {
   return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-float bf16_to_f32(uint16_t bits) {
-  uint32_t wide = (uint32_t)bits << 16;
-  float value;
-  memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
 uint8_t e4m3_from_f32(float value) {
   if (isnan(value)) return 0x7F;
   uint8_t sign = signbit(value) ? 0x80 : 0;

@@ -47,7 +47,6 @@ TensorText tensor_text(Tensor t);
 
 // bf16 is the upper half of an fp32; conversion rounds to nearest even and keeps NaN a NaN.
 uint16_t bf16_from_f32(float value);
-float bf16_to_f32(uint16_t bits);
 
 // e4m3: FP8 with four bits of exponent and three of mantissa (Micikevicius et al. 2022). Conversion rounds to
 // nearest even, saturates at E4M3_MAX, and keeps NaN a NaN (0x7F); there is no infinity.

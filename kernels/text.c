@@ -2,53 +2,51 @@
 
 #include <ctype.h>
 #include <limits.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+Text text_of(const char *format, ...) {
+  Text t;
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(t.text, sizeof t.text, format, arguments);
+  va_end(arguments);
+  return t;
+}
 
 Text text_bytes(uint64_t bytes) {
   static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = (double)bytes;
   int unit = 0;
   while (value >= 1024 && unit < 4) value /= 1024, unit++;
-  Text t;
-  snprintf(t.text, sizeof t.text, "%.*f %s", unit == 0 ? 0 : unit >= 3 ? 2 : 1, value, units[unit]);
-  return t;
+  return text_of("%.*f %s", unit == 0 ? 0 : unit >= 3 ? 2 : 1, value, units[unit]);
 }
 
 Text text_count(double count) {
   static const char *const units[] = {"", "K", "M", "B", "T"};
   int unit = 0;
   while (count >= 1000 && unit < 4) count /= 1000, unit++;
-  Text t;
   int decimals = unit == 0 || count >= 100 ? 0 : count >= 10 ? 1 : 2;
-  snprintf(t.text, sizeof t.text, "%.*f%s", decimals, count, units[unit]);
-  return t;
+  return text_of("%.*f%s", decimals, count, units[unit]);
 }
 
 Text text_duration(double seconds) {
   int64_t s = seconds > 0 ? (int64_t)(seconds + 0.5) : 0;
-  Text t;
-  if (s < 60)
-    snprintf(t.text, sizeof t.text, "%ds", (int)s);
-  else if (s < 3600)
-    snprintf(t.text, sizeof t.text, "%dm %02ds", (int)(s / 60), (int)(s % 60));
-  else if (s < 86400)
-    snprintf(t.text, sizeof t.text, "%dh %02dm", (int)(s / 3600), (int)(s / 60 % 60));
-  else
-    snprintf(t.text, sizeof t.text, "%lldd %02dh", (long long)(s / 86400), (int)(s / 3600 % 24));
-  return t;
+  if (s < 60) return text_of("%ds", (int)s);
+  if (s < 3600) return text_of("%dm %02ds", (int)(s / 60), (int)(s % 60));
+  if (s < 86400) return text_of("%dh %02dm", (int)(s / 3600), (int)(s / 60 % 60));
+  return text_of("%lldd %02dh", (long long)(s / 86400), (int)(s / 3600 % 24));
 }
 
 Text text_grouped(int64_t number) {
-  char digits[24];
-  snprintf(digits, sizeof digits, "%lld", (long long)number);
-  Text t;
-  size_t length = strlen(digits), out = 0;
+  Text t, digits = text_of("%lld", (long long)number);
+  size_t length = strlen(digits.text), out = 0;
   for (size_t i = 0; i < length; i++) {
-    t.text[out++] = digits[i];
+    t.text[out++] = digits.text[i];
     size_t left = length - 1 - i;
-    if (left > 0 && left % 3 == 0 && digits[i] != '-') t.text[out++] = ',';
+    if (left > 0 && left % 3 == 0 && digits.text[i] != '-') t.text[out++] = ',';
   }
   t.text[out] = 0;
   return t;
@@ -57,7 +55,7 @@ Text text_grouped(int64_t number) {
 Text text_number(double number) {
   Text t;
   int digits = 15; // fewer come out where fewer suffice
-  do snprintf(t.text, sizeof t.text, "%.*g", digits, number);
+  do t = text_of("%.*g", digits, number);
   while (strtod(t.text, NULL) != number && digits++ < 17);
   return t;
 }

@@ -69,7 +69,6 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
     kept = pop_likeliest(logits, ids, vocab_size, s->top_k, INFINITY, weights);
   if (s->top_p > 0 && s->top_p < 1) {
     double enough = s->top_p * sum_of(weights, ids + vocab_size - kept, kept);
-    for (int64_t v = 0; v < vocab_size; v++) ids[v] = (int32_t)v;
     kept = pop_likeliest(logits, ids, vocab_size, kept, enough, weights);
   }
   const int32_t *candidates = ids + vocab_size - kept;

@@ -20,15 +20,11 @@ void reduction_begin(Pass *p) {
 
 static void reduce_bucket(const Pass *p, ParameterGroup group, Bucket bucket) {
   const ParameterSet *w = &p->model->parameters;
-  Collective c = {.x = shards_local_grads(w, group, bucket), .async = true};
-  if (w->sharding.parts == 1) {
-    c.out = c.x;
-    all_reduce(p->backend, c);
-    return;
-  }
-  c.out = shards_reduced_grads(w, group, bucket);
-  c.accumulate = reduced_every_pass(p, group) && !p->first;
-  reduce_scatter(p->backend, c);
+  Collective c = {.out = shards_reduced_grads(w, group, bucket),
+                  .x = shards_local_grads(w, group, bucket),
+                  .accumulate = reduced_every_pass(p, group) && !p->first,
+                  .async = true};
+  (w->sharding.parts == 1 ? all_reduce : reduce_scatter)(p->backend, c);
 }
 
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first) {

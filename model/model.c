@@ -163,9 +163,9 @@ void rope_frequencies(const ModelConfig *c, float *inv_freq) {
 
 static void make_rope_table(Model *m, Backend *backend, int64_t seq_len) {
   int64_t width = model_rotary_dim(&m->config), half = width / 2;
-  size_t bytes = (size_t)(seq_len * width) * sizeof(float);
-  void *data = memory_reserve(&backend->memory, "rotary angles", MEMORY_TABLES, bytes);
-  m->rope_angles = tensor_2d(data, DTYPE_F32, seq_len, width);
+  Tensor angles =
+      memory_reserve_1d(&backend->memory, "rotary angles", MEMORY_TABLES, DTYPE_F32, seq_len * width);
+  m->rope_angles = tensor_reshape_2d(angles, seq_len, width);
   if (backend->memory.planning) return;
   float *table = host_alloc(seq_len * width, sizeof *table, "rotary angles");
   float *inv_freq = host_alloc(half, sizeof *inv_freq, "rotary angles");

@@ -116,10 +116,8 @@ static void update_layers_muon(Backend *backend, const ParameterSet *p, Update s
   }
 }
 
-const Optimizer optimizers[] = {
-    {"adamw", {{"m", "first moments"}, {"v", "second moments"}}, NULL},
-    {"muon", {{"m", "first moments"}, {"v", "second moments"}}, update_layers_muon},
-};
+const OptimizerState optimizer_states[] = {{"m", "first moments"}, {"v", "second moments"}};
+UpdateLayers *const optimizers[] = {NULL, update_layers_muon};
 
 // --- a step ------------------------------------------------------------------------------------------------
 
@@ -162,10 +160,9 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
 }
 
 void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
-  bool layers_apart = p->optimizer->update_layers != NULL;
-  if (layers_apart) p->optimizer->update_layers(backend, p, settings);
+  if (p->update_layers) p->update_layers(backend, p, settings);
   for (UpdateRange range = {0}; next_range(p, &range);) {
-    if (layers_apart && range.group == GROUP_MATRICES) continue;
+    if (p->update_layers && range.group == GROUP_MATRICES) continue;
     adamw(backend, slice_update(p, range.group, range.bucket, settings));
     gather_weights(backend, p, range.group, range.bucket);
   }

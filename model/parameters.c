@@ -66,7 +66,7 @@ enum {
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
-  if (role == p->state[1] && group == GROUP_MATRICES && p->optimizer->update_layers) count = 0;
+  if (role == p->state[1] && group == GROUP_MATRICES && p->update_layers) count = 0;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
     count = min_i64(count, 2 * p->sharding.layer);
@@ -107,7 +107,7 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->optimizer->update_layers);
+    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->update_layers);
     p->bucket[g] = by_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
@@ -117,13 +117,6 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
 // Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
 static int64_t buffered(const ParameterSet *p, int64_t element) {
   return element % (2 * p->sharding.layer);
-}
-
-// The double buffer of an offloaded group.
-static Tensor reserve_layers(const ParameterSet *p, Memory *memory, const char *name, MemoryCategory category,
-                             Dtype dtype) {
-  int64_t count = 2 * p->sharding.layer;
-  return tensor_1d(memory_reserve(memory, name, category, (size_t)count * dtype_bytes(dtype)), dtype, count);
 }
 
 Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
@@ -185,26 +178,27 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
   reserve_role(p, memory, "gradients", MEMORY_GRADIENTS, d.grad, s->split_head ? HEAD : NO_GROUP,
                grads_buffered ? MATRICES : NO_GROUP, p->grad);
   if (grads_buffered)
-    p->layer_grads = reserve_layers(p, memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad);
+    p->layer_grads =
+        memory_reserve_1d(memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad, 2 * s->layer);
   if (s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
                  p->grad_shard);
-  p->squares =
-      tensor_1d(memory_reserve(memory, "sum of squares", MEMORY_TABLES, sizeof(float)), DTYPE_F32, 1);
-  for (int k = 0; k < OPTIMIZER_STATES && p->optimizer->states[k].name; k++)
-    reserve_role(p, memory, p->optimizer->states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
+  p->squares = memory_reserve_1d(memory, "sum of squares", MEMORY_TABLES, DTYPE_F32, 1);
+  for (int k = 0; k < OPTIMIZER_STATES; k++)
+    reserve_role(p, memory, optimizer_states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
                  p->state[k]);
 }
 
 void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  p->optimizer = &optimizers[d.optimizer];
+  p->update_layers = optimizers[d.optimizer];
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight,
                p->sharding.split_head_weights ? HEAD : NO_GROUP, weights_on_host ? MATRICES : NO_GROUP,
                p->value);
   if (weights_on_host)
-    p->layer_values = reserve_layers(p, memory, "weights of two layers", MEMORY_WEIGHTS, d.weight);
+    p->layer_values =
+        memory_reserve_1d(memory, "weights of two layers", MEMORY_WEIGHTS, d.weight, 2 * p->sharding.layer);
   if (!d.weights_only) reserve_for_training(p, memory, d);
   for (Parameter *t = p->items; t < p->items + p->count; t++) {
     t->value = view_of(p, false, t);
@@ -222,13 +216,10 @@ enum { DRAWN_AT_ONCE = 1 << 22 }; // elements: bounds the host memory that initi
 
 static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t first, int64_t count,
                  float *out) {
-  if (p->init != INIT_NORMAL) {
-    for (int64_t i = 0; i < count; i++) out[i] = p->init == INIT_ONES;
-    return;
-  }
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++)
-    out[i] = (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)));
+    out[i] = p->init == INIT_NORMAL ? (float)(p->stddev * random_normal(seed, stream, (uint64_t)(first + i)))
+                                    : p->init == INIT_ONES;
 }
 
 const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded) {
@@ -313,10 +304,8 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!shards_hold_part(p, role, group)) {
-    backend_to_device(backend, tensor_rows(role[group], begin, count), values);
-    return;
-  }
+  if (!shards_hold_part(p, role, group))
+    return backend_to_device(backend, tensor_rows(role[group], begin, count), values);
   for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;

@@ -61,8 +61,18 @@ typedef struct {
   bool fp8;            // FP8 codes of the layers' matrices, too; with `offload` in memory that layers share
 } ParameterDtypes;
 
+// What an optimizer keeps for every weight.
 enum { OPTIMIZER_STATES = 2 };
-typedef struct Optimizer Optimizer; // below
+typedef struct {
+  const char *name, *label; // "NAME.PARAMETER" in a checkpoint; a plan's name
+} OptimizerState;
+extern const OptimizerState optimizer_states[OPTIMIZER_STATES];
+
+// Updates the layers' matrices, all at once, and without the second state. `settings` has no tensor but
+// grad_scale, and the run's seed.
+typedef struct ParameterSet ParameterSet;
+typedef void UpdateLayers(Backend *backend, const ParameterSet *parameters, Update settings);
+extern UpdateLayers *const optimizers[]; // AdamW: NULL, as it updates them like the others; Muon
 
 // How the parameters are sharded over ranks (below). {0, 0, 1} shards nothing.
 typedef struct {
@@ -73,7 +83,7 @@ typedef struct {
   int64_t first_head_row, head_rows;   // the local ones; the last part may have fewer
 } Sharding;
 
-typedef struct ParameterSet {
+struct ParameterSet {
   Sharding sharding;
   Parameter *items; // in the order of the forward pass; an array of stb_ds.h
   int64_t count;
@@ -81,13 +91,13 @@ typedef struct ParameterSet {
   int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
   // Whole groups, flat, or this rank's shards of them.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
-  const Optimizer *optimizer;
+  UpdateLayers *update_layers; // of optimizers[]
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT];   // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
   Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
   bool fp8_by_layer;                // whether the layers' FP8 codes share the memory of one layer's
-} ParameterSet;
+};
 
 // Comes before parameters_add, which pads groups so that every tensor begins at a multiple of 128 x parts.
 void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
@@ -156,19 +166,6 @@ void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor
 // Reads them to `host` on rank 0; shards are gathered on the backend's stack. Call it on all ranks.
 void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                  const Parameter *parameter, int64_t first, int64_t count, void *host);
-
-// What an optimizer keeps for every weight, and how it updates them.
-struct Optimizer {
-  const char *name;
-  struct {
-    const char *name, *label; // "NAME.PARAMETER" in a checkpoint; a plan's name
-  } states[OPTIMIZER_STATES]; // NULL after the last
-  // The layers' matrices, all at once, and without the second state; NULL: AdamW updates them as the others.
-  // `settings` has no tensor but grad_scale, and the run's seed.
-  void (*update_layers)(Backend *backend, const ParameterSet *parameters, Update settings);
-};
-
-extern const Optimizer optimizers[]; // AdamW, Muon
 
 // The sum of the squares of all gradients, over the ranks, to parameters->squares.
 void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);

@@ -32,13 +32,6 @@ Harness *harness_open(const char *name) {
   return h;
 }
 
-void harness_join_ranks(Harness *h) {
-  if (h->backend->device == ON_CUDA)
-    cuda_backend_join_ranks(h->backend);
-  else
-    cpu_backend_join_ranks(h->backend);
-}
-
 void harness_close(Harness *h) {
   if (h->mirror) harness_close(h->mirror);
   backend_destroy(h->backend);
@@ -161,6 +154,13 @@ Tensor poisoned(Harness *h, Dtype dtype, int64_t rows, int64_t columns) {
 
 Tensor poisoned_vector(Harness *h, Dtype dtype, int64_t count) {
   return tensor_flat(poisoned(h, dtype, 1, count));
+}
+
+float bf16_to_f32(uint16_t bits) {
+  uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
 }
 
 static double rounded(Dtype dtype, double value) {

@@ -22,11 +22,11 @@ typedef struct Harness {
   int64_t record_count, record_capacity;
 } Harness;
 
+float bf16_to_f32(uint16_t bits);
+
 // "cpu", "cpu-plain" (without CBLAS), "cuda" (bf16), "cuda-fp32"; NULL if absent. Pushes are filled with NaN.
 Harness *harness_open(const char *backend);
 void harness_close(Harness *h);
-// Joins the ranks of the job (ranks_begin); each has the GPU of its number on the machine.
-void harness_join_ranks(Harness *h);
 
 // LCE_SMALL_SHAPES is set: a sanitizer or the emulator slows kernels a thousandfold.
 bool small_shapes(void);

@@ -54,7 +54,7 @@ void check_on_ranks(void) {
 static void run_on(const char *backend, void (*cases)(Harness *h)) {
   Harness *h = harness_open(backend);
   if (!h) fail("there is no %s here", backend);
-  harness_join_ranks(h);
+  backend_join_ranks(h->backend);
   cases(h);
   harness_close(h);
 }

@@ -40,7 +40,6 @@
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/limits.h"
 #include "kernels/random.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
@@ -600,7 +599,7 @@ int main(int argc, char **argv) {
   if (o.checkpoint) b.state = read_state(&o);
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = o.plan ? NULL : open_backend(&o);
   if (backend) {
-    machine_join_ranks(backend);
+    backend_join_ranks(backend);
     plan->ranks = backend->ranks;
     plan->no_sampling = backend->no_sampling;
   }

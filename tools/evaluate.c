@@ -74,7 +74,7 @@ int main(int argc, char **argv) {
     (o.plan ? plan_print : plan_print_fit)(&o);
   } else {
     Backend *backend = machine_open(&o);
-    machine_join_ranks(backend);
+    backend_join_ranks(backend);
     plan_resolve_chunk(&o, backend->device);
     RunData data = run_data_open(&o);
     if (!data.loader.validation_batches)

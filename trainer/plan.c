@@ -8,7 +8,6 @@
 
 #include "kernels/fail.h"
 #include "kernels/integers.h"
-#include "kernels/limits.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 #include "kernels/text.h"
@@ -66,14 +65,27 @@ typedef struct {
   size_t bytes; // that the head, or the whole run, may hold
 } Budget;
 
+typedef bool Fits(const Budget *budget, int64_t count);
+
+// The largest count from 1 to `max` that fits, where all below one that fits do; 0: none. Searches in halves.
+static int64_t largest_that_fits(Fits *fits, const Budget *budget, int64_t max) {
+  int64_t known = 0, above = 1;
+  for (; above <= max && fits(budget, above); above *= 2) known = above;
+  above = min_i64(above, max + 1);
+  while (above - known > 1) {
+    int64_t middle = known + (above - known) / 2;
+    *(fits(budget, middle) ? &known : &above) = middle;
+  }
+  return known;
+}
+
 static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
   Options o = *options;
   o.pass.chunk = chunk;
   return plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
 }
 
-static bool chunk_fits(const void *budget, int64_t chunk) {
-  const Budget *b = budget;
+static bool chunk_fits(const Budget *b, int64_t chunk) {
   return head_bytes(b->options, b->device, chunk) <= b->bytes;
 }
 
@@ -88,8 +100,7 @@ void plan_resolve_chunk(Options *o, DeviceKind device) {
 }
 
 // In one micro-batch a step, with the chunk that belongs to it.
-static bool batch_fits(const void *budget, int64_t batch) {
-  const Budget *b = budget;
+static bool batch_fits(const Budget *b, int64_t batch) {
   Options o = *b->options;
   o.batch = batch;
   o.total_batch = batch * o.seq_len * o.ranks;

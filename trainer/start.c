@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernels/limits.h"
+#include "kernels/system.h"
 
 extern int openblas_get_parallel(void) __attribute__((weak));
 

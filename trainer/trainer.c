@@ -20,8 +20,7 @@ static int64_t batch_tokens(const Trainer *t) {
 }
 
 static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int64_t count) {
-  size_t bytes = (size_t)count * dtype_bytes(dtype);
-  return tensor_1d(memory_reserve(&backend->memory, name, MEMORY_TABLES, bytes), dtype, count);
+  return memory_reserve_1d(&backend->memory, name, MEMORY_TABLES, dtype, count);
 }
 
 // An output of the loss that the run logs, a number for each token.
@@ -336,13 +335,6 @@ Backend *machine_open(Options *o) {
     backend->memory.limit = given;
   }
   return backend;
-}
-
-void machine_join_ranks(Backend *backend) {
-  if (backend->device == ON_CUDA)
-    cuda_backend_join_ranks(backend);
-  else
-    cpu_backend_join_ranks(backend);
 }
 
 void machine_broadcast(Backend *backend, void *bytes, size_t count) {

@@ -130,9 +130,6 @@ void stop_on_signals(void);
 // Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails,
 // and --device auto prints why there is none. The caller destroys it.
 Backend *machine_open(Options *options);
-// Makes it this rank's part of the job; does nothing without a launcher. Call it on all ranks at once, like
-// the next.
-void machine_join_ranks(Backend *backend);
 // Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack.
 void machine_broadcast(Backend *backend, void *bytes, size_t count);
 

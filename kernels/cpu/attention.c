@@ -17,23 +17,20 @@
 
 enum { TILE = 64 };
 
-// One head's rows: row t starts at data + t * stride.
-typedef struct {
-  float *data;
-  int64_t stride;
-} Strided;
-
-// From token `first` of sequence b on.
-static Strided head_of(Tensor t, AttentionShape s, int64_t b, int64_t head, int64_t first) {
-  return (Strided){.data = cpu_row(t, b * s.seq_len + first) + head * s.head_dim, .stride = t.stride};
+// A head of sequence b from token `first` on: [up to TILE, D].
+static Tensor head_of(Tensor t, AttentionShape s, int64_t b, int64_t head, int64_t first) {
+  Tensor rows = tensor_rows(t, b * s.seq_len + first, min_i64(TILE, s.seq_len - first));
+  return tensor_columns(rows, head * s.head_dim, s.head_dim);
 }
 
-static CpuMatrix matrix(Strided rows, bool transposed) {
-  return (CpuMatrix){.data = rows.data, .stride = rows.stride, .transposed = transposed};
+// The same of row `head` of a cache.
+static Tensor cached(Tensor cache, AttentionShape s, int64_t head, int64_t first, int64_t end) {
+  Tensor all = tensor_2d(cpu_row(cache, head), DTYPE_F32, cache.shape[1] / s.head_dim, s.head_dim);
+  return tensor_rows(all, first, min_i64(TILE, end - first));
 }
 
-static CpuMatrix tile_matrix(const float *tile, bool transposed) {
-  return (CpuMatrix){.data = tile, .stride = TILE, .transposed = transposed};
+static Tensor tile_of(float (*tile)[TILE], int64_t rows, int64_t columns) {
+  return (Tensor){.data = tile, .dtype = DTYPE_F32, .rank = 2, .shape = {rows, columns}, .stride = TILE};
 }
 
 // The first key that query t of sequence b sees: 0, or the first of its document.
@@ -57,31 +54,29 @@ static void zero_masked(float *row, Visible v, int64_t keys) {
   for (int64_t j = v.end; j < keys; j++) row[j] = 0.0f;
 }
 
-// Of all sequences, keys and values: a key/value head's row u lies at data + b sequence_stride + head
-// head_stride + u row_stride.
-typedef struct {
-  float *keys, *values;
-  int64_t sequence_stride, head_stride, row_stride;
-} KeyValues;
-
-// The queries of one head from `first` on, up to TILE; query t is at position past + t.
-static void forward_block(const Backend *backend, const AttentionForward *a, KeyValues kv, int64_t past,
+// Up to TILE queries of one head from `first` on, over keys and values in qkv or, with `decode`, in caches.
+static void forward_block(const Backend *backend, const AttentionForward *a, const AttentionDecode *decode,
                           int64_t b, int64_t h, int64_t first) {
   AttentionShape s = a->shape;
   float scores[TILE][TILE], maximum[TILE], sum[TILE], scale = 1.0f / sqrtf((float)s.head_dim);
-  int64_t queries = min_i64(TILE, s.seq_len - first), end = past + first + queries;
-  int64_t offset = b * kv.sequence_stride + h / (s.num_heads / s.num_key_value_heads) * kv.head_stride;
-  Strided q = head_of(a->qkv, s, b, h, first), out = head_of(a->out, s, b, h, first);
+  int64_t past = decode ? decode->past : 0, queries = min_i64(TILE, s.seq_len - first);
+  int64_t end = past + first + queries, kv_heads = s.num_key_value_heads, kv = h / (s.num_heads / kv_heads);
+  int64_t cache_head = b * kv_heads + kv, key_head = s.num_heads + kv;
+  Tensor q = head_of(a->qkv, s, b, h, first), out = head_of(a->out, s, b, h, first);
   for (int64_t i = 0; i < queries; i++) maximum[i] = -INFINITY, sum[i] = 0.0f;
   int64_t start = first_visible(a->documents, s, b, first) / TILE * TILE;
   for (int64_t first_key = start; first_key < end; first_key += TILE) {
-    int64_t keys = min_i64(TILE, end - first_key), at = offset + first_key * kv.row_stride;
-    cpu_gemm(backend, queries, keys, s.head_dim, scale, matrix(q, false),
-             matrix((Strided){kv.keys + at, kv.row_stride}, true), false, &scores[0][0], TILE);
+    Tensor keys = decode ? cached(decode->keys, s, cache_head, first_key, end)
+                         : head_of(a->qkv, s, b, key_head, first_key);
+    Tensor values = decode ? cached(decode->values, s, cache_head, first_key, end)
+                           : head_of(a->qkv, s, b, key_head + kv_heads, first_key);
+    int64_t count = keys.shape[0];
+    Tensor tile = tile_of(scores, queries, count);
+    cpu_gemm(backend, tile, q, false, keys, true, scale, false);
     for (int64_t i = 0; i < queries; i++) {
       int64_t visible = first_visible(a->documents, s, b, first + i);
-      Visible v = visible_keys(visible, past + first + i, first_key, keys);
-      zero_masked(scores[i], v, keys);
+      Visible v = visible_keys(visible, past + first + i, first_key, count);
+      zero_masked(scores[i], v, count);
       if (v.first == v.end) continue;
       float *seen = scores[i] + v.first, tile_maximum = maximum_of(seen, v.end - v.first);
       float grown = tile_maximum > maximum[i] ? tile_maximum : maximum[i];
@@ -89,36 +84,29 @@ static void forward_block(const Backend *backend, const AttentionForward *a, Key
       sum[i] = sum[i] * shrink + (float)exp_and_sum(seen, grown, 1.0f, v.end - v.first, seen);
       maximum[i] = grown;
       if (first_key == start || shrink == 1.0f) continue;
-      float *row = out.data + i * out.stride;
+      float *row = cpu_row(out, i);
       EACH_SIMD (d, s.head_dim) row[d] *= shrink;
     }
-    cpu_gemm(backend, queries, s.head_dim, keys, 1.0f, tile_matrix(&scores[0][0], false),
-             matrix((Strided){kv.values + at, kv.row_stride}, false), first_key > start, out.data,
-             out.stride);
+    cpu_gemm(backend, out, tile, false, values, false, 1.0f, first_key > start);
   }
   for (int64_t i = 0; i < queries; i++) {
-    float *row = out.data + i * out.stride, factor = 1.0f / sum[i];
+    float *row = cpu_row(out, i), factor = 1.0f / sum[i];
     EACH_SIMD (d, s.head_dim) row[d] *= factor;
     if (tensor_exists(a->lse)) cpu_row(a->lse, b)[h * s.seq_len + first + i] = maximum[i] + logf(sum[i]);
   }
 }
 
-static void forward(const Backend *backend, const AttentionForward *a, KeyValues kv, int64_t past) {
+static void forward(const Backend *backend, const AttentionForward *a, const AttentionDecode *decode) {
   AttentionShape s = a->shape;
 #pragma omp parallel for collapse(3) schedule(dynamic)
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t h = 0; h < s.num_heads; h++)
       for (int64_t first = 0; first < s.seq_len; first += TILE)
-        forward_block(backend, a, kv, past, b, h, first);
+        forward_block(backend, a, decode, b, h, first);
 }
 
 void cpu_attention_forward(Backend *backend, const AttentionForward *a) {
-  AttentionShape s = a->shape;
-  float *keys = (float *)a->qkv.data + s.num_heads * s.head_dim;
-  forward(backend, a,
-          (KeyValues){keys, keys + s.num_key_value_heads * s.head_dim, s.seq_len * a->qkv.stride, s.head_dim,
-                      a->qkv.stride},
-          0);
+  forward(backend, a, NULL);
 }
 
 // Stores the new keys and values, then every block of new queries walks the keys up to its positions.
@@ -135,9 +123,7 @@ void cpu_attention_decode(Backend *backend, const AttentionDecode *a) {
       memcpy(cpu_row(a->values, row) + at, key + kv_heads * s.head_dim, head_bytes);
     }
   }
-  forward(backend, &(AttentionForward){.out = a->out, .qkv = a->qkv, .shape = s},
-          (KeyValues){a->keys.data, a->values.data, kv_heads * a->keys.stride, a->keys.stride, s.head_dim},
-          a->past);
+  forward(backend, &(AttentionForward){.out = a->out, .qkv = a->qkv, .shape = s}, a);
 }
 
 // One tile of queries of head h against one tile of its keys.
@@ -148,19 +134,18 @@ static void backward_tile(const Backend *backend, const AttentionBackward *a, in
   int64_t queries = min_i64(TILE, s.seq_len - first_query), keys = min_i64(TILE, s.seq_len - first_key);
   int64_t key_head = s.num_heads + h / (s.num_heads / s.num_key_value_heads),
           value_head = key_head + s.num_key_value_heads;
-  CpuMatrix q = matrix(head_of(a->qkv, s, b, h, first_query), false),
-            dout = matrix(head_of(a->dout, s, b, h, first_query), false);
-  Strided k = head_of(a->qkv, s, b, key_head, first_key), v = head_of(a->qkv, s, b, value_head, first_key);
-  Strided dk = head_of(a->dqkv, s, b, key_head, first_key),
-          dv = head_of(a->dqkv, s, b, value_head, first_key);
-  Strided dq = head_of(a->dqkv, s, b, h, first_query), out = head_of(a->out, s, b, h, first_query);
+  Tensor q = head_of(a->qkv, s, b, h, first_query), dq = head_of(a->dqkv, s, b, h, first_query);
+  Tensor out = head_of(a->out, s, b, h, first_query), dout = head_of(a->dout, s, b, h, first_query);
+  Tensor k = head_of(a->qkv, s, b, key_head, first_key), dk = head_of(a->dqkv, s, b, key_head, first_key);
+  Tensor v = head_of(a->qkv, s, b, value_head, first_key), dv = head_of(a->dqkv, s, b, value_head, first_key);
+  Tensor p_tile = tile_of(p, queries, keys), ds_tile = tile_of(ds, queries, keys);
   const float *lse = cpu_row(a->lse, b) + h * s.seq_len + first_query;
-  cpu_gemm(backend, queries, keys, s.head_dim, scale, q, matrix(k, true), false, &p[0][0], TILE);
-  cpu_gemm(backend, queries, keys, s.head_dim, 1.0f, dout, matrix(v, true), false, &ds[0][0], TILE);
+  cpu_gemm(backend, p_tile, q, false, k, true, scale, false);
+  cpu_gemm(backend, ds_tile, dout, false, v, true, 1.0f, false);
   for (int64_t i = 0; i < queries; i++) {
     int64_t t = first_query + i;
     Visible seen = visible_keys(first_visible(a->documents, s, b, t), t, first_key, keys);
-    const float *out_row = out.data + i * out.stride, *dout_row = dout.data + i * dout.stride;
+    const float *out_row = cpu_row(out, i), *dout_row = cpu_row(dout, i);
     float delta = 0.0f;
 #pragma omp simd reduction(+ : delta)
     for (int64_t d = 0; d < s.head_dim; d++) delta += out_row[d] * dout_row[d];
@@ -172,12 +157,9 @@ static void backward_tile(const Backend *backend, const AttentionBackward *a, in
     zero_masked(p[i], seen, keys);
     zero_masked(ds[i], seen, keys);
   }
-  cpu_gemm(backend, keys, s.head_dim, queries, 1.0f, tile_matrix(&p[0][0], true), dout, true, dv.data,
-           dv.stride);
-  cpu_gemm(backend, keys, s.head_dim, queries, scale, tile_matrix(&ds[0][0], true), q, true, dk.data,
-           dk.stride);
-  cpu_gemm(backend, queries, s.head_dim, keys, scale, tile_matrix(&ds[0][0], false), matrix(k, false), true,
-           dq.data, dq.stride);
+  cpu_gemm(backend, dv, p_tile, true, dout, false, 1.0f, true);
+  cpu_gemm(backend, dk, ds_tile, true, q, false, scale, true);
+  cpu_gemm(backend, dq, ds_tile, false, k, false, scale, true);
 }
 
 void cpu_attention_backward(Backend *backend, const AttentionBackward *a) {

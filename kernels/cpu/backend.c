@@ -7,15 +7,8 @@
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
-#include "kernels/limits.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
-
-#if defined(HAVE_FOUND_BLAS)
-#include "kernels/cpu/found_blas.h"
-#elif defined(HAVE_CBLAS)
-#include <cblas.h>
-#endif
 
 static size_t bytes_now(Backend *backend) {
   return system_bytes("/proc/self/status", "VmRSS");
@@ -84,7 +77,8 @@ const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_byt
 
 // --- life --------------------------------------------------------------------------------------------------
 
-static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
+static const BackendOps cpu_ops = {.join_ranks = cpu_join_ranks,
+                                   .collectives_join = cpu_collectives_join,
                                    .copies_join = cpu_copies_join,
                                    .to_device = to_device,
                                    .to_host = to_host,
@@ -99,16 +93,6 @@ static const BackendOps cpu_ops = {.collectives_join = cpu_collectives_join,
 
 // Of OpenBLAS: 1 where it has threads of its own, which get in the way of ours when tiles are multiplied.
 extern int openblas_get_parallel(void) __attribute__((weak));
-
-#if defined(HAVE_FOUND_BLAS)
-#define GEMM_LIBRARY found_blas()
-#elif defined(HAVE_CBLAS) && defined(OPENBLAS_VERSION)
-#define GEMM_LIBRARY "OpenBLAS"
-#elif defined(HAVE_CBLAS)
-#define GEMM_LIBRARY "CBLAS"
-#else
-#define GEMM_LIBRARY NULL
-#endif
 
 // The machine's memory, or its cgroup's, in equal parts for the ranks on it; less where `ulimit -v` says so.
 static size_t capacity(size_t overhead, int blas_threads) {
@@ -127,11 +111,9 @@ static size_t capacity(size_t overhead, int blas_threads) {
 }
 
 Backend *cpu_backend_create(bool no_blas) {
-  const char *blas = no_blas ? NULL : GEMM_LIBRARY;
+  const char *blas = no_blas ? NULL : cpu_blas();
   Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = !blas;
-  backend->name = "cpu";
-  backend->scratch = &cpu_scratch;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();
   snprintf(backend->description, sizeof backend->description, "CPU, %d thread%s, %s", threads,

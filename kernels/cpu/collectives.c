@@ -10,7 +10,6 @@
 #include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
-#include "kernels/integers.h"
 #include "kernels/ranks/ranks.h"
 #include "kernels/system.h"
 
@@ -113,10 +112,7 @@ static void broadcast_rank_0_ranks(Backend *backend, const Deferred *d) {
 
 static void run_or_defer(Backend *backend, const Collective *a, void (*run)(Backend *, const Deferred *),
                          const char *name) {
-  if (!received(backend)) {
-    copy_or_add(a);
-    return;
-  }
+  if (!received(backend)) return copy_or_add(a);
   require_words(a);
   cpu_defer(backend, (Deferred){name, STREAM_COLLECTIVES, run, .collective = *a});
   if (!a->async) cpu_collectives_join(backend, 0);
@@ -130,7 +126,8 @@ void cpu_collectives_end(Backend *backend) {
   free(received(backend));
 }
 
-static void join_ranks(Backend *backend, const Launch *l) {
+void cpu_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
   if (!ranks_have_mpi())
     fail("%d ranks on the CPU need MPI, and %s does not start it: use mpirun -n %d ./train ...; ranks on "
          "GPUs need --device cuda",
@@ -145,10 +142,10 @@ static void join_ranks(Backend *backend, const Launch *l) {
 
 void cpu_collectives_end(Backend *backend) {}
 
-static void join_ranks(Backend *backend, const Launch *l) {
+void cpu_join_ranks(Backend *backend) {
   fail("%d ranks on the CPU need MPI, and this program was built without it: `make deps` installs it, then "
        "`make` and mpirun -n %d ./train ...",
-       l->ranks, l->ranks);
+       backend->ranks, backend->ranks);
 }
 
 #endif
@@ -164,12 +161,4 @@ COLLECTIVE(broadcast_rank_0)
 
 void cpu_collectives_join(Backend *backend, int64_t behind) {
   cpu_join(backend, STREAM_COLLECTIVES, behind, STREAM_COLLECTIVES, behind);
-}
-
-void cpu_backend_join_ranks(Backend *backend) {
-  const Launch *l = ranks_self();
-  if (l->ranks == 1) return;
-  join_ranks(backend, l);
-  backend->rank = l->rank;
-  backend->ranks = l->ranks;
 }

@@ -21,30 +21,34 @@ static inline float *cpu_row(Tensor t, int64_t i) {
   return (float *)t.data + i * t.stride;
 }
 
+// Part i of a matrix that is cut into parts of `size` rows.
+static inline Tensor cpu_part(Tensor t, int64_t size, int64_t i) {
+  return tensor_rows(t, i * size, min_i64(size, t.shape[0] - i * size));
+}
+
+// Tile t of block b of a matrix [C, V]: up to LCE_TILE_ROWS by LCE_TILE_COLUMNS.
+static inline Tensor cpu_tile(Tensor logits, int64_t b, int64_t t) {
+  int64_t column = t * LCE_TILE_COLUMNS, columns = min_i64(LCE_TILE_COLUMNS, logits.shape[1] - column);
+  return tensor_columns(cpu_part(logits, LCE_TILE_ROWS, b), column, columns);
+}
+
 // --- gemm.c ------------------------------------------------------------------------------------------------
 
-// An operand: element (i, j) lies at data[i * stride + j], or at data[j * stride + i] when transposed.
-typedef struct {
-  const float *data;
-  int64_t stride;
-  bool transposed;
-} CpuMatrix;
-
-// out[m, n] = (accumulate ? out : 0) + alpha * a[m, k] b[k, n]; at most one operand is transposed. Inside an
-// OpenMP region it runs on the calling thread alone: kernels multiply tiles that way.
-void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-              bool accumulate, float *out, int64_t out_stride);
+// out = (accumulate ? out : 0) + alpha a b, where a or b may be transposed, not both. Inside an OpenMP region
+// it runs on the calling thread alone: kernels multiply tiles that way.
+void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
+              float alpha, bool accumulate);
+const char *cpu_blas(void); // the library's name; NULL: there is none
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
-// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < count; negative ids name
-// no row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch
-// [count].
-void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
-                     float alpha, uint64_t *keys);
+// out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no
+// row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch [N].
+void cpu_scatter_add(Tensor out, Tensor ids, Tensor x, const float *coefficients, float alpha,
+                     uint64_t *keys);
 
 // --- streams.c: what is asynchronous on a GPU --------------------------------------------------------------
 
@@ -85,6 +89,7 @@ size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a);                      // fp8.c
 #define DECLARE(name, Arguments, group) void cpu_##name(Backend *backend, const Arguments *a);
 OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
+void cpu_join_ranks(Backend *backend);
 void cpu_collectives_join(Backend *backend, int64_t behind);
 void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);

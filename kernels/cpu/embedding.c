@@ -20,11 +20,8 @@ void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t hidden = a->dout.shape[1], batch = a->dout.shape[0] / a->seq_len;
   if (!a->accumulate_position) cpu_fill_zero(backend, &a->dposition_weight);
-  if (tensor_exists(a->positions)) {
-    cpu_scatter_add(a->dposition_weight, a->positions.data, a->dout.shape[0], a->dout, NULL, 1.0f,
-                    a->workspace.data);
-    return;
-  }
+  if (tensor_exists(a->positions))
+    return cpu_scatter_add(a->dposition_weight, a->positions, a->dout, NULL, 1.0f, a->workspace.data);
   EACH_PARALLEL (t, a->seq_len) {
     float *out = cpu_row(a->dposition_weight, t);
     for (int64_t b = 0; b < batch; b++) {
@@ -37,8 +34,7 @@ static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
 void cpu_embedding_backward(Backend *backend, const EmbeddingBackward *a) {
   if (tensor_exists(a->dtoken_weight)) {
     if (!a->accumulate_token) cpu_fill_zero(backend, &a->dtoken_weight);
-    cpu_scatter_add(a->dtoken_weight, a->tokens.data, a->dout.shape[0], a->dout, NULL, 1.0f,
-                    a->workspace.data);
+    cpu_scatter_add(a->dtoken_weight, a->tokens, a->dout, NULL, 1.0f, a->workspace.data);
   }
   if (tensor_exists(a->dposition_weight)) position_gradient(backend, a);
 }

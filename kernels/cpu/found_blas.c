@@ -60,15 +60,15 @@ const char *found_blas(void) {
   return found.name;
 }
 
-void found_sgemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, bool accumulate,
-                 float *out, int64_t out_stride) {
-  int rows = (int)m, columns = (int)n, terms = (int)k;
-  int a_stride = (int)a.stride, b_stride = (int)b.stride, stride = (int)out_stride;
+void found_sgemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
+                 bool accumulate) {
+  int rows = (int)out.shape[0], columns = (int)out.shape[1], terms = (int)a.shape[!a_transposed];
+  int a_stride = (int)a.stride, b_stride = (int)b.stride, stride = (int)out.stride;
   float beta = accumulate ? 1.0f : 0.0f;
   bool alone = found.set_threads && omp_in_parallel();
   int threads = alone ? found.set_threads(1) : 0;
   // By columns what is here by rows: out^T = b^T a^T.
-  found.sgemm(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &columns, &rows, &terms, &alpha, b.data,
-              &b_stride, a.data, &a_stride, &beta, out, &stride, 1, 1);
+  found.sgemm(b_transposed ? "T" : "N", a_transposed ? "T" : "N", &columns, &rows, &terms, &alpha, b.data,
+              &b_stride, a.data, &a_stride, &beta, out.data, &stride, 1, 1);
   if (alone) found.set_threads(threads);
 }

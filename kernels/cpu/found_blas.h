@@ -9,5 +9,5 @@
 const char *found_blas(void);
 
 // cpu_gemm by what was found, on the calling thread alone inside an OpenMP region. Axes are at most INT_MAX.
-void found_sgemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b, bool accumulate,
-                 float *out, int64_t out_stride);
+void found_sgemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
+                 bool accumulate);

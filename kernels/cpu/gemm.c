@@ -11,46 +11,62 @@
 #include <cblas.h>
 #endif
 
-static void plain_gemm(int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-                       bool accumulate, float *out, int64_t out_stride) {
-  EACH_PARALLEL (i, m) {
-    float *row = out + i * out_stride;
+const char *cpu_blas(void) {
+#if defined(HAVE_FOUND_BLAS)
+  return found_blas();
+#elif defined(OPENBLAS_VERSION)
+  return "OpenBLAS";
+#elif defined(HAVE_CBLAS)
+  return "CBLAS";
+#else
+  return NULL;
+#endif
+}
+
+static void plain_gemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
+                       bool accumulate) {
+  int64_t n = out.shape[1], k = a.shape[!a_transposed];
+  EACH_PARALLEL (i, out.shape[0]) {
+    float *row = cpu_row(out, i);
     if (!accumulate) memset(row, 0, (size_t)n * sizeof *row);
-    if (b.transposed) { // rows of both operands are contiguous: dot products
+    if (b_transposed) { // rows of both operands are contiguous: dot products
       for (int64_t j = 0; j < n; j++) {
+        const float *x = cpu_row(a, i), *y = cpu_row(b, j);
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t p = 0; p < k; p++) sum += a.data[i * a.stride + p] * b.data[j * b.stride + p];
+        for (int64_t p = 0; p < k; p++) sum += x[p] * y[p];
         row[j] += alpha * sum;
       }
     } else { // rows of b are contiguous: a sum of rows
       for (int64_t p = 0; p < k; p++) {
-        float factor = alpha * (a.transposed ? a.data[p * a.stride + i] : a.data[i * a.stride + p]);
-        EACH_SIMD (j, n) row[j] += factor * b.data[p * b.stride + j];
+        float factor = alpha * (a_transposed ? cpu_row(a, p)[i] : cpu_row(a, i)[p]);
+        const float *term = cpu_row(b, p);
+        EACH_SIMD (j, n) row[j] += factor * term[j];
       }
     }
   }
 }
 
-void cpu_gemm(const Backend *backend, int64_t m, int64_t n, int64_t k, float alpha, CpuMatrix a, CpuMatrix b,
-              bool accumulate, float *out, int64_t out_stride) {
+void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
+              float alpha, bool accumulate) {
 #if defined(HAVE_CBLAS) || defined(HAVE_FOUND_BLAS)
   // An sgemm's rows may be summed in an order that depends on how many there are.
-  bool rows_matter = backend->batch_invariant && !a.transposed;
+  bool rows_matter = backend->batch_invariant && !a_transposed;
   if (!((const CpuState *)backend->state)->no_blas && !rows_matter) {
+    int64_t m = out.shape[0], n = out.shape[1], k = a.shape[!a_transposed];
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
-        out_stride > INT_MAX)
+        out.stride > INT_MAX)
       fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,
            (long long)k);
 #ifdef HAVE_FOUND_BLAS
-    found_sgemm(m, n, k, alpha, a, b, accumulate, out, out_stride);
+    found_sgemm(out, a, a_transposed, b, b_transposed, alpha, accumulate);
 #else
-    cblas_sgemm(CblasRowMajor, a.transposed ? CblasTrans : CblasNoTrans,
-                b.transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
-                (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, out, (int)out_stride);
+    cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
+                b_transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
+                (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, out.data, (int)out.stride);
 #endif
     return;
   }
 #endif
-  plain_gemm(m, n, k, alpha, a, b, accumulate, out, out_stride);
+  plain_gemm(out, a, a_transposed, b, b_transposed, alpha, accumulate);
 }

@@ -35,19 +35,6 @@ static Grid make_grid(const Backend *backend, int64_t rows, int64_t vocab) {
   return g;
 }
 
-// Tile t of block b: a part of E.
-typedef struct {
-  int64_t row, rows, column, columns;
-} Tile;
-
-static Tile tile_of(int64_t rows, int64_t vocab, int64_t b, int64_t t) {
-  int64_t row = b * LCE_TILE_ROWS, column = t * LCE_TILE_COLUMNS;
-  return (Tile){.row = row,
-                .rows = min_i64(LCE_TILE_ROWS, rows - row),
-                .column = column,
-                .columns = min_i64(LCE_TILE_COLUMNS, vocab - column)};
-}
-
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
   // [slices * C]: row sums S; of E times distance for an entropy, else NULL. Where S exceeds LCE_LARGEST_SUM:
@@ -92,13 +79,11 @@ static void prefetch_part(const float *data, int64_t count, int64_t part, int64_
   for (int64_t i = part * LINE; i < count; i += parts * LINE) __builtin_prefetch(data + i, 0, 2);
 }
 
-// out (+)= E W over one tile.
-static void add_tile(const Backend *backend, Tensor exps, Tensor weight, Tile t, bool accumulate,
-                     float *out) {
-  int64_t hidden = weight.shape[1];
-  CpuMatrix e = {.data = cpu_row(exps, t.row) + t.column, .stride = exps.stride},
-            w = {.data = cpu_row(weight, t.column), .stride = weight.stride};
-  cpu_gemm(backend, t.rows, hidden, t.columns, 1.0f, e, w, accumulate, out, hidden);
+// dx (+)= E W over one tile.
+static void add_tile(const Backend *backend, Tensor dx, Tensor exps, Tensor weight, int64_t b, int64_t t,
+                     bool accumulate) {
+  cpu_gemm(backend, dx, cpu_tile(exps, b, t), false, cpu_part(weight, LCE_TILE_COLUMNS, t), false, 1.0f,
+           accumulate);
 }
 
 // Multiplies by factor what tiles [first, end) have given row n: E, its sums, and their share of dx.
@@ -122,8 +107,9 @@ static void shift_sums(double *sum, double *distance, double shift) {
 // One block of rows against one slice of the vocabulary.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice) {
-  int64_t chunk = a->x.shape[0], hidden = a->x.shape[1], vocab = a->weight.shape[0];
-  int64_t first_row = block * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, chunk - first_row);
+  int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
+  Tensor x = cpu_part(a->x, LCE_TILE_ROWS, block);
+  int64_t first_row = block * LCE_TILE_ROWS, rows = x.shape[0];
   int64_t first_tile = slice * g->tiles_of_slice,
           end_tile = min_i64(g->tiles, first_tile + g->tiles_of_slice);
   int64_t offset = slice * chunk + first_row; // its part of the scratch
@@ -133,9 +119,10 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   double *distances = scratch->distances ? scratch->distances + offset : NULL;
   double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
-  float *scratch_tile = scratch->wide + offset * LCE_TILE_COLUMNS, *dx = scratch->wide + offset * hidden;
+  Tensor scratch_tile =
+      tensor_2d(scratch->wide + offset * LCE_TILE_COLUMNS, DTYPE_F32, rows, LCE_TILE_COLUMNS);
+  Tensor dx = tensor_2d(scratch->wide + offset * hidden, DTYPE_F32, rows, hidden);
   float inv_temperature = inverse_temperature(a->temperature);
-  CpuMatrix x = {.data = cpu_row(a->x, first_row), .stride = a->x.stride};
   const float *bias = a->bias.data;
   float anchor[LCE_TILE_ROWS]; // the unit's own
   for (int64_t i = 0; i < rows; i++) {
@@ -145,42 +132,41 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     if (max) max[i] = -INFINITY, best[i] = 0;
   }
   for (int64_t t = first_tile; t < end_tile; t++) {
-    Tile tile = tile_of(chunk, vocab, block, t);
-    float *e = keep ? cpu_row(a->exps, first_row) + tile.column : scratch_tile;
-    int64_t stride = keep ? a->exps.stride : LCE_TILE_COLUMNS;
-    CpuMatrix w = {.data = cpu_row(a->weight, tile.column), .stride = a->weight.stride, .transposed = true};
-    cpu_gemm(backend, tile.rows, tile.columns, hidden, 1.0f, x, w, false, e, stride);
-    int64_t next_rows = min_i64(LCE_TILE_COLUMNS, vocab - tile.column - tile.columns);
-    for (int64_t i = 0; i < tile.rows; i++) {
-      prefetch_part(w.data + tile.columns * w.stride, next_rows * w.stride, i, tile.rows);
-      float *z = e + i * stride, u[LCE_TILE_COLUMNS], slope[LCE_TILE_COLUMNS];
-      bias_and_cap(z, bias ? bias + tile.column : NULL, a->softcap, tile.columns, slope);
-      float largest = max ? maximum_of(z, tile.columns) : 0;
+    Tensor w = cpu_part(a->weight, LCE_TILE_COLUMNS, t);
+    int64_t column = t * LCE_TILE_COLUMNS, columns = w.shape[0];
+    Tensor e = keep ? cpu_tile(a->exps, block, t) : tensor_columns(scratch_tile, 0, columns);
+    cpu_gemm(backend, e, x, false, w, true, 1.0f, false);
+    Tensor next = t + 1 < g->tiles ? cpu_part(a->weight, LCE_TILE_COLUMNS, t + 1) : (Tensor){0};
+    for (int64_t i = 0; i < rows; i++) {
+      prefetch_part(next.data, next.shape[0] * next.stride, i, rows);
+      float *z = cpu_row(e, i), u[LCE_TILE_COLUMNS], slope[LCE_TILE_COLUMNS];
+      bias_and_cap(z, bias ? bias + column : NULL, a->softcap, columns, slope);
+      float largest = max ? maximum_of(z, columns) : 0;
       if (max && largest > max[i])
-        max[i] = largest, best[i] = (double)(tile.column + index_of(z, tile.columns, largest));
-      int64_t target = targets[i] - tile.column;
-      if (target >= 0 && target < tile.columns) z[target] = -INFINITY; // its exponential is exactly 0
-      memcpy(u, z, (size_t)tile.columns * sizeof *u);
-      double sum = exp_and_sum(u, anchor[i], inv_temperature, tile.columns, z);
+        max[i] = largest, best[i] = (double)(column + index_of(z, columns, largest));
+      int64_t target = targets[i] - column;
+      if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
+      memcpy(u, z, (size_t)columns * sizeof *u);
+      double sum = exp_and_sum(u, anchor[i], inv_temperature, columns, z);
       if (sums[i] + sum > LCE_LARGEST_SUM) {
-        float raised = fmaxf(anchor[i], maximum_of(u, tile.columns));
+        float raised = fmaxf(anchor[i], maximum_of(u, columns));
         double shift = ((double)anchor[i] - raised) * inv_temperature;
         anchor[i] = raised;
         shift_sums(&sums[i], distances ? &distances[i] : NULL, shift);
-        scale_row(a, first_row + i, first_tile, t, dx + i * hidden, (float)exp(shift));
-        sum = exp_and_sum(u, anchor[i], inv_temperature, tile.columns, z);
+        scale_row(a, first_row + i, first_tile, t, cpu_row(dx, i), (float)exp(shift));
+        sum = exp_and_sum(u, anchor[i], inv_temperature, columns, z);
       }
-      if (distances) distances[i] += exp_times_distance(u, anchor[i], inv_temperature, tile.columns);
+      if (distances) distances[i] += exp_times_distance(u, anchor[i], inv_temperature, columns);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
-      EACH_SIMD (j, keep && a->softcap > 0 ? tile.columns : 0) z[j] *= slope[j];
+      EACH_SIMD (j, keep && a->softcap > 0 ? columns : 0) z[j] *= slope[j];
     }
-    if (tensor_exists(a->dx_raw)) add_tile(backend, a->exps, a->weight, tile, t > first_tile, dx);
+    if (tensor_exists(a->dx_raw)) add_tile(backend, dx, a->exps, a->weight, block, t, t > first_tile);
   }
   for (int64_t i = 0; i < rows; i++) {
     if (!(sums[i] > LCE_LARGEST_SUM || anchor[i] > first_anchor[i])) continue;
     double log_sum = log(sums[i]);
-    scale_row(a, first_row + i, first_tile, end_tile, dx + i * hidden, (float)(1 / sums[i]));
+    scale_row(a, first_row + i, first_tile, end_tile, cpu_row(dx, i), (float)(1 / sums[i]));
     if (distances) distances[i] = distances[i] / sums[i] - log_sum;
     sums[i] = -(((double)anchor[i] - first_anchor[i]) * inv_temperature + log_sum);
   }
@@ -286,19 +272,16 @@ static double keep_probability(double mass, double full_mass) {
 
 static double tile_mass(const LceSampledGradients *a, int64_t b, int64_t t) {
   const float *row_sum = a->softmax.row_sum.data, *target_e = a->softmax.target_e.data;
-  Tile tile = tile_of(a->exps.shape[0], a->exps.shape[1], b, t);
   double mass = 0;
-  for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
+  for (int64_t n = b * LCE_TILE_ROWS; n < min_i64((b + 1) * LCE_TILE_ROWS, a->exps.shape[0]); n++)
     mass += (double)cpu_row(a->tile_sums, n)[t] * cpu_read(a->softmax.rescale, n, 1) /
             ((double)row_sum[n] + (double)target_e[n]);
   return mass;
 }
 
-// A tile of E times factor.
-static void scale_tile(Tensor exps, int64_t b, int64_t t, float factor) {
-  Tile tile = tile_of(exps.shape[0], exps.shape[1], b, t);
-  for (int64_t n = tile.row; n < tile.row + tile.rows; n++)
-    for (int64_t i = 0; i < tile.columns; i++) cpu_row(exps, n)[tile.column + i] *= factor;
+static void scale_tile(Tensor tile, float factor) {
+  for (int64_t n = 0; n < tile.shape[0]; n++)
+    for (int64_t i = 0; i < tile.shape[1]; i++) cpu_row(tile, n)[i] *= factor;
 }
 
 static void draw_tiles(const LceSampledGradients *a) {
@@ -311,7 +294,7 @@ static void draw_tiles(const LceSampledGradients *a) {
       uint64_t step = (uint64_t)(q * 0x1p32);
       bool kept = sum + step >= (uint64_t)1 << 32;
       cpu_row(a->tiles, b)[t] = kept ? (float)(1 / q) : -(float)mass;
-      if (kept && q < 1) scale_tile(a->exps, b, t, (float)(1 / q));
+      if (kept && q < 1) scale_tile(cpu_tile(a->exps, b, t), (float)(1 / q));
       sum += (uint32_t)step;
     }
   }
@@ -329,42 +312,36 @@ static void draw_tiles(const LceSampledGradients *a) {
 
 // The same units and sums as the logits-exp pass has without sampling.
 static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
-  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->weight.shape[1];
-  Grid g = make_grid(backend, chunk, vocab);
+  int64_t chunk = a->exps.shape[0], hidden = a->weight.shape[1];
+  Grid g = make_grid(backend, chunk, a->exps.shape[1]);
   float *wide = a->workspace.data;
 #pragma omp parallel for collapse(2) schedule(dynamic)
   for (int64_t b = 0; b < g.blocks; b++)
     for (int64_t slice = 0; slice < g.slices; slice++) {
-      float *share = wide + (slice * chunk + b * LCE_TILE_ROWS) * hidden;
+      int64_t first = b * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, chunk - first);
+      Tensor share = tensor_2d(wide + (slice * chunk + first) * hidden, DTYPE_F32, rows, hidden);
       bool begun = false;
       for (int64_t t = slice * g.tiles_of_slice; t < min_i64(g.tiles, (slice + 1) * g.tiles_of_slice); t++) {
         if (!(cpu_row(a->tiles, b)[t] > 0)) continue; // dropped
-        add_tile(backend, a->exps, a->weight, tile_of(chunk, vocab, b, t), begun, share);
+        add_tile(backend, share, a->exps, a->weight, b, t, begun);
         begun = true;
       }
-      if (!begun)
-        memset(share, 0,
-               (size_t)(min_i64(LCE_TILE_ROWS, chunk - b * LCE_TILE_ROWS) * hidden) * sizeof *share);
+      if (!begun) memset(share.data, 0, tensor_bytes(share));
     }
   EACH_PARALLEL (n, chunk) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
 }
 
 // dW's rows under column t of the tiles, from those that are kept.
 static void sampled_dweight(const Backend *backend, const LceSampledGradients *a, int64_t t) {
-  int64_t chunk = a->exps.shape[0], vocab = a->exps.shape[1], hidden = a->dweight.shape[1];
   bool begun = a->accumulate || !a->first;
-  Tile tile = tile_of(chunk, vocab, 0, t);
-  float *out = cpu_row(a->dweight, tile.column);
+  Tensor out = cpu_part(a->dweight, LCE_TILE_COLUMNS, t);
   for (int64_t b = 0; b < a->tiles.shape[0]; b++) {
     if (!(cpu_row(a->tiles, b)[t] > 0)) continue; // dropped
-    tile = tile_of(chunk, vocab, b, t);
-    const float *exps = cpu_row(a->exps, tile.row) + tile.column;
-    CpuMatrix e = {.data = exps, .stride = a->exps.stride, .transposed = true},
-              x = {.data = cpu_row(a->scaled_x, tile.row), .stride = a->scaled_x.stride};
-    cpu_gemm(backend, tile.columns, hidden, tile.rows, a->alpha, e, x, begun, out, a->dweight.stride);
+    cpu_gemm(backend, out, cpu_tile(a->exps, b, t), true, cpu_part(a->scaled_x, LCE_TILE_ROWS, b), false,
+             a->alpha, begun);
     begun = true;
   }
-  if (!begun) memset(out, 0, (size_t)(tile.columns * hidden) * sizeof *out);
+  if (!begun) memset(out.data, 0, tensor_bytes(out));
 }
 
 void cpu_lce_sampled_gradients(Backend *backend, const LceSampledGradients *a) {
@@ -490,8 +467,7 @@ void cpu_lce_input_gradient(Backend *backend, const LceInputGradient *a) {
 }
 
 void cpu_lce_target_gradient(Backend *backend, const LceTargetGradient *a) {
-  cpu_scatter_add(a->dweight, a->targets.data, a->x.shape[0], a->x, a->scale_target.data, a->alpha,
-                  a->workspace.data);
+  cpu_scatter_add(a->dweight, a->targets, a->x, a->scale_target.data, a->alpha, a->workspace.data);
 }
 
 // --- the rank-one terms of label smoothing -----------------------------------------------------------------

@@ -72,11 +72,11 @@ static int compare_keys(const void *a, const void *b) {
 }
 
 // Adds the terms of keys[0 .. count), which all name one row, to that row.
-static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_t count, Tensor x,
-                        const float *coefficients, float alpha) {
+static void add_segment(float *out, const uint64_t *keys, int64_t count, Tensor x, const float *coefficients,
+                        float alpha) {
   enum { COLUMNS = 256 };
-  for (int64_t first = 0; first < length; first += COLUMNS) {
-    int64_t width = min_i64(COLUMNS, length - first);
+  for (int64_t first = 0; first < x.shape[1]; first += COLUMNS) {
+    int64_t width = min_i64(COLUMNS, x.shape[1] - first);
     double sum[COLUMNS] = {0};
     for (int64_t k = 0; k < count; k++) {
       int64_t n = (int64_t)(keys[k] & UINT32_MAX);
@@ -88,9 +88,10 @@ static void add_segment(float *out, int64_t length, const uint64_t *keys, int64_
   }
 }
 
-void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, const float *coefficients,
-                     float alpha, uint64_t *keys) {
-  for (int64_t n = 0; n < count; n++) keys[n] = (uint64_t)(uint32_t)ids[n] << 32 | (uint64_t)n;
+void cpu_scatter_add(Tensor out, Tensor ids, Tensor x, const float *coefficients, float alpha,
+                     uint64_t *keys) {
+  int64_t count = x.shape[0];
+  for (int64_t n = 0; n < count; n++) keys[n] = (uint64_t)((const uint32_t *)ids.data)[n] << 32 | (uint64_t)n;
   qsort(keys, (size_t)count, sizeof *keys, compare_keys);
   // The thread that has the first key of a row sums the whole row.
 #pragma omp parallel for schedule(dynamic, 16)
@@ -100,6 +101,6 @@ void cpu_scatter_add(Tensor out, const int32_t *ids, int64_t count, Tensor x, co
     if (first > 0 && keys[first - 1] >> 32 == id) continue;
     int64_t last = first + 1;
     while (last < count && keys[last] >> 32 == id) last++;
-    add_segment(cpu_row(out, (int64_t)id), x.shape[1], keys + first, last - first, x, coefficients, alpha);
+    add_segment(cpu_row(out, (int64_t)id), keys + first, last - first, x, coefficients, alpha);
   }
 }

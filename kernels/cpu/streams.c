@@ -1,6 +1,4 @@
 // What is asynchronous on a GPU, copies and collectives, waits in a queue on the CPU until it is joined.
-#include <stdlib.h>
-
 #include "kernels/alloc.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/ranks.h"

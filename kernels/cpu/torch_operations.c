@@ -34,19 +34,16 @@ void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
 // Tile t of a block: logits, or kept exponentials, become their gradient.
 static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient *a, int64_t block,
                                  int64_t t) {
-  int64_t row = block * LCE_TILE_ROWS, rows = min_i64(LCE_TILE_ROWS, a->dlogits.shape[0] - row);
-  int64_t column = t * LCE_TILE_COLUMNS, columns = min_i64(LCE_TILE_COLUMNS, a->dlogits.shape[1] - column);
-  float *first = cpu_row(a->dlogits, row) + column;
+  Tensor tile = cpu_tile(a->dlogits, block, t);
+  int64_t row = block * LCE_TILE_ROWS, column = t * LCE_TILE_COLUMNS, columns = tile.shape[1];
   float inv_temperature = inverse_temperature(a->temperature);
   const float *bias = a->bias.data;
   bool kept = !tensor_exists(a->x);
-  if (!kept) {
-    CpuMatrix x = {.data = cpu_row(a->x, row), .stride = a->x.stride},
-              w = {.data = cpu_row(a->weight, column), .stride = a->weight.stride, .transposed = true};
-    cpu_gemm(backend, rows, columns, a->x.shape[1], 1.0f, x, w, false, first, a->dlogits.stride);
-  }
-  for (int64_t n = row; n < row + rows; n++) {
-    float *d = first + (n - row) * a->dlogits.stride;
+  if (!kept)
+    cpu_gemm(backend, tile, cpu_part(a->x, LCE_TILE_ROWS, block), false,
+             cpu_part(a->weight, LCE_TILE_COLUMNS, t), true, 1.0f, false);
+  for (int64_t n = row; n < row + tile.shape[0]; n++) {
+    float *d = cpu_row(tile, n - row);
     int64_t target = ((const int32_t *)a->targets.data)[n];
     if (target == IGNORE_INDEX) {
       memset(d, 0, (size_t)columns * sizeof *d);

@@ -9,7 +9,6 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/system.h"
-#include "kernels/text.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>) // headers alone: they look for a profiler, and else do nothing
 #include <nvtx3/nvToolsExt.h>
@@ -256,7 +255,8 @@ static void destroy(Backend *backend) {
   cudaGetLastError(); // of what an unfinished backend does not have
 }
 
-static const BackendOps operations = {.collectives_join = join_collectives,
+static const BackendOps operations = {.join_ranks = cuda_join_ranks,
+                                      .collectives_join = join_collectives,
                                       .copies_join = join_copies,
                                       .to_device = to_device,
                                       .to_host = to_host,
@@ -332,8 +332,6 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   cudaRuntimeGetVersion(&runtime);
   snprintf(backend->description, sizeof backend->description, "%.80s, CUDA %d.%d", properties.name,
            runtime / 1000, runtime % 1000 / 10);
-  backend->name = "cuda";
-  backend->scratch = &cuda_scratch;
   backend->device_capacity = properties.totalGlobalMem;
   gemms_create(backend);
   state->hopper = hopper_create(backend);

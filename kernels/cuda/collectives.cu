@@ -51,19 +51,13 @@ static ncclDataType_t type_of(Dtype dtype) {
   return dtype == DTYPE_F32 ? ncclFloat32 : dtype == DTYPE_BF16 ? ncclBfloat16 : ncclInt32;
 }
 
-static char *slice(Tensor t, int64_t index, int64_t count) {
-  return data_of<char>(t) + index * count * (int64_t)dtype_bytes(t.dtype);
-}
-
-// Queues what `start` starts on the collectives' stream.
+// Queues on the collectives' stream what `start` starts, given the count and type of x's elements.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
   ncclComm_t comm = cuda_state(backend)->comm;
-  if (!comm) {
-    copy_or_add(backend, a);
-    return;
-  }
-  nccl_check(start(comm, side_begin(backend, STREAM_COLLECTIVES)), comm, name);
+  if (!comm) return copy_or_add(backend, a);
+  cudaStream_t stream = side_begin(backend, STREAM_COLLECTIVES);
+  nccl_check(start((size_t)tensor_count(a->x), type_of(a->x.dtype), comm, stream), comm, name);
   side_end(backend, STREAM_COLLECTIVES);
   if (!a->async) side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), 0);
 }
@@ -124,7 +118,8 @@ static ncclUniqueId job_id(const Launch *l) {
   return id;
 }
 
-static void join_ranks(Backend *backend, const Launch *l) {
+void cuda_join_ranks(Backend *backend) {
+  const Launch *l = ranks_self();
   CudaState *state = cuda_state(backend);
   size_t held = backend->ops->device_bytes_now(backend);
   ncclUniqueId id = job_id(l);
@@ -134,8 +129,6 @@ static void join_ranks(Backend *backend, const Launch *l) {
   nccl_check(ncclCommInitRankConfig(&state->comm, l->ranks, id, l->rank, &config), nullptr,
              "ncclCommInitRank");
   ranks_leave();
-  backend->rank = l->rank;
-  backend->ranks = l->ranks;
   ranks_watch_device(poll_nccl, state);
   warm_up(backend);
   size_t now = backend->ops->device_bytes_now(backend);
@@ -156,45 +149,38 @@ void cuda_collectives_end(Backend *backend) {
 
 void cuda_collectives_end(Backend *backend) {}
 
-static void join_ranks(Backend *backend, const Launch *l) {
-  fail("%d ranks on GPUs need NCCL, and this program was built without it", l->ranks);
+void cuda_join_ranks(Backend *backend) {
+  fail("%d ranks on GPUs need NCCL, and this program was built without it", backend->ranks);
 }
 
 #endif
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_reduce", [&](ncclComm_t comm, cudaStream_t stream) {
-    return ncclAllReduce(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), ncclSum,
-                         comm, stream);
+  collective(backend, a, "all_reduce", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    return ncclAllReduce(a->x.data, a->out.data, count, type, ncclSum, comm, stream);
   });
 }
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
-  collective(backend, a, "reduce_scatter", [&](ncclComm_t comm, cudaStream_t stream) {
-    int64_t count = tensor_count(a->out);
+  collective(backend, a, "reduce_scatter", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
     // What is to be added to `out` is summed where it lies in x.
-    void *out = a->accumulate ? slice(a->x, backend->rank, count) : a->out.data;
+    void *slice = data_of<char>(a->x) + backend->rank * tensor_bytes(a->out);
+    void *out = a->accumulate ? slice : a->out.data;
     ncclResult_t result =
-        ncclReduceScatter(a->x.data, out, (size_t)count, type_of(a->x.dtype), ncclSum, comm, stream);
+        ncclReduceScatter(a->x.data, out, count / backend->ranks, type, ncclSum, comm, stream);
     if (a->accumulate) add(stream, a->out, out);
     return result;
   });
 }
 
 void cuda_all_gather(Backend *backend, const Collective *a) {
-  collective(backend, a, "all_gather", [&](ncclComm_t comm, cudaStream_t stream) {
-    return ncclAllGather(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), comm,
-                         stream);
+  collective(backend, a, "all_gather", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    return ncclAllGather(a->x.data, a->out.data, count, type, comm, stream);
   });
 }
 
 void cuda_broadcast_rank_0(Backend *backend, const Collective *a) {
-  collective(backend, a, "broadcast_rank_0", [&](ncclComm_t comm, cudaStream_t stream) {
-    return ncclBroadcast(a->x.data, a->out.data, (size_t)tensor_count(a->x), type_of(a->x.dtype), 0, comm,
-                         stream);
+  collective(backend, a, "broadcast_rank_0", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    return ncclBroadcast(a->x.data, a->out.data, count, type, 0, comm, stream);
   });
-}
-
-extern "C" void cuda_backend_join_ranks(Backend *backend) {
-  if (ranks_self()->ranks > 1) join_ranks(backend, ranks_self());
 }

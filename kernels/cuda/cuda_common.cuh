@@ -78,15 +78,7 @@ void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t be
 
 // Programmatic dependent launch (PDL, from sm_90 on): a kernel's blocks may start while those of the kernel
 // before it finish. Every thread of such a kernel calls pdl_begin() before it touches memory that others
-// write or read.
-static inline cudaLaunchAttribute pdl_attribute() {
-  cudaLaunchAttribute pdl = {};
-  pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  pdl.val.programmaticStreamSerializationAllowed = 1;
-  return pdl;
-}
-
-// Lets the blocks of the next kernel start, and waits for the kernels before this one.
+// write or read: it lets the blocks of the next kernel start, and waits for the kernels before this one.
 static DEVICE void pdl_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -115,7 +107,10 @@ struct LaunchConfig : cudaLaunchConfig_t {
   template <typename Kernel> LaunchConfig(const KernelLaunch &l, Kernel *kernel) : cudaLaunchConfig_t() {
     gridDim = l.grid, blockDim = l.block, dynamicSmemBytes = l.shared_bytes, stream = l.stream;
     attrs = attributes;
-    if (l.pdl) attributes[numAttrs++] = pdl_attribute();
+    if (l.pdl) {
+      attributes[numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
     if (l.cluster) {
       attributes[numAttrs].id = cudaLaunchAttributeClusterDimension;
       attributes[numAttrs++].val.clusterDim = {l.cluster, 1, 1};

@@ -126,6 +126,7 @@ OPERATIONS(DECLARE, DECLARE)
 #define DECLARE(name, Arguments, group) size_t cuda_##name##_scratch(const Arguments *a);
 OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
-void cuda_collectives_end(Backend *backend); // collectives.cu: when the backend goes
+void cuda_join_ranks(Backend *backend);      // collectives.cu
+void cuda_collectives_end(Backend *backend); // when the backend goes
 
 __END_DECLS

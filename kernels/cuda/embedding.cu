@@ -57,11 +57,9 @@ static __global__ void position_gradient_kernel(TD *dposition, const T *dout, in
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t rows = a->dout.shape[0], hidden_size = a->dout.shape[1], positions = a->dposition_weight.shape[0];
   Tensor unused = tensor_rows(a->dposition_weight, a->seq_len, positions - a->seq_len);
-  if (tensor_exists(a->positions)) {
-    segment_add(backend, a->dposition_weight, data_of<int32_t>(a->positions), a->dout, nullptr, 1.0f,
-                a->accumulate_position, a->workspace.data);
-    return;
-  }
+  if (tensor_exists(a->positions))
+    return segment_add(backend, a->dposition_weight, data_of<int32_t>(a->positions), a->dout, nullptr, 1.0f,
+                       a->accumulate_position, a->workspace.data);
   if (!a->accumulate_position && positions > a->seq_len) cuda_fill_zero(backend, &unused);
   with_float(a->dposition_weight.dtype, [&](auto gradient_type) {
     using TD = decltype(gradient_type);

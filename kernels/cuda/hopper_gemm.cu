@@ -71,12 +71,8 @@ bool hopper_runs(Backend *backend) {
 
 // --- the loss ----------------------------------------------------------------------------------------------
 
-int64_t hopper_sum_parts(int64_t vocab_size) {
-  return ceil_div(vocab_size, TILE_N);
-}
-
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
-  int64_t parts = rows * hopper_sum_parts(a->weight.shape[0]);
+  int64_t parts = rows * ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   RowParts p = {};
   if (tensor_exists(a->softmax.max)) p.best = static_cast<Ranked *>(base), base = p.best + parts;
   p.sums = static_cast<float *>(base);
@@ -150,22 +146,6 @@ static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   return (s.n > 3072 ? 1.02 : 0.98) * tiles / (time * clusters) > library;
 }
 
-template <bool SAMPLED>
-static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
-                      EpilogueParams params, void *scratch) {
-  using K = KernelTraits<Store<false, SAMPLED>>;
-  CUtensorMap exps_map = tma_map(backend, exps, K::SHARE_A ? K::ROWS / CLUSTER : K::ROWS),
-              weight_map = tma_map(backend, weight, K::SHARE_A ? TILE_K : TILE_K / CLUSTER);
-  params.out = data_of<float>(out);
-  params.out_stride = out.stride;
-  params.partials = static_cast<float *>(scratch);
-  if (out.dtype == DTYPE_BF16)
-    launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
-  else
-    launch<KernelTraits<Store<true, SAMPLED>>>(backend, exps_map, weight_map, exps_map, s, params);
-  add_partials<K>(backend, out, params.partials, s);
-}
-
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always) {
   if (backend->batch_invariant) return hopper_invariant_dx(backend, out, exps, weight, false, scratch, bytes);
@@ -174,7 +154,7 @@ bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *s
       schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   split_last_wave(&s, hopper(backend).clusters, bytes);
   if (!always && !faster_than_cublaslt(s, hopper(backend).clusters)) return false;
-  launch_dx<false>(backend, out, exps, weight, s, {}, scratch);
+  launch_dx<Store<false>, Store<true>>(backend, out, exps, weight, s, {}, scratch);
   return true;
 }
 
@@ -198,8 +178,9 @@ void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int6
                    .end_panels = (int)kept->panels.shape[0]};
   launch_kernel({"the lists of k-steps", cuda_stream(backend), lists.count, 32, true}, dx_lists_kernel,
                 lists);
-  launch_dx<true>(backend, out, kept->panels, weight, s, {.lists = lists.lists, .steps = steps},
-                  static_cast<char *>(scratch) + list_bytes);
+  launch_dx<Store<false, true>, Store<true, true>>(backend, out, kept->panels, weight, s,
+                                                   {.lists = lists.lists, .steps = steps},
+                                                   static_cast<char *>(scratch) + list_bytes);
 }
 
 void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *kept, float alpha) {
@@ -207,15 +188,13 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
   static_assert((int)TILE_N == (int)LCE_TILE_COLUMNS && (int)LCE_TILE_ROWS % TILE_K == 0,
                 "a list for a column of tiles");
   TileScheduler s = schedule<K>(backend, dweight.shape[1], dweight.shape[0], 0); // K is the lists'
-  CUtensorMap x_map = tma_map(backend, kept->x, TILE_K),
-              panels_map = tma_map(backend, kept->panels, TILE_K / CLUSTER),
-              out_map = tma_map(backend, dweight, TILE_N);
   EpilogueParams params = {.scale = alpha,
                            .lists = kept->lists,
                            .steps = kept->steps,
                            .columns = kept->columns,
                            .accumulate = &kept->state->accumulate};
-  launch<K>(backend, x_map, panels_map, out_map, s, params);
+  launch<K>(backend, tma_map(backend, kept->x, TILE_K), tma_map(backend, kept->panels, TILE_K / CLUSTER),
+            tma_map(backend, dweight, TILE_N), s, params);
 }
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------

@@ -9,11 +9,8 @@ __BEGIN_DECLS
 // Whether the device and the build have what they need. LCE_HOPPER=0 in the environment makes it false.
 bool hopper_runs(Backend *backend);
 
-// How many parts the sum of a row over V columns comes in.
-int64_t hopper_sum_parts(int64_t vocab_size);
-
-// For each row and each tile of columns: the sum of E from before it is rounded and, where LceLogitsExp has
-// e_distance and max, e_distance's part and the largest logit (Ranked). [rows, hopper_sum_parts(V)] each.
+// For each row and each tile of LCE_TILE_COLUMNS, [rows, tiles] each: the sum of E from before it is rounded
+// and, where LceLogitsExp has e_distance and max, e_distance's part and the largest logit (Ranked).
 typedef struct {
   float *sums, *distances;
   unsigned long long *best;

@@ -61,21 +61,12 @@ bool hopper_invariant_dx(Backend *backend, Tensor out, Tensor exps, Tensor weigh
                          void *scratch, size_t bytes) {
   if (!dx_runs(backend, out, exps, weight) || (accumulate && (scratch || out.dtype != DTYPE_F32)))
     return false;
-  using K = KernelTraits<SegmentedStore<false>>;
-  TileScheduler s = schedule<K>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
+  TileScheduler s =
+      schedule<KernelTraits<SegmentedStore<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);
   if (scratch) cut_into_segments(&s, hopper(backend).clusters, bytes);
-  EpilogueParams params = {.out = data_of<float>(out),
-                           .out_stride = out.stride,
-                           .partials = static_cast<float *>(scratch),
-                           .segment_sums = static_cast<float *>(cuda_state(backend)->gemm_workspace),
-                           .add = accumulate};
-  CUtensorMap exps_map = tma_map(backend, exps, K::ROWS),
-              weight_map = tma_map(backend, weight, TILE_K / CLUSTER);
-  if (out.dtype == DTYPE_BF16)
-    launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
-  else
-    launch<KernelTraits<SegmentedStore<true>>>(backend, exps_map, weight_map, exps_map, s, params);
-  add_partials<K>(backend, out, params.partials, s);
+  float *sums = static_cast<float *>(cuda_state(backend)->gemm_workspace);
+  launch_dx<SegmentedStore<false>, SegmentedStore<true>>(backend, out, exps, weight, s,
+                                                         {.segment_sums = sums, .add = accumulate}, scratch);
   return true;
 }
 

@@ -111,3 +111,20 @@ static void add_partials(Backend *backend, Tensor out, const float *partials, co
                   add_partials_kernel<K, T>, data_of<T>(out), out.stride, partials, s);
   });
 }
+
+// out = exps weight, by one of two epilogues, with the split tiles' partials in `scratch`.
+template <typename StoreBf16, typename StoreF32>
+static void launch_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, const TileScheduler &s,
+                      EpilogueParams params, void *scratch) {
+  using K = KernelTraits<StoreBf16>;
+  CUtensorMap exps_map = tma_map(backend, exps, K::SHARE_A ? K::ROWS / CLUSTER : K::ROWS),
+              weight_map = tma_map(backend, weight, K::SHARE_A ? TILE_K : TILE_K / CLUSTER);
+  params.out = data_of<float>(out);
+  params.out_stride = out.stride;
+  params.partials = static_cast<float *>(scratch);
+  if (out.dtype == DTYPE_BF16)
+    launch<K>(backend, exps_map, weight_map, tma_map(backend, out, STORE_ROWS), s, params);
+  else
+    launch<KernelTraits<StoreF32>>(backend, exps_map, weight_map, exps_map, s, params);
+  add_partials<K>(backend, out, params.partials, s);
+}

@@ -26,14 +26,6 @@ static void lt_check(cublasStatus_t status, const char *doing) {
 
 // --- the GEMMs met so far ----------------------------------------------------------------------------------
 
-static bool has_bias(GemmEpilogue e) {
-  return e == GEMM_BIAS || e == GEMM_BIAS_GELU;
-}
-
-static bool has_pre(GemmEpilogue e) {
-  return e == GEMM_GELU || e == GEMM_BIAS_GELU || e == GEMM_GELU_DERIVATIVE;
-}
-
 // In bytes: a power of two, at most 256.
 static uint32_t alignment_of(const void *address) {
   uintptr_t bits = (uintptr_t)address | 256;
@@ -48,11 +40,11 @@ static const Tensor &addend_of(const Gemm *p) {
 // Everything that the choice of an algorithm may depend on.
 static auto key_of(const Gemm *p) {
   return std::make_tuple(p->m(), p->n(), p->k(), p->left.stride, p->right.stride, addend_of(p).stride,
-                         p->out.stride, has_pre(p->epilogue) ? p->pre.stride : 0, p->batch, p->left.apart,
-                         p->right.apart, p->addend_apart, p->out_apart, p->left.transposed,
-                         p->right.transposed, p->left.dtype, p->out.dtype, p->epilogue,
-                         alignment_of(p->left.data), alignment_of(p->right.data),
-                         alignment_of(addend_of(p).data), alignment_of(p->out.data));
+                         p->out.stride, p->pre.stride, p->batch, p->left.apart, p->right.apart,
+                         p->addend_apart, p->out_apart, p->left.transposed, p->right.transposed,
+                         p->left.dtype, p->out.dtype, p->epilogue, alignment_of(p->left.data),
+                         alignment_of(p->right.data), alignment_of(addend_of(p).data),
+                         alignment_of(p->out.data));
 }
 
 // In the library's terms: d[m, n] = a[m, k] b[k, n] + c.
@@ -119,8 +111,8 @@ static void describe(GemmPlan *plan, const Gemm *p) {
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSA, p->right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_TRANSB, p->left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogues[p->epilogue]);
-  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(bias));
-  if (has_pre(p->epilogue)) {
+  if (tensor_exists(p->bias)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, lt_type(bias));
+  if (tensor_exists(p->pre)) {
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, lt_type(p->left.dtype));
     set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p->pre.stride);
   }
@@ -131,8 +123,8 @@ static void describe(GemmPlan *plan, const Gemm *p) {
 }
 
 static void point_epilogue(GemmPlan *plan, const Gemm *p) {
-  if (has_bias(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias.data);
-  if (has_pre(p->epilogue)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre.data);
+  if (tensor_exists(p->bias)) set(plan->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p->bias.data);
+  if (tensor_exists(p->pre)) set(plan->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p->pre.data);
   if (p->left.dtype != DTYPE_E4M3) return;
   set(plan->operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p->right_scale);
   set(plan->operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p->left_scale);
@@ -297,7 +289,7 @@ static GemmPlan *plan_of(Backend *backend, const Gemm *p) {
 
 // False when the library cannot do this GEMM, or not accurately.
 static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
-  if (p->left.dtype == DTYPE_F32 && has_pre(p->epilogue)) return false;
+  if (p->left.dtype == DTYPE_F32 && tensor_exists(p->pre)) return false;
   if ((tensor_exists(p->addend) || p->epilogue != GEMM_PLAIN) && p->out.dtype == DTYPE_BF16 &&
       !all_aligned(p))
     return false;

@@ -281,7 +281,7 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     bool on_hopper = hopper_logits_exp(backend, a, parts, inv_temperature);
     hopper_require(backend, on_hopper);
     if (on_hopper) {
-      params.parts = row_parts(a, parts, rows), params.across = (int)hopper_sum_parts(vocab_size);
+      params.parts = row_parts(a, parts, rows), params.across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS);
     } else {
       logits_exp_tiles<T>(backend, a, s);
       params.sum = s.sum, params.distance = s.distance, params.parts.best = s.best;

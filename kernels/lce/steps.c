@@ -1,5 +1,4 @@
 // The steps of a chunk, of which the loops of linear_cross_entropy.c, sampling.c and split_head.c are made.
-#include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
 const char *lce_mode_name(LceMode mode) {

@@ -68,9 +68,7 @@ static bool is_latest(const char *name) {
 }
 
 static Text step_name(int64_t step) {
-  Text name;
-  snprintf(name.text, sizeof name.text, STEP "%06lld", (long long)step);
-  return name;
+  return text_of(STEP "%06lld", (long long)step);
 }
 
 // The step in a folder's name, hidden or not; -1: it is not one of ours.

@@ -337,8 +337,8 @@ static void optimizer_load(Model *model, Backend *backend, const char *folder) {
       bool master = s == OPTIMIZER_STATES; // which not every run stores
       const Tensor *role = master ? all->value : all->state[s];
       if (!tensor_exists(role[p->group])) continue;
-      TensorToStore stored = parameter_to_store(master ? "master" : all->optimizer->states[s].name, all, p,
-                                                role, role[p->group].dtype);
+      TensorToStore stored = parameter_to_store(master ? "master" : optimizer_states[s].name, all, p, role,
+                                                role[p->group].dtype);
       StoredTensor t = tensor_set_find(&set, stored.name);
       if (!t.entry && !master)
         fail("%s lacks the moments of %s; --init instead of --resume starts from the weights alone",
@@ -393,7 +393,7 @@ void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype d
     weights[i] = parameter_to_store(NULL, all, p, role, dtype);
     for (int s = 0; s < OPTIMIZER_STATES; s++)
       if (tensor_exists(all->state[s][p->group]))
-        rest[count++] = parameter_to_store(all->optimizer->states[s].name, all, p, all->state[s],
+        rest[count++] = parameter_to_store(optimizer_states[s].name, all, p, all->state[s],
                                            all->state[s][p->group].dtype);
     if (dtype == DTYPE_BF16 && exact[p->group].dtype == DTYPE_F32)
       rest[count++] = parameter_to_store("master", all, p, exact, DTYPE_F32);

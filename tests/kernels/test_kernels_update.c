@@ -315,7 +315,6 @@ HARNESS_TEST(test_uploads) {
 
 HARNESS_TEST(test_device_memory) {
   Backend *backend = h->backend;
-  if (!strcmp(backend->name, "cpu-plain")) return;
   enum { BYTES = 64 << 20 };
   bool cpu = backend->device == ON_CPU;
   backend->ops->device_peak_reset(backend);
