@@ -49,7 +49,10 @@ static Problem problem_of(Harness *h, const Shape *s, IdLogProbs *a) {
   a->ids = ids_from(h, p.ids, p.count);
   if (!s->per_row) {
     a->offsets = memory_push_1d(&h->backend->memory, "offsets", MEMORY_TABLES, DTYPE_I64, s->rows + 1);
-    backend_to_device(h->backend, a->offsets, p.offsets);
+    int64_t wrong[MAX_ROWS + 1]; // the first and the last, which are cut to the ids
+    memcpy(wrong, p.offsets, sizeof wrong);
+    wrong[0] = -9, wrong[s->rows] += 9;
+    backend_to_device(h->backend, a->offsets, wrong);
   }
   a->log_probs = poisoned_vector(h, DTYPE_F32, p.count), a->lse = poisoned_vector(h, DTYPE_F32, s->rows);
   p.dlog_probs = random_values(h, p.count, 1), p.dlse = random_values(h, s->rows, 1);
