@@ -229,6 +229,10 @@ def test_a_document_is_in_one_split(folder):
         assert parts.pop() == "" and manifest["splits"][split]["documents"] == len(parts) == tokens.count(GPT2_END) > 3
         found += parts
     assert sorted(found) == sorted(texts.values())
+    for i in range(40):  # the only record of a file, too
+        write(folder / "records" / f"{i}.jsonl", [{"text": f"record {i}"}])
+    splits = shards(folder / "out", folder / "records", val_fraction=0.3)[0]["splits"]
+    assert min(splits[split]["documents"] for split in ("train", "val")) > 3, splits
 
 
 DOCUMENTS = [prose(seed, 3 + seed % 40) or "x" for seed in range(300)]
@@ -427,7 +431,8 @@ def test_no_stop_token_is_told(folder):
     need_templates()
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
     part = "2 conversations where no stop token is learned"
-    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False)):
+    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False),
+                           ("{{ m.content if m.role == 'assistant' else m.content + eos_token }}", True)):
         template = write(folder / "template", "{% for m in messages %}[{{ m.role }}]" + template + "{% endfor %}"
                          "{{ '[assistant]' if add_generation_prompt }}")
         done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--chat-template", template).ok()
