@@ -51,7 +51,7 @@ static Problem problem_of(Harness *h, const Shape *s, IdLogProbs *a) {
     a->offsets = memory_push_1d(&h->backend->memory, "offsets", MEMORY_TABLES, DTYPE_I64, s->rows + 1);
     int64_t wrong[MAX_ROWS + 1]; // the first and the last, which are cut to the ids
     memcpy(wrong, p.offsets, sizeof wrong);
-    wrong[0] = -9, wrong[s->rows] += 9;
+    wrong[0] = -9, wrong[s->rows] += 4096;
     backend_to_device(h->backend, a->offsets, wrong);
   }
   a->log_probs = poisoned_vector(h, DTYPE_F32, p.count), a->lse = poisoned_vector(h, DTYPE_F32, s->rows);

@@ -165,7 +165,7 @@ def tokenizers_of(words):
     yield trained(words, metaspace(prepend_scheme="always"), decoders.Metaspace())
     yield trained(words, byte_level(add_prefix_space=True), decoders.ByteLevel())
     yield trained(words, pre_tokenizers.Sequence([split(o200k, "isolated"), byte_level(add_prefix_space=False, use_regex=False)]),
-                  decoders.ByteLevel())
+                  decoders.ByteLevel(), whole=True)  # with tokens of several newlines
     # These have tokens across lines, and the program cuts nothing.
     yield trained(words, byte_level(add_prefix_space=False, use_regex=False), decoders.ByteLevel(), whole=True)
     yield trained(words, metaspace(), decoders.Metaspace(), True, normalizers.Sequence([normalizers.Strip(), normalizers.Replace("\n", " ")]))
