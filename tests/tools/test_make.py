@@ -77,7 +77,7 @@ def test_little_memory_in_a_cgroup(folder):
         if group.exists():
             group.rmdir()
     done.fails("this run needs ")
-    offloaded.fails("--offload needs ", " of this machine's memory and ")
+    offloaded.fails("--offload needs ", " of this machine's memory and 2")  # hundreds, since the process holds some
     assert 50 < float(re.search(r" and the device has ([\d.]+) MiB to give", done.err)[1]) < 300, done
 
 
