@@ -136,11 +136,8 @@ def grpo():
 def refusals():
     """Where the patch would change results, or does nothing, TRL stays as it is."""
     trls, add = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
-    def other_values(*a):
-        log_probs, *more = trls.apply(*a)
-        return log_probs * 1.001, *more
     others = [(types.SimpleNamespace(forward=lambda ctx, hidden: 0), add, "the arguments of _ChunkedLogProbFunction are ctx, hidden"),
-              (types.SimpleNamespace(forward=trls.forward, apply=other_values), add, "log_probs would change"),
+              (types.SimpleNamespace(forward=trls.forward, apply=lambda *a: (2 * (r := trls.apply(*a))[0], *r[1:])), add, "log_probs would change"),
               (trls, types.FunctionType(add.__code__, dict(vars(utils)), argdefs=add.__defaults__), "does not call")]
     for function, utils.add_fused_lm_head, says in others:
         utils._ChunkedLogProbFunction = function
