@@ -320,6 +320,7 @@ TEST(a_pass_goes_on_where_it_was) {
                                                     .seed = 3,
                                                     .order = shuffled ? ORDER_SHUFFLED : ORDER_SEQUENTIAL});
       loader_describe_order(&loader, order[part], sizeof order[part]);
+      place.tokens += shuffled ? i % T : 0; // an earlier version may have had another T
       loader_start(&loader, STEP, place);
       int64_t windows = 0, stop = (int64_t)(random_bits(2, 0, (uint64_t)i) % (uint64_t)loader.train_windows);
       for (; (part || windows < stop) && loader_place(&loader, STEP + windows, 1).pass == i % 5; windows++) {

@@ -61,6 +61,8 @@ static ReferenceLoss make_problem(Harness *h, const Case *c) {
     if (c->hopeless & 1) loss_problem_lead(&p, n, column, 300);
     if (c->hopeless & 2) loss_problem_lead(&p, n, min_i64(there + 1, vocab - 1), 302);
   }
+  if (c->masked && !c->terms) // one row's logits are equal, over the ranks too
+    memset(p.x + p.hidden, 0, (size_t)p.hidden * sizeof *p.x);
   if (!c->forward_only) reference_gradients(h, &p);
   return p;
 }

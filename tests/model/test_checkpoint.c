@@ -100,7 +100,14 @@ TEST(a_tied_head_must_be_the_embedding) {
   Tampered t = tamper("");
   add_tensor(&t, "lm_head.weight", t.list[0].tensor);
   load_tampered(&t, CHECKPOINT_SHARD_BYTES);
-  t.list[t.count - 1].tensor = t.run->trainer.model.head.grad; // as large, and zero
+  TensorToStore *head = &t.list[t.count - 1], *embedding = &t.list[0];
+  memmove(embedding->name, embedding->name + strlen("model."), strlen(embedding->name)); // as a base model's
+  load_tampered(&t, CHECKPOINT_SHARD_BYTES);
+  snprintf(embedding->name, sizeof embedding->name, "%s", t.run->trainer.model.parameters.items->name);
+  head->dtype = head->tensor.dtype = DTYPE_I32; // the same bytes
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "lm_head.weight differs from");
+  head->dtype = DTYPE_F32;
+  head->tensor = t.run->trainer.model.head.grad; // as large, and zero
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
                "lm_head.weight differs from model.embed_tokens.weight", "tie_word_embeddings");
   // safetensors.torch.save_model keeps the head's name alone

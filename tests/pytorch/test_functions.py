@@ -314,7 +314,7 @@ def a_temperature_per_token():
     want = results(-linear_cross_entropy(x, weight, target, temperature=temperature, reduction="none"), x, weight)
     temperature[target == -100] = 0  # as padding may have
     all_close("log p", results(linear_log_probs(x, weight, target, temperature)[0], x, weight), want, 5e-6)
-    temperature[0, 0, 1] = 0
+    temperature[0, 0, 1] = 9e-7
     assert linear_log_probs(x, weight, target, temperature)[0].isnan().nonzero().tolist() == [[0, 0, 1]]
 
 
@@ -461,7 +461,10 @@ def wrong_arguments():
              (ValueError, "temperature per token goes with neither bias nor", dict(temperature=torch.ones(N, device=DEVICE))),
              (ValueError, "batch_invariant goes with neither sampling", dict(batch_invariant=True, sampling=1.0)),
              (ValueError, "batch_invariant goes", dict(batch_invariant=True, group=types.SimpleNamespace(group_name=""))),
+             (ValueError, "skip_ignored is not for a group", dict(skip_ignored=True, group=types.SimpleNamespace(
+                 group_name="", size=lambda: 1, rank=lambda: 0))),
              (TypeError, "softcap is '3', where a number is needed", dict(softcap="3")),
+             (TypeError, "chunk is None, where an integer is needed", dict(chunk=None)),
              *((TypeError, f"{name} is {value!r}, where a number is needed", {name: value})
                for value in (None, "0.1", [0.1], 1j) for name in ("label_smoothing", "z_loss", "sampling", "temperature")),
              *((TypeError, f"{name} is {value!r}, where an integer is needed", {name: value}) for value in ("3", 3.0)

@@ -32,9 +32,9 @@ static Problem problem_of(Harness *h, const Shape *s, IdLogProbs *a) {
   for (int64_t n = 0; n < s->rows; n++)
     for (int64_t m = p.offsets[n], i = 0; m < p.offsets[n + 1]; m++, i++)
       p.ids[m] = n % 10 == 3 || i % 3 == 2 ? IGNORE_INDEX : i % 5 == 4 ? p.ids[m - 1] : p.ids[m];
-  if (s->per_row > 1) { // the second id of row 1 is nearly certain: its logit is 25
+  if (s->rows > 1 && s->per_row) { // row 1's second or only id is nearly certain: its logit is 25
     for (int64_t i = 0; i < s->hidden; i++) p.x[s->hidden + i] = i == 0;
-    p.weight[p.ids[p.offsets[1] + 1] * s->hidden] = 25;
+    p.weight[p.ids[p.offsets[1] + (s->per_row > 1)] * s->hidden] = 25;
   }
   a->call =
       (LinearCrossEntropy){.chunk = s->chunk,
@@ -49,11 +49,14 @@ static Problem problem_of(Harness *h, const Shape *s, IdLogProbs *a) {
   a->ids = ids_from(h, p.ids, p.count);
   if (!s->per_row) {
     a->offsets = memory_push_1d(&h->backend->memory, "offsets", MEMORY_TABLES, DTYPE_I64, s->rows + 1);
+    p.offsets[0] -= 9, p.offsets[s->rows] += 4096; // they are cut to the ids
     backend_to_device(h->backend, a->offsets, p.offsets);
+    p.offsets[0] += 9, p.offsets[s->rows] -= 4096;
   }
   a->log_probs = poisoned_vector(h, DTYPE_F32, p.count), a->lse = poisoned_vector(h, DTYPE_F32, s->rows);
   p.dlog_probs = random_values(h, p.count, 1), p.dlse = random_values(h, s->rows, 1);
   p.dlse[s->rows > 3 ? 3 : 0] = 0;
+  if (s->per_row == 1) p.dlse[s->rows > 1] = 0;
   a->dlog_probs = vector_from(h, DTYPE_F32, p.dlog_probs, p.count);
   if (s->rows > 1) a->dlse = vector_from(h, DTYPE_F32, p.dlse, s->rows);
   p.log_probs = host_values(h, p.count), p.lse = host_values(h, s->rows);
@@ -111,6 +114,9 @@ static void check_case(Harness *h, const void *shape) {
   double size = 2 * sqrt((double)p.count / (double)s->rows + 1) / s->temperature;
   Tolerance gradients = with_size(within_stored(h, 8, (double)(s->rows + s->vocab)), size / 8);
   check_values(h, "dx", a.call.dx, p.dx, gradients);
+  int64_t certain = (s->rows > 1) * s->hidden; // of an id that is certain alone: tiny, and as exact
+  if (s->per_row == 1)
+    assert_true(relative_distance(values_of(h, a.call.dx) + certain, p.dx + certain, s->hidden) < 0.02);
   check_values(h, "dweight", a.call.dweight, p.dweight, gradients);
   if (s->bias) check_values(h, "dbias", a.call.dbias, p.dbias, gradients);
 }

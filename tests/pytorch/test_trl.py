@@ -132,5 +132,28 @@ def grpo():
     assert "entropy" in logs[0]
 
 
+@needs_trl
+def refusals():
+    """Where the patch would change results, or does nothing, TRL stays as it is."""
+    trls, add = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
+    others = [(types.SimpleNamespace(forward=lambda ctx, hidden: 0), add, "the arguments of _ChunkedLogProbFunction are ctx, hidden"),
+              (types.SimpleNamespace(forward=trls.forward, apply=lambda *a: (2 * (r := trls.apply(*a))[0], *r[1:])), add, "log_probs would change"),
+              (trls, types.FunctionType(add.__code__, dict(vars(utils)), argdefs=add.__defaults__), "does not call")]
+    for function, utils.add_fused_lm_head, says in others:
+        utils._ChunkedLogProbFunction = function
+        raises(TypeError, says, lce.patch_trl)
+        assert utils._ChunkedLogProbFunction is function
+    utils._ChunkedLogProbFunction, utils.add_fused_lm_head = trls, add
+    lce.patch_trl(chunk=5)
+    lce.patch_trl(chunk=7)  # in place of the one before
+    ours, w = utils._ChunkedLogProbFunction, torch.ones(3, 8, device=DEVICE)
+    with calls_of_the_operator(lambda *a: a[18]) as chunks:
+        ours.apply(w, w, None, torch.arange(3, device=DEVICE), 1.0, 256)
+    assert ours.trls is trls and set(chunks) == {7}, (ours.trls, chunks)
+    raises(ValueError, "logit_scale is 0.0", lambda: ours.apply(w, w, None, None, 1.0, 256, None, 0.0))
+    w.ds_id = 1
+    raises(TypeError, "DeepSpeed's ZeRO-3 splits the head", lambda: ours.apply(w, w, None, None, 1.0, 256))
+
+
 if __name__ == "__main__":
-    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo))
+    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo, refusals=refusals))

@@ -165,7 +165,7 @@ def tokenizers_of(words):
     yield trained(words, metaspace(prepend_scheme="always"), decoders.Metaspace())
     yield trained(words, byte_level(add_prefix_space=True), decoders.ByteLevel())
     yield trained(words, pre_tokenizers.Sequence([split(o200k, "isolated"), byte_level(add_prefix_space=False, use_regex=False)]),
-                  decoders.ByteLevel())
+                  decoders.ByteLevel(), whole=True)  # with tokens of several newlines
     # These have tokens across lines, and the program cuts nothing.
     yield trained(words, byte_level(add_prefix_space=False, use_regex=False), decoders.ByteLevel(), whole=True)
     yield trained(words, metaspace(), decoders.Metaspace(), True, normalizers.Sequence([normalizers.Strip(), normalizers.Replace("\n", " ")]))
@@ -229,6 +229,10 @@ def test_a_document_is_in_one_split(folder):
         assert parts.pop() == "" and manifest["splits"][split]["documents"] == len(parts) == tokens.count(GPT2_END) > 3
         found += parts
     assert sorted(found) == sorted(texts.values())
+    for i in range(40):  # the only record of a file, too
+        write(folder / "records" / f"{i}.jsonl", [{"text": f"record {i}"}])
+    splits = shards(folder / "out", folder / "records", val_fraction=0.3)[0]["splits"]
+    assert min(splits[split]["documents"] for split in ("train", "val")) > 3, splits
 
 
 DOCUMENTS = [prose(seed, 3 + seed % 40) or "x" for seed in range(300)]
@@ -398,7 +402,7 @@ def test_conversations_are_as_transformers_has_them(folder):
             assert tokens[:size] == want["input_ids"] and counts[:size] == masks, (number, record, tokens, want)
             # By what an answer adds to the text before it, where the template has no such tags.
             _, tokens, counts, _ = shards(folder / "out", path, "--chat", "--chat-template", write(folder / "untagged", untagged), tokenizer=own)
-            assert tokens[:size] == want["input_ids"] and sum(counts) >= sum(masks)
+            assert tokens[:size] == want["input_ids"] and sum(counts) >= sum(masks) and masks.index(1) - counts.index(1) < 20
 
 
 def test_special_tokens_in_messages_are_text(folder):
@@ -427,7 +431,8 @@ def test_no_stop_token_is_told(folder):
     need_templates()
     path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
     part = "2 conversations where no stop token is learned"
-    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False)):
+    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False),
+                           ("{{ m.content if m.role == 'assistant' else m.content + eos_token }}", True)):
         template = write(folder / "template", "{% for m in messages %}[{{ m.role }}]" + template + "{% endfor %}"
                          "{{ '[assistant]' if add_generation_prompt }}")
         done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--chat-template", template).ok()

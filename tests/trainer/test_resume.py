@@ -131,6 +131,8 @@ def test_the_place_in_the_data_is_kept(folder):
     for options in ("--seq-len 8", "--seed 2", "--data-order sequential", "--val-fraction 0.5", f"--data {TEXT}"):
         _, output = first(f"--resume {folder}/drawn --steps 7 --batch 2 --total-batch {16 if options == '--seq-len 8' else 32} {options}")
         assert "was saved 384 tokens into pass 1 over " in output.err and "a new pass begins in place of the rest" in output.err and "and 0 tokens of pass 2" in output.out
+    state.write_text(re.sub(r'("tokens":\s*)384', r"\g<1>0", state.read_text()))
+    assert "and 0 tokens of pass 1 over" in first(f"--resume {folder}/drawn --steps 7 --batch 2 --total-batch 32 --seed 2")[1].out
 
 
 # What a checkpoint says wrongly names its file, and what it says nothing of is no default in silence.
@@ -148,6 +150,10 @@ def test_wrong_settings_of_a_checkpoint(folder):
         assert "--lr x" not in train(RESUME + str(saved)).refused(f"{saved}/{STATE}: ", says).err
     (saved / STATE).write_text(json.dumps({**state, "settings": {**state["settings"], "lr": "x"}}))
     train(RESUME + f"{saved} --lr 0.002 --steps 7").ok()
+    of_gpu = {**state, "device": "cuda", "settings": {**state["settings"], "dtype": "bf16", "moment-dtype": "bf16"}}
+    (saved / STATE).write_text(json.dumps(of_gpu))
+    train(RESUME + f"{saved} --steps 7").ok()
+    train(RESUME + f"{saved} --steps 7 --dtype bf16").fails("the CPU computes in fp32 only")
 
 
 # Steps without a target that counts are as if they were not: the same weights as without their data, also resumed.
@@ -180,7 +186,8 @@ def test_the_optimizer_cannot_change(folder):
     assert not train(RESUME + f"{folder}/muon/step-000006 --save {folder}/half --sample-tokens 3").ok().err
     same_files(folder / "muon" / LAST, folder / "half" / LAST)
     for saved, now, then in ((folder / "muon", "adamw", "muon"), (straight(), "muon", "adamw")):
-        train(RESUME + f"{saved} --optimizer {now}").refused(f"of --optimizer {then}, which {now} cannot continue; leave out")
+        for steps in "", " --steps 0":
+            train(RESUME + f"{saved} --optimizer {now}{steps}").refused(f"of --optimizer {then}, which {now} cannot continue; leave out")
         train(f"--device cpu --init {saved} --optimizer {now} --data {TEXT} --steps 0").ok()
         train(RESUME + f"{saved} --optimizer {then} --steps 13 --save {folder}/more-{then}").ok()
     states = [sum(name.startswith(prefix) for name in tensors(folder / "muon" / LAST / "training_state.safetensors"))
