@@ -141,10 +141,6 @@ void tokenizer_close(Tokenizer *t) {
   free(t);
 }
 
-int64_t tokenizer_size(const Tokenizer *t) {
-  return arrlen(t->tokens);
-}
-
 // U+FFFD where no token has this id.
 static Token find_token(const Tokenizer *t, int64_t id) {
   bool known = id >= 0 && id < arrlen(t->tokens) && t->tokens[id].bytes;
