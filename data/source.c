@@ -15,7 +15,7 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "data/manifest.h"
+#include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
@@ -37,6 +37,18 @@ typedef struct SourceFile {
   const uint8_t *mask; // in the mask file, or NULL: every token counts
   int64_t stored, first;
 } SourceFile;
+
+bool manifest_is_in(const char *folder) {
+  Reason reason;
+  cJSON *manifest = json_try_read(path_in(folder, "manifest.json").text, &reason);
+  bool ours = json_is(manifest, "format", "lce.c shards");
+  cJSON_Delete(manifest);
+  return ours;
+}
+
+bool manifest_has_validation(const char *folder) {
+  return path_exists(path_in(folder, "val_000000.bin").text) && manifest_is_in(folder);
+}
 
 // --- the files that paths name -----------------------------------------------------------------------------
 

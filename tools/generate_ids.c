@@ -53,7 +53,8 @@ static Wanted parse(int argc, char **argv) {
       rows, "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
       "the model is named with --init DIR"};
   Wanted w = {.train = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
-  option_table_parse(&table, &w, NULL, argc, argv);
+  bool given[OPTION_ROWS_MAX] = {false};
+  option_table_parse(&table, &w, given, argc, argv);
   Options *o = &w.train;
   if (!o->init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
   o->origin = (char *)o->init;

@@ -9,7 +9,6 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "data/manifest.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"

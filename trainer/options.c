@@ -9,7 +9,6 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "data/manifest.h"
 #include "kernels/fail.h"
 #include "kernels/memory.h"
 #include "kernels/ranks/ranks.h"
