@@ -218,13 +218,11 @@ static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t numbe
   return counted;
 }
 
-int64_t loader_train_batch(const Loader *loader, LoaderPlace at, int32_t *tokens, int32_t *targets,
-                           int32_t *documents) {
-  assert(at.step >= loader->first_step && at.micro_step >= 0 && at.micro_step < at.micro_steps);
-  assert(at.rank >= 0 && at.rank < at.ranks);
-  int64_t step = at.step - loader->first_step;
-  int64_t batches = (step * at.micro_steps + at.micro_step) * at.ranks + at.rank;
-  return fill_batch(loader, -1, batches * loader->options.batch, tokens, targets, documents);
+int64_t loader_train_batch(const Loader *loader, int64_t step, int64_t index, int64_t batches,
+                           int32_t *tokens, int32_t *targets, int32_t *documents) {
+  assert(step >= loader->first_step && index >= 0 && index < batches);
+  int64_t number = (step - loader->first_step) * batches + index;
+  return fill_batch(loader, -1, number * loader->options.batch, tokens, targets, documents);
 }
 
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,

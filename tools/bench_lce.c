@@ -168,8 +168,7 @@ static State run_model(const Settings *o, const ModelConfig *config, const Loade
                  .targets = host_alloc(sequences * o->seq_len, sizeof *tokens, "the targets")};
   for (int64_t i = 0; i < sequences; i++) {
     const Launch *self = ranks_self();
-    LoaderPlace place = {.step = i, .micro_steps = 1, .rank = self->rank, .ranks = self->ranks};
-    loader_train_batch(loader, place, tokens, state.targets + i * o->seq_len, NULL);
+    loader_train_batch(loader, i, self->rank, self->ranks, tokens, state.targets + i * o->seq_len, NULL);
     backend_to_device(backend, batch.tokens, tokens);
     transformer_last_hidden_state(backend, &model, &batch, x);
     backend_to_host(backend, (char *)state.x + (size_t)i * tensor_bytes(x), x);

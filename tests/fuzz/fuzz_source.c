@@ -35,8 +35,7 @@ static void check(const int32_t *ids, bool targets) {
 static void read_all(const Loader *loader) {
   int32_t tokens[BATCH * SEQ_LEN], targets[BATCH * SEQ_LEN];
   for (int64_t step = 0; step * BATCH < loader->train_windows; step++) {
-    LoaderPlace place = {.step = step, .micro_steps = 1, .ranks = 1};
-    loader_train_batch(loader, place, tokens, targets, NULL);
+    loader_train_batch(loader, step, 0, 1, tokens, targets, NULL);
     check(tokens, false);
     check(targets, true);
   }
