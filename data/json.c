@@ -49,20 +49,14 @@ cJSON *json_parse(const char *text, size_t length, Reason *reason) {
   return object;
 }
 
-cJSON *json_try_read(const char *path, Reason *reason) {
+cJSON *json_read(const char *path, Reason *given) {
+  Reason why, *reason = given ? given : &why;
   size_t length;
-  char *text = file_try_read(path, &length, reason);
-  if (!text) return NULL;
-  cJSON *object = json_parse(text, length, reason);
-  if (!object) refuse(reason, "%s cannot be read: %s", path, reason->text);
+  char *text = file_read(path, &length, given);
+  cJSON *object = text ? json_parse(text, length, reason) : NULL;
+  if (text && !object) refuse(reason, "%s cannot be read: %s", path, reason->text);
+  if (text && !object && !given) fail("%s", reason->text);
   free(text);
-  return object;
-}
-
-cJSON *json_read(const char *path) {
-  Reason reason;
-  cJSON *object = json_try_read(path, &reason);
-  if (!object && *reason.text) fail("%s", reason.text);
   return object;
 }
 

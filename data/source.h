@@ -41,8 +41,8 @@ typedef struct {
   int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
 } Packing;
 
-// Whether tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that made
-// them, and, by the second, val_*.bin.
+// Whether tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that
+// made them, and, by the second, val_*.bin.
 bool manifest_is_in(const char *folder);
 bool manifest_has_validation(const char *folder);
 

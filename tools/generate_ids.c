@@ -84,7 +84,7 @@ static int32_t *find_stops(const char *folder) {
   static const char *const files[] = {"generation_config.json", "config.json"};
   int32_t *stops = NULL;
   for (int i = 0; i < 2 && !stops; i++) {
-    cJSON *json = json_read(path_in(folder, files[i]).text);
+    cJSON *json = json_read(path_in(folder, files[i]).text, NULL);
     const cJSON *ids = json_member(json, "eos_token_id"), *id = cJSON_IsArray(ids) ? ids->child : ids;
     for (; id; id = id == ids ? NULL : id->next)
       if (json_is_whole(id) && id->valuedouble < INT32_MAX) arrput(stops, id->valueint);

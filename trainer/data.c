@@ -23,7 +23,7 @@ static void require_tokenizer(const Options *o, const Source *source) {
     if (!strcmp(folder.text, last.text) || !manifest_is_in(folder.text)) continue;
     Path theirs = path_in(folder.text, "tokenizer.json");
     size_t sizes[2] = {0};
-    char *mine = file_read(own.text, &sizes[0]), *other = file_read(theirs.text, &sizes[1]);
+    char *mine = file_read(own.text, &sizes[0], NULL), *other = file_read(theirs.text, &sizes[1], NULL);
     bool found = other, same = mine && other && sizes[0] == sizes[1] && !memcmp(mine, other, sizes[0]);
     free(mine);
     free(other);
@@ -59,8 +59,7 @@ static void go_on(const Options *o, RunData *d) {
   DataPlace place = saved_place(o, d, &order);
   if (strcmp(order, d->order)) {
     warn("%s was saved %s tokens into pass %lld over \"%s\", and now there are \"%s\": a new pass begins in "
-         "place "
-         "of the rest",
+         "place of the rest",
          o->origin, text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
     place = (DataPlace){place.pass + (place.tokens > 0), 0};
   }

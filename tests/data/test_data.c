@@ -450,7 +450,7 @@ TEST(an_output_is_locked) {
   fclose(log);
   fclose(file_create("the log", temp_path("new.jsonl"), "{", true)); // whose last line a full disk cut
   size_t length;
-  char *text = file_read(temp_path("new.jsonl"), &length);
+  char *text = file_read(temp_path("new.jsonl"), &length, NULL);
   assert_string_equal(text, "{\n");
   free(text);
   ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
@@ -469,7 +469,7 @@ TEST(an_earlier_output_is_kept) {
       fclose(file_create("the log", temp_path(names[i]), "{", KEEP));
     else
       ASSERT_FAILS(file_create("the log", temp_path(names[i]), "{", KEEP), "name another file");
-    char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length);
+    char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length, NULL);
     assert_string_equal(text, "{earlier");
     free(text);
   }
