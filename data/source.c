@@ -351,11 +351,7 @@ static void find_root(char root[PATH_MAX]) {
          "one: name text with --data");
 }
 
-Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size) {
-  return source_open_split(paths, count, vocab_size, SPLIT_NONE);
-}
-
-Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split) {
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split) {
   Source *source = host_alloc(1, sizeof *source, "a data source");
   source->vocab_size = vocab_size;
   source->split = split;

@@ -68,8 +68,7 @@ typedef struct {
 // the executable, or else in the current directory. Fails, naming file and offset, on a path that is missing,
 // unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for which it may
 // read all data. The caller closes it.
-Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
-Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
 
 void source_close(Source *source);                                // NULL is fine
 const char *source_path(const Source *source, int64_t file);      // of one of `files`

@@ -189,7 +189,7 @@ static State read_state(Settings *o) {
   o->vocab_size = config.vocab_size;
   if (!o->seq_len) o->seq_len = model_default_seq_len(&config);
   model_check_seq_len(&config, o->seq_len);
-  Source *source = source_open(o->data, arrlen(o->data), o->vocab_size);
+  Source *source = source_open(o->data, arrlen(o->data), o->vocab_size, SPLIT_NONE);
   Loader loader =
       loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = o->seq_len, .seed = 1});
   int64_t ranks = ranks_self()->ranks, sequences = ceil_div(o->tokens, o->seq_len); // of each rank

@@ -69,9 +69,8 @@ static void go_on(const Options *o, RunData *d) {
 RunData run_data_open(const Options *o) {
   int64_t vocab_size = o->model.vocab_size;
   SourceSplit split = o->train_step || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
-  RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, split)};
-  if (o->val_data)
-    d.val_source = source_open_split(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
+  RunData d = {.source = source_open(o->data, arrlen(o->data), vocab_size, split)};
+  if (o->val_data) d.val_source = source_open(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
   const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
   if (shared)
     fail("%s is both in --data and in --val-data; leave it out of one, to validate on what is not trained on",
@@ -137,7 +136,7 @@ int32_t *prompt_ids(const char *list, int64_t vocab_size) {
 static int32_t *prompt_shard(const char *path, int64_t vocab_size) {
   enum { MOST = 1 << 20 };
   int32_t *tokens = NULL;
-  Source *shard = source_open(&path, 1, vocab_size);
+  Source *shard = source_open(&path, 1, vocab_size, SPLIT_NONE);
   if (shard->tokens > MOST)
     fail("--prompt %s: it has %lld tokens; give a shard of at most %d", path, (long long)shard->tokens, MOST);
   arrsetlen(tokens, shard->tokens);

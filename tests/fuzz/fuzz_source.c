@@ -63,7 +63,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (size < 2 || size > sizeof zeros) return 0;
   if (file < 0) file = make_file();
   size_t header = 256 * sizeof(int32_t), at = header + (size_t)(data[0] | data[1] << 8);
-  Source *source = source_open(paths, 1, VOCABULARY);
+  Source *source = source_open(paths, 1, VOCABULARY, SPLIT_NONE);
   write_all(file, data + 2, size - 2, at);
   fail_set_handler(jump);
   if (!setjmp(failed)) {
