@@ -140,7 +140,7 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
 
 char *file_read(const char *path, size_t *length, Reason *given) {
   enum { MAX_BYTES = 256 << 20 };
-  Reason why, *reason = given ? given : &why;
+  Reason why = {""}, *reason = given ? given : &why;
   size_t size = 0, have = 0;
   int file = open_regular(path, &size, reason);
   if (size > MAX_BYTES)

@@ -50,7 +50,7 @@ cJSON *json_parse(const char *text, size_t length, Reason *reason) {
 }
 
 cJSON *json_read(const char *path, Reason *given) {
-  Reason why, *reason = given ? given : &why;
+  Reason why = {""}, *reason = given ? given : &why;
   size_t length;
   char *text = file_read(path, &length, given);
   cJSON *object = text ? json_parse(text, length, reason) : NULL;

@@ -162,9 +162,8 @@ Prompt prompt_open(const Options *o, const Source *source) {
     p.tokens = prompt_shard(o->prompt, vocab_size);
   } else if (!(p.tokens = prompt_ids(o->prompt, vocab_size))) {
     fail("--prompt: a token of this run is no byte: give a shard (*.bin), or ids such as 15496,995, which "
-         "python3 -c 'import sys, tokenizers as t; "
-         "print(*t.Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids, sep=\",\")' %s%s 'TEXT' prints "
-         "(pip install tokenizers)",
+         "python3 -c 'import sys, tokenizers as t; print(*t.Tokenizer.from_file(sys.argv[1]).encode("
+         "sys.argv[2]).ids, sep=\",\")' %s%s 'TEXT' prints (pip install tokenizers)",
          path ? path : "tokenizer.json", path && path_is_folder(path) ? "/tokenizer.json" : "");
   }
   p.count = arrlen(p.tokens);
