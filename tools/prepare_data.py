@@ -48,7 +48,7 @@ SIMPLE_TEMPLATE = (
     "{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
 
 PART_BYTES = 4 << 20  # of a file, read at a time
-PIECE_BYTES = 1 << 18  # likewise where the file is one document: a thread tokenizes each
+PIECE_BYTES = 1 << 18  # likewise where a document is of many lines: a thread tokenizes each
 BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30  # for a record
 
@@ -149,17 +149,19 @@ def is_binary(path, options):
     return not start or b"\0" in start
 
 
-def lines_of(path, step, anywhere):
-    """A file's lines, at least `step` bytes at a time, how many of its bytes are read, and whether that is all. Cuts
-    stand before a letter or digit, unless they may stand anywhere; see Tokens.can_be_cut."""
-    lines, size = [], 0
+def lines_of(path, piece, document, anywhere):
+    """A file's lines, at least `piece` bytes at a time, how many of its bytes are read, and whether that ends a
+    document, of at least `document` bytes but for the last. Cuts stand before a letter or digit, unless they may stand
+    anywhere; see Tokens.can_be_cut."""
+    lines, size, left = [], 0, document
     try:
         raw, file = open_text(path)
         with raw:
             for line in file:
-                if size >= step and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
-                    yield lines, raw.tell(), False
-                    lines, size = [], 0
+                if size >= min(piece, left) and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
+                    left -= size
+                    yield lines, raw.tell(), left <= 0
+                    lines, size, left = [], 0, left if left > 0 else document
                 lines.append(line)
                 size += len(line)
             yield lines, raw.tell(), True
@@ -172,15 +174,15 @@ codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
 
 
 def parts_of(path, options):
-    """A file, a part at a time: how many of its bytes are read, whether that is all, and pairs (place, item). An
+    """A file, a part at a time: how many of its bytes are read, whether a document ends there, and pairs (place, item). An
     item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
     kind, size, at = kind_of(path, options), os.path.getsize(path), 0
     if kind == "parquet":
         yield from row_groups(path, size, options)
         return
     by_line = kind == "jsonl" or options.document == "line"
-    step = {"line": PART_BYTES, "file": options.piece_bytes, "stretch": max(1 << 14, min(PART_BYTES, size // 100))}
-    for lines, done, last in lines_of(path, step["line" if by_line else options.document], by_line):
+    document = max(1 << 14, min(PART_BYTES, size // 100)) if options.document == "stretch" and not by_line else sys.maxsize
+    for lines, done, ends in lines_of(path, PART_BYTES if by_line else options.piece_bytes, document, by_line):
         items = []
         for data in lines if by_line else [b"".join(lines)]:
             place, at = f"{path}, byte {at}", at + len(data)
@@ -188,7 +190,7 @@ def parts_of(path, options):
             item = data if kind == "jsonl" else data.decode("utf-8", errors="half a pair")
             if item.strip() or not by_line:
                 items.append((place, item))
-        yield done, last, items
+        yield done, ends, items
 
 
 def row_groups(path, size, options):
@@ -433,17 +435,17 @@ def make_shards(files, options, tokens, folder):
         print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {made:,} tokens, {speed / 1e6:.1f} MB/s", file=sys.stderr, flush=True)
 
     for path in files:
-        whole, opens = kind_of(path, options) == "text" and options.document == "file", True
-        for done, last, items in parts_of(path, options):
+        cut, opens = kind_of(path, options) == "text" and options.document != "line", True
+        for done, ends, items in parts_of(path, options):
             for n, (text, spans) in enumerate(documents_of(items, read, options, report)):
-                split, closes = (split_of(options, number), last) if whole else (split_of(options, number, n), True)
-                batch.append((text, spans, split, opens, closes))
+                place, closes = (number,) if cut and options.document == "file" else (number, n), ends or not cut
+                batch.append((text, spans, split_of(options, *place), opens, closes))
                 opens = closes
                 chars += len(text)
                 if chars > BATCH_CHARS:
                     encode(before + done)
                     chars = 0
-            number += not whole or last
+            number += ends or not cut
         before += os.path.getsize(path)
     encode(total)
     for split in shards.values():

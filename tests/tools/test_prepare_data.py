@@ -127,6 +127,8 @@ def test_a_file_is_what_its_text_is(folder):
     assert tokens.count(GPT2_END) == 1 and ends == [len(tokens) - 1] and manifest["splits"]["train"]["documents"] == 1
     # A part held back: together as many documents' tokens as before, each stretch closed.
     both = [shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]]
+    prepare_with("PIECE_BYTES=999", path, "--document", "stretch", "--tokenizer", GPT2, "--out", out, "--val-fraction", 0.2).ok()
+    assert both == [read_shards(out)[1], read_shards(out, "val")[1]]
     assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
     assert sum(len(GPT2_TOKENIZER.decode(part)) for part in both) == len(text)
 
