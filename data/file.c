@@ -138,14 +138,14 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
   return out;
 }
 
-char *file_try_read(const char *path, size_t *length, Reason *reason) {
+char *file_read(const char *path, size_t *length, Reason *given) {
   enum { MAX_BYTES = 256 << 20 };
+  Reason why = {""}, *reason = given ? given : &why;
   size_t size = 0, have = 0;
   int file = open_regular(path, &size, reason);
-  if (file < 0) return NULL;
   if (size > MAX_BYTES)
     refuse(reason, "%s is larger than %d MiB, which no file of its kind is", path, MAX_BYTES >> 20);
-  char *text = *reason->text ? NULL : host_alloc((int64_t)size + 1, 1, path);
+  char *text = file < 0 || *reason->text ? NULL : host_alloc((int64_t)size + 1, 1, path);
   for (ssize_t got = 1; text && have < size && got > 0; have += (size_t)got) {
     got = read(file, text + have, size - have);
     if (got >= 0) continue;
@@ -153,15 +153,9 @@ char *file_try_read(const char *path, size_t *length, Reason *reason) {
     free(text);
     text = NULL;
   }
-  close(file);
+  if (file >= 0) close(file);
+  if (!given && *reason->text) fail("%s", reason->text);
   *length = have;
-  return text;
-}
-
-char *file_read(const char *path, size_t *length) {
-  Reason reason;
-  char *text = file_try_read(path, length, &reason);
-  if (*reason.text) fail("%s", reason.text);
   return text;
 }
 
@@ -198,7 +192,7 @@ Mapping file_map_or_copy(const char *path, size_t limit, Reason *given) {
       mapping.bytes = bytes;
   } else if (file >= 0) {
     mapping.copied = true;
-    mapping.bytes = file_try_read(path, &mapping.size, reason);
+    mapping.bytes = file_read(path, &mapping.size, reason);
   }
   if (file >= 0) close(file);
   if (!given && *reason->text) fail("%s", reason->text);

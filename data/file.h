@@ -24,10 +24,9 @@ bool path_make_folders(const char *path, Reason *reason); // the folder and thos
 typedef enum { REPLACE, APPEND, KEEP } EarlierOutput;
 FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 
-// The whole file and a 0, which *length does not count; NULL: absent. The caller frees it. Fails where it is
-// no regular file, unreadable or larger than 256 MiB; file_try_read gives the reason instead.
-char *file_read(const char *path, size_t *length);
-char *file_try_read(const char *path, size_t *length, Reason *reason);
+// The whole file and a 0, which *length does not count; NULL: absent. The caller frees it. Where it is no
+// regular file, unreadable or larger than 256 MiB, it fails, or `reason` (not NULL; "" where absent) says so.
+char *file_read(const char *path, size_t *length, Reason *reason);
 
 // A file in memory, mapped or copied. The program fails, naming it, when a mapped file is shortened.
 typedef struct {
@@ -36,7 +35,7 @@ typedef struct {
   bool copied;
 } Mapping;
 
-// Copies a file of up to `limit` bytes. Errors as file_try_read's, or fatal where `reason` is NULL.
+// Copies a file of up to `limit` bytes. Errors as file_read's.
 Mapping file_map_or_copy(const char *path, size_t limit, Reason *reason);
 void file_unmap(Mapping *mapping);
 // CRC-32, as zlib's crc32, by all threads. `crc`: of the bytes before, 0 for none.

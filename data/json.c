@@ -34,35 +34,23 @@ cJSON *json_parse(const char *text, size_t length, Reason *reason) {
   cJSON *object = cJSON_ParseWithLengthOpts(copy, length + 1, &end, false);
   size_t used = (size_t)(end - copy);
   if (object) used += strspn(end, " \t\r\n");
-  if (object && (used != length || !cJSON_IsObject(object))) {
-    cJSON_Delete(object);
-    object = NULL;
-  }
-  if (!object) refuse(reason, "it is no JSON object (see byte %zu)", used);
+  bool good = (cJSON_IsObject(object) && used == length) ||
+              refuse(reason, "it is no JSON object (see byte %zu)", used);
+  const char *twice = good ? repeated_name(object) : NULL;
+  if (twice) good = refuse(reason, "\"%.40s\" stands in it twice", twice);
+  if (!good) cJSON_Delete(object);
   free(copy);
-  const char *twice = object ? repeated_name(object) : NULL;
-  if (twice) {
-    refuse(reason, "\"%.40s\" stands in it twice", twice);
-    cJSON_Delete(object);
-    object = NULL;
-  }
-  return object;
+  return good ? object : NULL;
 }
 
-cJSON *json_try_read(const char *path, Reason *reason) {
+cJSON *json_read(const char *path, Reason *given) {
+  Reason why = {""}, *reason = given ? given : &why;
   size_t length;
-  char *text = file_try_read(path, &length, reason);
-  if (!text) return NULL;
-  cJSON *object = json_parse(text, length, reason);
-  if (!object) refuse(reason, "%s cannot be read: %s", path, reason->text);
+  char *text = file_read(path, &length, given);
+  cJSON *object = text ? json_parse(text, length, reason) : NULL;
+  if (text && !object) refuse(reason, "%s cannot be read: %s", path, reason->text);
+  if (text && !object && !given) fail("%s", reason->text);
   free(text);
-  return object;
-}
-
-cJSON *json_read(const char *path) {
-  Reason reason;
-  cJSON *object = json_try_read(path, &reason);
-  if (!object && *reason.text) fail("%s", reason.text);
   return object;
 }
 
@@ -93,7 +81,7 @@ cJSON *json_string(const char *text) {
 }
 
 const char *json_bytes(cJSON *item) {
-  if (cJSON_IsString(item) || !cJSON_IsArray(item)) return cJSON_GetStringValue(item);
+  if (!cJSON_IsArray(item)) return cJSON_GetStringValue(item);
   int count = 0;
   char *text = cJSON_malloc((size_t)cJSON_GetArraySize(item) + 1);
   if (!text) fail("out of host memory for a JSON text");

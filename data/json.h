@@ -8,9 +8,8 @@
 
 // An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);
-// The same from a file; NULL where it is absent. json_try_read's reason is then "".
-cJSON *json_read(const char *path);
-cJSON *json_try_read(const char *path, Reason *reason);
+// The same from a file; NULL where it is absent, with "" as the reason. Fails where `reason` is NULL.
+cJSON *json_read(const char *path, Reason *reason);
 
 const cJSON *json_member(const cJSON *object, const char *name);       // NULL when absent or null
 const char *json_text(const cJSON *object, const char *name);          // NULL when it is no text

@@ -66,19 +66,12 @@ DataPlace loader_place(const Loader *loader, int64_t step, int64_t windows);
 // order can be compared. "windows in file order; checksum 0a1b2c3d", cut to `size` bytes.
 void loader_describe_order(const Loader *loader, char *out, size_t size);
 
-typedef struct {
-  int64_t step;       // of the optimizer, from 0
-  int64_t micro_step; // in [0, micro_steps)
-  int64_t micro_steps;
-  int64_t rank; // in [0, ranks)
-  int64_t ranks;
-} LoaderPlace;
-
-// Fills tokens and targets ([B T], the caller's) with the training batch at `place`; returns how many targets
-// count. Masked ones and padding are IGNORED_TARGET. documents ([2, B T], or NULL): how many tokens of its
-// document lie before each token in its row, then how many after it; 0 for padding.
-int64_t loader_train_batch(const Loader *loader, LoaderPlace place, int32_t *tokens, int32_t *targets,
-                           int32_t *documents);
+// Fills tokens and targets ([B T], the caller's) with training batch `index` of the `batches` of a step, which
+// are micro_steps * ranks; returns how many targets count. Masked ones and padding are IGNORED_TARGET.
+// documents ([2, B T], or NULL): how many tokens of its document lie before each token in its row, then how
+// many after it; 0 for padding.
+int64_t loader_train_batch(const Loader *loader, int64_t step, int64_t index, int64_t batches,
+                           int32_t *tokens, int32_t *targets, int32_t *documents);
 
 // The same for validation batch `index` of `batches` (0: all), spread evenly. Further rows are padding.
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,

@@ -15,7 +15,7 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "data/manifest.h"
+#include "data/json.h"
 #include "kernels/alloc.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
@@ -37,6 +37,18 @@ typedef struct SourceFile {
   const uint8_t *mask; // in the mask file, or NULL: every token counts
   int64_t stored, first;
 } SourceFile;
+
+bool manifest_is_in(const char *folder) {
+  Reason reason;
+  cJSON *manifest = json_read(path_in(folder, "manifest.json").text, &reason);
+  bool ours = json_is(manifest, "format", "lce.c shards");
+  cJSON_Delete(manifest);
+  return ours;
+}
+
+bool manifest_has_validation(const char *folder) {
+  return path_exists(path_in(folder, "val_000000.bin").text) && manifest_is_in(folder);
+}
 
 // --- the files that paths name -----------------------------------------------------------------------------
 
@@ -339,11 +351,7 @@ static void find_root(char root[PATH_MAX]) {
          "one: name text with --data");
 }
 
-Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size) {
-  return source_open_split(paths, count, vocab_size, SPLIT_NONE);
-}
-
-Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split) {
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split) {
   Source *source = host_alloc(1, sizeof *source, "a data source");
   source->vocab_size = vocab_size;
   source->split = split;
@@ -464,14 +472,13 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
       fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
            "with tools/prepare_data.py, which writes that next to it",
            part->path);
-    for (int64_t k = bits || end_of_text >= 0 ? 0 : part->stored; k <= part->stored; k++) {
+    for (int64_t k = 0; k < part->stored && (bits || end_of_text >= 0); k++) {
       int32_t id = -1;
-      bool past = k == part->stored, is_end = past && (text || next == source->tokens);
-      if (!past && !bits) widen(part, k, 1, &id);
-      if (!past) is_end = bits ? is_set(bits, k) : id == end_of_text;
-      int64_t end = past ? next : part->first + k + 1;
-      if (is_end && !(arrlen(ends) && arrlast(ends) == end)) arrput(ends, end);
+      if (!bits) widen(part, k, 1, &id);
+      if (bits ? is_set(bits, k) : id == end_of_text) arrput(ends, part->first + k + 1);
     }
+    bool is_end = text || next == source->tokens; // of a text, or of the stream
+    if (is_end && !(arrlen(ends) && arrlast(ends) == next)) arrput(ends, next);
     file_advise(&part->file, 0, part->file.size, MADV_DONTNEED); // as in check_ids
     file_unmap(&file);
   }

@@ -41,8 +41,12 @@ typedef struct {
   int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
 } Packing;
 
-// What is read of directories that tools/prepare_data.py made (data/manifest.h): all; all but val_*.bin; or,
-// where there are val_*.bin, all but train_*.bin.
+// Whether tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that
+// made them, and, by the second, val_*.bin.
+bool manifest_is_in(const char *folder);
+bool manifest_has_validation(const char *folder);
+
+// What is read of such folders: all; all but val_*.bin; or, where there are val_*.bin, all but train_*.bin.
 typedef enum { SPLIT_NONE, SPLIT_TRAIN, SPLIT_VALIDATION } SourceSplit;
 
 typedef struct {
@@ -64,8 +68,7 @@ typedef struct {
 // the executable, or else in the current directory. Fails, naming file and offset, on a path that is missing,
 // unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for which it may
 // read all data. The caller closes it.
-Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size);
-Source *source_open_split(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
+Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
 
 void source_close(Source *source);                                // NULL is fine
 const char *source_path(const Source *source, int64_t file);      // of one of `files`

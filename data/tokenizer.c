@@ -115,7 +115,7 @@ Tokenizer *tokenizer_open(const char *path, Reason *reason) {
   Path within = path_in(path, "tokenizer.json");
   if (path_is_folder(path)) path = within.text;
   size_t length;
-  char *text = file_try_read(path, &length, reason);
+  char *text = file_read(path, &length, reason);
   Tokenizer *t = text ? tokenizer_parse(text, length, reason) : NULL;
   if (text && !t) refuse(reason, "%s is no tokenizer that this program can use: %s", path, reason->text);
   if (!text && !*reason->text) refuse(reason, "cannot open the tokenizer %s: %s", path, strerror(ENOENT));
@@ -139,10 +139,6 @@ void tokenizer_close(Tokenizer *t) {
   for (int64_t i = 0; i < arrlen(t->tokens); i++) free(t->tokens[i].bytes);
   arrfree(t->tokens);
   free(t);
-}
-
-int64_t tokenizer_size(const Tokenizer *t) {
-  return arrlen(t->tokens);
 }
 
 // U+FFFD where no token has this id.

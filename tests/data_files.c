@@ -110,12 +110,12 @@ Source *open_counting(const char *name, int64_t count) {
 
 Source *open_one(const char *name, int64_t vocab_size) {
   const char *path = temp_path(name);
-  return source_open(&path, 1, vocab_size);
+  return source_open(&path, 1, vocab_size, SPLIT_NONE);
 }
 
 Source *open_two(const char *first, const char *second, int64_t vocab_size) {
   const char *paths[] = {temp_path(first), temp_path(second)};
-  return source_open(paths, 2, vocab_size);
+  return source_open(paths, 2, vocab_size, SPLIT_NONE);
 }
 
 int mappings(void) {

@@ -167,8 +167,7 @@ static State run_model(const Settings *o, const ModelConfig *config, const Loade
                  .targets = host_alloc(sequences * o->seq_len, sizeof *tokens, "the targets")};
   for (int64_t i = 0; i < sequences; i++) {
     const Launch *self = ranks_self();
-    LoaderPlace place = {.step = i, .micro_steps = 1, .rank = self->rank, .ranks = self->ranks};
-    loader_train_batch(loader, place, tokens, state.targets + i * o->seq_len, NULL);
+    loader_train_batch(loader, i, self->rank, self->ranks, tokens, state.targets + i * o->seq_len, NULL);
     backend_to_device(backend, batch.tokens, tokens);
     transformer_last_hidden_state(backend, &model, &batch, x);
     backend_to_host(backend, (char *)state.x + (size_t)i * tensor_bytes(x), x);
@@ -189,7 +188,7 @@ static State read_state(Settings *o) {
   o->vocab_size = config.vocab_size;
   if (!o->seq_len) o->seq_len = model_default_seq_len(&config);
   model_check_seq_len(&config, o->seq_len);
-  Source *source = source_open(o->data, arrlen(o->data), o->vocab_size);
+  Source *source = source_open(o->data, arrlen(o->data), o->vocab_size, SPLIT_NONE);
   Loader loader =
       loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = o->seq_len, .seed = 1});
   int64_t ranks = ranks_self()->ranks, sequences = ceil_div(o->tokens, o->seq_len); // of each rank

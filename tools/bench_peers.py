@@ -3,8 +3,7 @@
 
   make liblce.so && tools/bench_peers.py        # on a GPU; needs PyTorch, and a peer's package for its row
   tools/bench_peers.py --z-loss                 # the loss with z-loss, beside chains of separate operations
-  tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient
-  tools/bench_peers.py --ids                    # of 1, 8 and 128 ids per token
+  tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient, and of several ids per token
   tools/bench_peers.py --step                   # a training step of transformers' Llama; also with --z-loss
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # without a GPU
 
@@ -182,9 +181,6 @@ def log_probs(name, entropy):
         liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper), *map(ours, (0, 4096, 2048))])
 
 
-LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True)]
-
-
 def ours_of_ids(k):
     def loss_of(x, w, y):
         ids = (y[:, None] + 7919 * torch.arange(k, device=y.device)) % len(w)
@@ -193,7 +189,8 @@ def ours_of_ids(k):
     return eager(f"lce.c, chunk 2048, K {k}", loss_of)
 
 
-IDS = Loss("log-probabilities of K ids and lse", None, [*map(ours_of_ids, (1, 8, 128))])
+LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities and entropies", True),
+             Loss("log-probabilities of K ids and lse", None, [*map(ours_of_ids, (1, 8, 128))])]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -420,8 +417,7 @@ def parse_options():
     add("--without", action="append", default=[], metavar="NAME", help="leave out peers whose names start so; may be repeated")
     for name, text in [("no-errors", "leave out the comparison with float64"),
                        ("z-loss", "the loss with z-loss, against chains of separate operations"),
-                       ("log-probs", "log-probabilities, alone and with entropies, likewise"),
-                       ("ids", "log-probabilities of 1, 8 and 128 ids per token, without errors"),
+                       ("log-probs", "log-probabilities, alone and with entropies, likewise, and of 1, 8 and 128 ids per token"),
                        ("step", "a training step instead of the loss alone; needs transformers"),
                        ("json", "a JSON object a row instead of tables")]:
         add("--" + name, action="store_true", help=text)
@@ -444,7 +440,7 @@ def main():
         installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
         versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
         print(f"{gpu}, median of {options.rounds}; {', '.join(versions)}")
-    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs + [IDS] * options.ids or [CROSS_ENTROPY]:
+    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:
         if options.step:
             rows, title = step_rows(options, loss)
             show(options, f"{loss.name}: {title}", "over lce.c", rows, loss=loss.name, gpu=gpu, step=True)

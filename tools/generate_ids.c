@@ -53,7 +53,8 @@ static Wanted parse(int argc, char **argv) {
       rows, "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
       "the model is named with --init DIR"};
   Wanted w = {.train = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
-  option_table_parse(&table, &w, NULL, argc, argv);
+  bool given[OPTION_ROWS_MAX] = {false};
+  option_table_parse(&table, &w, given, argc, argv);
   Options *o = &w.train;
   if (!o->init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
   o->origin = (char *)o->init;
@@ -83,7 +84,7 @@ static int32_t *find_stops(const char *folder) {
   static const char *const files[] = {"generation_config.json", "config.json"};
   int32_t *stops = NULL;
   for (int i = 0; i < 2 && !stops; i++) {
-    cJSON *json = json_read(path_in(folder, files[i]).text);
+    cJSON *json = json_read(path_in(folder, files[i]).text, NULL);
     const cJSON *ids = json_member(json, "eos_token_id"), *id = cJSON_IsArray(ids) ? ids->child : ids;
     for (; id; id = id == ids ? NULL : id->next)
       if (json_is_whole(id) && id->valuedouble < INT32_MAX) arrput(stops, id->valueint);

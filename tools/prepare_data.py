@@ -47,8 +47,8 @@ SIMPLE_TEMPLATE = (
     "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
     "{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
 
-ITEM_BYTES = 4 << 20  # of a file, read at a time
-PIECE_BYTES = 1 << 18  # of a document, tokenized by a thread
+PART_BYTES = 4 << 20  # of a file, read at a time
+PIECE_BYTES = 1 << 18  # likewise where a document is of many lines: a thread tokenizes each
 BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
 TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30  # for a record
 
@@ -149,33 +149,22 @@ def is_binary(path, options):
     return not start or b"\0" in start
 
 
-# A text is cut after a newline and before a letter or digit; see Tokens.can_be_cut.
-
-def pieces(text, step):
-    """(start, end) of pieces of at least `step`."""
-    start = 0
-    while start < len(text):
-        end = start + step
-        while (end := text.find("\n", end) + 1) > 0 and not text[end:end + 1].isalnum():
-            pass
-        end = end or len(text)
-        yield start, end
-        start = end
-
-
-def blocks_of(path, step, anywhere):
-    """A file's lines, at least `step` bytes at a time, how many of its bytes are read, and whether that is all."""
-    lines, size = [], 0
+def lines_of(path, piece, document, anywhere):
+    """A file's lines, at least `piece` bytes at a time, how many of its bytes are read, and whether that ends a
+    document, of at least `document` bytes but for the last. Cuts stand before a letter or digit, unless they may stand
+    anywhere; see Tokens.can_be_cut."""
+    lines, size, left = [], 0, document
     try:
         raw, file = open_text(path)
         with raw:
             for line in file:
-                if size >= step and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
-                    yield b"".join(lines), raw.tell(), False
-                    lines, size = [], 0
+                if size >= min(piece, left) and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
+                    left -= size
+                    yield lines, raw.tell(), left <= 0
+                    lines, size, left = [], 0, left if left > 0 else document
                 lines.append(line)
                 size += len(line)
-            yield b"".join(lines), raw.tell(), True
+            yield lines, raw.tell(), True
     except BAD_GZIP as error:
         raise ValueError(f"{path} is no gzip file that can be read: {error}") from None
 
@@ -185,27 +174,23 @@ codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
 
 
 def parts_of(path, options):
-    """A file, a part at a time: how many of its bytes are read, whether that is all, and pairs (place, item). An
+    """A file, a part at a time: how many of its bytes are read, whether a document ends there, and pairs (place, item). An
     item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
-    kind, size = kind_of(path, options), os.path.getsize(path)
-    by_line = kind == "jsonl" or options.document == "line"
-
-    def items(at, data):
-        for item in data.split(b"\n") if by_line else [data]:
-            place, at = f"{path}, byte {at}", at + len(item) + 1
-            item = item if kind == "jsonl" else item.decode("utf-8", errors="half a pair")
-            if item.strip() or not by_line:
-                yield place, item
-
+    kind, size, at = kind_of(path, options), os.path.getsize(path), 0
     if kind == "parquet":
         yield from row_groups(path, size, options)
         return
-    step, at = ITEM_BYTES if by_line else options.item_bytes, 0
-    if options.document == "stretch" and kind == "text":
-        step = max(1 << 14, min(ITEM_BYTES, size // 100))
-    for data, done, last in blocks_of(path, step, by_line):
-        yield done, last, items(at, data)
-        at += len(data)
+    by_line = kind == "jsonl" or options.document == "line"
+    document = max(1 << 14, min(PART_BYTES, size // 100)) if options.document == "stretch" and not by_line else sys.maxsize
+    for lines, done, ends in lines_of(path, PART_BYTES if by_line else options.piece_bytes, document, by_line):
+        items = []
+        for data in lines if by_line else [b"".join(lines)]:
+            place, at = f"{path}, byte {at}", at + len(data)
+            data = data.removesuffix(b"\n") if by_line else data
+            item = data if kind == "jsonl" else data.decode("utf-8", errors="half a pair")
+            if item.strip() or not by_line:
+                items.append((place, item))
+        yield done, ends, items
 
 
 def row_groups(path, size, options):
@@ -363,7 +348,6 @@ def documents_of(items, read, options, report):
 
     for place, item in items:
         signal.alarm(TEMPLATE_SECONDS)
-        signal.setitimer(signal.ITIMER_PROF, 2 * TEMPLATE_SECONDS)  # ends what no alarm interrupts, with the process
         try:
             if isinstance(item, bytes):
                 if item.lstrip()[:1] == b"[":
@@ -379,8 +363,7 @@ def documents_of(items, read, options, report):
             raise ValueError(f"{place}: the chat template fails ({type(error).__name__}: {error})") from None
         finally:
             signal.alarm(0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        report["left out"] += not text
+        report["unanswered"] += options.chat and not text
         if text:
             yield text, spans
 
@@ -440,11 +423,9 @@ def make_shards(files, options, tokens, folder):
     read = Chat(options, tokens).text_of if options.chat else text_of
     # In the batch: a text, its spans, its split, whether it opens and closes a document.
     report, batch, chars, number = collections.Counter(), [], 0, 0
-    before, total, start, parent = 0, sum(map(os.path.getsize, files)), time.monotonic(), os.getppid()
+    before, total, start = 0, sum(map(os.path.getsize, files)), time.monotonic()
 
     def encode(done):
-        if os.getppid() != parent:
-            sys.exit("")
         for (text, spans, split, _, closes), (ids, counts) in zip(batch, tokens.encode(batch)):
             shards[split].add(ids, counts, closes)
             report["named"] += len(tokens.named.findall(text)) - text.count(CONTROL)  # but those that are meant
@@ -454,18 +435,17 @@ def make_shards(files, options, tokens, folder):
         print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {made:,} tokens, {speed / 1e6:.1f} MB/s", file=sys.stderr, flush=True)
 
     for path in files:
-        whole, first, opens = kind_of(path, options) == "text" and options.document == "file", number, True
-        for done, last, items in parts_of(path, options):
+        cut, opens = kind_of(path, options) == "text" and options.document != "line", True
+        for done, ends, items in parts_of(path, options):
             for n, (text, spans) in enumerate(documents_of(items, read, options, report)):
-                split, closes = split_of(options, first) if whole else split_of(options, number, n), last or not whole
-                for begin, end in pieces(text, options.piece_bytes):
-                    batch.append((text[begin:end], spans, split, opens, closes and end == len(text)))
-                    opens = batch[-1][-1]
+                place, closes = (number,) if cut and options.document == "file" else (number, n), ends or not cut
+                batch.append((text, spans, split_of(options, *place), opens, closes))
+                opens = closes
                 chars += len(text)
                 if chars > BATCH_CHARS:
                     encode(before + done)
                     chars = 0
-            number += 1
+            number += ends or not cut
         before += os.path.getsize(path)
     encode(total)
     for split in shards.values():
@@ -487,7 +467,7 @@ def train_tokenizer(files, options, path):
         for _, _, items in (part for path in files for part in parts_of(path, options)):
             for text, _ in documents_of(items, read, options, collections.Counter()):
                 left -= len(text)
-                yield from (text[start:end] for start, end in pieces(text, PIECE_BYTES))
+                yield text
             if left < 0:
                 return
 
@@ -554,8 +534,8 @@ class Tokens:
             encoding = self.encodings(["x"], True)[0]
             own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
             self.around = encoding.ids[:own[0]], encoding.ids[own[-1] + 1:]
-        if options.chat or not self.can_be_cut():
-            options.item_bytes = options.piece_bytes = sys.maxsize
+        if not self.can_be_cut():
+            options.piece_bytes = sys.maxsize
         # Special tokens get names that no text has, in vocabulary and merges, too.
         data, control = json.loads(self.tokenizer.to_str()), set()
         data["post_processor"] = None  # it trims offsets, and adds what `around` has
@@ -667,7 +647,7 @@ def parse_options():
             fail(f"--{name.replace('_', '-')} {value}: give {least} to {most}")
     if not options.out:
         fail("--out: the path is empty")
-    options.item_bytes, options.piece_bytes = ITEM_BYTES, PIECE_BYTES
+    options.piece_bytes = PIECE_BYTES
     return options
 
 
@@ -700,16 +680,14 @@ def prepare(options, staging):
     if options.val_fraction > 0 and "val" not in made:
         print("no document was drawn for validation: there are few; raise --val-fraction, cut files with --document stretch or "
               "line, or prepare others for it")
-    if report["replaced"]:
-        print(f"{count(report['replaced'], 'invalid character')} replaced by U+FFFD")
-    if report["left out"] and options.chat:
-        print(f"{count(report['left out'], 'conversation')} without a message of the assistant left out")
-    if report["named"]:
-        print(f"{count(report['named'], 'name')} of special tokens in the text are ordinary text; with --parse-special "
-              "they are these tokens")
-    if report["endless"]:
-        print(f"{count(report['endless'], 'conversation')} where no stop token is learned, so that the model does not learn "
-              "to stop; give a --chat-template that ends each answer with {{ eos_token }}")
+    for name, noun, what in [
+            ("replaced", "invalid character", "replaced by U+FFFD"),
+            ("unanswered", "conversation", "without a message of the assistant left out"),
+            ("named", "name", "of special tokens in the text are ordinary text; with --parse-special they are these tokens"),
+            ("endless", "conversation", "where no stop token is learned, so that the model does not learn to stop; give a "
+             "--chat-template that ends each answer with {{ eos_token }}")]:
+        if report[name]:
+            print(f"{count(report[name], noun)} {what}")
     model = f"--vocab {tokens.vocab_size}"
     if options.chat:
         known = options.tokenizer and os.path.exists(os.path.join(options.tokenizer, "config.json"))
@@ -730,8 +708,6 @@ def main():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return prepare(options, staging)
         status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-        if status == -signal.SIGPROF:
-            fail(f"the chat template takes more than {2 * TEMPLATE_SECONDS} seconds in one expression")
         if status < 0:
             fail(f"ended by {signal.Signals(-status).name}, as where memory runs out")
         if status == 0:

@@ -9,7 +9,6 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "data/manifest.h"
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
 #include "kernels/text.h"
@@ -24,7 +23,7 @@ static void require_tokenizer(const Options *o, const Source *source) {
     if (!strcmp(folder.text, last.text) || !manifest_is_in(folder.text)) continue;
     Path theirs = path_in(folder.text, "tokenizer.json");
     size_t sizes[2] = {0};
-    char *mine = file_read(own.text, &sizes[0]), *other = file_read(theirs.text, &sizes[1]);
+    char *mine = file_read(own.text, &sizes[0], NULL), *other = file_read(theirs.text, &sizes[1], NULL);
     bool found = other, same = mine && other && sizes[0] == sizes[1] && !memcmp(mine, other, sizes[0]);
     free(mine);
     free(other);
@@ -60,8 +59,7 @@ static void go_on(const Options *o, RunData *d) {
   DataPlace place = saved_place(o, d, &order);
   if (strcmp(order, d->order)) {
     warn("%s was saved %s tokens into pass %lld over \"%s\", and now there are \"%s\": a new pass begins in "
-         "place "
-         "of the rest",
+         "place of the rest",
          o->origin, text_grouped(place.tokens).text, (long long)place.pass + 1, order, d->order);
     place = (DataPlace){place.pass + (place.tokens > 0), 0};
   }
@@ -71,9 +69,8 @@ static void go_on(const Options *o, RunData *d) {
 RunData run_data_open(const Options *o) {
   int64_t vocab_size = o->model.vocab_size;
   SourceSplit split = o->train_step || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
-  RunData d = {.source = source_open_split(o->data, arrlen(o->data), vocab_size, split)};
-  if (o->val_data)
-    d.val_source = source_open_split(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
+  RunData d = {.source = source_open(o->data, arrlen(o->data), vocab_size, split)};
+  if (o->val_data) d.val_source = source_open(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
   const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
   if (shared)
     fail("%s is both in --data and in --val-data; leave it out of one, to validate on what is not trained on",
@@ -139,7 +136,7 @@ int32_t *prompt_ids(const char *list, int64_t vocab_size) {
 static int32_t *prompt_shard(const char *path, int64_t vocab_size) {
   enum { MOST = 1 << 20 };
   int32_t *tokens = NULL;
-  Source *shard = source_open(&path, 1, vocab_size);
+  Source *shard = source_open(&path, 1, vocab_size, SPLIT_NONE);
   if (shard->tokens > MOST)
     fail("--prompt %s: it has %lld tokens; give a shard of at most %d", path, (long long)shard->tokens, MOST);
   arrsetlen(tokens, shard->tokens);
@@ -165,9 +162,8 @@ Prompt prompt_open(const Options *o, const Source *source) {
     p.tokens = prompt_shard(o->prompt, vocab_size);
   } else if (!(p.tokens = prompt_ids(o->prompt, vocab_size))) {
     fail("--prompt: a token of this run is no byte: give a shard (*.bin), or ids such as 15496,995, which "
-         "python3 -c 'import sys, tokenizers as t; "
-         "print(*t.Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids, sep=\",\")' %s%s 'TEXT' prints "
-         "(pip install tokenizers)",
+         "python3 -c 'import sys, tokenizers as t; print(*t.Tokenizer.from_file(sys.argv[1]).encode("
+         "sys.argv[2]).ids, sep=\",\")' %s%s 'TEXT' prints (pip install tokenizers)",
          path ? path : "tokenizer.json", path && path_is_folder(path) ? "/tokenizer.json" : "");
   }
   p.count = arrlen(p.tokens);

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/fail.h"
@@ -24,12 +23,6 @@ static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   trainer_create(t, options, backend);
 }
 
-static void close_planned(Trainer *t) {
-  Backend *backend = t->backend;
-  trainer_destroy(t);
-  backend_destroy(backend);
-}
-
 Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
@@ -46,7 +39,8 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   if (o.save && o.train_step) // as a rank that writes no files
     weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
-  close_planned(&trainer);
+  trainer_destroy(&trainer);
+  backend_destroy(trainer.backend);
   return plan;
 }
 
@@ -192,7 +186,8 @@ static void plan_timeline(const Options *given, DeviceKind device) {
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
     o.train_step(&trainer, NULL, ledger->step - 1);
   write_timeline(o.timeline, ledger, KEEP);
-  close_planned(&trainer);
+  trainer_destroy(&trainer);
+  backend_destroy(trainer.backend);
 }
 
 void plan_record(Ledger *ledger, const Options *o, int64_t step) {

@@ -232,7 +232,8 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
   r->drawn = r->terminal;
 }
 
-void report_steps(Report *r, Trainer *trainer, const StepResult *results, int count, double seconds) {
+void report_steps(Report *r, Trainer *trainer, RunState *state, const StepResult *results, int count,
+                  double seconds) {
   const StepResult *last = NULL; // that has a loss
   int made = 0;
   for (const StepResult *s = results; s < results + count; s++)
@@ -249,6 +250,8 @@ void report_steps(Report *r, Trainer *trainer, const StepResult *results, int co
         OPTIONAL("dropped_mass", s->dropped_mass), NUM("learning_rate", s->learning_rate),
         NUM("grad_norm", s->grad_norm), NUM("tokens", s->counted), NUM("tokens_per_second", rate),
         OPTIONAL("mfu", mfu(r, each)));
+    if (isnan(state->first_loss)) state->first_loss = s->loss;
+    state->last_loss = s->loss;
     r->dropped_tiles += s->dropped_tiles;
     r->dropped_mass += s->dropped_mass;
     if (!isfinite(s->loss) || !isfinite(s->grad_norm)) fail_diverged(r, trainer, s);
@@ -277,12 +280,7 @@ void report_collect(Report *r, Trainer *t, RunState *state) {
   state->skipped = t->skipped;
   if (!count) return;
   double seconds = now_seconds() - r->since; // only now has the device done them all
-  for (int i = 0; i < count; i++) {
-    if (!results[i].counted) continue;
-    if (isnan(state->first_loss)) state->first_loss = results[i].loss;
-    state->last_loss = results[i].loss;
-  }
-  report_steps(r, t, results, count, seconds);
+  report_steps(r, t, state, results, count, seconds);
   t->step_seconds = r->smoothed_seconds;
 }
 

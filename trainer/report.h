@@ -41,7 +41,8 @@ bool report_due(const Report *report, const Trainer *trainer);
 void report_collect(Report *report, Trainer *trainer, RunState *state);
 // `count` steps that took `seconds` together: a line of the log for each, then the progress line. Fails if a
 // loss or norm is not finite.
-void report_steps(Report *report, Trainer *trainer, const StepResult *results, int count, double seconds);
+void report_steps(Report *report, Trainer *trainer, RunState *state, const StepResult *results, int count,
+                  double seconds);
 // bits_per_byte: NaN where it is not known.
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, const Loader *loader);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);

@@ -14,12 +14,11 @@ int64_t trainer_load(Trainer *t, const Loader *loader, int64_t step) {
   for (int64_t m = 0; loader && m < o->micro_steps; m++) {
     int32_t *to = t->host_tokens + m * tokens, *targets = t->host_targets + m * tokens;
     int32_t *documents = o->pack ? t->host_documents + 2 * m * tokens : NULL;
-    LoaderPlace place = {.step = step, .micro_step = m, .micro_steps = o->micro_steps, .ranks = b->ranks};
     t->host_max_counted[m] = 0;
     // Every rank reads and counts all ranks' masked batches, its own last: cheaper than communication.
     for (int i = o->masked ? 1 : b->ranks; i <= b->ranks; i++) {
-      place.rank = (b->rank + i) % b->ranks;
-      int64_t here = loader_train_batch(loader, place, to, targets, documents);
+      int64_t index = m * b->ranks + (b->rank + i) % b->ranks, batches = o->micro_steps * b->ranks;
+      int64_t here = loader_train_batch(loader, step, index, batches, to, targets, documents);
       counted += here * (o->masked ? 1 : b->ranks);
       t->host_max_counted[m] = max_i64(t->host_max_counted[m], here);
     }

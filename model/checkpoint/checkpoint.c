@@ -141,7 +141,7 @@ static bool sync_folder(const char *path) {
 static bool is_marked(const char *path, Listing l) {
   const char *name = strrchr(path, '/') + 1;
   Reason reason;
-  cJSON *state = json_try_read(path_in(path, TRAINER_STATE).text, &reason);
+  cJSON *state = json_read(path_in(path, TRAINER_STATE).text, &reason);
   bool marked = is_state_of(state, name);
   cJSON_Delete(state);
   return marked || (*name == '.' && (path_exists(path_in(path, LIST).text) || l.count == 0 ||
@@ -322,7 +322,7 @@ static void clean(const char *directory) {
 static Companion companion(const char *name, const char *path) {
   struct stat status;
   Companion c = {.name = name, .mode = S_IRUSR | S_IWUSR};
-  c.text = file_read(path, &c.length);
+  c.text = file_read(path, &c.length, NULL);
   if (!c.text) return c;
   if (!stat(path, &status)) c.mode = status.st_mode & 0666;
   const char *end = c.text;
@@ -510,7 +510,7 @@ static bool is_whole(const char *folder, bool contents, Reason *reason) {
   ModelConfig config;
   TensorSet set;
   Path path = path_in(folder, TRAINER_STATE);
-  cJSON *state = json_try_read(path.text, reason);
+  cJSON *state = json_read(path.text, reason);
   const cJSON *step = json_member(state, "step");
   const char *slash = strrchr(folder, '/'), *name = slash ? slash + 1 : folder;
   bool whole = state && (json_is_whole(step) || refuse(reason, "%s has no step", path.text));
@@ -558,7 +558,7 @@ void checkpoint_require_whole(const char *folder, bool contents) {
 
 cJSON *checkpoint_trainer_state(const char *folder) {
   Path path = path_in(folder, TRAINER_STATE);
-  cJSON *state = json_read(path.text);
+  cJSON *state = json_read(path.text, NULL);
   if (!state)
     fail("%s does not exist: %s is no checkpoint of this program; --init starts from a model", path.text,
          folder);

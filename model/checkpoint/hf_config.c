@@ -236,7 +236,7 @@ bool hf_config_parse(const char *text, size_t length, ModelConfig *config, Reaso
 bool hf_config_try_read(const char *directory, ModelConfig *config, Reason *reason) {
   Path path = path_in(directory, "config.json");
   size_t length;
-  char *text = file_try_read(path.text, &length, reason);
+  char *text = file_read(path.text, &length, reason);
   if (!text) return false;
   bool good =
       hf_config_parse(text, length, config, reason) || refuse(reason, "%s: %s", path.text, reason->text);

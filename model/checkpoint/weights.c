@@ -105,7 +105,7 @@ bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, R
   bool good = add_file(set, set->path.text, reason) || !*reason->text;
   if (good && !set->count) { // as transformers: an index beside the one file means nothing
     Path path = path_in(folder, file_name(stem, 0, 1).text);
-    cJSON *index = json_try_read(path.text, reason);
+    cJSON *index = json_read(path.text, reason);
     if (index) set->path = path;
     good = index ? open_indexed(set, folder, json_member(index, "weight_map"), reason) : !*reason->text;
     cJSON_Delete(index);

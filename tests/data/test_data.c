@@ -42,7 +42,7 @@ TEST(end_of_text_stands_between_documents) {
   WRITE_TEXTS({"one.txt", "one"}, {"two.txt", "to"}, {"three.txt", "x"});
   const char *paths[] = {temp_path("one.txt"), temp_path("three.txt"), temp_path("two.txt")};
   for (int vocab_size = 256; vocab_size <= 257; vocab_size++) {
-    Source *source = source_open(paths, 3, vocab_size);
+    Source *source = source_open(paths, 3, vocab_size, SPLIT_NONE);
     assert_text(source, vocab_size == 257 ? "one|x|to" : "onexto");
     assert_non_null(strstr(source->name, "one.txt and 2 more"));
     source_close(source);
@@ -351,7 +351,7 @@ TEST(entropy_counts_a_bounded_sample) {
 }
 
 TEST(the_corpus_is_this_source_tree) {
-  Source *source = source_open(NULL, 0, 128256);
+  Source *source = source_open(NULL, 0, 128256, SPLIT_NONE);
   assert_int_equal(source->kind, SOURCE_TEXT);
   assert_true(source->files > 10);
   assert_non_null(strstr(source->name, "the source tree /"));
@@ -402,7 +402,7 @@ TEST(the_corpus_leaves_out_what_runs_leave_behind) {
 }
 
 static void print_corpus(void) {
-  Source *source = source_open(NULL, 0, 257);
+  Source *source = source_open(NULL, 0, 257, SPLIT_NONE);
   int32_t tokens[64];
   int64_t count = source->tokens < 64 ? source->tokens : 64;
   source_read(source, 0, count, tokens);
@@ -450,7 +450,7 @@ TEST(an_output_is_locked) {
   fclose(log);
   fclose(file_create("the log", temp_path("new.jsonl"), "{", true)); // whose last line a full disk cut
   size_t length;
-  char *text = file_read(temp_path("new.jsonl"), &length);
+  char *text = file_read(temp_path("new.jsonl"), &length, NULL);
   assert_string_equal(text, "{\n");
   free(text);
   ASSERT_FAILS(file_create("the picture", temp_path("new.jsonl"), "\x89", false), "is not from this program");
@@ -469,7 +469,7 @@ TEST(an_earlier_output_is_kept) {
       fclose(file_create("the log", temp_path(names[i]), "{", KEEP));
     else
       ASSERT_FAILS(file_create("the log", temp_path(names[i]), "{", KEEP), "name another file");
-    char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length);
+    char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length, NULL);
     assert_string_equal(text, "{earlier");
     free(text);
   }

@@ -7,8 +7,7 @@
 
 // A training batch of rank 0 of 1 without micro-steps.
 static int64_t train_batch(const Loader *loader, int64_t step, int32_t *tokens, int32_t *targets) {
-  return loader_train_batch(loader, (LoaderPlace){.step = step, .micro_steps = 1, .ranks = 1}, tokens,
-                            targets, NULL);
+  return loader_train_batch(loader, step, 0, 1, tokens, targets, NULL);
 }
 
 static Loader open_loader(const Source *source, double validation_fraction, int64_t batch, int64_t seq_len,
@@ -153,15 +152,12 @@ TEST(ranks_and_micro_steps_share_one_order) {
   for (int64_t step = 0; step < STEPS; step++) {
     int32_t all[M * R * ROW], all_targets[M * R * ROW];
     assert_int_equal(train_batch(&wide, step, all, all_targets), M * R * ROW);
-    for (int64_t i = 0; i < M * R; i++)
-      for (int alone = 0; alone < 2; alone++) { // R ranks of M micro-steps, or one of R * M
-        int32_t tokens[ROW], targets[ROW];
-        LoaderPlace place = {step, i / R, M, i % R, R};
-        if (alone) place = (LoaderPlace){step, i, M * R, 0, 1};
-        assert_int_equal(loader_train_batch(&loader, place, tokens, targets, NULL), ROW);
-        assert_memory_equal(tokens, all + i * ROW, sizeof tokens);
-        assert_memory_equal(targets, all_targets + i * ROW, sizeof targets);
-      }
+    for (int64_t i = 0; i < M * R; i++) {
+      int32_t tokens[ROW], targets[ROW];
+      assert_int_equal(loader_train_batch(&loader, step, i, M * R, tokens, targets, NULL), ROW);
+      assert_memory_equal(tokens, all + i * ROW, sizeof tokens);
+      assert_memory_equal(targets, all_targets + i * ROW, sizeof targets);
+    }
   }
   source_close(source);
 }
@@ -285,8 +281,7 @@ TEST(sequential_windows_overlap_by_a_token) {
   assert_int_equal(loader.validation_windows, 4);
   int32_t tokens[B * T], targets[B * T];
   for (int64_t i = 0; i < STEPS * RANKS; i++) {
-    LoaderPlace place = {.step = i / RANKS, .micro_steps = 1, .rank = i % RANKS, .ranks = RANKS};
-    assert_int_equal(loader_train_batch(&loader, place, tokens, targets, NULL), B * T);
+    assert_int_equal(loader_train_batch(&loader, i / RANKS, i % RANKS, RANKS, tokens, targets, NULL), B * T);
     assert_rows(tokens, targets, B, T, i * B * T, T);
   }
   assert_int_equal(train_batch(&loader, 8, tokens, targets), B * T);
@@ -404,8 +399,7 @@ TEST(packed_windows_hold_every_pair_once) {
       }
       assert_true(pairs > 0);
       for (int64_t i = 0; i < loader.train_windows; i++) { // an epoch, window by window
-        LoaderPlace at = {.step = i, .micro_steps = 1, .ranks = 1};
-        counted += loader_train_batch(&again, at, tokens, targets, documents);
+        counted += loader_train_batch(&again, i, 0, 1, tokens, targets, documents);
         pairs += check_packed_row(ends, tokens, targets, documents, documents + T, T, seen);
         train_batch(&loader, i / B, same, targets); // as a row of any batch, from any step on
         assert_memory_equal(same + i % B * T, tokens, (size_t)T * sizeof *same);

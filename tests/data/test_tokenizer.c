@@ -83,7 +83,7 @@ static void assert_shown(const Tokenizer *t, const char *expected, const int32_t
 
 TEST(test_what_is_shown) {
   Tokenizer *t = open_tokenizer(GOLDEN "gpt2/tokenizer.json");
-  int32_t end = (int32_t)tokenizer_size(t) - 1; // <|endoftext|>
+  int32_t end = 400; // <|endoftext|>, the last
   // The alphabet begins with the bytes from '!' on, then Latin-1's printable ones, then the others.
   int32_t exclamation = 0, escape = 94 + 12 + 82 + 27, half = 94 + 12 + (0xC3 - 0xAE);
   ASSERT_SHOWN(t, "!\\x1B\\xC3<|endoftext|>\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD", exclamation, escape, half,

@@ -35,8 +35,7 @@ static void check(const int32_t *ids, bool targets) {
 static void read_all(const Loader *loader) {
   int32_t tokens[BATCH * SEQ_LEN], targets[BATCH * SEQ_LEN];
   for (int64_t step = 0; step * BATCH < loader->train_windows; step++) {
-    LoaderPlace place = {.step = step, .micro_steps = 1, .ranks = 1};
-    loader_train_batch(loader, place, tokens, targets, NULL);
+    loader_train_batch(loader, step, 0, 1, tokens, targets, NULL);
     check(tokens, false);
     check(targets, true);
   }
@@ -64,7 +63,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   if (size < 2 || size > sizeof zeros) return 0;
   if (file < 0) file = make_file();
   size_t header = 256 * sizeof(int32_t), at = header + (size_t)(data[0] | data[1] << 8);
-  Source *source = source_open(paths, 1, VOCABULARY);
+  Source *source = source_open(paths, 1, VOCABULARY, SPLIT_NONE);
   write_all(file, data + 2, size - 2, at);
   fail_set_handler(jump);
   if (!setjmp(failed)) {

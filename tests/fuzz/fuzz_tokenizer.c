@@ -7,9 +7,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Reason reason;
   Tokenizer *t = tokenizer_parse((const char *)data, size, &reason);
   if (!t) return 0;
-  const int32_t ids[] = {0, 1, -1, (int32_t)tokenizer_size(t) - 1, (int32_t)tokenizer_size(t)};
+  const int32_t most = 1 << 22, ids[] = {0, 1, -1, most - 1, most};
   free(tokenizer_show(t, ids, 5));
-  if (tokenizer_find(t, "\n") >= tokenizer_size(t)) abort();
+  if (tokenizer_find(t, "\n") >= most) abort();
   tokenizer_close(t);
   return 0;
 }

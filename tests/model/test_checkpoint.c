@@ -380,7 +380,7 @@ TEST(a_full_disk_leaves_what_was_there) {
     setrlimit(RLIMIT_FSIZE, &before);
     made = finished && most != 100;
     size_t length;
-    char *found = file_read(temp_path("full/step-000007/model.safetensors"), &length);
+    char *found = file_read(temp_path("full/step-000007/model.safetensors"), &length, NULL);
     assert_string_equal(found, texts[made]);
     free(found);
     shell("cd %s && test $(ls -A) = step-000007", temp_path("full"));
@@ -609,7 +609,7 @@ TEST(companions_travel_along) {
                                                                                            : top_p}};
     for (int k = 0; k < 5; k++) {
       size_t length;
-      char *found = file_read(path_in(temp_path(cases[i].store), texts[k][0]).text, &length);
+      char *found = file_read(path_in(temp_path(cases[i].store), texts[k][0]).text, &length, NULL);
       if (texts[k][1] && !found) fail_msg("%s has no %s", cases[i].store, texts[k][0]);
       if (texts[k][1]) assert_string_equal(found, texts[k][1]);
       if (!texts[k][1]) assert_null(found);

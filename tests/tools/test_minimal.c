@@ -41,8 +41,7 @@ static const ParameterSet *make_alike(Run *run, Llama *m, long chunk, double hea
 
 static void check_step(Run *run, Llama *m, const ParameterSet *p, long step, double most) {
   int32_t tokens[ROWS], targets[ROWS];
-  LoaderPlace place = {.step = step, .micro_steps = 1, .ranks = 1};
-  loader_train_batch(&run->data.loader, place, tokens, targets, NULL);
+  loader_train_batch(&run->data.loader, step, 0, 1, tokens, targets, NULL);
   double loss = forward(m, tokens, targets), lr = schedule(0.01, step, WARMUP, STEPS);
   backward(m, tokens);
   double norm = update(m, lr, step);

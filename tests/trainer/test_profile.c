@@ -230,7 +230,7 @@ static void check_report(Dtype dtype, const char *device, double peak) {
   Report r = report_open(&o, backend);
   report_start(&r, backend, "data");
   StepResult result = run_step(run, 0);
-  report_steps(&r, &run->trainer, &result, 1, seconds);
+  report_steps(&r, &run->trainer, &(RunState){.first_loss = NAN}, &result, 1, seconds);
   report_close(&r);
   double flops = model_flops_per_token(&o.model, 16) * 32, mfu = logged(log, "step", "mfu");
   double logged_peak = logged(log, "start", "peak_flops_per_second");

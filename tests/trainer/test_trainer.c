@@ -109,9 +109,8 @@ static double reference_mean(Run *run, int64_t step, int64_t batches, int64_t *c
   double sum = 0;
   *counted = 0;
   for (int64_t b = 0; b < batches; b++) {
-    LoaderPlace place = {.step = step, .micro_step = b, .micro_steps = batches, .ranks = 1};
     *counted += step < 0 ? loader_validation_batch(loader, b, batches, tokens, targets, documents)
-                         : loader_train_batch(loader, place, tokens, targets, documents);
+                         : loader_train_batch(loader, step, b, batches, tokens, targets, documents);
     for (int64_t n = 0, length; n < rows; n += length) {
       length = documents ? documents[rows + n] + 1 : o->seq_len;
       if (documents) assert_int_equal(documents[n], 0);

@@ -5,11 +5,11 @@
 // rows_cpu.c. Rungs 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, the library itself, on both.
 #pragma once
 
+#include <sys/cdefs.h>
+
 #include "kernels/lce/linear_cross_entropy.h"
 
-#if defined(__cplusplus)
-extern "C" {
-#endif
+__BEGIN_DECLS
 
 enum { RUNGS = 7 };
 extern const char *const ladder_names[RUNGS];
@@ -73,6 +73,4 @@ void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStat
                                 Tensor weight, Tensor targets);
 bool ladder_hopper(void); // whether the GPU and the build have what it needs
 
-#if defined(__cplusplus)
-}
-#endif
+__END_DECLS

@@ -1,0 +1,225 @@
+// What the values of the options mean together: the model, the job, the dtypes.
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include <stb/stb_ds.h>
+
+#include "data/file.h"
+#include "kernels/fail.h"
+#include "kernels/memory.h"
+#include "kernels/ranks/ranks.h"
+#include "model/checkpoint/hf_config.h"
+#include "trainer/options.h"
+
+// --- the model ---------------------------------------------------------------------------------------------
+
+// Whether a row says what the model is; after parsing, o->model holds what was given.
+static bool describes_model(const Option *row) {
+  size_t model = offsetof(Options, model);
+  return row->offset >= model && row->offset < model + sizeof(ModelConfig);
+}
+
+static const char *preset_name(const Options *o) {
+  return o->preset ? o->preset : "llama-tiny";
+}
+
+// The preset, overridden.
+static ModelConfig requested_model(const Options *o) {
+  Options with = {.model = model_preset(preset_name(o))};
+  ModelConfig *m = &with.model, preset = *m;
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (o->given[i] && describes_model(&options_rows[i]))
+      memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
+             options_rows[i].size);
+  if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
+  bool gpt2 = m->family == FAMILY_GPT2;
+  if (gpt2 && !o->model.num_key_value_heads) m->num_key_value_heads = m->num_attention_heads;
+  if (!o->model.head_dim && !model_families[m->family].config.head_dim) { // Qwen3 has its own
+    if (m->hidden_size % m->num_attention_heads)
+      fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
+           "--num-attention-heads, or give --head-dim",
+           (long long)m->hidden_size, (long long)m->num_attention_heads);
+    m->head_dim = m->hidden_size / m->num_attention_heads;
+  }
+  if (gpt2 && !o->model.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
+  return *m;
+}
+
+// A model that comes from a directory is as it is; what the command line says about it must be so.
+static void require_agreement(const Options *o, const Options *requested) {
+  if (o->preset && requested->model.family != o->model.family)
+    fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    const Option *row = &options_rows[i];
+    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
+    double wanted = option_number(row, requested), have = option_number(row, o);
+    if (wanted != have && row->type == OPTION_FLAG)
+      fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
+           o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
+    if (wanted != have)
+      fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
+           row->name, wanted, o->origin, have);
+  }
+}
+
+// What a directory's model may change: other rotary frequencies, or more positions, extend the context.
+static void change_positions(Options *o, const Options *requested) {
+  static const char *const names[] = {"rope-theta", "max-position-embeddings"};
+  size_t length = 0;
+  for (int i = 0; i < 2 && !o->model.learned_positions; i++) {
+    const Option *row = &options_rows[option_row(options_rows, names[i])];
+    double wanted = option_number(row, requested), have = option_number(row, o);
+    if (!options_given(o, names[i]) || wanted == have) continue;
+    memcpy((char *)o + row->offset, (const char *)requested + row->offset, row->size);
+    length += (size_t)snprintf(o->changes + length, sizeof o->changes - length,
+                               "%s--%s %.10g in place of %.10g", length ? ", " : "", names[i], wanted, have);
+  }
+}
+
+static void resolve_model(Options *o) {
+  Options requested = *o;
+  if (o->preset || !o->origin) requested.model = requested_model(o);
+  o->model = o->origin ? hf_config_read(o->origin) : requested.model;
+  if (options_given(o, "logit-softcap"))
+    o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
+  if (o->origin) change_positions(o, &requested);
+  model_config_check(&o->model);
+  if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
+    fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
+  if (o->origin) require_agreement(o, &requested);
+}
+
+// --- the job -----------------------------------------------------------------------------------------------
+
+static void resolve_ranks(Options *o) {
+  const Launch *launch = ranks_self();
+  if (o->ranks && !o->plan && !o->fit && o->ranks != launch->ranks)
+    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan and --fit alone",
+         o->ranks, o->ranks);
+  if (!o->ranks) o->ranks = launch->ranks;
+  o->rank = launch->rank < o->ranks ? launch->rank : 0;
+  ranks_set_timeout(o->timeout);
+}
+
+// The tokens of an optimizer step, cut into micro-batches.
+static void resolve_batch(Options *o) {
+  int64_t tokens = o->batch * o->seq_len;
+  if (tokens > INT32_MAX)
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
+         "--total-batch",
+         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
+  int64_t together = tokens * o->ranks;
+  if (!o->total_batch) o->total_batch = together;
+  if (o->total_batch % together)
+    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
+         "change --batch or --total-batch",
+         (long long)o->total_batch, (long long)together, o->ranks > 1 ? "ranks x " : "");
+  o->micro_steps = o->total_batch / together;
+}
+
+// What the loss cannot do with this model.
+static void check_loss(const Options *o) {
+  double softcap = o->model.final_logit_softcapping;
+  if (softcap > 0 && o->pass.sampling.full_mass > 0)
+    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
+         o->model.name, softcap);
+  if (softcap > 0 && o->pass.terms.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
+    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
+         "with --materialized-logits alone, or give --logit-softcap 0",
+         o->model.name, softcap);
+}
+
+static void check_fp8_size(const char *name, int64_t size) {
+  if (size % 16) fail("--fp8 takes multiples of 16, and %s is %lld", name, (long long)size);
+}
+
+static void check_fp8(const Options *o) {
+  const ModelConfig *m = &o->model;
+  check_fp8_size("hidden size", m->hidden_size);
+  check_fp8_size("attention heads x head size", m->num_attention_heads * m->head_dim);
+  check_fp8_size("key/value heads x head size", m->num_key_value_heads * m->head_dim);
+  check_fp8_size("intermediate size", m->intermediate_size);
+  check_fp8_size("--seq-len", o->seq_len);
+  check_fp8_size("--mlp-chunk", o->pass.mlp_chunk);
+}
+
+static void resolve_job(Options *o) {
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
+  model_check_seq_len(&o->model, o->seq_len);
+  if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
+  resolve_batch(o);
+  if (!options_given(o, "lr")) // of fine-tuning, or of training from scratch
+    o->schedule.peak = o->origin ? 2e-5 : model_preset_learning_rate(preset_name(o));
+  o->schedule.total_steps = o->steps;
+  if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
+  if (o->schedule.warmup_steps > o->steps && !o->resumed_from)
+    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
+         (long long)o->schedule.warmup_steps, (long long)o->steps);
+  if (o->first_step > o->steps)
+    fail("--steps %lld: %s is after step %lld already; give --steps above that, or resume from an earlier "
+         "checkpoint",
+         (long long)o->steps, o->origin, (long long)o->first_step);
+  if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
+    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
+         (long long)(o->micro_steps * o->ranks),
+         o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
+  if (o->dump && o->first_step >= o->steps)
+    fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
+  if (o->end_of_text >= o->model.vocab_size)
+    fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
+         (long long)o->model.vocab_size);
+  o->masked = o->pack || source_paths_masked(o->data, arrlen(o->data));
+  for (int i = 0; options_rows[i].type != OPTION_END; i++)
+    if (o->given[i]) option_require_needs(options_rows, o, i);
+  if (o->pass.recompute_layers > o->model.num_hidden_layers)
+    fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
+         (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
+  check_loss(o);
+  if (o->dtypes.fp8) check_fp8(o);
+  if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
+    fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
+         "--recompute layer");
+}
+
+// An earlier log may be written over, but not while it is read as text.
+static void keep_inputs(const Options *o) {
+  const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
+  int64_t count = arrlen(o->data), all = count + arrlen(o->val_data);
+  struct stat out;
+  for (int k = 0; k < 2; k++)
+    for (int64_t i = 0; i <= all; i++) {
+      const char *path = outputs[k][1], *input = i < count ? o->data[i]
+                                                 : i < all ? o->val_data[i - count]
+                                                           : o->tokenizer;
+      if (path && input && !stat(path, &out) && S_ISREG(out.st_mode) && path_is_same(path, input))
+        fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], path);
+    }
+}
+
+void options_resolve(Options *o) {
+  memory_set_advice(
+      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
+      "less, and --plan says how much");
+  resolve_model(o);
+  resolve_ranks(o);
+  resolve_job(o);
+  keep_inputs(o);
+}
+
+void options_resolve_dtypes(Options *o, bool cuda) {
+  if (!cuda && o->dtypes_from_gpu) { // a GPU's run continues here in fp32
+    o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
+    o->dtypes.master = true;
+  }
+  if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
+  if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
+  if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))
+    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use --device "
+         "cuda");
+  if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
+    fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
+  o->dtypes.weight = o->dtype;
+  if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
+  if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
+}
