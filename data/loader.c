@@ -7,6 +7,7 @@
 
 #include <stb/stb_ds.h>
 
+#include "data/file.h"
 #include "kernels/alloc.h"
 #include "kernels/integers.h"
 #include "kernels/random.h"
@@ -237,19 +238,13 @@ int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t bat
 static uint32_t add_checksum(const Source *source, uint32_t crc) {
   enum { BLOCK = 4096, MAX_BLOCKS = 1024 };
   int64_t blocks = ceil_div(source->tokens, BLOCK), taken = min_i64(blocks, MAX_BLOCKS);
-  uint32_t table[256];
-  for (uint32_t byte = 0; byte < 256; byte++) {
-    table[byte] = byte;
-    for (int bit = 0; bit < 8; bit++) table[byte] = table[byte] >> 1 ^ (table[byte] & 1 ? 0xEDB88320 : 0);
-  }
   for (int64_t i = 0; i < taken; i++) {
     int32_t ids[2 * BLOCK];
     int64_t first = (taken > 1 ? i * (blocks - 1) / (taken - 1) : 0) * BLOCK;
     int64_t count = min_i64(source->tokens - first, BLOCK);
     source_read(source, first, count, ids);
     source_read_targets(source, first, count, ids + count); // with the mask
-    for (const uint8_t *at = (void *)ids; at < (uint8_t *)(ids + 2 * count); at++)
-      crc = crc >> 8 ^ table[(crc ^ *at) & 255];
+    crc = checksum(crc, ids, 2 * (size_t)count * sizeof *ids);
   }
   return crc;
 }
@@ -277,7 +272,7 @@ void loader_require_targets(const Loader *loader, bool training, int64_t validat
 void loader_describe(const Loader *loader, char *out, size_t size) {
   const LoaderOptions *o = &loader->options;
   int64_t files = o->source->files;
-  uint32_t crc = add_checksum(o->source, UINT32_MAX);
+  uint32_t crc = add_checksum(o->source, 0);
   if (o->validation_source) crc = add_checksum(o->validation_source, crc);
   char packed[96] = "";
   const Packing *p = &o->source->packing;
@@ -289,7 +284,7 @@ void loader_describe(const Loader *loader, char *out, size_t size) {
            "%s, %s file%s, %s tokens; %s training and %s validation windows of %s%s; checksum %08x",
            source_kind_name(o->source), text_grouped(files).text, files == 1 ? "" : "s",
            text_grouped(o->source->tokens).text, text_grouped(loader->train_windows).text,
-           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, ~crc);
+           text_grouped(loader->validation_windows).text, text_grouped(o->seq_len).text, packed, crc);
 }
 
 void loader_describe_order(const Loader *loader, char *out, size_t size) {
@@ -299,5 +294,5 @@ void loader_describe_order(const Loader *loader, char *out, size_t size) {
     snprintf(windows, sizeof windows, "%lld of %lld %swindows of %lld, shuffled by seed %llu",
              (long long)loader->train_windows, (long long)source_windows(o),
              o->source->packing.starts ? "packed " : "", (long long)o->seq_len, (unsigned long long)o->seed);
-  snprintf(out, size, "%s; checksum %08x", windows, ~add_checksum(o->source, UINT32_MAX));
+  snprintf(out, size, "%s; checksum %08x", windows, add_checksum(o->source, 0));
 }
