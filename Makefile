@@ -69,7 +69,7 @@ WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VAR
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only start another make, or need no compiler: they skip the search.
-SEARCH := $(filter-out $(RUNS) liblce.so sdist wheel fuzz check format clean help,$(GOALS))
+SEARCH := $(filter-out $(RUNS) build-and-exercise liblce.so sdist wheel fuzz check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)

@@ -42,9 +42,14 @@ void reference_linear(double *out, const double *x, const double *weight, bool i
 #pragma omp parallel for collapse(2) if (rows * outputs * inputs > 1 << 20)
   for (int64_t n = 0; n < rows; n++)
     for (int64_t o = 0; o < outputs; o++) {
+      const double *row = x + n * inputs, *column = weight + o * inputs;
       double sum = bias ? bias[o] : 0;
-      for (int64_t i = 0; i < inputs; i++)
-        sum += x[n * inputs + i] * (in_out_layout ? weight[i * outputs + o] : weight[o * inputs + i]);
+      if (in_out_layout) {
+        for (int64_t i = 0; i < inputs; i++) sum += row[i] * weight[i * outputs + o];
+      } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < inputs; i++) sum += row[i] * column[i];
+      }
       out[n * outputs + o] = sum + (residual ? residual[n * outputs + o] : 0);
     }
 }

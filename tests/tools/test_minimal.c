@@ -112,11 +112,11 @@ TEST(test_alone) {
   snprintf(
       command, sizeof command,
       "cc -O3 -fopenmp -Wall -Wextra -Werror tools/minimal.c -o %s -lm && export OMP_WAIT_POLICY=passive && "
-      "%s LICENSE README.md steps=20 >%s && ! %s chunk=5 2>>%s",
+      "%s LICENSE README.md steps=12 >%s && ! %s chunk=5 2>>%s",
       program, program, temp_path("output"), program, temp_path("output"));
   assert_int_equal(system(command), 0);
   char *output = read_text(temp_path("output"));
-  const char *format = "step 10 loss %f norm %*f %*d s step 20 loss %f norm %*f %*d s usage: %1s";
+  const char *format = "step 10 loss %f norm %*f %*d s step 12 loss %f norm %*f %*d s usage: %1s";
   float first, second;
   char usage[2];
   assert_int_equal(sscanf(strstr(output, "step 10"), format, &first, &second, usage), 3);

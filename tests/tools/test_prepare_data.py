@@ -543,6 +543,7 @@ def interrupt(sign, *arguments, **environment):
                                env={**os.environ, **environment},
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
     while not sign.exists():
+        assert running.poll() is None, running.stderr.read()
         time.sleep(0.05)
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)

@@ -688,8 +688,8 @@ def test_signals(folder):
         assert last["steps"] == said and 1 <= said < 1000000
     # It does not wait for the end of a long sample or evaluation, nor does what was trained get lost.
     p = start(TINY + f"--steps 9 --sample-every 1 --sample-tokens 1000000 --save {folder}/sampled")
-    p.wait_for("saves ")
-    time.sleep(1)
+    p.wait_for("step 1/9")
+    time.sleep(0.5)
     os.kill(p.pid, signal.SIGTERM)
     p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
     # Nor for that of the last validation; a second signal ends the one after the save.

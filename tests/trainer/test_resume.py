@@ -294,11 +294,17 @@ def test_a_flipped_bit_is_named(folder):
 
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
 def test_stopped_runs_save(folder):
-    p = start(RUN + f"--save {folder}/stopped --save-every 6 --log {folder}/log")
-    p.wait_for("step 1/")
-    os.kill(p.pid, signal.SIGINT)
-    ended = p.finish().ok("saved in").out.split("stopped after")[1]  # it may soon be killed: it saves before it validates
-    if not ended.startswith((" step 5 ", " step 6 ", " step 10 ")):  # where it had just validated or saved
+    for _ in range(20):  # until the signal comes before its end
+        shutil.rmtree(folder / "stopped", ignore_errors=True)
+        p = start(RUN + f"--save {folder}/stopped --save-every 6 --log {folder}/log")
+        p.wait_for("step 1/")
+        os.kill(p.pid, signal.SIGINT)
+        ended = p.finish().ok("saved in").out.partition("stopped after")[2]
+        if ended:
+            break
+    assert ended, "each run ended before the signal"
+    # It may soon be killed: it saves before it validates. At these steps it had just done one of both.
+    if not ended.startswith((" step 5 ", " step 6 ", " step 10 ")):
         assert 0 < ended.find("saved in") < ended.find("validation loss"), ended
     latest = folder / "stopped/latest"
     for line in (f"--log {folder}/log", ""):  # the second time nothing is left to do but what a killed run leaves
@@ -350,6 +356,7 @@ def test_killed_runs_lose_nothing(folder):
             continue
         # It was through before it was killed. Once more from the beginning.
         survived += 1
+        longest *= 0.9  # nothing may run beside it any more
         same_files(folder / "unbroken" / LAST, directory / LAST)
         shutil.rmtree(directory)
         log.unlink()
