@@ -528,6 +528,13 @@ def ring(path):
     save(figure, path)
 
 
+def tile_at(tile, rows, columns, group):
+    """tile_coord() of hopper_tiles.cuh, in tiles."""
+    first, within = tile // (group * columns) * group, tile % (group * columns)
+    height = min(group, rows - first)
+    return first + within % height, within // height
+
+
 def tile_order(path):
     """Which cluster's tile comes when, of logits and dX at C 4,096, H 4,096, V 128,256."""
     clusters, shades = 66, ("#a9c3df", "#dce8f3", "#f3e3c8")
@@ -540,9 +547,7 @@ def tile_order(path):
     for cell, (title, unit, rows, columns, shown, group) in enumerate(kinds):
         ax = panel(figure, cells[cell], title, unit)
         for tile in range(rows * columns):
-            first, within = tile // (group * columns) * group, tile % (group * columns)  # as tile_coord() of hopper_tiles.cuh
-            height = min(group, rows - first)
-            row, column = first + within % height, within // height
+            row, column = tile_at(tile, rows, columns, group)
             if column < shown:
                 box(ax, column, row, 1, 1, fc=shades[tile // clusters % 3], lw=0.8)
                 ax.text(column + 0.5, row + 0.5, tile, fontsize=5, ha="center", va="center")
