@@ -27,7 +27,7 @@ WRONG = [
     (4, "row_sum[n] = (float)exponentials_of(a, n, 0, vocab)", "row_sum[n] = 1", "rung 4 anchored at the target: loss of token 1 is "),
     (4, "target_e[n] = exp_f32(target_z[n] - anchor[n])", "target_e[n] = 0", "ladder_repair: target_e of token 1 is 0; "),
     (5, "double q = fmin(1, mass / (double)s->full_mass)", "double q = 0.5 + 0 * mass", "a tile of mass 60, where M0 is 30, stays in"),
-    (5, "random_uniform(s->seed, 0, tile)", "random_uniform(s->seed, 0, 0)", "tiles of mass 15 and 8 stay together in "),
+    (5, "tile) < q", "0) < q", "tiles of mass 15 and 8 stay together in "),
     (6, "bytes *= 2", "bytes = 65536", "the chunk that begins at token "),
     (7, "row_sum += factor[i] * row_sums", "row_sum += row_sums", "two ranks: loss of token "),
     (7, "factor[i] = exp_f32(anchors[i][n] - anchor)", "factor[i] = 0", "two ranks: loss of token 1 is "),
