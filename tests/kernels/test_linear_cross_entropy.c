@@ -24,19 +24,21 @@ static double terms_of(const ReferenceLoss *p) {
   return (double)(p->hidden + p->vocab);
 }
 
+static SoftmaxStatistics poisoned_statistics(Harness *h, int64_t rows) {
+  Tensor all = poisoned(h, DTYPE_F32, 4, rows);
+  return (SoftmaxStatistics){.target_z = tensor_flat(tensor_rows(all, 0, 1)),
+                             .anchor = tensor_flat(tensor_rows(all, 1, 1)),
+                             .row_sum = tensor_flat(tensor_rows(all, 2, 1)),
+                             .target_e = tensor_flat(tensor_rows(all, 3, 1))};
+}
+
 // The operation by itself: what lies between the rows of E stays; without E its scratch has no width of V.
 HARNESS_TEST(test_logits_exp) {
   enum { ROWS = 131, HIDDEN = 3, VOCAB = 40009 };
   ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 3);
   LinearCrossEntropy call = loss_call(h, &p, LCE_FUSED, ROWS);
-  Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
-  LceLogitsExp a = {.softmax = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
-                                .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
-                                .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
-                                .target_e = tensor_flat(tensor_rows(rows, 3, 1))},
-                    .x = call.x,
-                    .weight = call.weight,
-                    .targets = call.targets};
+  LceLogitsExp a = {
+      .softmax = poisoned_statistics(h, ROWS), .x = call.x, .weight = call.weight, .targets = call.targets};
   // A GPU's tiles of logits have a size of their own.
   if (h->backend->device == ON_CPU)
     assert_true(h->backend->scratch->lce_logits_exp(&a) < ROWS * VOCAB * sizeof(float));
@@ -77,11 +79,7 @@ HARNESS_TEST(test_worked_example) {
   p.x = x, p.weight = weight, p.scale = 1;
   memcpy(p.targets, targets, sizeof targets);
   LinearCrossEntropy a = fused(h, &p);
-  Tensor rows = poisoned(h, DTYPE_F32, 4, ROWS);
-  SoftmaxStatistics s = {.target_z = tensor_flat(tensor_rows(rows, 0, 1)),
-                         .anchor = tensor_flat(tensor_rows(rows, 1, 1)),
-                         .row_sum = tensor_flat(tensor_rows(rows, 2, 1)),
-                         .target_e = tensor_flat(tensor_rows(rows, 3, 1))};
+  SoftmaxStatistics s = poisoned_statistics(h, ROWS);
   lce_target_logits(h->backend, (LceTargetLogits){s.target_z, a.x, a.weight, .targets = a.targets});
   LceLogitsExp step = {.exps = poisoned(h, h->dtype, ROWS, VOCAB),
                        .dx_raw = poisoned(h, DTYPE_F32, ROWS, HIDDEN),

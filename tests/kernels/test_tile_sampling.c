@@ -294,7 +294,7 @@ static void check_operation(Harness *h, Shape s, Chance (*chance)(int64_t, int64
     for (int64_t j = 0; j < s.vocab; j++) {
       double factor = tiles[n / LCE_TILE_ROWS * across + j / LCE_TILE_COLUMNS];
       double e = factor * exps[n * s.vocab + j];
-      if (factor == 0) continue;
+      if (factor <= 0) continue; // a tile that is dropped
 #pragma omp simd
       for (int64_t k = 0; k < s.hidden; k++) {
         dx[n * s.hidden + k] += e * weight[j * s.hidden + k];
