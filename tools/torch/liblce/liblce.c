@@ -297,14 +297,14 @@ static void check_chunk(int64_t chunk) {
 
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
-  bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0 || a->rows;
+  bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0;
   bool outputs = tensor_exists(c->loss);
   for (size_t i = 0; i < sizeof c->outputs.all / sizeof *c->outputs.all; i++)
     outputs |= tensor_exists(c->outputs.all[i]);
   if (a->known_log_prob && outputs)
     fail(CALL ": with known_log_prob there are gradients alone; leave out loss and outputs");
   if (a->known_log_prob && beyond)
-    fail(CALL ": with known_log_prob there is no label smoothing, sampling, split head or materialized mode");
+    fail(CALL ": with known_log_prob there is no label smoothing, sampling or materialized mode");
   if (a->known_log_prob && !a->entropy_weights != !a->known_entropy)
     fail(CALL
          ": with known_log_prob, entropy_weights and known_entropy belong together; give both or neither");
@@ -322,12 +322,13 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
   check_size("tokens", a->tokens);
   check_size("hidden_size", a->hidden_size);
   check_size("vocab_size", a->vocab_size);
+  bool split = a->rows || a->first_row;
   if (a->rows) check_size("rows", a->rows);
-  if (a->rows && a->rows != a->vocab_size && backend->ranks == 1)
+  if (split && a->rows != a->vocab_size && backend->ranks == 1)
     fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
          (long long)a->rows, (long long)a->vocab_size);
   check_chunk(a->chunk);
-  if (a->batch_invariant && (a->sample != 0 || a->materialized || a->rows || a->exps))
+  if (a->batch_invariant && (a->sample != 0 || a->materialized || split || a->exps))
     fail(CALL ": batch_invariant is there for a whole head, without sample, materialized and exps");
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
   LogProbGradients r = {0};
@@ -342,8 +343,8 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
                             .scale = a->scale,
                             .mean = a->mean,
                             .accumulate = a->accumulate};
-  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
-  if (a->rows) c->shard = (VocabShard){.first = a->first_row, .vocab_size = v};
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = split ? a->rows : v;
+  if (split) c->shard = (VocabShard){.first = a->first_row, .vocab_size = v};
   const int needed = a->known_log_prob ? 3 : 4;                    // the first
   int64_t stride = round_up(v, 128 / (int64_t)dtype_bytes(dtype)); // of exps, which R follows
   uintptr_t sums = (uintptr_t)a->exps + (uintptr_t)n * (uintptr_t)stride * dtype_bytes(dtype);
