@@ -1,6 +1,7 @@
 """What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
 import os
+import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -20,6 +21,11 @@ try:
         os.environ["LCE_LIBRARY"] = test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0")
 except ImportError:
     torch = None
+
+
+def readme_examples():
+    with open(os.path.join(ROOT, "tools", "torch", "README.md")) as file:
+        return re.findall(r"```python\n(.*?)```", file.read(), re.S)
 
 
 def run(tests):

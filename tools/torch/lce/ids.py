@@ -1,5 +1,5 @@
-"""Log-probabilities of the ids that each token names, beside its lse, and what is made of them: KL to a top-k
-teacher, log-probabilities over a kept set, several targets a token."""
+"""Log-probabilities of the ids that each token names, beside its lse. The README makes a KL to a top-k teacher of
+them, log-probabilities over a kept set, and a loss of several targets a token."""
 import zlib
 
 import torch
@@ -92,34 +92,3 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
         given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
     log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap, temperature, chunk, invariant)
     return log_probs[:ids.numel()].view(shape), lse.view(tokens)
-
-
-def log_mass(log_probs, ids, offsets=None):
-    """The log of what the probabilities of a token's ids add up to; minus infinity without ids. Ids differ."""
-    kept = torch.where(ids == IGNORED, -torch.inf, log_probs)
-    if offsets is None:
-        return torch.logsumexp(kept, -1)
-    rows = torch.repeat_interleave(offsets.diff())
-    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax")
-    most = most.nan_to_num(neginf=0.0)
-    return torch.zeros_like(most).index_add(0, rows, (kept - most[rows]).exp()).log() + most
-
-
-def renormalized(log_probs, ids, offsets=None):
-    """Log-probabilities among a token's ids alone, as top-k or top-p sampling draws from them; 0 for -100."""
-    mass = log_mass(log_probs, ids, offsets)
-    mass = mass[..., None] if offsets is None else mass[torch.repeat_interleave(offsets.diff())]
-    return torch.where(ids == IGNORED, 0.0, log_probs - mass)
-
-
-def topk_kl(log_probs, teacher, ids, *, reverse=False, rest=True):
-    """Per token KL(teacher || student), or reversed, from both's log-probabilities of the same ids [..., K].
-
-    rest: what mass is left to other ids is one more class, of at least 1e-6; else the ids' terms alone, which
-    are a KL if both are renormalized.
-    """
-    terms = [[torch.where(ids == IGNORED, 0.0, t)] for t in (teacher, log_probs)]
-    for term, t in zip(terms, (teacher, log_probs)) if rest else ():
-        term.append(torch.log(-torch.expm1(log_mass(t, ids).clamp(max=-1e-6)))[..., None])
-    p, q = (torch.cat(term, -1) for term in (reversed(terms) if reverse else terms))
-    return (p.exp() * (p - q)).sum(-1)
