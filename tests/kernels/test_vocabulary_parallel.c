@@ -188,8 +188,8 @@ TEST(what_cannot_be_split_is_refused) {
   call.shard.vocab_size = 9;
   ASSERT_REFUSED(h, call, "5 rows from 6 on are no part of a vocabulary of 9", a.shard.first = 6);
   ASSERT_REFUSED(h, call, "supports the fused mode", a.mode = LCE_MATERIALIZED);
-  ASSERT_REFUSED(h, call, "leave it out where a rank has no row", (
-    a.weight = tensor_rows(a.weight, 0, 0), a.dweight = tensor_2d(a.x.data, DTYPE_F32, 0, 3)));
+  ASSERT_REFUSED(h, call, "leave it out where a rank has no row",
+                 (a.weight = tensor_rows(a.weight, 0, 0), a.dweight = tensor_2d(a.x.data, DTYPE_F32, 0, 3)));
   harness_close(h);
 }
 

@@ -79,10 +79,9 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
   for (int64_t first = 0; first < vocab_size; first += size) {
     int64_t count = min_i64(size, vocab_size - first);
     Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
-    shard_indices(backend, (ShardIndices){.out = targets,
-                                          .indices = a->targets,
-                                          .first = a->shard.first + first,
-                                          .count = count});
+    shard_indices(
+        backend, (ShardIndices){
+                     .out = targets, .indices = a->targets, .first = a->shard.first + first, .count = count});
     LceLogitsGradient gradient = {.dlogits = dlogits,
                                   .factors = factors,
                                   .targets = targets,
