@@ -83,11 +83,11 @@ class Context:
         if not succeeded:
             raise RuntimeError(self.library.lce_last_error().decode())
 
-    def __call__(self, **fields):
-        args = Args(**{name: f.data_ptr() if isinstance(f, torch.Tensor) else f for name, f in fields.items()})
+    def __call__(self, function, args_type, **fields):
+        args = args_type(**{name: f.data_ptr() if isinstance(f, torch.Tensor) else f for name, f in fields.items()})
         with self.lock, torch.cuda.device(self.device.index if self.device.type == "cuda" else -1):
             args.stream = self.stream()
-            self.require(self.library.lce_linear_cross_entropy(self.handle, args) == 0)
+            self.require(getattr(self.library, function)(self.handle, args) == 0)
 
     def scale(self, out, x, factor):
         """out = factor x, a third of PyTorch's time to bf16; no pass where out is x and the factor 1."""
@@ -108,13 +108,15 @@ context = functools.lru_cache(None)(Context)
 
 # --- the operator -------------------------------------------------------------------------------------------
 
+def dense(t, dtype=torch.float32):
+    """As the library reads it. A tensor without elements has no address, and gets one."""
+    return t if t is None else t.detach().to(dtype).contiguous() if t.numel() else t.new_empty(1, dtype=dtype)
+
+
 def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, dtype, group,
          vocab_size, label_smoothing, z_loss, softcap, temperature, invariant, chunk, sampling, mean, dweight_dtype, wanted):
     """The tensors of `empty`, filled by lce_linear_cross_entropy in `dtype`. With an earlier call's log_prob
     (and entropy, if entropy_weights are given) gradients alone; exps may be those that call kept."""
-    def dense(t, dtype=torch.float32):  # a tensor without elements has no address
-        return t if t is None else t.detach().to(dtype).contiguous() if t.numel() else t.new_empty(1, dtype=dtype)
-
     results = empty(x, weight, dtype, dweight_dtype, wanted)
     lce, vocab_size = context(x.device, dtype, group), vocab_size or weight.shape[0]
     part = lce.part(x.shape[0], weight.shape[0], vocab_size) if group else {}
@@ -125,7 +127,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         t if w else None for t, w in itertools.zip_longest(rest, wanted))
     token_z_loss = torch.empty_like(loss) if z_loss and token_z_loss is None else token_z_loss
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
-    lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size, **part, chunk=chunk, mean=mean, scale=1,
+    lce("lce_linear_cross_entropy", Args, tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size, **part,
+        chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
         sample_seed=seed, batch_invariant=invariant, narrow_dweight=dweight_dtype != torch.float32,
         targets_int64=target.dtype == torch.int64,

@@ -4,7 +4,7 @@ import zlib
 
 import torch
 
-from .functional import IGNORED, context, gradients_wanted, once, prepared, returned
+from .functional import IGNORED, context, dense, gradients_wanted, once, prepared, returned
 from .library import IdsArgs
 
 
@@ -14,18 +14,14 @@ def call(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, dtype,
     results = empty(x, weight, ids, dtype, dweight_dtype, wanted)
     if not len(x):
         return tuple(t.zero_() for t in results)
-    operands = dict(x=x, weight=weight, bias=bias)
-    others = dict(ids=ids, offsets=offsets, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
-    fields = {name: t.detach().to(dtype).contiguous() for name, t in operands.items() if t is not None}
-    fields.update((name, t.contiguous()) for name, t in others.items() if t is not None)
-    fields.update((name, t) for name, t in zip(RESULTS, results) if t.numel())
-    args = IdsArgs(tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk, id_count=ids.numel(),
-                   ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype, batch_invariant=invariant,
-                   softcap=softcap, temperature=temperature, **{name: t.data_ptr() for name, t in fields.items()})
-    lce = context(x.device, dtype, "")
-    with lce.lock, torch.cuda.device(x.device.index if x.is_cuda else -1):
-        args.stream = lce.stream()
-        lce.require(lce.library.lce_ids_log_probs(lce.handle, args) == 0)
+    given = dict(log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
+    written = {name: t for name, t in zip(RESULTS, results) if t.numel()}
+    context(x.device, dtype, "")(
+        "lce_ids_log_probs", IdsArgs, tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk,
+        id_count=ids.numel(), ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype,
+        batch_invariant=invariant, softcap=softcap, temperature=temperature, x=dense(x, dtype), weight=dense(weight, dtype),
+        bias=dense(bias, dtype), ids=ids.contiguous(), offsets=dense(offsets, torch.int64),
+        **{**{name: dense(t) for name, t in given.items()}, **written})
     return results
 
 
