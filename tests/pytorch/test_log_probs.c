@@ -28,6 +28,8 @@ HARNESS_TEST(test_refusals) {
   GRADIENTS_REFUSED("dweight is fp32 [3, 5] for a weight of",
                     (a.call.dweight = poisoned(h, DTYPE_F32, 3, 5)));
   GRADIENTS_REFUSED("nothing is added to it", (a.call.dweight.dtype = DTYPE_BF16, a.call.accumulate = true));
+  GRADIENTS_REFUSED("exps are kept for a whole head",
+                    (a.kept = (Exponentials){exps, a.log_prob}, a.call.shard.vocab_size = 5));
   GRADIENTS_REFUSED("5 rows from 2 on are no part", a.call.shard = ((VocabShard){2, 6}));
   GRADIENTS_REFUSED("dweight is bf16 [5, 4] for a weight of",
                     (a.call.shard.vocab_size = 5, a.call.dweight.dtype = DTYPE_BF16));

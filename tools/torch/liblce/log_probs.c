@@ -41,6 +41,8 @@ void check_gradients(const LinearCrossEntropy *a, const Exponentials *kept) {
       (kept->exps.shape[1] != a->weight.shape[0] || !tensor_exists(kept->row_sum)))
     fail("%s: exps is %s and row_sum is %s for a weight of %s", op, tensor_text(kept->exps).text,
          tensor_text(kept->row_sum).text, tensor_text(a->weight).text);
+  if (tensor_exists(kept->exps) && a->shard.vocab_size)
+    fail("%s: exps are kept for a whole head, and this one is split over ranks; leave them out", op);
   if (tensor_exists(a->dbias) != (tensor_exists(a->bias) && tensor_exists(a->dweight)))
     fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a->bias).text, tensor_text(a->dbias).text);
