@@ -49,7 +49,7 @@ static const Case cases[] = {
     {"masked forward", 23, 8, 61, 5, .forward_only = true, .ignores = true, .masked = true},
     {"uneven", 29, 17, 101, 7, .terms = SMOOTHED, .apart = true, .uneven = true},
     {"without rows", 5, 8, 3, 2, .terms = SMOOTHED, .ignores = true, .uneven = true},
-    {"without rows, capped", 5, 8, 0, 2, .terms = CAPPED, .uneven = true},
+    {"without rows, capped", 40, 8, 0, 16, .terms = CAPPED, .uneven = true},
     {"known", 29, 17, 101, 7, .terms = ENTROPY, .known = true},
     {"known, log p alone", 29, 17, 101, 7, .terms = TERM_BIAS, .known = true},
     {"known, all terms", 31, 40, 515, 16, .terms = KNOWN, .known = true, .ignores = true, .accumulate = true},
