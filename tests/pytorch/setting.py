@@ -1,5 +1,6 @@
 """What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
+import multiprocessing
 import os
 import re
 import sys
@@ -16,9 +17,9 @@ try:
     torch.set_num_threads(2)
     if torch.cuda.is_available():
         DEVICE = "cuda"
-        os.environ["LCE_LIBRARY"] = test_liblce.build(os.path.join("build", "library"))
-    else:
-        os.environ["LCE_LIBRARY"] = test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0")
+    if multiprocessing.parent_process() is None:  # ranks that a test starts have its library
+        os.environ["LCE_LIBRARY"] = (test_liblce.build(os.path.join("build", "library")) if DEVICE == "cuda" else
+                                     test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0"))
 except ImportError:
     torch = None
 
