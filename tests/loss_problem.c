@@ -177,9 +177,10 @@ LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk
 
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part) {
-  int64_t first = backend->rank * part;
-  a.shard = (VocabShard){.first = first, .vocab_size = a.weight.shape[0]};
-  int64_t count = min_i64(part, a.shard.vocab_size - first);
+  int64_t vocab = a.weight.shape[0], first = min_i64(vocab, backend->rank * part);
+  int64_t count = min_i64(part, vocab - first);
+  a.shard = (VocabShard){.first = first, .vocab_size = vocab};
+  if (count == 0) a.dweight = a.dbias = (Tensor){0};
   for (const LossField *f = loss_fields; f->name; f++) {
     Tensor *t = loss_tensor(&a, f);
     if (!tensor_exists(*t) || !strcmp(f->name, "class_weights")) continue;

@@ -86,6 +86,7 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
 
 // Fails with a sentence where the call cannot be.
 void lce_check(const Backend *backend, const LinearCrossEntropy *a);
+void lce_check_shard(const Backend *backend, const LinearCrossEntropy *a);
 // `a` must outlive the call.
 Call lce_begin(Backend *backend, const LinearCrossEntropy *a);
 // Label smoothing's sums over the chunk's tokens.

@@ -32,13 +32,16 @@ static void check_sampling(const LinearCrossEntropy *a) {
          "a bias, a soft-cap, and largest logits, predictions and entropies");
 }
 
-static void check_shard(const Backend *backend, const LinearCrossEntropy *a) {
+void lce_check_shard(const Backend *backend, const LinearCrossEntropy *a) {
   const VocabShard *s = &a->shard;
   int64_t rows = a->weight.shape[0];
   if (!s->vocab_size) return;
   if (s->first < 0 || s->first > s->vocab_size - rows)
     fail("linear_cross_entropy: %lld rows from %lld on are no part of a vocabulary of %lld", (long long)rows,
          (long long)s->first, (long long)s->vocab_size);
+  if (rows == 0 && tensor_exists(a->dweight))
+    fail("linear_cross_entropy: dweight is %s; leave it out where a rank has no row of weight",
+         tensor_text(a->dweight).text);
   if (a->mode == LCE_MATERIALIZED)
     fail("linear_cross_entropy: a head split over %d ranks supports the fused mode; leave out the "
          "materialized one",
@@ -74,7 +77,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("token_weights", a->token_weights, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);
-  check_shard(backend, a);
+  lce_check_shard(backend, a);
   if (a->mode == LCE_FUSED && a->terms.softcap > 0 && a->terms.label_smoothing > 0)
     fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "
          "materialized mode (./train: --materialized-logits)",

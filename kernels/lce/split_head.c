@@ -6,6 +6,8 @@
 // (a_g, R_g), and what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's
 // dX is its part of a sum over V, which a reduce_scatter adds. lce/REFERENCE.md counts what is sent. dX
 // leaves and the next x arrives while dW is computed.
+#include <math.h>
+
 #include "kernels/integers.h"
 #include "kernels/lce/call.h"
 
@@ -60,6 +62,22 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   return s;
 }
 
+static void fill(Backend *backend, Tensor vector, float value) {
+  enum { PART = 256 };
+  float values[PART];
+  for (int i = 0; i < PART; i++) values[i] = value;
+  for (int64_t n = 0; n < vector.shape[0]; n += PART)
+    backend_to_device(backend, tensor_rows(vector, n, min_i64(PART, vector.shape[0] - n)), values);
+}
+
+// Where this rank has no row of W its sums are 0 about an anchor below all others, and its part of dX is 0.
+static void sum_no_rows(const Call *c, const Split *s) {
+  fill_zero(c->backend, s->local_sums);
+  fill(c->backend, s->local_softmax.anchor, -INFINITY);
+  if (tensor_exists(s->local_softmax.max)) fill(c->backend, s->local_softmax.max, -INFINITY);
+  if (tensor_exists(s->all.tokens.dx)) fill_zero(c->backend, s->all.tokens.dx);
+}
+
 // E, and each row's sums over the whole vocabulary. A target's logit comes from the rank with its row of W.
 static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
@@ -71,7 +89,9 @@ static void exponentials(const Call *c, const Split *s, const Sampling *sampling
   all_reduce(c->backend, (Collective){.out = k->softmax.target_z, .x = k->softmax.target_z});
   LceLogitsExp exponentials = lce_logits_exp_of(c, k);
   exponentials.softmax = s->local_softmax;
-  if (sampling)
+  if (c->a->weight.shape[0] == 0)
+    sum_no_rows(c, s);
+  else if (sampling)
     lce_sampled_exponentials(c, sampling, exponentials);
   else
     lce_logits_exp(c->backend, exponentials);

@@ -15,14 +15,16 @@ import transformers
 from lce import patch_transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-SMALL = dict(vocab_size=160, vocab_size_per_layer_input=160, hidden_size=64, n_embd=64, d_model=64, dim=64, embedding_size=64,
-             intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=32, n_inner=96, ffn_dim=96,
+SMALL = dict(vocab_size=160, decoder_vocab_size=160, vocab_size_per_layer_input=160, hidden_size=64, n_embd=64, d_model=64,
+             dim=64, embedding_size=64, embedding_dim=64, intermediate_size=96, ffn_hidden_size=96,
+             expert_ffn_hidden_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=32, n_inner=96, ffn_dim=96,
              num_hidden_layers=2, n_layer=2, n_layers=2, num_layers=2, encoder_layers=2, decoder_layers=2,
-             num_attention_heads=4, n_head=4, n_heads=4, num_key_value_heads=2, encoder_attention_heads=4,
-             decoder_attention_heads=4, head_dim=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, q_lora_rank=16,
-             kv_lora_rank=16, rotary_dim=16, mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128, max_position_embeddings=64,
-             n_positions=64, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-             topk_group=1, num_expert_group=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+             num_attention_heads=4, n_head=4, n_heads=4, num_heads=8, num_key_value_heads=2, encoder_attention_heads=4,
+             decoder_attention_heads=4, head_dim=16, qk_rope_head_dim=16, qk_nope_head_dim=16, qk_head_dim=32, v_head_dim=16,
+             q_lora_rank=16, kv_lora_rank=16, rotary_dim=16, mamba_n_heads=4, mamba_d_head=32, mamba_d_ssm=128,
+             max_position_embeddings=64, n_positions=64, num_experts=4, num_local_experts=4, n_routed_experts=4,
+             n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, num_expert_group=1, pad_token_id=0,
+             bos_token_id=1, eos_token_id=2)
 
 
 def shrink(config):
@@ -32,7 +34,8 @@ def shrink(config):
             shrink(value)
         elif name in SMALL and isinstance(value, int) and value > SMALL[name] or name.endswith("token_id") and value:
             setattr(config, name, SMALL.get(name, 0))
-        elif value is None and name in ("head_dim", "num_key_value_heads", "n_routed_experts"):
+        elif value is None and name in ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts",
+                                        "num_experts_per_tok"):
             setattr(config, name, SMALL[name])
         elif name in ("layer_types", "mlp_layer_types") and value:
             setattr(config, name, value[:1] + value[-1:])

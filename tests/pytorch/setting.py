@@ -1,6 +1,8 @@
 """What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
+import multiprocessing
 import os
+import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -15,11 +17,16 @@ try:
     torch.set_num_threads(2)
     if torch.cuda.is_available():
         DEVICE = "cuda"
-        os.environ["LCE_LIBRARY"] = test_liblce.build(os.path.join("build", "library"))
-    else:
-        os.environ["LCE_LIBRARY"] = test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0")
+    if multiprocessing.parent_process() is None:  # ranks that a test starts have its library
+        os.environ["LCE_LIBRARY"] = (test_liblce.build(os.path.join("build", "library")) if DEVICE == "cuda" else
+                                     test_liblce.build(test_liblce.FOLDER, "CUDA=0", "MPI=0"))
 except ImportError:
     torch = None
+
+
+def readme_examples():
+    with open(os.path.join(ROOT, "tools", "torch", "README.md")) as file:
+        return re.findall(r"```python\n(.*?)```", file.read(), re.S)
 
 
 def run(tests):

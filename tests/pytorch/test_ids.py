@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """linear_ids_log_probs of tools/torch, and what is made of it, against PyTorch's operations in float64."""
-from setting import DEVICE, all_close, close, raises, run, torch
+from setting import DEVICE, all_close, close, raises, readme_examples, run, torch
 
 if torch:
     import torch.nn.functional as F
-    from lce import linear_ids_log_probs, linear_log_probs, log_mass, renormalized, topk_kl
+    from lce import linear_ids_log_probs, linear_log_probs
     from lce.functional import context
+
+    recipes = {"torch": torch}
+    exec(next(example for example in readme_examples() if "def log_mass" in example), recipes)
+    log_mass, renormalized, topk_kl = (recipes[name] for name in ("log_mass", "renormalized", "topk_kl"))
 
 N, H, V = (3, 7), 24, 301
 

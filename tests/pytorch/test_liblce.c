@@ -368,6 +368,7 @@ CONTEXT_TEST(test_wrong_arguments) {
   REFUSED("known_entropy is there without known_log_prob", a.known_entropy = a_row);
   REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
+  REFUSED("weight is 0 rows of 3, and no other rank", a.first_row = 3);
   REFUSED("rows is -1", a.rows = -1);
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
   REFUSED("3 rows from -1 on", (a.first_row = -1, a.rows = 3));

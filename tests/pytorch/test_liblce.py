@@ -6,6 +6,7 @@ Builds a library of its own for the CPU, and the usual one for a GPU.
 import array
 import ctypes
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -132,34 +133,54 @@ class Ranks:
         return 0
 
 
+def split_call(lce, context, case, parts, rank):
+    """A rank's tensors of a call with its tokens and its rows, and with known outputs where these suffice."""
+    n = -(-N // len(parts))
+    counted, rows = range(rank * n, min(N, (rank + 1) * n)), range(sum(parts[:rank]), sum(parts[:rank + 1]))
+
+    def of(part, values, width=1):
+        """The part's floats, of tokens with zeros for those beyond the last one; at least one, to have an address."""
+        more = (n - len(part)) * width if part is counted else not part
+        return floats(values[part.start * width:part.stop * width] + [0] * more)
+    known, per_token = not case["label_smoothing"], dict(token_weights=golden["token_weights"], entropy_weights=golden["entropy_weights"])
+    t = dict(x=of(counted, golden["x"], H), weight=of(rows, golden["weight"], H), dx=floats([9] * n * H),
+             targets=targets_of(case)[counted.start:counted.stop] + array.array("i", [-100] * (n - len(counted))))
+    t.update((name, of(counted, values)) for name, values in per_token.items() if case[f"with_{name}"])
+    if known:
+        t["known_log_prob"] = of(counted, case["log_prob"])
+    else:
+        t["loss"] = floats([9] * n)
+    if case["with_entropy_weights"]:
+        t["known_entropy"] = of(counted, case["entropy"])
+    if case["with_class_weights"]:
+        t["class_weights"] = floats(golden["class_weights"])
+    if case["with_bias"]:
+        t["bias"] = of(rows, golden["bias"])
+    if rows:
+        t.update(dweight=floats([9] * len(rows) * H), **dict(dbias=floats([9] * len(rows))) if case["with_bias"] else {})
+    args = Args(tokens=n, hidden_size=H, vocab_size=V, first_row=rows.start, rows=len(rows), chunk=2, mean=case["mean"],
+                **{name: case[name] for name in ("scale", "label_smoothing", "z_loss", "softcap", "temperature")},
+                **{name: address(elements) for name, elements in t.items()})
+    return lce.lce_last_error() if lce.lce_linear_cross_entropy(context, args) else t
+
+
 def a_head_split_over_ranks(lce):
-    """Each rank gives its tokens and its rows of W; a collective that fails is told."""
-    case, size = case_named("label smoothing"), 3
-    ranks, n, rows = Ranks(lce, size), -(-N // size), -(-V // size)
-    more = size * n - N  # tokens that do not count, so that all ranks have as many
-    targets, x, got = targets_of(case) + array.array("i", [-100] * more), golden["x"] + [0] * more * H, [None] * size
-
-    def work(rank):
-        first = rank * rows
-        count = min(rows, V - first)
-        t = dict(x=floats(x[rank * n * H:(rank + 1) * n * H]), targets=targets[rank * n:(rank + 1) * n],
-                 weight=floats(golden["weight"][first * H:(first + count) * H]), loss=floats([9] * n),
-                 dx=floats([9] * n * H), dweight=floats([9] * count * H))
-        args = Args(tokens=n, hidden_size=H, vocab_size=V, first_row=first, rows=count, chunk=2, scale=case["scale"],
-                    label_smoothing=case["label_smoothing"], **{name: address(elements) for name, elements in t.items()})
-        got[rank] = t if lce.lce_linear_cross_entropy(ranks.contexts[rank], args) == 0 else lce.lce_last_error()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for turn in ("start", "join"):
-        for thread in threads:
-            getattr(thread, turn)()
-    for what in ("loss", "dx", "dweight"):
-        all_ranks = [number for t in got for number in t[what]]
-        close(what, all_ranks[:len(case[what])], case[what])
+    """Parts of any size, of which the last may have no row; a collective that fails is told."""
+    cases = [c for c in golden["cases"] if not c["label_smoothing"] or not (c["softcap"] or c["with_entropy_weights"])]
+    ranks, got = Ranks(lce, 3), [None] * 3
+    for case, parts in itertools.product(cases, ((10, 10, 9), (15, 14, 0))):
+        def work(rank):
+            got[rank] = split_call(lce, ranks.contexts[rank], case, parts, rank)
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+        for turn in ("start", "join"):
+            for thread in threads:
+                getattr(thread, turn)()
+        for what in got[0].keys() & {"loss", "dx", "dweight", "dbias"}:
+            close(f"{case['name']}: {what}", sum((list(t.get(what, ())) for t in got), [])[:len(case[what])], case[what])
     failing = Collective(lambda *_: 1)
     assert lce.lce_join(ranks.contexts[0], 0, 2, failing, None) == 0
-    work(0)
-    assert got[0] == b"lce_linear_cross_entropy: the caller's collective failed on rank 0 of 2", got[0]
+    error = split_call(lce, ranks.contexts[0], cases[0], (15, 14), 0)
+    assert error == b"lce_linear_cross_entropy: the caller's collective failed on rank 0 of 2", error
     assert lce.lce_join(ranks.contexts[0], 2, 2, failing, None) == 1 and b"rank 2 of 2" in lce.lce_last_error()
     for context in ranks.contexts:
         lce.lce_destroy(context)

@@ -28,6 +28,11 @@ HARNESS_TEST(test_refusals) {
   GRADIENTS_REFUSED("dweight is fp32 [3, 5] for a weight of",
                     (a.call.dweight = poisoned(h, DTYPE_F32, 3, 5)));
   GRADIENTS_REFUSED("nothing is added to it", (a.call.dweight.dtype = DTYPE_BF16, a.call.accumulate = true));
+  GRADIENTS_REFUSED("exps are kept for a whole head",
+                    (a.kept = (Exponentials){exps, a.log_prob}, a.call.shard.vocab_size = 5));
+  GRADIENTS_REFUSED("5 rows from 2 on are no part", a.call.shard = ((VocabShard){2, 6}));
+  GRADIENTS_REFUSED("dweight is bf16 [5, 4] for a weight of",
+                    (a.call.shard.vocab_size = 5, a.call.dweight.dtype = DTYPE_BF16));
   LinearCrossEntropy forward = all;
   forward.mode = LCE_FUSED, forward.dx = forward.dweight = (Tensor){0};
   Exponentials kept = {exps, g.log_prob};
@@ -48,6 +53,26 @@ HARNESS_TEST(test_refusals) {
   keep_exponentials(h->backend, forward, kept); // as they are, these calls are not refused
   log_prob_gradients(h->backend, g);
   assert_fails(h, "entropy_weights is fp32 [2]", materialized_with_entropies(h->backend, all, two));
+}
+
+// A head of one part is as a whole one, in chunks too; and a part without rows adds nothing to dx.
+HARNESS_TEST(test_shards) {
+  enum { ROWS = 37, HIDDEN = 24, VOCAB = 301 };
+  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 1);
+  loss_problem_add(h, &p, TERM_ENTROPY | TERM_TOKEN_WEIGHTS | TERM_SOFTCAP | TERM_BIAS | TERM_MEAN);
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, 16);
+  a.shard.vocab_size = VOCAB;
+  LogProbGradients g = log_prob_call(h, &a, vector_from(h, DTYPE_F32, p.entropy_weights, ROWS), false);
+  log_prob_gradients(h->backend, g);
+  reference_loss(&p);
+  check_loss(h, "one part", &a, &p, 0, (LossBefore){0}, with_size(within(16, HIDDEN + VOCAB), 8),
+             with_size(within_stored(h, 8, 0), p.scale));
+  g.call.shard.first = VOCAB;
+  g.call.weight = tensor_rows(a.weight, 0, 0), g.call.bias = tensor_rows(a.bias, 0, 0);
+  g.call.dweight = g.call.dbias = (Tensor){0};
+  log_prob_gradients(h->backend, g);
+  check_values(h, "dx", g.call.dx, host_values(h, ROWS * HIDDEN), within(0, 1));
 }
 
 // A block's gradient takes half of what a chunk's exponentials do, and what is held beside it is small.

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 
-from setting import DEVICE, ROOT, all_close, calls_of_the_operator, close, raises, run, torch
+from setting import DEVICE, ROOT, all_close, calls_of_the_operator, close, raises, readme_examples, run, torch
 from tap import Skip
 
 if torch:
@@ -131,6 +132,21 @@ def evaluation():
             assert output.logits is None
             close("evaluation", output.loss, want.loss, 1e-6)
             lce.patch_transformers(patched, return_logits=False)
+
+
+def training_without_labels():
+    """It warns, for it takes the logits of all tokens, as Trainer(label_smoothing_factor=...) has it."""
+    patched, tokens = lce.patch_transformers(model_of("llama")), batch_of(0)["input_ids"]
+
+    def warned(call):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return any("in place of Trainer(label_smoothing_factor=...) give patch_transformers(label_smoothing=...)" in str(w.message)
+                   for w in caught)
+    assert warned(lambda: patched(tokens))
+    assert not warned(lambda: patched(tokens, return_logits=True)) and not warned(lambda: patched(tokens, labels=tokens))
+    assert not warned(torch.no_grad()(lambda: patched(tokens))) and not warned(lambda: patched.eval()(tokens))
 
 
 def copies():
@@ -404,66 +420,102 @@ def rank_main(rank, ranks, port, way):
 def split_rank_main(rank, ranks, port):
     """Each rank's tokens and rows of the head, against all tokens and the whole head."""
     _, mesh = join(rank, ranks, port)
-    n, h, v = 21, 16, 100
+    more = [min(3 // ranks + 1, max(0, 3 - i * (3 // ranks + 1))) for i in range(ranks)]  # the last ones may have none
+    for sizes in [len(part) for part in torch.arange(101).tensor_split(ranks)], more:
+        split_as_whole(rank, ranks, sizes)
+    what_a_group_refuses(rank, ranks, mesh)
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may still drop the last call's tensors, and abort where the interpreter is ending
+
+
+def split_as_whole(rank, ranks, sizes):
+    n, h, v = 21, 16, sum(sizes)
     torch.manual_seed(7)
     x, weight, bias = torch.randn(ranks * n, h), torch.randn(v, h), torch.randn(v)
-    target, upstream, tokens = torch.randint(v, (ranks * n,)), torch.randn(ranks * n), torch.rand(ranks * n)
+    target, upstream, tokens = torch.randint(v, (ranks * n,)), torch.randn(2, ranks * n), torch.rand(ranks * n)
     target[::6] = -100
-    local, part, bias_part = slice(rank * n, (rank + 1) * n), weight.chunk(ranks)[rank], bias.chunk(ranks)[rank]
+    local, split = slice(rank * n, (rank + 1) * n), dict(group=dist.group.WORLD, vocab_size=v)
     terms = dict(label_smoothing=0.1, z_loss=0.01, temperature=0.7, class_weights=torch.rand(v), chunk=8)
-    split = dict(group=dist.group.WORLD, vocab_size=v)
 
-    def results(whole):
-        """Losses and gradients as this rank has them, or of all tokens, cut to this rank's."""
+    def gradients(leaves, whole):
+        """As this rank has them, or of all tokens and rows, cut to this rank's."""
+        for t, dimension in zip(leaves, ("tokens", "rows", "rows")):
+            if t.grad is not None:
+                gradient, t.grad = t.grad, None
+                yield gradient if not whole else gradient[local] if dimension == "tokens" else gradient.split(sizes)[rank]
+
+    def leaves(whole):
+        own = (x, weight, bias) if whole else (x[local], weight.split(sizes)[rank], bias.split(sizes)[rank])
+        return [t.clone().requires_grad_() for t in own]
+
+    def losses(whole):
         mine, cut = (slice(None), local) if whole else (local, slice(None))
-        leaves = (x, weight, bias) if whole else (x[local], part, bias_part)
-        x_, weight_, bias_ = (t.clone().requires_grad_() for t in leaves)
+        x_, weight_, bias_ = leaves(whole)
         for more, reduction in itertools.product(({}, terms, dict(softcap=3.0, z_loss=0.01)), ("sum", "none", "mean")):
             loss, *more = lce.linear_cross_entropy(
-                x_, weight_, target[mine], bias_ if "softcap" in more else None, reduction=reduction,
+                x_, weight_, target[mine], None if "softcap" in more else bias_, reduction=reduction,
                 token_weights=tokens[mine], outputs=lce.functional.OUTPUTS, **more, **({} if whole else split))
-            loss.backward(upstream[mine] if reduction == "none" else torch.tensor(0.3))
+            loss.backward(upstream[0, mine] if reduction == "none" else torch.tensor(0.3))
             loss = loss.detach().clone()
             yield from (output[cut] for output in more)
             if reduction == "sum" and not whole:
                 dist.all_reduce(loss)
             yield loss[cut] if reduction == "none" else loss
-            yield x_.grad[cut].clone()
-            yield (weight_.grad.chunk(ranks)[rank] if whole else weight_.grad).clone()
-            if bias_.grad is not None:
-                yield (bias_.grad.chunk(ranks)[rank] if whole else bias_.grad).clone()
-        x_.grad = None
-        weight_.requires_grad_(False)
-        log_probs, entropy = lce.linear_log_probs(x_, weight_, target[mine], 0.9, **({} if whole else split))
-        (log_probs * upstream[mine]).sum().backward()
-        yield log_probs[cut]
-        yield entropy[cut]
-        yield x_.grad[cut]
+            yield from gradients((x_, weight_, bias_), whole)
 
-    all_close(f"rank {rank} of {ranks}", results(False), results(True), 2e-5)
+    def log_probs(whole):
+        """The whole in float64, by PyTorch."""
+        mine, cut = (slice(None), local) if whole else (local, slice(None))
+        own = [t.detach().double().requires_grad_() if whole else t for t in leaves(whole)]
+        for softcap, chunk, of_both, frozen in ((0.0, 8, (1, 0), None), (0.0, 99, (0, 1), None), (3.0, 8, (1, 1), None),
+                                                (0.0, 8, (1, 1), 0), (3.0, 99, (0, 1), 1)):
+            if whole:
+                z = torch.nn.functional.linear(*own)
+                p = torch.log_softmax((softcap * torch.tanh(z / softcap) if softcap else z) / 0.7, -1)
+                counts = target >= 0
+                pair = p.gather(-1, target.clamp(0)[:, None])[:, 0] * counts, -(p.exp() * p).sum(-1) * counts
+            else:
+                own = [t.requires_grad_(i != frozen) for i, t in enumerate(own)]
+                pair = lce.linear_log_probs(own[0], own[1], target[mine], 0.7, bias=own[2], softcap=softcap, chunk=chunk, **split)
+            sum((u[mine] * t).sum() for u, t, used in zip(upstream, pair, of_both) if used).backward()
+            yield from (t[cut] for t in pair)
+            if whole and frozen is not None:
+                own[frozen].grad = None
+            yield from gradients(own, whole)
+
+    for results, most in (losses, 2e-5), (log_probs, 1e-4):
+        pairs = ((got, want) for got, want in zip(results(False), results(True), strict=True) if want.numel())
+        all_close(f"{results.__name__}, rank {rank} of {sizes}", *zip(*pairs), most)
+
+
+def what_a_group_refuses(rank, ranks, mesh):
+    n, h, v = 21, 16, 100
+    x, weight, target = torch.randn(n, h), torch.randn(v, h), torch.randint(v, (n,))
+    dist.broadcast(weight, 0)
     shard = dist.tensor.distribute_tensor(weight, mesh, [dist.tensor.Shard(0)])
+    part, bias = weight.chunk(ranks)[rank], torch.randn(v)
     raises(TypeError, "weight is a DTensor", lambda: lce.linear_cross_entropy(x, shard, target))
-    same = [lce.linear_cross_entropy(x[local], w, target[local], group=mesh.get_group(), vocab_size=v, reduction="sum")
+    same = [lce.linear_cross_entropy(x, w, target, group=mesh.get_group(), vocab_size=v, reduction="sum")
             for w in (shard.to_local(), part)]
     assert torch.equal(*same)
 
     def sum_of_log_probs(x_):  # the entropy is not differentiated, which compiled code does not know
-        return lce.linear_log_probs(x_, part, target[local], **split)[0].sum()
-    leaf = x[local].clone().requires_grad_()
-    assert torch.equal(*(torch.autograd.grad(f(leaf), leaf)[0] for f in (sum_of_log_probs, torch.compile(sum_of_log_probs, backend="eager"))))
-    for kind, told, w, more in ((RuntimeError, "label smoothing together with a soft-cap", part, dict(softcap=3.0, label_smoothing=0.1)),
-                                (ValueError, "bias has the shape", part, dict(bias=bias)),
-                                (ValueError, "weight has the shape", weight, {})):
-        raises(kind, told, lambda: lce.linear_cross_entropy(x[local], w, target[local], **split, **more))
-    alike = dict(x=x[local], weight=part, target=target[local], group=dist.group.WORLD, vocab_size=v, reduction="sum")
-    for told, more in ((f"give {[n] * (ranks - 1) + [0]} tokens", lambda few: dict(x=x[:few], target=target[:few])),
-                       ("vocab_size says", lambda _: dict(vocab_size=None)),
-                       (f"the last of {ranks} ranks without a row", lambda _: dict(vocab_size=ranks - 1, weight=weight[:1]))):
-        if ranks == 3:  # of which the last has fewer rows
-            few = 0 if rank == ranks - 1 else n
-            raises(ValueError, told, lambda: lce.linear_cross_entropy(**{**alike, **more(few)}))
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may still drop the last call's tensors, and abort where the interpreter is ending
+        return lce.linear_log_probs(x_, part, target, group=dist.group.WORLD, vocab_size=v)[0].sum()
+    leaf = x.clone().requires_grad_()
+    compiled = torch.compile(sum_of_log_probs, backend="eager")
+    close("compiled", *(torch.autograd.grad(f(leaf), leaf)[0] for f in (compiled, sum_of_log_probs)), 1e-6)
+    alike = dict(x=x, weight=part, target=target, group=dist.group.WORLD, vocab_size=v, reduction="sum")
+    rows, last, few = [len(t) for t in weight.chunk(ranks)], rank == ranks - 1, 0 if rank == ranks - 1 else n
+    for kind, told, more in (
+            (RuntimeError, "label smoothing together with a soft-cap", dict(softcap=3.0, label_smoothing=0.1)),
+            (ValueError, "bias has the shape", dict(bias=bias)),
+            (ValueError, f"have {[v] * ranks} rows of weight, which make no vocab_size of {[v] * ranks}", dict(weight=weight)),
+            (ValueError, f"have {[*rows[:-1], rows[-1] - 1]} rows", dict(weight=part[last:])),
+            (ValueError, "ranks without rows come last", dict(weight=weight[:0] if rank == 0 else weight, vocab_size=(ranks - 1) * v)),
+            (ValueError, f"give {[n] * (ranks - 1) + [0]} tokens", dict(x=x[:few], target=target[:few]))):
+        raises(kind, told, lambda: lce.linear_cross_entropy(**{**alike, **more}))
+    if ranks == 3:  # of which the last has fewer rows
+        raises(ValueError, "which make no vocab_size of [102, 102, 96]", lambda: lce.linear_cross_entropy(**{**alike, "vocab_size": None}))
 
 
 def on_ranks(main, ranks, *more):
@@ -474,14 +526,13 @@ def on_ranks(main, ranks, *more):
 
 
 def a_head_split_over_ranks():
-    for ranks in (2, 3):
+    for ranks in (2, 3, 4):
         on_ranks(split_rank_main, ranks)
 
 
 def examples_of_the_readme():
-    text = open(os.path.join(ROOT, "tools", "torch", "README.md")).read()
-    examples, names = re.findall(r"```python\n(.*?)```", text, re.S), {}
-    assert len(examples) == 4
+    examples, names = readme_examples(), {}
+    assert len(examples) == 5
     for example in examples:
         if transformers or "transformers" not in example:
             exec(example, names)
@@ -507,7 +558,8 @@ def pip_install():
 
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
-             all_models=all_models, evaluation=evaluation, copies=copies, models_that_are_refused=models_that_are_refused,
+             all_models=all_models, evaluation=evaluation,
+             training_without_labels=training_without_labels, copies=copies, models_that_are_refused=models_that_are_refused,
              forwards_that_change_what_they_hand_on=forwards_that_change_what_they_hand_on, after_the_patch=after_the_patch,
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),

@@ -133,27 +133,46 @@ def grpo():
 
 
 @needs_trl
-def refusals():
-    """Where the patch would change results, or does nothing, TRL stays as it is."""
-    trls, add = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
-    others = [(types.SimpleNamespace(forward=lambda ctx, hidden: 0), add, "the arguments of _ChunkedLogProbFunction are ctx, hidden"),
-              (types.SimpleNamespace(forward=trls.forward, apply=lambda *a: (2 * (r := trls.apply(*a))[0], *r[1:])), add, "log_probs would change"),
-              (trls, types.FunctionType(add.__code__, dict(vars(utils)), argdefs=add.__defaults__), "does not call")]
-    for function, utils.add_fused_lm_head, says in others:
-        utils._ChunkedLogProbFunction = function
-        raises(TypeError, says, lce.patch_trl)
-        assert utils._ChunkedLogProbFunction is function
-    utils._ChunkedLogProbFunction, utils.add_fused_lm_head = trls, add
+def what_is_refused():
+    """A call of what lce cannot compute; and a TRL that is not as expected, which the patch leaves as it is."""
+    def call(change=lambda model: None, **more):
+        model, tokens = model_of("cohere", **more), torch.arange(9, device=DEVICE)[None]
+        change(model)
+        utils.add_fused_lm_head(model)
+        return model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    lce.patch_trl()
+    assert call().log_probs.isfinite().all()
+    raises(ValueError, "the model's logit_scale is -0.25, and lce needs more than 0; call unpatch_trl",
+           lambda: call(logit_scale=-0.25))
+    raises(TypeError, "DeepSpeed's ZeRO-3 splits the head, which lce needs whole",
+           lambda: call(lambda model: setattr(model.lm_head.weight, "ds_id", 0)))
+    lce.unpatch_trl()
+    own, add = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
+    others = (("the arguments of _ChunkedLogProbFunction are ctx, logits", "_ChunkedLogProbFunction",
+               types.SimpleNamespace(forward=lambda ctx, logits: logits)),
+              ("entropy would change", "_ChunkedLogProbFunction",
+               types.SimpleNamespace(forward=own.forward, apply=lambda *a: [2 * t if i == 1 else t for i, t in enumerate(own.apply(*a))])),
+              ("a gradient would change", "_ChunkedLogProbFunction",
+               types.SimpleNamespace(forward=own.forward, apply=lambda hidden, *a: own.apply(2 * hidden - hidden.detach(), *a))),
+              ("does not call _ChunkedLogProbFunction", "add_fused_lm_head",
+               types.FunctionType(add.__code__, dict(vars(utils)), add.__name__, add.__defaults__)))
+    for told, name, other in others:
+        before = getattr(utils, name)
+        setattr(utils, name, other)
+        try:
+            said = raises(TypeError, told, lce.patch_trl)
+            assert said.startswith(f"TRL {trl.__version__} cannot be patched: ") and "or do without patch_trl" in said, said
+            assert getattr(utils, name) is other and (name != "add_fused_lm_head" or utils._ChunkedLogProbFunction is own)
+        finally:
+            setattr(utils, name, before)
     lce.patch_trl(chunk=5)
     lce.patch_trl(chunk=7)  # in place of the one before
     ours, w = utils._ChunkedLogProbFunction, torch.ones(3, 8, device=DEVICE)
     with calls_of_the_operator(lambda *a: a[18]) as chunks:
         ours.apply(w, w, None, torch.arange(3, device=DEVICE), 1.0, 256)
-    assert ours.trls is trls and set(chunks) == {7}, (ours.trls, chunks)
-    raises(ValueError, "logit_scale is 0.0", lambda: ours.apply(w, w, None, None, 1.0, 256, None, 0.0))
-    w.ds_id = 1
-    raises(TypeError, "DeepSpeed's ZeRO-3 splits the head", lambda: ours.apply(w, w, None, None, 1.0, 256))
+    assert ours.trls is own and set(chunks) == {7}, (ours.trls, chunks)
+    lce.unpatch_trl()
 
 
 if __name__ == "__main__":
-    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo, refusals=refusals))
+    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo, what_is_refused=what_is_refused))

@@ -42,15 +42,18 @@ class Context:
     def group(self):  # not kept: a group that outlives its program's end may abort it
         return dist.distributed_c10d._resolve_process_group(self.group_name)
 
-    def agree(self, *sizes):
-        """All ranks fail, and none waits, where their numbers of tokens or vocabularies differ."""
-        gathered = torch.empty(self.group.size(), 2, dtype=torch.int64, device=self.device)
+    def part(self, *sizes):
+        """This rank's part of the head, from all ranks' numbers of tokens, rows and vocabulary entries. All ranks
+        fail, and none waits, where these do not fit together."""
+        gathered = torch.empty(self.group.size(), 3, dtype=torch.int64, device=self.device)
         dist.all_gather_into_tensor(gathered, torch.tensor([sizes], device=self.device), group=self.group)
-        tokens, vocabularies = gathered.t().tolist()
+        tokens, rows, vocabularies = gathered.t().tolist()
         if len(set(tokens)) > 1:
             raise ValueError(f"the group's ranks give {tokens} tokens, but need as many each: add some with a target of -100")
-        if len(set(vocabularies)) > 1:
-            raise ValueError(f"by their rows of weight the group's ranks have {vocabularies} in all; vocab_size says how many")
+        if set(vocabularies) != {sum(rows)} or rows != sorted(rows, key=bool, reverse=True):
+            raise ValueError(f"the group's ranks have {rows} rows of weight, which make no vocab_size of {vocabularies}; "
+                             f"ranks without rows come last")
+        return dict(first_row=sum(rows[:self.group.rank()]), rows=sizes[1])
 
     def exchange(self, _, kind, out, x, count, dtype):
         """The library's collectives, by torch.distributed."""
@@ -80,11 +83,11 @@ class Context:
         if not succeeded:
             raise RuntimeError(self.library.lce_last_error().decode())
 
-    def __call__(self, **fields):
-        args = Args(**{name: f.data_ptr() if isinstance(f, torch.Tensor) else f for name, f in fields.items()})
+    def __call__(self, function, args_type, **fields):
+        args = args_type(**{name: f.data_ptr() if isinstance(f, torch.Tensor) else f for name, f in fields.items()})
         with self.lock, torch.cuda.device(self.device.index if self.device.type == "cuda" else -1):
             args.stream = self.stream()
-            self.require(self.library.lce_linear_cross_entropy(self.handle, args) == 0)
+            self.require(getattr(self.library, function)(self.handle, args) == 0)
 
     def scale(self, out, x, factor):
         """out = factor x, a third of PyTorch's time to bf16; no pass where out is x and the factor 1."""
@@ -105,17 +108,18 @@ context = functools.lru_cache(None)(Context)
 
 # --- the operator -------------------------------------------------------------------------------------------
 
+def dense(t, dtype=torch.float32):
+    """As the library reads it. A tensor without elements has no address, and gets one."""
+    return t if t is None else t.detach().to(dtype).contiguous() if t.numel() else t.new_empty(1, dtype=dtype)
+
+
 def call(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, dtype, group,
          vocab_size, label_smoothing, z_loss, softcap, temperature, invariant, chunk, sampling, mean, dweight_dtype, wanted):
     """The tensors of `empty`, filled by lce_linear_cross_entropy in `dtype`. With an earlier call's log_prob
     (and entropy, if entropy_weights are given) gradients alone; exps may be those that call kept."""
-    def dense(t, dtype=torch.float32):
-        return None if t is None else t.detach().to(dtype).contiguous()
-
     results = empty(x, weight, dtype, dweight_dtype, wanted)
     lce, vocab_size = context(x.device, dtype, group), vocab_size or weight.shape[0]
-    if group:
-        lce.agree(x.shape[0], vocab_size)
+    part = lce.part(x.shape[0], weight.shape[0], vocab_size) if group else {}
     if not x.shape[0]:
         return tuple(t.zero_() for t in results)
     loss, *rest = results
@@ -123,8 +127,8 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         t if w else None for t, w in itertools.zip_longest(rest, wanted))
     token_z_loss = torch.empty_like(loss) if z_loss and token_z_loss is None else token_z_loss
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
-    lce(tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size,
-        **(shard_of(lce.group, vocab_size) if group else {}), chunk=chunk, mean=mean, scale=1,
+    lce("lce_linear_cross_entropy", Args, tokens=x.shape[0], hidden_size=x.shape[1], vocab_size=vocab_size, **part,
+        chunk=chunk, mean=mean, scale=1,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature, sample=sampling,
         sample_seed=seed, batch_invariant=invariant, narrow_dweight=dweight_dtype != torch.float32,
         targets_int64=target.dtype == torch.int64,
@@ -136,13 +140,6 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if z_loss:
         loss += token_z_loss
     return results
-
-
-def shard_of(group, vocab_size, rank=None):
-    """A rank's part of a head, by default this rank's, as torch.chunk and DTensor's Shard(0) cut it."""
-    part = -(-vocab_size // group.size())
-    first = min(vocab_size, part * (group.rank() if rank is None else rank))
-    return dict(first_row=first, rows=min(part, vocab_size - first))
 
 
 def empty(x, weight, dtype, dweight_dtype, wanted):
@@ -282,8 +279,9 @@ class PerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, token_weights, class_weights, options, outputs, want_entropy, differentiated):
         _, group, _, label_smoothing, z_loss, softcap, _, invariant, chunk, sampling = options
-        known = not (group or label_smoothing or z_loss or sampling) and class_weights is None
-        ctx.kept = known and differentiated and not (softcap or invariant or torch.compiler.is_compiling()) and len(x) <= chunk
+        known = not (label_smoothing or z_loss or sampling) and class_weights is None
+        ctx.kept = known and differentiated and len(x) <= chunk and not (
+            group or softcap or invariant or torch.compiler.is_compiling())
         loss, entropy, _, _, _, exps, *more = operator(
             x, weight, bias, target, None, None, class_weights, None, None, None, *options, False, torch.float32,
             [want_entropy, False, False, False, ctx.kept, *outputs])
@@ -292,9 +290,6 @@ class PerToken(torch.autograd.Function):
         ctx.options, ctx.want_entropy = options, want_entropy
         if not torch.compiler.is_compiling():
             ctx.set_materialize_grads(False)  # an entropy that is not differentiated costs nothing
-        elif group and want_entropy:  # nor is it refused, though its gradient arrives as zeros
-            ctx.want_entropy = False
-            ctx.mark_non_differentiable(entropy)
         return loss if token_weights is None else loss * token_weights, entropy, *more
 
     @staticmethod
@@ -302,8 +297,6 @@ class PerToken(torch.autograd.Function):
     def backward(ctx, dloss, dentropy, *_):
         if dloss is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
-        if ctx.options[1] and ctx.want_entropy and dentropy is not None:
-            raise RuntimeError("entropies of a group have no gradient; detach() them")
         if dloss is None:
             dloss = torch.zeros_like(dentropy)
         weights, _, log_prob, entropy, exps = ctx.saved_tensors[4:]
@@ -363,9 +356,6 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
     tokens, vocab, rows = x.shape[:-1], weight.shape[:1], weight.shape[0]
     if group is not None:
         vocab = (vocab_size or rows * group.size(),)
-        rows = shard_of(group, vocab[0])["rows"]
-        if shard_of(group, vocab[0], group.size() - 1)["rows"] < 1 and vocab_size:
-            raise ValueError(f"a vocabulary of {vocab_size} leaves the last of {group.size()} ranks without a row of weight")
     elif vocab_size not in (None, rows):
         raise ValueError(f"vocab_size is {vocab_size} and weight has {rows} rows, which without a group are all")
     floats, integers = {torch.float32, torch.bfloat16}, {torch.int32, torch.int64}
@@ -455,12 +445,13 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else
     0), "predicted" (the first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
 
-    group: a process group over whose ranks the head is split, as torch.chunk and DTensor's Shard(0) do:
-    weight and bias are this rank's part, of vocab_size rows in all (None: all parts are equal). Every rank
-    gives its own tokens, as many as the others, and gets their losses, their "sum" and dx; dweight and a
-    "mean" are over all ranks' tokens. All ranks make the same calls, backward passes too, a "sum" or "mean"
-    with the same upstream gradient. Ranks that disagree on the number of tokens or rows all raise ValueError;
-    on a GPU the host waits for that.
+    group: a process group over whose ranks the head is split: weight and bias are this rank's part, of
+    vocab_size rows in all (None: all parts are equal). The parts follow one another in the order of the ranks
+    and may differ in size, as those of torch.chunk, DTensor's Shard(0) and torch.tensor_split do; the last ones
+    may be empty. Every rank gives its own tokens, as many as the others, and gets their losses, their "sum" and
+    dx; dweight and a "mean" are over all ranks' tokens. All ranks make the same calls, backward passes too, a
+    "sum" or "mean" with the same upstream gradient. Ranks whose numbers of tokens or rows do not fit together
+    all raise ValueError; on a GPU the host waits for that.
 
     The names of torch.nn.functional.linear_cross_entropy work as well: input, linear_weight, linear_bias, and
     weight for class_weights where the head's is linear_weight or given by position; its `options` (its own
@@ -495,9 +486,8 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     """log p[target] and the entropy of p = softmax((x @ weight.T + bias) / temperature) per token, in fp32.
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), the backward pass is one
-    more call. They are 0 where the target is ignore_index. entropy=False returns None for entropies; a
-    group's have no gradient. Without group the backward pass takes weight in blocks of rows and holds no fp32
-    sum of dweight. A chunk of all tokens keeps N V elements of x's dtype for the backward pass, which then
+    more call. They are 0 where the target is ignore_index. entropy=False returns None for entropies. Without
+    group the backward pass takes weight in blocks of rows and holds no fp32 sum of dweight. A chunk of all tokens keeps N V elements of x's dtype for the backward pass, which then
     takes two GEMMs instead of three. The other
     arguments: linear_cross_entropy.
 

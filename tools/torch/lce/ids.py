@@ -1,10 +1,10 @@
-"""Log-probabilities of the ids that each token names, beside its lse, and what is made of them: KL to a top-k
-teacher, log-probabilities over a kept set, several targets a token."""
+"""Log-probabilities of the ids that each token names, beside its lse. The README makes a KL to a top-k teacher of
+them, log-probabilities over a kept set, and a loss of several targets a token."""
 import zlib
 
 import torch
 
-from .functional import IGNORED, context, gradients_wanted, once, prepared, returned
+from .functional import IGNORED, context, dense, gradients_wanted, once, prepared, returned
 from .library import IdsArgs
 
 
@@ -14,18 +14,14 @@ def call(x, weight, bias, ids, offsets, log_probs, lse, dlog_probs, dlse, dtype,
     results = empty(x, weight, ids, dtype, dweight_dtype, wanted)
     if not len(x):
         return tuple(t.zero_() for t in results)
-    operands = dict(x=x, weight=weight, bias=bias)
-    others = dict(ids=ids, offsets=offsets, log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
-    fields = {name: t.detach().to(dtype).contiguous() for name, t in operands.items() if t is not None}
-    fields.update((name, t.contiguous()) for name, t in others.items() if t is not None)
-    fields.update((name, t) for name, t in zip(RESULTS, results) if t.numel())
-    args = IdsArgs(tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk, id_count=ids.numel(),
-                   ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype, batch_invariant=invariant,
-                   softcap=softcap, temperature=temperature, **{name: t.data_ptr() for name, t in fields.items()})
-    lce = context(x.device, dtype, "")
-    with lce.lock, torch.cuda.device(x.device.index if x.is_cuda else -1):
-        args.stream = lce.stream()
-        lce.require(lce.library.lce_ids_log_probs(lce.handle, args) == 0)
+    given = dict(log_probs=log_probs, lse=lse, dlog_probs=dlog_probs, dlse=dlse)
+    written = {name: t for name, t in zip(RESULTS, results) if t.numel()}
+    context(x.device, dtype, "")(
+        "lce_ids_log_probs", IdsArgs, tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk,
+        id_count=ids.numel(), ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype,
+        batch_invariant=invariant, softcap=softcap, temperature=temperature, x=dense(x, dtype), weight=dense(weight, dtype),
+        bias=dense(bias, dtype), ids=ids.contiguous(), offsets=dense(offsets, torch.int64),
+        **{**{name: dense(t) for name, t in given.items()}, **written})
     return results
 
 
@@ -92,34 +88,3 @@ def linear_ids_log_probs(x, weight, ids, temperature=1.0, *, bias=None, softcap=
         given, offsets = ids.new_full((1,), IGNORED), torch.arange(len(x) + 1, device=x.device).clamp(max=1)
     log_probs, lse = IdsLogProbs.apply(x, weight, bias, given, offsets, dtype, softcap, temperature, chunk, invariant)
     return log_probs[:ids.numel()].view(shape), lse.view(tokens)
-
-
-def log_mass(log_probs, ids, offsets=None):
-    """The log of what the probabilities of a token's ids add up to; minus infinity without ids. Ids differ."""
-    kept = torch.where(ids == IGNORED, -torch.inf, log_probs)
-    if offsets is None:
-        return torch.logsumexp(kept, -1)
-    rows = torch.repeat_interleave(offsets.diff())
-    most = kept.new_full((len(offsets) - 1,), -torch.inf).scatter_reduce(0, rows, kept.detach(), "amax")
-    most = most.nan_to_num(neginf=0.0)
-    return torch.zeros_like(most).index_add(0, rows, (kept - most[rows]).exp()).log() + most
-
-
-def renormalized(log_probs, ids, offsets=None):
-    """Log-probabilities among a token's ids alone, as top-k or top-p sampling draws from them; 0 for -100."""
-    mass = log_mass(log_probs, ids, offsets)
-    mass = mass[..., None] if offsets is None else mass[torch.repeat_interleave(offsets.diff())]
-    return torch.where(ids == IGNORED, 0.0, log_probs - mass)
-
-
-def topk_kl(log_probs, teacher, ids, *, reverse=False, rest=True):
-    """Per token KL(teacher || student), or reversed, from both's log-probabilities of the same ids [..., K].
-
-    rest: what mass is left to other ids is one more class, of at least 1e-6; else the ids' terms alone, which
-    are a KL if both are renormalized.
-    """
-    terms = [[torch.where(ids == IGNORED, 0.0, t)] for t in (teacher, log_probs)]
-    for term, t in zip(terms, (teacher, log_probs)) if rest else ():
-        term.append(torch.log(-torch.expm1(log_mass(t, ids).clamp(max=-1e-6)))[..., None])
-    p, q = (torch.cat(term, -1) for term in (reversed(terms) if reverse else terms))
-    return (p.exp() * (p - q)).sum(-1)

@@ -63,8 +63,8 @@ def patch_trl(*, chunk=0):
     """Makes TRL's trainers take log-probabilities, entropies and their gradients from linear_log_probs.
 
     It acts on all trainers that use trl's add_fused_lm_head, also on those made before; unpatch_trl takes it
-    back. chunk: as linear_log_probs has it. log_sum_sq_probs (DPO's use_weighting) is one more forward pass.
-    mean_logits is x times W's mean row, and with a soft-cap TRL's own. The patch compares the arguments of
+    back. chunk: as linear_log_probs has it. log_sum_sq_probs (DPO's use_weighting) is one more forward pass: a
+    row sum of squares would be one more sum in the kernels' epilogues. mean_logits is x times W's mean row, and with a soft-cap TRL's own. The patch compares the arguments of
     TRL's function, and its results and gradients for a tiny model on the CPU; where they are not as expected
     it raises TypeError and leaves TRL as it is.
     """

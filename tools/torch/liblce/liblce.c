@@ -289,7 +289,10 @@ static void take_arguments(const Argument *tensors, size_t count, int needed, co
   }
 }
 
-static void check_chunk(int64_t chunk) {
+static void check_sizes(int64_t tokens, int64_t hidden_size, int64_t vocab_size, int64_t chunk) {
+  check_size("tokens", tokens);
+  check_size("hidden_size", hidden_size);
+  check_size("vocab_size", vocab_size);
   if (chunk < 0)
     fail("%s: a chunk of %lld tokens; give 1 or more, or 0 for one that the library chooses", frame->name,
          (long long)chunk);
@@ -297,14 +300,14 @@ static void check_chunk(int64_t chunk) {
 
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
-  bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0 || a->rows;
+  bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0;
   bool outputs = tensor_exists(c->loss);
   for (size_t i = 0; i < sizeof c->outputs.all / sizeof *c->outputs.all; i++)
     outputs |= tensor_exists(c->outputs.all[i]);
   if (a->known_log_prob && outputs)
     fail(CALL ": with known_log_prob there are gradients alone; leave out loss and outputs");
   if (a->known_log_prob && beyond)
-    fail(CALL ": with known_log_prob there is no label smoothing, sampling, split head or materialized mode");
+    fail(CALL ": with known_log_prob there is no label smoothing, sampling or materialized mode");
   if (a->known_log_prob && !a->entropy_weights != !a->known_entropy)
     fail(CALL
          ": with known_log_prob, entropy_weights and known_entropy belong together; give both or neither");
@@ -319,15 +322,13 @@ static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
 static LogProbGradients checked_request(const lce_args *a, const Backend *backend) {
   Dtype dtype = backend->dtype;
   if (!a) fail(CALL ": args must be there");
-  check_size("tokens", a->tokens);
-  check_size("hidden_size", a->hidden_size);
-  check_size("vocab_size", a->vocab_size);
+  check_sizes(a->tokens, a->hidden_size, a->vocab_size, a->chunk);
+  bool split = a->rows || a->first_row;
   if (a->rows) check_size("rows", a->rows);
-  if (a->rows && a->rows != a->vocab_size && backend->ranks == 1)
+  if (split && a->rows != a->vocab_size && backend->ranks == 1)
     fail(CALL ": weight is %lld rows of %lld, and no other rank has the rest; call lce_join first",
          (long long)a->rows, (long long)a->vocab_size);
-  check_chunk(a->chunk);
-  if (a->batch_invariant && (a->sample != 0 || a->materialized || a->rows || a->exps))
+  if (a->batch_invariant && (a->sample != 0 || a->materialized || split || a->exps))
     fail(CALL ": batch_invariant is there for a whole head, without sample, materialized and exps");
   if (!isfinite(a->scale)) fail(CALL ": scale is %g, which is not finite", (double)a->scale);
   LogProbGradients r = {0};
@@ -342,8 +343,8 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
                             .scale = a->scale,
                             .mean = a->mean,
                             .accumulate = a->accumulate};
-  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = a->rows ? a->rows : v;
-  if (a->rows) c->shard = (VocabShard){.first = a->first_row, .vocab_size = v};
+  int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, rows_of_head = split ? a->rows : v;
+  if (split) c->shard = (VocabShard){.first = a->first_row, .vocab_size = v};
   const int needed = a->known_log_prob ? 3 : 4;                    // the first
   int64_t stride = round_up(v, 128 / (int64_t)dtype_bytes(dtype)); // of exps, which R follows
   uintptr_t sums = (uintptr_t)a->exps + (uintptr_t)n * (uintptr_t)stride * dtype_bytes(dtype);
@@ -484,10 +485,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
 // pass.
 static IdLogProbs checked_ids(const lce_ids_args *a, const Backend *backend) {
   if (!a) fail("%s: args must be there", frame->name);
-  check_size("tokens", a->tokens);
-  check_size("hidden_size", a->hidden_size);
-  check_size("vocab_size", a->vocab_size);
-  check_chunk(a->chunk);
+  check_sizes(a->tokens, a->hidden_size, a->vocab_size, a->chunk);
   int64_t n = a->tokens, h = a->hidden_size, v = a->vocab_size, m = a->id_count;
   if (m < 1 || m > MAX_BYTES / 8 || (!a->offsets && m % n))
     fail("%s: id_count is %lld for %lld tokens; give a multiple of tokens, or with offsets 1 or more",

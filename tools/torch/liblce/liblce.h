@@ -98,7 +98,7 @@ typedef struct {
   const float *entropy_weights;
   // What a call of the same x, weight, bias, targets, softcap and temperature put out: this one then makes
   // the gradients alone, without a sum of dweight over chunks. known_entropy comes with entropy_weights.
-  // There is no loss and no other output, no materialized, sample, label_smoothing and no split head.
+  // There is no loss and no other output, no materialized, sample and label_smoothing.
   const float *known_log_prob, *known_entropy; // [N], or NULL
   // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of
   // 128. A call for losses and outputs alone, with a chunk of N or more and no softcap, keeps exponentials in
@@ -128,7 +128,9 @@ void lce_destroy(lce_context *context);
 // rank gives to a call are its own, as many as every other rank's, and so are its losses and dx; dweight is
 // the sum over all ranks' tokens. Of lce_args tokens, vocab_size (of the whole head), chunk, scale, the terms
 // and which gradients are there must be the same on all ranks; bias and dbias are of the rank's rows, and
-// mean is over all ranks' tokens. materialized and known_log_prob are refused.
+// mean is over all ranks' tokens. materialized is refused. The ranks' rows follow one another, in parts of any
+// size. The last ranks may have none: first_row is then vocab_size and rows 0, weight and bias are any
+// addresses that are not NULL, and dweight and dbias are NULL.
 //
 // The ranks exchange data by `collective`, which the library calls in the same order on every rank, within a
 // call's thread. It works on the call's stream as a kernel launched there would, returns 0 when all went

@@ -41,10 +41,12 @@ void check_gradients(const LinearCrossEntropy *a, const Exponentials *kept) {
       (kept->exps.shape[1] != a->weight.shape[0] || !tensor_exists(kept->row_sum)))
     fail("%s: exps is %s and row_sum is %s for a weight of %s", op, tensor_text(kept->exps).text,
          tensor_text(kept->row_sum).text, tensor_text(a->weight).text);
+  if (tensor_exists(kept->exps) && a->shard.vocab_size)
+    fail("%s: exps are kept for a whole head, and this one is split over ranks; leave them out", op);
   if (tensor_exists(a->dbias) != (tensor_exists(a->bias) && tensor_exists(a->dweight)))
     fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
          tensor_text(a->bias).text, tensor_text(a->dbias).text);
-  bool narrow = a->dweight.dtype == a->weight.dtype && !a->accumulate;
+  bool narrow = a->dweight.dtype == a->weight.dtype && !a->accumulate && !a->shard.vocab_size;
   if (tensor_exists(a->dweight) &&
       (!tensor_same_shape(a->dweight, a->weight) || (a->dweight.dtype != DTYPE_F32 && !narrow)))
     fail("%s: dweight is %s for a weight of %s; it needs that shape, in fp32 or, where nothing is added to "
@@ -79,8 +81,9 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
   for (int64_t first = 0; first < vocab_size; first += size) {
     int64_t count = min_i64(size, vocab_size - first);
     Tensor weight = tensor_rows(a->weight, first, count), dlogits = tensor_columns(buffer, 0, count);
-    shard_indices(backend,
-                  (ShardIndices){.out = targets, .indices = a->targets, .first = first, .count = count});
+    shard_indices(
+        backend, (ShardIndices){
+                     .out = targets, .indices = a->targets, .first = a->shard.first + first, .count = count});
     LceLogitsGradient gradient = {.dlogits = dlogits,
                                   .factors = factors,
                                   .targets = targets,
@@ -109,14 +112,24 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
     scale_by(backend, (ScaleBy){.out = tensor_flat(a->dx), .x = tensor_flat(dx)});
 }
 
-static GradientFactors gradient_factors(const Call *c, const LogProbGradients *known, Tensor target_z) {
+// The pass over W's rows, with the factors that log_prob and entropy give.
+static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
   static const char *const names[] = {"log of total", "factors of p", "factors of p times distance",
                                       "target entries"};
   const LinearCrossEntropy *a = c->a;
   int64_t tokens = a->x.shape[0];
+  Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens), targets = a->targets;
   GradientFactors factors;
   for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, tokens);
-  lce_target_z(c, target_z, a->x, a->targets);
+  if (a->shard.vocab_size) {
+    targets = push_vector(c, "targets in local rows", DTYPE_I32, tokens);
+    shard_indices(c->backend, (ShardIndices){.out = targets,
+                                             .indices = a->targets,
+                                             .first = a->shard.first,
+                                             .count = a->weight.shape[0]});
+  }
+  lce_target_z(c, target_z, a->x, targets);
+  if (a->shard.vocab_size) all_reduce(c->backend, (Collective){.out = target_z, .x = target_z});
   lce_gradient_factors(c->backend, (LceGradientFactors){.factors = factors,
                                                         .target_z = target_z,
                                                         .log_prob = known->log_prob,
@@ -129,17 +142,55 @@ static GradientFactors gradient_factors(const Call *c, const LogProbGradients *k
                                                         .terms = c->terms,
                                                         .vocab_size = c->vocab_size,
                                                         .alpha = a->scale});
-  return factors;
+  gradients_by_blocks(c, factors, target_z, known->kept.exps, NULL);
+}
+
+// With a head split over ranks, tokens travel and W stays, as in kernels/lce/split_head.c: of every rank a
+// chunk of tokens, with what is known of them, against this rank's rows.
+static void split_gradients(const Call *c, const LogProbGradients *known) {
+  const LinearCrossEntropy *a = c->a;
+  Memory *memory = &c->backend->memory;
+  int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
+  for (int64_t first = 0; first < tokens; first += size) {
+    MemoryMark mark = memory_mark(memory);
+    int64_t count = min_i64(size, tokens - first), rows = count * c->ranks;
+    LogProbGradients all = *known;
+    Tensor *gathered[] = {&all.call.x,   &all.call.targets, &all.call.token_weights,
+                          &all.log_prob, &all.entropy,      &all.entropy_weights};
+    for (size_t i = 0; i < sizeof gathered / sizeof *gathered; i++) {
+      if (!tensor_exists(*gathered[i])) continue;
+      Tensor local = tensor_rows(*gathered[i], first, count);
+      *gathered[i] = local.rank == 2 ? push_matrix(c, "x of all ranks", local.dtype, rows, local.shape[1])
+                                     : push_vector(c, "a vector of all ranks", local.dtype, rows);
+      all_gather(c->backend, (Collective){.out = *gathered[i], .x = local});
+    }
+    all.call.chunk = rows;
+    all.call.accumulate = a->accumulate || first > 0;
+    if (tensor_exists(a->dx)) {
+      all.call.dx = push_matrix(c, "parts of dx", a->dx.dtype, rows, a->dx.shape[1]);
+      if (a->weight.shape[0] == 0) fill_zero(c->backend, all.call.dx);
+    }
+    Call chunk = *c;
+    chunk.a = &all.call;
+    gradients_of_tokens(&chunk, &all);
+    Collective sum = {.out = first_rows(a->dx, first, count), .x = all.call.dx};
+    if (tensor_exists(a->dx)) reduce_scatter(c->backend, sum);
+    memory_pop_to(memory, mark);
+    if (memory->planning) break; // the chunks after the first need no more
+  }
 }
 
 void log_prob_gradients(Backend *backend, LogProbGradients known) {
   const LinearCrossEntropy *a = &known.call;
+  bool split = a->shard.vocab_size;
   check_gradients(a, &known.kept);
-  if (!tensor_exists(a->dx) && !tensor_exists(a->dweight)) return;
+  lce_check_shard(backend, a);
+  if (!tensor_exists(a->dx) && !tensor_exists(a->dweight) && !split) return;
   Call c = lce_begin(backend, a);
-  Tensor target_z = push_vector(&c, "target logits", DTYPE_F32, a->x.shape[0]);
-  GradientFactors factors = gradient_factors(&c, &known, target_z);
-  gradients_by_blocks(&c, factors, target_z, known.kept.exps, NULL);
+  if (split)
+    split_gradients(&c, &known);
+  else
+    gradients_of_tokens(&c, &known);
   lce_end(&c);
 }
 

@@ -27,9 +27,9 @@ void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept
 // counted tokens' class weights. A log_prob of minus infinity does not say what lse is: without `kept` such a
 // token's gradient is NaN.
 typedef struct {
-  // Without loss, outputs, label smoothing, sampling and shard, whatever the mode. dx: fp32 or of x's dtype;
-  // dweight: fp32, or without `accumulate` of W's dtype. scale: finite and not 0. chunk: a block of W's rows
-  // takes half the memory of a chunk of so many tokens.
+  // Without loss, outputs, label smoothing and sampling, whatever the mode. dx: fp32 or of x's dtype; dweight:
+  // fp32, or without `accumulate` and shard of W's dtype. scale: finite and not 0. chunk: a block of W's rows
+  // takes half the memory of a chunk of so many tokens; with a shard, every rank gives as many at a time.
   LinearCrossEntropy call;
   Tensor log_prob;        // fp32 [N]
   Tensor entropy;         // fp32 [N]; given when entropy_weights are
