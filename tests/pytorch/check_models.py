@@ -85,6 +85,8 @@ def verdict(name):
         got = loss_and_gradients(model, ids, labels)
         off = max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in zip(got, want, strict=True))
         return ("right", f"off by {off:.0e}") if off < 1e-3 else ("WRONG", f"off by {off:.0e}")
+    except TimeoutError as error:
+        return "not built", f"in time: {error}"
     except Exception as error:
         return "WRONG", f"{type(error).__name__}: {error}"
 
