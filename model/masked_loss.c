@@ -33,7 +33,10 @@ static void scatter(Backend *backend, Tensor out, Tensor x, Tensor indices) {
 }
 
 void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor indices, int64_t counted) {
-  if (!tensor_exists(indices) || a.mode == LCE_MATERIALIZED) return linear_cross_entropy(backend, a);
+  if (!tensor_exists(indices) || a.mode == LCE_MATERIALIZED) {
+    linear_cross_entropy(backend, a);
+    return;
+  }
   if (tensor_exists(a.dx) && a.dx.dtype != a.x.dtype)
     fail("masked_linear_cross_entropy: dx is %s and x is %s; give them one type", tensor_text(a.dx).text,
          tensor_text(a.x).text);

@@ -54,7 +54,10 @@ static LinearForward linear_of(const Pass *p, Tensor out, Tensor x, const Weight
 }
 
 void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
-  if (p->fp8) return project_fp8(p, out, x, w, residual);
+  if (p->fp8) {
+    project_fp8(p, out, x, w, residual);
+    return;
+  }
   LinearForward linear = linear_of(p, out, x.x, w);
   linear.residual = residual;
   linear_forward(p->backend, linear);

@@ -304,8 +304,10 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
   ParameterGroup group = parameter->group;
   if (!tensor_exists(role[group])) return;
   int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!shards_hold_part(p, role, group))
-    return backend_to_device(backend, tensor_rows(role[group], begin, count), values);
+  if (!shards_hold_part(p, role, group)) {
+    backend_to_device(backend, tensor_rows(role[group], begin, count), values);
+    return;
+  }
   for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
     int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;

@@ -71,7 +71,10 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
 }
 
 static void attend(const Pass *p, const Layer *w, const LayerState *s) {
-  if (p->attend) return p->attend(p, w - p->model->layers, s);
+  if (p->attend) {
+    p->attend(p, w - p->model->layers, s);
+    return;
+  }
   attention_forward(p->backend, (AttentionForward){.out = s->attention,
                                                    .lse = s->lse,
                                                    .qkv = s->qkv,

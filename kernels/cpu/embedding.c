@@ -20,8 +20,10 @@ void cpu_embedding_forward(Backend *backend, const EmbeddingForward *a) {
 static void position_gradient(Backend *backend, const EmbeddingBackward *a) {
   int64_t hidden = a->dout.shape[1], batch = a->dout.shape[0] / a->seq_len;
   if (!a->accumulate_position) cpu_fill_zero(backend, &a->dposition_weight);
-  if (tensor_exists(a->positions))
-    return cpu_scatter_add(a->dposition_weight, a->positions, a->dout, NULL, 1.0f, a->workspace.data);
+  if (tensor_exists(a->positions)) {
+    cpu_scatter_add(a->dposition_weight, a->positions, a->dout, NULL, 1.0f, a->workspace.data);
+    return;
+  }
   EACH_PARALLEL (t, a->seq_len) {
     float *out = cpu_row(a->dposition_weight, t);
     for (int64_t b = 0; b < batch; b++) {

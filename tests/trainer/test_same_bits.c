@@ -122,7 +122,10 @@ static void check(const struct Case *c) {
   if (strstr(c->run, "--fp8") && !strcmp(backend, "cuda-fp32")) return;
   Run *run = run_open_on(backend, "%s", c->run);
   if (!run) skip();
-  if (run->options.dtypes.fp8 && run->h->backend->no_fp8) return run_close(run);
+  if (run->options.dtypes.fp8 && run->h->backend->no_fp8) {
+    run_close(run);
+    return;
+  }
   Outcome want = outcome_of(run);
   for (int v = 0; v < 8 && c->variants[v]; v++) {
     check_variant(c, c->variants[v], &want, false);
