@@ -183,6 +183,14 @@ static void check_exclusions(const Option *rows, const void *values, const bool 
 
 // --- the command line --------------------------------------------------------------------------------------
 
+enum { USAGE = 999, FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
+
+typedef struct {
+  const OptionTable *table;
+  void *values;
+  bool *given;
+} Parsing;
+
 // The option whose name begins or ends a word that is no option, or whose help has the word; or NULL.
 static const char *likely(const Option *rows, const char *word) {
   for (const Option *o = rows; o->type != OPTION_END; o++) {
@@ -199,70 +207,73 @@ static const char *likely(const Option *rows, const char *word) {
   return NULL;
 }
 
-// What is wrong with a word: it stands for no row (-1) or several (-2), or its value is missing or too much.
-static _Noreturn void refuse_word(const Option *rows, const char *word, int row) {
+// What is wrong with a word that argp does not take.
+static void refuse_word(const Option *rows, const struct argp_state *state) {
+  const char *word = state->argv[state->next - 1],
+             *next = state->next < state->argc ? state->argv[state->next] : "";
+  if (*next == '-' && next[1] != '-') word = next; // of several letters, which argp has not passed
   char name[64];
   snprintf(name, sizeof name, "%s", word + strspn(word, "-"));
   name[strcspn(name, "=")] = 0;
   for (char *at = name; (at = strchr(at, '_'));) *at = '-';
-  if (row < 0 && option_row(rows, name) >= 0) row = option_row(rows, name);
-  if (row >= 0 && rows[row].type == OPTION_FLAG) fail("%s: --%s takes no value", word, rows[row].name);
-  if (row >= 0) fail("%s: give a value, --%s %s", word, rows[row].name, rows[row].argument);
-  const char *meant = row == -2 || strlen(name) < 3 ? NULL : likely(rows, name);
+  int count = 0, row = option_row(rows, name);
+  for (int i = 0; rows[i].type != OPTION_END && row < 0; i++)
+    count += rows[i].name && !strncmp(rows[i].name, name, strlen(name));
+  if (row >= 0 && rows[row].type == OPTION_FLAG) fail("%s: --%s takes no value", word, name);
+  if (row >= 0) fail("%s: give a value, --%s %s", word, name, rows[row].argument);
+  const char *meant = count || strlen(name) < 3 ? NULL : likely(rows, name);
   fail("%s %s%s%s; --help lists the options", word,
-       row == -2 ? "is how several options begin" : "is not an option", meant ? ": try --" : "",
+       count > 1 ? "is how several options begin" : "is not an option", meant ? ": try --" : "",
        meant ? meant : "");
 }
 
-// The row of that name, or the only one that begins so; -1: none, -2: several.
-static int find_row(const Option *rows, const char *name, size_t length) {
-  int found = -1;
-  for (int i = 0; rows[i].type != OPTION_END; i++) {
-    if (!rows[i].name || strncmp(rows[i].name, name, length)) continue;
-    if (!rows[i].name[length]) return i;
-    found = found == -1 ? i : -2;
+static error_t parse_one(int key, char *text, struct argp_state *state) {
+  const Parsing *p = state->input;
+  if (key == ARGP_KEY_ERROR) refuse_word(p->table->rows, state);
+  if (key == '?' || key == 'h' || key == USAGE) {
+    argp_help(state->root_argp, stdout, key == USAGE ? ARGP_HELP_USAGE : ARGP_HELP_STD_HELP, state->name);
+    exit(0);
   }
-  return found;
+  if (key == 'V') exit(puts(argp_program_version) < 0);
+  const char *stray = p->table->stray;
+  if (key == ARGP_KEY_ARG)
+    fail("'%s' is not an option; %s%s", text, stray ? stray : "",
+         stray ? ", and --help lists the rest" : "--help lists them");
+  if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
+  option_set(&p->table->rows[key - FIRST_KEY], p->values, text);
+  p->given[key - FIRST_KEY] = true;
+  return 0;
 }
 
-// Laid out by argp. Of its keys no letter's are taken, so that no option has a short form.
-static _Noreturn void print_help(const OptionTable *table, unsigned form) {
-  enum { FIRST_KEY = 1000 };
-  const struct argp_option standard[] = {{"help", '?', 0, 0, "Give this help list", -1},
-                                         {NULL, 'h', 0, OPTION_ALIAS, NULL, 0},
-                                         {"usage", FIRST_KEY - 1, 0, 0, "Give a short usage message", -1},
-                                         {"version", 'V', 0, 0, "Print program version", -1}};
-  struct argp_option options[OPTION_ROWS_MAX + 5] = {{0}};
-  int i = 0;
-  for (const Option *o = table->rows; o->type != OPTION_END; o++, i++) {
-    const char *help = o->initial ? text_format("%s (default %s)", o->help, o->initial) : o->help;
-    options[i] = (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, 0, help, 0};
-  }
-  memcpy(&options[i], standard, sizeof standard);
-  argp_help(&(struct argp){options, .doc = table->doc}, stdout, form, program_invocation_short_name);
-  exit(0);
+static const Option *shown; // by --help, whose functions get no input
+
+// "(default ...)" behind what an option does.
+static char *help_text(int key, const char *text, void *input) {
+  const char *initial =
+      key >= FIRST_KEY && key < FIRST_KEY + OPTION_ROWS_MAX ? shown[key - FIRST_KEY].initial : NULL;
+  return initial ? text_format("%s (default %s)", text, initial) : (char *)(uintptr_t)text;
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  const Option *rows = table->rows;
+  // argp's own are silent where its errors are.
+  const struct argp_option standard[] = {{"help", '?', 0, 0, "Give this help list", -1},
+                                         {NULL, 'h', 0, OPTION_ALIAS, NULL, 0},
+                                         {"usage", USAGE, 0, 0, "Give a short usage message", -1},
+                                         {"version", 'V', 0, 0, "Print program version", -1}};
+  struct argp_option options[OPTION_ROWS_MAX + 5] = {{0}};
+  bool own[OPTION_ROWS_MAX] = {false};
+  Parsing parsing = {table, values, given ? given : own};
+  int i = 0;
+  shown = table->rows;
   output_check_at_exit();
-  for (const Option *o = rows; o->type != OPTION_END; o++)
+  for (const Option *o = table->rows; o->type != OPTION_END; o++, i++) {
+    if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
+    options[i] = (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, 0, o->help, 0};
     if (o->initial) option_set(o, values, o->initial);
-  for (int i = 1; i < argc; i++) {
-    const char *word = argv[i];
-    if (!strcmp(word, "--usage")) print_help(table, ARGP_HELP_USAGE);
-    if (place_in("--help, -?, -h", word, strlen(word)) >= 0) print_help(table, ARGP_HELP_STD_HELP);
-    if (place_in("--version, -V", word, strlen(word)) >= 0) exit(puts(argp_program_version) < 0);
-    if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
-    bool named = word[1] == '-' && word[2] && word[2] != '=';
-    size_t length = named ? strcspn(word + 2, "=") : 0;
-    int row = named ? find_row(rows, word + 2, length) : -1;
-    const char *text = named && word[2 + length] ? word + 3 + length : NULL;
-    bool valued = row >= 0 && rows[row].type != OPTION_FLAG;
-    if (valued && !text && i + 1 < argc) text = argv[++i];
-    if (row < 0 || valued != (text != NULL)) refuse_word(rows, word, row);
-    option_set(&rows[row], values, text);
-    given[row] = true;
   }
-  check_exclusions(rows, values, given);
+  memcpy(&options[i], standard, sizeof standard);
+  const struct argp argp = {options, parse_one, .doc = table->doc, .help_filter = help_text};
+  error_t error = argp_parse(&argp, argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
+  if (error) fail("cannot read the command line: %s", strerror(error));
+  check_exclusions(table->rows, values, parsing.given);
 }
