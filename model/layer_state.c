@@ -12,14 +12,16 @@ static void push_kept(const Pass *p, LayerState *s) {
   s->qkv = push_activation(p, "qkv", (q + 2 * k) * size);
   if (p->model->config.qk_norm) { // q and k before it lie apart, since its backward pass needs them
     s->qk = push_activation(p, "q and k before norm", (q + k) * size);
-    s->q_norm.rstd = push_statistic(p, "q norm rstd", q);
-    s->k_norm.rstd = push_statistic(p, "k norm rstd", k);
+    const Layer *w = p->model->layers; // whose norms take a head, or all heads at once
+    s->q_norm.rstd = push_statistic(p, "q norm rstd", q * size / w->q_norm.weight.value.shape[0]);
+    s->k_norm.rstd = push_statistic(p, "k norm rstd", k * size / w->k_norm.weight.value.shape[0]);
     s->q_norm.out.x = tensor_columns(s->qkv, 0, q * size);
     s->k_norm.out.x = tensor_columns(s->qkv, q * size, k * size);
   }
   s->lse = memory_push_2d(&p->backend->memory, "attention lse", MEMORY_ACTIVATIONS, DTYPE_F32, h->batch,
                           q * h->seq_len);
   s->attention = push_activation(p, "attention", q * size);
+  push_block_output(p, "attention output", &s->norm1);
   s->middle = push_activation(p, "residual middle", p->model->config.hidden_size);
 }
 
@@ -30,7 +32,7 @@ void push_pre_activation(const Pass *p, LayerState *s) {
 }
 
 void push_mlp(const Pass *p, LayerState *s) {
-  s->norm2.out.x = push_activation(p, "norm2", p->model->config.hidden_size);
+  push_block_input(p, "norm2", &s->norm2, s->middle);
   push_activation_operand(p, &s->activation);
 }
 
@@ -40,6 +42,7 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
   MemoryMark marks[RECOMPUTE_COUNT] = {[RECOMPUTE_LAYER] = memory_mark(memory)};
   bool whole = p->recompute < RECOMPUTE_LAYER; // else the MLP's are pushed in chunks
   push_kept(p, s);
+  if (whole) push_block_output(p, "mlp output", &s->norm2);
   marks[RECOMPUTE_MLP] = memory_mark(memory);
   if (whole) push_pre_activation(p, s);
   marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
@@ -47,7 +50,7 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
   push_saved_operand(p, &s->norm2.out, c->hidden_size, false);
   push_saved_operand(p, &s->activation, c->intermediate_size, true);
   marks[RECOMPUTE_NONE] = memory_mark(memory);
-  s->norm1.out.x = push_activation(p, "norm1", c->hidden_size);
+  push_block_input(p, "norm1", &s->norm1, s->input);
   if (whole) push_mlp(p, s);
   if (!operands_saved(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
   return marks[p->recompute];
@@ -58,6 +61,7 @@ LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first) {
                      .output = tensor_rows(s->output, first, p->rows),
                      .norm2.rstd = tensor_rows(s->norm2.rstd, first, p->rows)};
   if (tensor_exists(s->norm2.mean)) rows.norm2.mean = tensor_rows(s->norm2.mean, first, p->rows);
+  push_block_output(p, "mlp output", &rows.norm2);
   push_pre_activation(p, &rows);
   push_mlp(p, &rows);
   return rows;
