@@ -8,19 +8,21 @@
 // stream's by the GEMM that makes it.
 #include "model/pass.h"
 
-static NormForward norm_of(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w) {
-  return (NormForward){.kind = p->model->config.norm,
-                       .out = norm->out.x,
-                       .mean = norm->mean,
-                       .rstd = norm->rstd,
-                       .x = x,
-                       .weight = w->weight.value,
-                       .bias = w->bias.value,
-                       .epsilon = (float)p->model->config.norm_epsilon};
+static void normalize(const Pass *p, Tensor out, const Norm *norm, Tensor x, const WeightAndBias *w,
+                      Tensor residual) {
+  norm_forward(p->backend, (NormForward){.kind = p->model->config.norm,
+                                         .out = out,
+                                         .mean = norm->mean,
+                                         .rstd = norm->rstd,
+                                         .x = x,
+                                         .weight = w->weight.value,
+                                         .bias = w->bias.value,
+                                         .residual = residual,
+                                         .epsilon = (float)p->model->config.norm_epsilon});
 }
 
 void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w) {
-  norm_forward(p->backend, norm_of(p, norm, x, w));
+  normalize(p, norm->out.x, norm, x, w, none);
 }
 
 // A LayerNorm, which has sums of columns anyway, takes previous_dbias with the rows.
@@ -59,10 +61,7 @@ void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBi
                const WeightAndBias *w) {
   if (!p->model->config.post_norm) return project(p, out, f, last, x);
   project(p, norm->x, f, last, none);
-  NormForward forward = norm_of(p, norm, norm->x, w);
-  forward.out = out;
-  forward.residual = x;
-  norm_forward(p->backend, forward);
+  normalize(p, out, norm, norm->x, w, x);
 }
 
 void recompute_block(const Pass *p, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,

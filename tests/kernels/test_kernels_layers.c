@@ -164,6 +164,7 @@ HARNESS_TEST(test_norm) {
                                      BOTH_NORMS(5, 3, 11),
                                      POST_NORM(7, 1, 13, .accumulate = true),
                                      POST_NORM(131, 1, 257),
+                                     POST_NORM(9, 1, 64),
                                      POST_NORM(5, 3, 11)};
   static const NormShape mirrored[] = {
       BOTH_NORMS(3001, 1, 768, ADDS), // more rows than teams that run at once
