@@ -219,8 +219,8 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
     with_bool(!layer && tensor_exists(added), [&](auto residual) {
       using K = decltype(kernel);
       using T = typename K::T;
-      auto *entry = norm_forward_kernel < T, K::W, K::N, K::THREADS, K::LAYER,
-           !K::LAYER && decltype(residual)::value > ;
+      constexpr bool RESIDUAL = !K::LAYER && decltype(residual)::value;
+      auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER, RESIDUAL>;
       int64_t blocks = ceil_div(rows, block.y);
       if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
       launch_kernel({"norm_forward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->out),

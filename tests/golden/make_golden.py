@@ -212,7 +212,7 @@ def make(name, index):
 
 
 def run(program, *options, device="cpu"):
-    command = [program, "--device", device, "--sample-every", "0", *map(str, options)]
+    command = [str(program), "--device", device, *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr}")
@@ -260,7 +260,8 @@ def compare(name, program):
     tokens, targets = windows(shard)
     with tempfile.TemporaryDirectory() as scratch:
         scratch = pathlib.Path(scratch)
-        common = ["--data", shard, "--val-data", shutil.copy(shard, scratch), "--batch", BATCH, "--seq-len", SEQ]
+        common = ["--data", shard, "--val-data", shutil.copy(shard, scratch), "--batch", BATCH, "--seq-len", SEQ,
+                  "--sample-every", 0]
         run(program, "--init", folder, "--steps", STEPS, "--schedule", "constant", "--warmup", 0, "--lr", ADAMW["lr"],
             "--epsilon", ADAMW["eps"], "--weight-decay", ADAMW["weight_decay"], "--grad-clip", CLIP, "--eval-batches", 0,
             "--save", scratch / "trained", "--log", scratch / "log.jsonl", *common)
