@@ -58,8 +58,8 @@ typedef struct {
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
-// The GEMM before a norm adds the residual (LinearForward.residual), or the norm after a GEMM does (OLMo 2). A
-// row may hold M heads of H elements, each normalised on its own with the same weight (Qwen3's q and k).
+// The GEMM before a norm adds the residual (LinearForward.residual), or the norm after a GEMM does (OLMo 2).
+// A row may hold M heads of H elements, each normalised on its own with the same weight (Qwen3's q and k).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)

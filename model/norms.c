@@ -1,11 +1,10 @@
-// Norms, and the sums of the residual stream. A layer adds two blocks to it: attention and the MLP. With f all
-// of a block before its last matmul:
+// Norms, and the sums of the residual stream. A layer adds two blocks to it: attention and the MLP. With f
+// all of a block before its last matmul:
 //
-//     x + f(norm(x)) W^T      and the sum is in the GEMM's epilogue
-//     x + norm(f(x) W^T)      with config.post_norm, and the norm adds x
+//     x + f(norm(x)) W^T      the GEMM adds x
+//     x + norm(f(x) W^T)      with config.post_norm: the norm adds x
 //
-// Backward it is the other way round: where the norm is last, the gradient that f(x) sends to x is added to the
-// stream's by the GEMM that makes it.
+// The gradient of x is a sum, too. There the norm adds f's part to the stream's, here f's first matmul does.
 #include "model/pass.h"
 
 static void normalize(const Pass *p, Tensor out, const Norm *norm, Tensor x, const WeightAndBias *w,

@@ -86,8 +86,8 @@ void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w)
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
 void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
-// Around a block (attention, MLP), from the stream x to out: its first and last matmul, and its norm, whose
-// weight is w. What the block reads (norm->out) and puts out (norm->x) is pushed where it is not x, and not out.
+// A block (attention, MLP) from the stream x to out, with its norm, whose weight is w. What it reads
+// (norm->out) is pushed unless that is x; what it puts out (norm->x), where the norm reads it.
 void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
 void push_block_output(const Pass *p, const char *name, Norm *norm);
 void block_input(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w);
@@ -99,7 +99,7 @@ void recompute_block(const Pass *p, Tensor x, Operand f, const WeightAndBias *la
                      const WeightAndBias *w);
 // Given that of out, dx: the gradient of the last matmul's output, and of its bias where that is given.
 Tensor add_block_backward(const Pass *p, Tensor dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
-// Given that of the first matmul's output, dout: adds the block's part to dx, which is then the gradient of x.
+// Given that of the first matmul's output, dout: adds the block's part to dx, then the gradient of x.
 void block_input_backward(const Pass *p, Tensor dx, Operand dout, const Weight *first, Tensor dbias,
                           const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias);
 
