@@ -174,14 +174,16 @@ static int64_t heads_of(Tensor x, Tensor weight) {
       FIELD(mean, a->kind == NORM_LAYER ? "fp32 [R]" : "absent: an RMS norm has no mean")
 #define NORM_BIAS(field, form) FIELD(field, a->kind == NORM_LAYER ? form : "absent: an RMS norm has no bias")
 
-NEEDS(norm_forward, NormForward, NORM_FIELDS, FIELD(out, "T [N, W] strided"), NORM_BIAS(bias, "T [H]"))
+NEEDS(norm_forward, NormForward, NORM_FIELDS, FIELD(out, "T [N, W] strided"), NORM_BIAS(bias, "T [H]"),
+      FIELD(residual, a->kind == NORM_RMS ? "T [N, W] or absent" : "absent: it is for an RMS norm"))
 
 NEEDS(norm_backward, NormBackward, NORM_FIELDS, FIELD(dout, "T [N, W] strided"),
       FIELD(dx, "T [N, W] strided"), FIELD(dweight, "fp32|bf16 [H]"), NORM_BIAS(dbias, "fp32|bf16 [H]"),
       FIELD(dx_sum, a->kind == NORM_LAYER && a->accumulate_dx && a->x.shape[1] == a->weight.shape[0]
                         ? "fp32|bf16 [H] or absent"
                         : "absent: it is for a LayerNorm of whole rows that adds to dx"),
-      REFUSE(a->dx.data == a->dout.data && a->accumulate_dx, "dx and dout are the same tensor"))
+      REFUSE(a->accumulate_dx && (a->dx.data == a->dout.data || a->dx.data == a->x.data),
+             "dx, which is added to, and dout or x are the same tensor"))
 
 // --- linear layers -----------------------------------------------------------------------------------------
 

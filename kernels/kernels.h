@@ -58,8 +58,8 @@ typedef struct {
 } EmbeddingBackward;
 
 // --- normalisation -----------------------------------------------------------------------------------------
-// The GEMM before a norm adds the residual (LinearForward.residual). A row may hold M heads of H elements,
-// each normalised on its own with the same weight (Qwen3's q and k).
+// The GEMM before a norm adds the residual (LinearForward.residual), or the norm after a GEMM does (OLMo 2).
+// A row may hold M heads of H elements, each normalised on its own with the same weight (Qwen3's q and k).
 
 typedef enum {
   NORM_LAYER, // (x - mean) * rstd * weight + bias, rstd = 1/sqrt(variance + epsilon)   (Ba et al. 2016)
@@ -72,6 +72,7 @@ typedef struct {
   Tensor mean, rstd;   // fp32 [N M], saved for the backward pass; no mean for NORM_RMS
   Tensor x;            // fp32/bf16 [N, M H]; may be strided
   Tensor weight, bias; // fp32/bf16 [H]; no bias for NORM_RMS
+  Tensor residual;     // fp32/bf16 [N, M H], or absent: added to the norm; for NORM_RMS
   float epsilon;
 } NormForward;
 
@@ -84,8 +85,9 @@ typedef struct {
   Tensor dx; // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
   Tensor dweight, dbias; // fp32 or bf16 [H]; no dbias for NORM_RMS
   Tensor dx_sum;         // of dbias' dtype [H], or absent: for NORM_LAYER with accumulate_dx, M = 1
-  Tensor dout, x; // fp32/bf16 [N, M H]; dout may be dx itself without accumulate_dx. All three may be strided
-  Tensor weight;  // fp32/bf16 [H]
+  // Either may be dx itself without accumulate_dx, x for NORM_RMS alone. All three may be strided.
+  Tensor dout, x;     // fp32/bf16 [N, M H]
+  Tensor weight;      // fp32/bf16 [H]
   Tensor mean, rstd;  // as in the forward pass
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias, dx_sum

@@ -104,7 +104,7 @@ static Amount amount_of(int op, const void *arguments) {
        0)
     OF(attention_forward, AttentionForward, attention(a->shape), 0)
     OF(attention_backward, AttentionBackward, 2.5 * attention(a->shape), 0)
-    OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out))
+    OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out) + bytes_of(a->residual))
     OF(norm_backward, NormBackward, 0,
        bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x))
     OF(activation_forward, ActivationForward, 0, bytes_of(a->x) + bytes_of(a->out))

@@ -42,6 +42,8 @@ const Family model_families[FAMILY_COUNT] = {
                    .max_position_embeddings = 32768, .sliding_window = 4096, .qk_norm = true),
     [FAMILY_PHI3] =
         LLAMA_WITH(NAMES_PHI3, 1e-5, "phi3", "Phi3ForCausalLM", FAMILY_PHI3, .max_position_embeddings = 4096),
+    [FAMILY_OLMO2] = LLAMA_WITH(NAMES_OLMO2, 1e-5, "olmo2", "Olmo2ForCausalLM", FAMILY_OLMO2,
+                                .max_position_embeddings = 2048, .qk_norm = true, .post_norm = true),
 };
 
 typedef struct {
@@ -67,6 +69,8 @@ static const Preset presets[] = {
     {"qwen3-0.6b", FAMILY_QWEN3, 151936, 1024, 3072, 28, 16, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
     {"qwen3-1.7b", FAMILY_QWEN3, 151936, 2048, 6144, 28, 16, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
     {"qwen3-4b", FAMILY_QWEN3, 151936, 2560, 9728, 36, 32, 8, 128, 40960, true, 1e6, 0, 1e-6, 3e-4},
+    {"olmo2-1b", FAMILY_OLMO2, 100352, 2048, 8192, 16, 16, 16, 128, 4096, false, 5e5, 0, 1e-6, 3e-4},
+    {"olmo2-7b", FAMILY_OLMO2, 100352, 4096, 11008, 32, 32, 32, 128, 4096, false, 5e5, 0, 1e-6, 3e-4},
 };
 enum { PRESET_COUNT = sizeof presets / sizeof *presets };
 

@@ -18,6 +18,7 @@ typedef enum {
   FAMILY_QWEN2,
   FAMILY_QWEN3,
   FAMILY_PHI3,
+  FAMILY_OLMO2,
   FAMILY_COUNT
 } ModelFamily;
 
@@ -43,14 +44,15 @@ typedef struct {
   int64_t max_position_embeddings; // the longest sequence
   int64_t sliding_window; // a token sees so many, itself among them; 0: all. No sequence may be longer
   // choices
-  NormKind norm;                  // LayerNorm with bias, or RMSNorm
-  bool learned_positions;         // a table added to the embedding; otherwise rotary
-  Activation activation;          // of the MLP
-  bool qk_norm;                   // RMSNorm of every head of q and k, before their rotation
-  bool qkv_bias, out_bias;        // biases on the projections of attention
-  bool mlp_bias;                  // and on those of the MLP
-  bool in_out_layout;             // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
-  bool tie_word_embeddings;       // the head is the token embedding
+  NormKind norm;            // LayerNorm with bias, or RMSNorm
+  bool learned_positions;   // a table added to the embedding; otherwise rotary
+  Activation activation;    // of the MLP
+  bool qk_norm;             // RMSNorm of q and k before their rotation: of each head, or of all (OLMo 2)
+  bool post_norm;           // norms of attention's and the MLP's outputs, not of their inputs: norms.c
+  bool qkv_bias, out_bias;  // biases on the projections of attention
+  bool mlp_bias;            // and on those of the MLP
+  bool in_out_layout;       // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
+  bool tie_word_embeddings; // the head is the token embedding
   double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
   double norm_epsilon;
   double rope_theta;
@@ -60,7 +62,7 @@ typedef struct {
 } ModelConfig;
 
 // The columns of model.c's tables of tensors. What one after Llama's leaves empty is as in Llama's.
-typedef enum { NAMES_GPT2, NAMES_LLAMA, NAMES_PHI3, NAMES_COUNT } TensorNames;
+typedef enum { NAMES_GPT2, NAMES_LLAMA, NAMES_PHI3, NAMES_OLMO2, NAMES_COUNT } TensorNames;
 
 // A family, as transformers knows it.
 typedef struct {
@@ -72,7 +74,8 @@ typedef struct {
 } Family;
 
 extern const Family model_families[FAMILY_COUNT];
-#define FAMILY_NAMES "gpt2, llama, mistral, qwen2, qwen3 and phi3" // the model_types, for help and messages
+// The model_types, for help and messages.
+#define FAMILY_NAMES "gpt2, llama, mistral, qwen2, qwen3, phi3 and olmo2"
 
 // The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
 // are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.

@@ -9,11 +9,16 @@ static void push_kept(const Pass *p, LayerState *s) {
   int64_t q = h->num_heads, k = h->num_key_value_heads, size = h->head_dim;
   push_norm_statistics(p, &s->norm1);
   push_norm_statistics(p, &s->norm2);
+  if (p->model->config.post_norm) {
+    s->norm1.x = push_activation(p, "attention output", p->model->config.hidden_size);
+    s->norm2.x = push_activation(p, "mlp output", p->model->config.hidden_size);
+  }
   s->qkv = push_activation(p, "qkv", (q + 2 * k) * size);
   if (p->model->config.qk_norm) { // q and k before it lie apart, since its backward pass needs them
     s->qk = push_activation(p, "q and k before norm", (q + k) * size);
-    s->q_norm.rstd = push_statistic(p, "q norm rstd", q);
-    s->k_norm.rstd = push_statistic(p, "k norm rstd", k);
+    const Layer *w = p->model->layers; // whose norms take a head, or all heads at once
+    s->q_norm.rstd = push_statistic(p, "q norm rstd", q * size / w->q_norm.weight.value.shape[0]);
+    s->k_norm.rstd = push_statistic(p, "k norm rstd", k * size / w->k_norm.weight.value.shape[0]);
     s->q_norm.out.x = tensor_columns(s->qkv, 0, q * size);
     s->k_norm.out.x = tensor_columns(s->qkv, q * size, k * size);
   }
@@ -30,7 +35,7 @@ void push_pre_activation(const Pass *p, LayerState *s) {
 }
 
 void push_mlp(const Pass *p, LayerState *s) {
-  s->norm2.out.x = push_activation(p, "norm2", p->model->config.hidden_size);
+  push_block_input(p, "norm2", &s->norm2, s->middle);
   push_activation_operand(p, &s->activation);
 }
 
@@ -47,7 +52,7 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
   push_saved_operand(p, &s->norm2.out, c->hidden_size, false);
   push_saved_operand(p, &s->activation, c->intermediate_size, true);
   marks[RECOMPUTE_NONE] = memory_mark(memory);
-  s->norm1.out.x = push_activation(p, "norm1", c->hidden_size);
+  push_block_input(p, "norm1", &s->norm1, s->input);
   if (whole) push_mlp(p, s);
   if (!operands_saved(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
   return marks[p->recompute];
@@ -58,6 +63,7 @@ LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first) {
                      .output = tensor_rows(s->output, first, p->rows),
                      .norm2.rstd = tensor_rows(s->norm2.rstd, first, p->rows)};
   if (tensor_exists(s->norm2.mean)) rows.norm2.mean = tensor_rows(s->norm2.mean, first, p->rows);
+  if (tensor_exists(s->norm2.x)) rows.norm2.x = tensor_rows(s->norm2.x, first, p->rows);
   push_pre_activation(p, &rows);
   push_mlp(p, &rows);
   return rows;

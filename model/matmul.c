@@ -93,7 +93,7 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 }
 
 static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight,
-                                 Tensor dbias) {
+                                 Tensor dbias, bool accumulate_dx) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   bool in_out_layout = p->model->config.in_out_layout;
   Fp8 d = push_fp8(p, dout.fp8, dout.x.shape[1], true, true), in = x.fp8;
@@ -109,8 +109,10 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
                                      .residual = p->accumulate ? weight->grad : none});
   if (tensor_exists(dbias))
     sum_columns(p->backend, (SumColumns){.sum = dbias, .x = dout.x, .accumulate = p->accumulate});
-  matmul_fp8(p->backend,
-             (MatmulFp8){.out = dx, .a = d, .b = in_out_layout ? weight->fp8 : transposed(weight->fp8)});
+  matmul_fp8(p->backend, (MatmulFp8){.out = dx,
+                                     .a = d,
+                                     .b = in_out_layout ? weight->fp8 : transposed(weight->fp8),
+                                     .residual = accumulate_dx ? dx : none});
   memory_pop_to(&p->backend->memory, mark);
 }
 
@@ -128,13 +130,16 @@ static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor do
       .dx = dx, .dout = dout, .weight = weight->value, .in_out_layout = p->model->config.in_out_layout};
 }
 
-void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias) {
+void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
+                      bool accumulate_dx) {
   if (p->fp8) {
-    project_backward_fp8(p, dx, dout, x, weight, dbias);
+    project_backward_fp8(p, dx, dout, x, weight, dbias, accumulate_dx);
     return;
   }
+  LinearBackwardInput input = backward_input_of(p, dx, dout.x, weight);
+  input.accumulate = accumulate_dx;
   backward_weight(p, dout.x, x.x, weight, dbias);
-  linear_backward_input(p->backend, backward_input_of(p, dx, dout.x, weight));
+  linear_backward_input(p->backend, input);
 }
 
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
@@ -150,7 +155,7 @@ Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor
     linear_backward_input(p->backend, input);
     return dpre;
   }
-  project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none);
+  project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none, false);
   dpre.fp8 = push_fp8(p, (Fp8){.amax_known = true}, dpre.x.shape[1], false, false);
   activation_backward(p->backend, (ActivationBackward){.activation = p->model->config.activation,
                                                        .dx = dpre.x,

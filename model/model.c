@@ -35,14 +35,15 @@ static const WeightRow embeddings[] = {
     {offsetof(Model, position_embedding), TABLE, 'H', {{{'P', "transformer.wpe"}}}}};
 
 static const WeightRow layer_weights[] = {
-    {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}}},
+    {offsetof(Layer, norm1), NORM, 0, {{{'H', "ln_1"}}, {{'H', "input_layernorm"}}, {{0}}, {{'H', "post_attention_layernorm"}}}},
     {offsetof(Layer, qkv), QKV, 'H',
      {{{'S', "attn.c_attn"}}, {{'Q', "self_attn.q_proj"}, {'K', "self_attn.k_proj"}, {'K', "self_attn.v_proj"}},
       {{'S', "self_attn.qkv_proj"}}}},
-    {offsetof(Layer, q_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.q_norm"}}}},
-    {offsetof(Layer, k_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.k_norm"}}}},
+    {offsetof(Layer, q_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.q_norm"}}, {{0}}, {{'Q', "self_attn.q_norm"}}}},
+    {offsetof(Layer, k_norm), NORM | QK_NORM, 0, {{{0}}, {{'D', "self_attn.k_norm"}}, {{0}}, {{'K', "self_attn.k_norm"}}}},
     {offsetof(Layer, out), OUT | RESIDUAL, 'Q', {{{'H', "attn.c_proj"}}, {{'H', "self_attn.o_proj"}}}},
-    {offsetof(Layer, norm2), NORM, 0, {{{'H', "ln_2"}}, {{'H', "post_attention_layernorm"}}}},
+    {offsetof(Layer, norm2), NORM, 0,
+     {{{'H', "ln_2"}}, {{'H', "post_attention_layernorm"}}, {{0}}, {{'H', "post_feedforward_layernorm"}}}},
     {offsetof(Layer, up), MLP, 'H',
      {{{'F', "mlp.c_fc"}}, {{'F', "mlp.gate_proj"}, {'F', "mlp.up_proj"}}, {{'G', "mlp.gate_up_proj"}}}},
     {offsetof(Layer, down), MLP | RESIDUAL, 'F', {{{'H', "mlp.c_proj"}}, {{'H', "mlp.down_proj"}}}}};

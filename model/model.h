@@ -12,11 +12,11 @@ typedef struct {
 
 // One transformer block.
 typedef struct {
-  WeightAndBias norm1;          // before attention
+  WeightAndBias norm1;          // before attention or, with config.post_norm, after it
   WeightAndBias qkv;            // [(Q + 2K) D, H]: q, k and v as one GEMM
-  WeightAndBias q_norm, k_norm; // [D] each, where config.qk_norm is
+  WeightAndBias q_norm, k_norm; // with config.qk_norm: [D] each or, of all heads at once, [Q D] and [K D]
   WeightAndBias out;            // [H, Q D]
-  WeightAndBias norm2;          // before the MLP
+  WeightAndBias norm2;          // before the MLP or after it
   WeightAndBias up;             // [F, H], or [2F, H] with the gate's rows first
   WeightAndBias down;           // [H, F]
 } Layer;                        // GPT-2 stores the four matrices transposed (config.in_out_layout)

@@ -1,6 +1,6 @@
-// What the files of one pass share: the layers (transformer.c), their matmuls (matmul.c), what comes and goes
-// around a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c), decoding with a
-// cache (decode.c).
+// What the files of one pass share: the layers (transformer.c), their norms (norms.c) and matmuls (matmul.c),
+// what comes and goes around a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c),
+// decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
@@ -12,8 +12,9 @@ typedef struct {
 } Operand;
 
 typedef struct {
-  Operand out;
+  Operand out; // of norm1 and norm2: what attention or the MLP reads, with config.post_norm the stream itself
   Tensor mean, rstd;
+  Tensor x; // [N, H], with config.post_norm: what attention or the MLP puts out, and the norm reads
 } Norm;
 
 // What a layer computes. Recompute says which of these stay on the stack for the backward pass.
@@ -80,6 +81,23 @@ void push_mlp(const Pass *p, LayerState *s);
 // p->rows rows of a state's MLP from row `first` on, with these pushed.
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
 
+// norms.c
+void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w, Tensor residual);
+// previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
+void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
+                       const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
+// A block (attention, MLP) from the stream x to out, with its norm, whose weight is w. What it reads
+// (norm->out) is pushed unless that is x. f: what its last matmul reads; dout: the gradient of its first
+// one's output.
+void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
+void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,
+               const WeightAndBias *w);
+// From dx, the gradient of out: that of the last matmul's output, and of its bias where that is given.
+Tensor add_block_backward(const Pass *p, Tensor dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
+// Adds the block's part to dx, which then is the gradient of x.
+void block_input_backward(const Pass *p, Tensor dx, Operand dout, const Weight *first, Tensor dbias,
+                          const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias);
+
 // transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
 // pass reads.
 Tensor layers_forward(Pass *p);
@@ -109,7 +127,8 @@ void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operan
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
 // The gradients of weight, bias (or absent) and input (dx, may be x). x is not read where codes are kept.
-void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias);
+void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
+                      bool accumulate_dx);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
 // which replaces x (GELU) or the pre-activation (SwiGLU). Either way x is overwritten.
 Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,

@@ -9,8 +9,8 @@
 //
 // Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through
 // these lines from the bottom up with one gradient of the stream, dx, which it adds to in place.
-// layer_state.c has what a layer keeps for it, matmul.c the matmuls, and layer_door.c what happens before and
-// after a layer.
+// layer_state.c has what a layer keeps for it, matmul.c the matmuls, norms.c the norms and the sums (some
+// models' norms come after attention and the MLP), and layer_door.c what happens before and after a layer.
 #include "kernels/profile.h"
 #include "model/masked_loss.h"
 #include "model/pass.h"
@@ -35,17 +35,6 @@ static Tensor embed(const Pass *p) {
   return out;
 }
 
-static void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w) {
-  norm_forward(p->backend, (NormForward){.kind = p->model->config.norm,
-                                         .out = norm->out.x,
-                                         .mean = norm->mean,
-                                         .rstd = norm->rstd,
-                                         .x = x,
-                                         .weight = w->weight.value,
-                                         .bias = w->bias.value,
-                                         .epsilon = (float)p->model->config.norm_epsilon});
-}
-
 static void rotate(const Pass *p, Tensor qkv, bool inverse) {
   if (p->model->config.learned_positions) return;
   Tensor angles = p->model->rope_angles;
@@ -62,8 +51,8 @@ static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
     Operand x = {.x = s->norm1.out.x}; // for v
     project_outputs(p, s->qk, s->norm1.out, &w->qkv, 0, q + k);
     project_outputs(p, tensor_columns(s->qkv, q + k, k), x, &w->qkv, q + k, k);
-    run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm);
-    run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm);
+    run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm, none);
+    run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm, none);
   } else {
     project(p, s->qkv, s->norm1.out, &w->qkv, none);
   }
@@ -84,21 +73,21 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
 
 // m = x + attention(norm1(x) W_qkv) W_out
 static void attention_block(const Pass *p, const Layer *w, const LayerState *s) {
-  run_norm(p, &s->norm1, s->input, &w->norm1);
+  run_norm(p, &s->norm1, s->input, &w->norm1, none);
   make_qkv(p, w, s); // rotated
   attend(p, w, s);   // softmax(q k^T / sqrt(D)) v
-  project(p, s->middle, (Operand){.x = s->attention}, &w->out, s->input);
+  add_block(p, s->middle, s->input, (Operand){.x = s->attention}, &w->out, &s->norm1, &w->norm1);
 }
 
 // activation(norm2(m) W_up)
 static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
-  run_norm(p, &s->norm2, s->middle, &w->norm2);
+  run_norm(p, &s->norm2, s->middle, &w->norm2, none);
   project_activated(p, s->activation, s->pre_activation, s->norm2.out, &w->up);
 }
 
 // x = m + that W_down
 static void mlp_down(const Pass *p, const Layer *w, const LayerState *s) {
-  project(p, s->output, s->activation, &w->down, s->middle);
+  add_block(p, s->output, s->middle, s->activation, &w->down, &s->norm2, &w->norm2);
 }
 
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx); // below
@@ -114,10 +103,8 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     part.accumulate |= first > 0;
     LayerState rows = push_mlp_rows(&part, s, first);
     mlp_up(&part, w, &rows);
-    if (tensor_exists(dx))
-      mlp_backward(&part, w, &rows, tensor_rows(dx, first, part.rows));
-    else
-      mlp_down(&part, w, &rows);
+    if (!tensor_exists(dx) || tensor_exists(rows.norm2.x)) mlp_down(&part, w, &rows); // and what a norm reads
+    if (tensor_exists(dx)) mlp_backward(&part, w, &rows, tensor_rows(dx, first, part.rows));
     memory_pop_to(memory, mark);
   }
 }
@@ -160,32 +147,11 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
   Norm norm = {.out.x = out};
   push_norm_statistics(p, &norm);
   if (!tensor_exists(out)) norm.out.x = push_activation(p, "final norm", p->model->config.hidden_size);
-  run_norm(p, &norm, stream, &p->model->final_norm);
+  run_norm(p, &norm, stream, &p->model->final_norm, none);
   return norm;
 }
 
 // --- the loss, and backward --------------------------------------------------------------------------------
-
-// previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none. A LayerNorm,
-// which has sums of columns anyway, takes it with the rows.
-static void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
-                              const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
-  bool with_rows = p->model->config.norm == NORM_LAYER;
-  if (tensor_exists(previous_dbias) && !with_rows)
-    sum_columns(p->backend, (SumColumns){.sum = previous_dbias, .x = dx, .accumulate = p->accumulate});
-  norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
-                                           .dx = dx,
-                                           .dweight = w->weight.grad,
-                                           .dbias = w->bias.grad,
-                                           .dx_sum = with_rows ? previous_dbias : none,
-                                           .dout = dout,
-                                           .x = x,
-                                           .weight = w->weight.value,
-                                           .mean = norm->mean,
-                                           .rstd = norm->rstd,
-                                           .accumulate_dx = accumulate_dx,
-                                           .accumulate = p->accumulate});
-}
 
 // dx receives the gradient of the stream.
 static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor loss) {
@@ -227,10 +193,9 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
 // dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed
 // any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx) {
-  Tensor dnorm2 = s->norm2.out.x;
-  Operand dpre = project_activated_backward(p, dx, s->activation, s->pre_activation, &w->down.weight);
-  project_backward(p, dnorm2, dpre, s->norm2.out, &w->up.weight, w->up.bias.grad);
-  run_norm_backward(p, &s->norm2, dx, dnorm2, s->middle, &w->norm2, true, w->down.bias.grad);
+  Tensor dbias = w->down.bias.grad, dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
+  Operand dpre = project_activated_backward(p, dout, s->activation, s->pre_activation, &w->down.weight);
+  block_input_backward(p, dx, dpre, &w->up.weight, w->up.bias.grad, &s->norm2, s->middle, &w->norm2, dbias);
 }
 
 // dx: in, the gradient of the layer's middle; out, that of its input.
@@ -240,8 +205,9 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
   Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
-  Operand dout = {.x = dx}, attention = {.x = s->attention};
-  project_backward(p, dattention, dout, attention, &w->out.weight, none);
+  Tensor out_dbias = w->out.bias.grad;
+  Operand dout = {.x = add_block_backward(p, dx, out_dbias, &s->norm1, &w->norm1)};
+  project_backward(p, dattention, dout, (Operand){.x = s->attention}, &w->out.weight, none, false);
   bool by_attention = p->model->config.learned_positions; // no rotation changes dqkv after it
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dbias = by_attention ? w->qkv.bias.grad : none,
@@ -260,13 +226,10 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
     run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
     run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
   }
-  if (recompute_norm || operands_saved(p))
-    s->norm1.out.x = push_activation(p, "norm1", p->model->config.hidden_size);
-  if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1);
-  Tensor dnorm1 = s->norm1.out.x;
-  project_backward(p, dnorm1, (Operand){.x = dqkv}, s->norm1.out, &w->qkv.weight,
-                   by_attention ? none : w->qkv.bias.grad);
-  run_norm_backward(p, &s->norm1, dx, dnorm1, s->input, &w->norm1, true, w->out.bias.grad);
+  if (recompute_norm || operands_saved(p)) push_block_input(p, "norm1", &s->norm1, s->input);
+  if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1, none);
+  block_input_backward(p, dx, (Operand){.x = dqkv}, &w->qkv.weight, by_attention ? none : w->qkv.bias.grad,
+                       &s->norm1, s->input, &w->norm1, out_dbias);
 }
 
 // norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
@@ -276,7 +239,7 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
   if (p->recompute == RECOMPUTE_MLP) {
     mlp_up(p, w, s);
   } else {
-    run_norm(p, &s->norm2, s->middle, &w->norm2);
+    run_norm(p, &s->norm2, s->middle, &w->norm2, none);
     activate(p, s->activation, s->pre_activation);
   }
 }

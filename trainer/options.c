@@ -23,7 +23,7 @@ const Option options_rows[] = {
     {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
     {TEXT("model", "PRESET", preset),
      HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, -8b; mistral-7b; "
-          "qwen3-0.6b, -1.7b, -4b")},
+          "qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b")},
     {WHOLE("vocab", "V", model.vocab_size, 1, MAX), HELP("Vocabulary size (default the preset's)")},
     {WHOLE("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
     {WHOLE("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},

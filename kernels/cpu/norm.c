@@ -38,6 +38,9 @@ void cpu_norm_forward(Backend *backend, const NormForward *a) {
     if (a->kind == NORM_LAYER) {
       ((float *)a->mean.data)[n] = mean;
       EACH_SIMD (i, hidden) out[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+    } else if (tensor_exists(a->residual)) {
+      const float *residual = head_row(a->residual, n, hidden);
+      EACH_SIMD (i, hidden) out[i] = x[i] * rstd * weight[i] + residual[i];
     } else {
       EACH_SIMD (i, hidden) out[i] = x[i] * rstd * weight[i];
     }

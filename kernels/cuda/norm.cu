@@ -49,17 +49,19 @@ static DEVICE int64_t row_start(int64_t row, int heads, int64_t stride, int hidd
   return heads == 1 ? row * stride : row / heads * stride + row % heads * hidden_size;
 }
 
-template <typename T, int W, int N, int THREADS, bool LAYER>
+// added: a LayerNorm's bias or, with RESIDUAL, the rows of an RMSNorm's residual.
+template <typename T, int W, int N, int THREADS, bool LAYER, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS)
     norm_forward_kernel(T *out, int64_t out_stride, float *mean, float *rstd, const T *x, int64_t x_stride,
-                        const T *weight, const T *bias, int64_t rows, int heads, int hidden_size,
+                        const T *weight, const T *added, int64_t rows, int heads, int hidden_size,
                         float epsilon) {
   int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y, teams = (int64_t)gridDim.x * blockDim.y;
   if (row >= rows) return; // with several rows to a block, each is one warp
   Row<T, W, N> next, w, b;
   next.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
   w.read(weight, hidden_size);
-  if (LAYER) b.read(bias, hidden_size);
+  if (LAYER) b.read(added, hidden_size);
+  if (RESIDUAL) b.read(added + row * hidden_size, hidden_size);
   for (; row < rows; row += teams) {
     Row<T, W, N> v = next;
     if (LAYER && row + teams < rows)
@@ -81,11 +83,11 @@ static __global__ void __launch_bounds__(THREADS)
       rstd[row] = r;
     }
     v.forget_widened(), w.forget_widened();
-    if (LAYER) b.forget_widened();
+    if (LAYER || RESIDUAL) b.forget_widened();
     EACH (g, N) {
       int at = (threadIdx.x + g * blockDim.x) * W;
       float result[W];
-      EACH (k, W) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER ? b(g, k) : 0);
+      EACH (k, W) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER || RESIDUAL ? b(g, k) : 0);
       if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
     }
     if (!LAYER) return;
@@ -212,16 +214,20 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
   if (rows == 0) return;
   bool layer = a->kind == NORM_LAYER;
-  with_row_kernel({a->x, a->out, a->weight, a->bias}, layer, hidden_size, [&](auto kernel, dim3 block) {
-    using K = decltype(kernel);
-    using T = typename K::T;
-    auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER>;
-    int64_t blocks = ceil_div(rows, block.y);
-    if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
-    launch_kernel({"norm_forward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->out),
-                  a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
-                  a->x.stride, data_of<T>(a->weight), data_of<T>(a->bias), rows,
-                  (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
+  Tensor added = layer ? a->bias : a->residual;
+  with_row_kernel({a->x, a->out, a->weight, added}, layer, hidden_size, [&](auto kernel, dim3 block) {
+    with_bool(!layer && tensor_exists(added), [&](auto residual) {
+      using K = decltype(kernel);
+      using T = typename K::T;
+      constexpr bool RESIDUAL = !K::LAYER && decltype(residual)::value;
+      auto *entry = norm_forward_kernel<T, K::W, K::N, K::THREADS, K::LAYER, RESIDUAL>;
+      int64_t blocks = ceil_div(rows, block.y);
+      if (K::LAYER) blocks = min_i64(blocks, blocks_at_once(backend, entry, block));
+      launch_kernel({"norm_forward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->out),
+                    a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
+                    a->x.stride, data_of<T>(a->weight), data_of<T>(added), rows,
+                    (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
+    });
   });
 }
 

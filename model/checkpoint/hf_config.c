@@ -24,7 +24,8 @@ enum {
   QWEN2 = 1 << FAMILY_QWEN2,
   QWEN3 = 1 << FAMILY_QWEN3,
   PHI3 = 1 << FAMILY_PHI3,
-  LATER = LLAMA | MISTRAL | QWEN2 | QWEN3 | PHI3, // than GPT-2
+  OLMO2 = 1 << FAMILY_OLMO2,
+  LATER = LLAMA | MISTRAL | QWEN2 | QWEN3 | PHI3 | OLMO2, // than GPT-2
   WINDOWED = MISTRAL | QWEN2 | QWEN3 | PHI3,
   REQUIRED = 1 << FAMILY_COUNT
 };
@@ -59,8 +60,8 @@ static const Member config_members[] = {
     {"rms_norm_eps", LATER, NUMBER, CONFIG(norm_epsilon)},
     {"rope_theta", LATER, NUMBER, CONFIG(rope_theta)},
     {"partial_rotary_factor", PHI3, NUMBER, CONFIG(partial_rotary_factor)},
-    {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(qkv_bias)},
-    {"attention_bias", LLAMA | QWEN3, FLAG, CONFIG(out_bias)},
+    {"attention_bias", LLAMA | QWEN3 | OLMO2, FLAG, CONFIG(qkv_bias)},
+    {"attention_bias", LLAMA | QWEN3 | OLMO2, FLAG, CONFIG(out_bias)},
     {"mlp_bias", LLAMA, FLAG, CONFIG(mlp_bias)},
     {"initializer_range", GPT2 | LATER, NUMBER, CONFIG(initializer_range)},
     {"tie_word_embeddings", GPT2 | LATER, FLAG, CONFIG(tie_word_embeddings)},
@@ -284,6 +285,8 @@ static cJSON *describe(const ModelConfig *c) {
   if (*c->name) cJSON_AddStringToObject(json, "_name_or_path", c->name);
   cJSON_AddNullToObject(json, "bos_token_id");
   cJSON_AddNullToObject(json, "eos_token_id");
+  // Without it transformers takes 1, and does not train that token's embedding.
+  if (c->family == FAMILY_OLMO2) cJSON_AddNullToObject(json, "pad_token_id");
   write_members(json, config_members, c->family, c);
   if (WINDOWED >> c->family & 1 && !c->sliding_window) cJSON_AddNullToObject(json, "sliding_window");
   if (c->family == FAMILY_QWEN2 || c->family == FAMILY_QWEN3) {

@@ -10,13 +10,13 @@
   make_golden.py --live ./train --checkpoint DIR --shard FILE
                                  compares the loss of a saved model over the beginning of a shard
 
-Made with torch 2.15.0 and transformers 5.23.0; phi3 with 2.11.0 and 5.17.0. Everything is drawn from fixed seeds.
+Made with torch 2.15.0 and transformers 5.23.0; phi3 and olmo2 with 2.11.0 and 5.17.0. Everything is drawn from fixed seeds.
 """
 import argparse, json, math, pathlib, shutil, struct, subprocess, sys, tempfile
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -64,6 +64,9 @@ MODELS = {
     "qwen3": (lambda: llama(Qwen3Config, **SMALL, head_dim=10, tie_word_embeddings=True), torch.bfloat16, "5GB"),
     "phi3": (lambda: llama(Phi3Config, **{**SMALL, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1},
                            pad_token_id=None, rope_parameters=PARTIAL), torch.bfloat16, "5GB"),
+    # With a bias, whose gradient passes through the norm after it.
+    "olmo2": (lambda: llama(Olmo2Config, **SMALL, head_dim=10, attention_bias=True, pad_token_id=None),
+              torch.bfloat16, "5GB"),
 }
 
 

@@ -84,6 +84,7 @@ typedef struct {
   NormKind kind;
   int64_t rows, heads, hidden; // several heads lie in rows that hold more, and their gradient replaces dout
   bool accumulate_dx, accumulate, narrow;
+  bool residual; // of an RMS norm; the gradient replaces x
 } NormShape;
 
 static double norm_objective(void *context) {
@@ -91,6 +92,7 @@ static double norm_objective(void *context) {
   const NormShape *s = c->shape;
   int64_t rows = s->rows * s->heads;
   reference_norm(s->kind, c->out, c->mean, c->rstd, c->x, c->weight, c->bias, rows, s->hidden, 1e-5);
+  for (int64_t i = 0; s->residual && i < rows * s->hidden; i++) c->out[i] += c->residual[i];
   return reference_dot(c->out, c->dout, rows * s->hidden);
 }
 
@@ -108,6 +110,7 @@ static void norm_case(Harness *h, const void *shape) {
                          .epsilon = 1e-5f};
   if (layer) forward.mean = poisoned_vector(h, DTYPE_F32, count);
   if (layer) forward.bias = random_vector(h, &c.bias, s.hidden, 1);
+  if (s.residual) forward.residual = random_tensor(h, &c.residual, s.rows, wide, 3);
   double *dx_before = NULL, *before[3] = {0};
   NormBackward a = {.kind = s.kind,
                     .dout = random_strided(h, &c.dout, s.rows, wide, apart, 1),
@@ -125,7 +128,9 @@ static void norm_case(Harness *h, const void *shape) {
   check_values(h, "rstd", forward.rstd, c.rstd, tolerance);
   if (layer) check_values(h, "mean", forward.mean, c.mean, with_size(tolerance, 2));
 
-  a.dx = heads ? a.dout : result(h, h->dtype, s.accumulate_dx, &dx_before, s.rows, s.hidden);
+  a.dx = s.residual ? a.x
+         : heads    ? a.dout
+                    : result(h, h->dtype, s.accumulate_dx, &dx_before, s.rows, s.hidden);
   Tensor *const sums[] = {&a.dweight, &a.dbias, &a.dx_sum};
   int summed = !layer ? 1 : s.accumulate_dx ? 3 : 2;
   for (int i = 0; i < summed; i++)
@@ -147,6 +152,7 @@ static void norm_case(Harness *h, const void *shape) {
 #define NORM(type, n, m, width, ...)                                                                         \
   { .kind = type, .rows = n, .heads = m, .hidden = width, __VA_ARGS__ }
 #define BOTH_NORMS(...) NORM(NORM_LAYER, __VA_ARGS__), NORM(NORM_RMS, __VA_ARGS__)
+#define POST_NORM(...)  NORM(NORM_RMS, __VA_ARGS__, .residual = true)
 #define ADDS            .accumulate_dx = true, .accumulate = true
 
 HARNESS_TEST(test_norm) {
@@ -155,13 +161,20 @@ HARNESS_TEST(test_norm) {
                                      BOTH_NORMS(1, 1, 5, .accumulate = true),
                                      BOTH_NORMS(131, 1, 257, .accumulate_dx = true),
                                      BOTH_NORMS(3, 1, 1031),
-                                     BOTH_NORMS(5, 3, 11)};
+                                     BOTH_NORMS(5, 3, 11),
+                                     POST_NORM(7, 1, 13, .accumulate = true),
+                                     POST_NORM(131, 1, 257),
+                                     POST_NORM(9, 1, 64),
+                                     POST_NORM(5, 3, 11)};
   static const NormShape mirrored[] = {
       BOTH_NORMS(3001, 1, 768, ADDS), // more rows than teams that run at once
       BOTH_NORMS(1201, 1, 1600),      BOTH_NORMS(37, 1, 2048, .narrow = true),
       BOTH_NORMS(5, 1, 8200, ADDS), // sums of a layer norm outgrow 48 KiB
       BOTH_NORMS(3, 1, 13001),      // both kinds' do, and nothing is aligned
-      BOTH_NORMS(301, 16, 128),       BOTH_NORMS(7, 3, 10)};
+      BOTH_NORMS(301, 16, 128),       BOTH_NORMS(7, 3, 10),
+      POST_NORM(301, 1, 768),         POST_NORM(37, 1, 2048, .narrow = true),
+      POST_NORM(5, 1, 8200),          POST_NORM(3, 1, 13001),
+      POST_NORM(67, 16, 128)};
   RUN_CASES(h, norm_case, shapes);
   RUN_MIRRORED(h, norm_case, mirrored);
 }
@@ -470,7 +483,8 @@ HARNESS_TEST(test_activations) {
 // What more than one tensor decides, or what it holds; tests/refusals.c tries the rest in every operation.
 HARNESS_TEST(test_refusals) {
   Dtype dtype = h->dtype;
-  Tensor m34 = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5), m54 = poisoned(h, dtype, 5, 4);
+  Tensor m34 = poisoned(h, dtype, 3, 4), other = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5),
+         m54 = poisoned(h, dtype, 5, 4);
   Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), v4 = poisoned_vector(h, dtype, 4),
          ids = poisoned_vector(h, DTYPE_I32, 3);
   Tensor gaps = poisoned_strided(h, dtype, 3, 4, 6), one = tensor_rows(v3, 0, 1);
@@ -491,10 +505,14 @@ HARNESS_TEST(test_refusals) {
           .token_weight = m54, .position_weight = tensor_rows(m54, 0, 2), .seq_len = 3);
   REFUSED("an RMS norm has no mean", norm_forward, NormForward, .kind = NORM_RMS, .out = m34, .mean = v3,
           .rstd = v3, .x = m34, .weight = v4);
+  REFUSED("it is for an RMS norm", norm_forward, NormForward, .kind = NORM_LAYER, .out = m34, .mean = v3,
+          .rstd = v3, .x = m34, .weight = v4, .bias = v4, .residual = m34);
   REFUSED("[3, 5] where [3, 4] is needed", norm_forward, NormForward, .kind = NORM_RMS, .out = m35,
           .rstd = v3, .x = m35, .weight = v4);
   REFUSED("the same tensor", norm_backward, NormBackward, .kind = NORM_RMS, .dx = m34, .dweight = v4,
-          .dout = m34, .x = m34, .weight = v4, .rstd = v3, .accumulate_dx = true);
+          .dout = m34, .x = other, .weight = v4, .rstd = v3, .accumulate_dx = true);
+  REFUSED("the same tensor", norm_backward, NormBackward, .kind = NORM_RMS, .dx = m34, .dweight = v4,
+          .dout = other, .x = m34, .weight = v4, .rstd = v3, .accumulate_dx = true);
   REFUSED("do not describe an attention", attention_forward, AttentionForward, .out = m34, .lse = m34,
           .qkv = m34, .shape = {1, 3, 3, 2, 1});
   REFUSED("head_dim 1 is odd", rope, Rope, .qkv = m35, .cos_sin = m34, .shape = {1, 3, 3, 1, 1});

@@ -14,7 +14,8 @@ enum { WINDOW = 150, VOCAB = 29 };
 
 static const char *const models[] = {"--model llama-tiny --num-attention-heads 4 --num-key-value-heads 2",
                                      "--model gpt2-tiny --num-attention-heads 2",
-                                     "--model qwen3-0.6b --num-attention-heads 4 --num-key-value-heads 2"};
+                                     "--model qwen3-0.6b --num-attention-heads 4 --num-key-value-heads 2",
+                                     "--model olmo2-1b --num-attention-heads 4 --num-key-value-heads 2"};
 enum { MODELS = sizeof models / sizeof *models };
 
 static ModelConfig small_model(const char *model) {

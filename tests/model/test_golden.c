@@ -178,7 +178,8 @@ static const GoldenModel models[] = {
     {"mistral", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1}, // scaled linearly, with a window
     {"qwen2", DTYPE_F32, CHECKPOINT_SHARD_BYTES, 1},
     {"qwen3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1},
-    {"phi3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}}; // packed, with a part of each head rotated
+    {"phi3", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1},   // packed, with a part of each head rotated
+    {"olmo2", DTYPE_BF16, CHECKPOINT_SHARD_BYTES, 1}}; // norms after attention and MLP, and of q and k whole
 enum { MODELS = sizeof models / sizeof *models };
 
 TEST(every_family_is_compared) {

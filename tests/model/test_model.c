@@ -30,7 +30,8 @@ HARNESS_TEST(test_presets) {
   } published[] = {{"gpt2-124m", 124439808},   {"gpt2-350m", 354823168},   {"gpt2-774m", 774030080},
                    {"gpt2-1558m", 1557611200}, {"llama-1b", 1235814400},   {"llama-3b", 3212749824},
                    {"llama-8b", 8030261248},   {"mistral-7b", 7248023552}, {"qwen3-0.6b", 596049920},
-                   {"qwen3-1.7b", 1720574976}, {"qwen3-4b", 4022468096}};
+                   {"qwen3-1.7b", 1720574976}, {"qwen3-4b", 4022468096},   {"olmo2-1b", 1484916736},
+                   {"olmo2-7b", 7298617344}};
   enum { PUBLISHED = sizeof published / sizeof *published, TINY = 2 };
   char names[256];
   strcpy(names, model_preset_names(""));

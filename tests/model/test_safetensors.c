@@ -166,6 +166,7 @@ static ModelConfig read_config(const char *text) {
 #define QWEN2          "{'model_type':'qwen2'," SIZES ",'num_key_value_heads':3"
 #define QWEN3          "{'model_type':'qwen3'," SIZES
 #define PHI3           "{'model_type':'phi3'," SIZES
+#define OLMO2          "{'model_type':'olmo2'," SIZES
 #define PLAIN_QWEN2    "10 12 20 2 3 3 4 32768 0 rms gated qkv_bias 1e-06 10000"
 #define WINDOWED_QWEN2 "10 12 20 2 3 3 4 32768 9 rms gated qkv_bias 1e-06 10000"
 #define SCALED         "10 12 20 2 3 3 4 2048 0 rms gated 1e-06 7"
@@ -175,14 +176,15 @@ static const char *config_text(const ModelConfig *c) {
   static char text[256];
   const RopeScaling *s = &c->rope_scaling;
   int length = snprintf(
-      text, sizeof text, "%lld %lld %lld %lld %lld %lld %lld %lld %lld %s%s%s%s%s%s%s%s%s%g %g",
+      text, sizeof text, "%lld %lld %lld %lld %lld %lld %lld %lld %lld %s%s%s%s%s%s%s%s%s%s%g %g",
       (long long)c->vocab_size, (long long)c->hidden_size, (long long)c->intermediate_size,
       (long long)c->num_hidden_layers, (long long)c->num_attention_heads, (long long)c->num_key_value_heads,
       (long long)c->head_dim, (long long)c->max_position_embeddings, (long long)c->sliding_window,
       c->norm == NORM_RMS ? "rms " : "", c->learned_positions ? "learned " : "",
-      is_gated(c->activation) ? "gated " : "", c->qk_norm ? "qk_norm " : "", c->qkv_bias ? "qkv_bias " : "",
-      c->out_bias ? "out_bias " : "", c->mlp_bias ? "mlp_bias " : "", c->in_out_layout ? "in_out " : "",
-      c->tie_word_embeddings ? "tied " : "", c->norm_epsilon, c->rope_theta);
+      is_gated(c->activation) ? "gated " : "", c->qk_norm ? "qk_norm " : "", c->post_norm ? "post_norm " : "",
+      c->qkv_bias ? "qkv_bias " : "", c->out_bias ? "out_bias " : "", c->mlp_bias ? "mlp_bias " : "",
+      c->in_out_layout ? "in_out " : "", c->tie_word_embeddings ? "tied " : "", c->norm_epsilon,
+      c->rope_theta);
   if (s->factor > 0)
     snprintf(text + length, sizeof text - (size_t)length, " %g %g %g %lld", s->factor, s->low_freq_factor,
              s->high_freq_factor, (long long)s->original_max_position_embeddings);
@@ -258,6 +260,13 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
        "10 12 20 2 3 3 4 4096 9 rms gated 1e-05 10000 rotates 2", 0},
       {PHI3 ",'rope_parameters':{'rope_type':'default','partial_rotary_factor':0.5}}",
        "10 12 20 2 3 3 4 4096 0 rms gated 1e-05 10000 rotates 2", 0},
+      {OLMO2 "}", "10 12 20 2 3 3 4 2048 0 rms gated qk_norm post_norm 1e-05 10000", 0},
+      // The published sizes of OLMo 2 13B.
+      {"{'architectures':['Olmo2ForCausalLM'],'model_type':'olmo2','vocab_size':100352,'hidden_size':5120,"
+       "'intermediate_size':13824,'num_hidden_layers':40,'num_attention_heads':40,'num_key_value_heads':40,"
+       "'max_position_embeddings':4096,'rms_norm_eps':1e-06,'rope_scaling':null,'rope_theta':500000,"
+       "'attention_bias':false,'attention_dropout':0.0,'tie_word_embeddings':false,'hidden_act':'silu'}",
+       "100352 5120 13824 40 40 40 128 4096 0 rms gated qk_norm post_norm 1e-06 500000", 13716198400},
       {QWEN3 ",'num_key_value_heads':1,'head_dim':6,'attention_bias':true}",
        "10 12 20 2 3 1 6 32768 0 rms gated qk_norm qkv_bias out_bias 1e-06 10000", 0}};
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -333,15 +342,16 @@ TEST(other_configs_are_refused_by_name) {
 }
 
 TEST(written_configs_are_read_again) {
-  static const char *const presets[] = {"gpt2-124m",  "llama-1b",   "llama-8b",
-                                        "llama-tiny", "mistral-7b", "qwen3-4b"};
-  for (int i = 0; i < 6; i++) {
+  static const char *const presets[] = {"gpt2-124m",  "llama-1b", "llama-8b", "llama-tiny",
+                                        "mistral-7b", "qwen3-4b", "olmo2-1b"};
+  for (int i = 0; i < 7; i++) {
     ModelConfig c = model_preset(presets[i]);
     c.qkv_bias = c.out_bias = c.family != FAMILY_MISTRAL;
     if (c.family == FAMILY_MISTRAL) c.rope_scaling.factor = 2;
     if (c.family == FAMILY_QWEN3) c.sliding_window = 7;
     char *text = hf_config_write(&c, DTYPE_BF16, NULL), before[256];
     assert_non_null(strstr(text, "\"bfloat16\""));
+    assert_true(!strstr(text, "pad_token_id") == (c.family != FAMILY_OLMO2));
     ModelConfig again = read_config(text);
     snprintf(before, sizeof before, "%s", config_text(&c));
     assert_string_equal(config_text(&again), before);

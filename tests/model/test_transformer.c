@@ -3,7 +3,7 @@
 #include "model/transformer.h"
 #include "tests/runs.h"
 
-enum { GPT2, LLAMA, LLAMA_UNTIED, QWEN, FAMILIES };
+enum { GPT2, LLAMA, LLAMA_UNTIED, QWEN, OLMO, FAMILIES };
 
 // Odd on purpose: nothing divides anything else.
 static const char *const families[FAMILIES] = {
@@ -15,7 +15,9 @@ static const char *const families[FAMILIES] = {
     [LLAMA_UNTIED] = "--model llama-tiny --vocab 17 --hidden-size 11 --intermediate-size 17 "
                      "--num-attention-heads 3 --num-key-value-heads 1 --head-dim 8 --untie-word-embeddings",
     [QWEN] = "--model qwen3-0.6b --vocab 13 --hidden-size 11 --intermediate-size 17 --num-attention-heads 4 "
-             "--num-key-value-heads 2 --head-dim 6 --tie-word-embeddings --logit-softcap 2"};
+             "--num-key-value-heads 2 --head-dim 6 --tie-word-embeddings --logit-softcap 2",
+    [OLMO] = "--model olmo2-1b --vocab 13 --hidden-size 11 --intermediate-size 17 --num-attention-heads 4 "
+             "--num-key-value-heads 2 --head-dim 6"};
 
 static ModelConfig tiny(int family) {
   ModelConfig c = options_on(ON_CPU, "%s --num-layers 2 --batch 1 --seq-len 5", families[family]).model;
@@ -24,6 +26,7 @@ static ModelConfig tiny(int family) {
   if (family == LLAMA_UNTIED) c.rope_scaling = (RopeScaling){8, 1, 4, 40};
   // With all that the later families have: biases, heads normalised, positions scaled, logits capped.
   if (family == QWEN) c.qkv_bias = true, c.rope_scaling.factor = 3;
+  if (family == OLMO) c.qkv_bias = c.out_bias = true;
   return c;
 }
 
@@ -141,7 +144,8 @@ TEST(test_losses_and_gradients) {
   } cases[] = {[GPT2] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_NONE, 0},
                [LLAMA] = {LCE_MATERIALIZED, LCE_FUSED, RECOMPUTE_NONE, 3},
                [LLAMA_UNTIED] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_LAYER, 4},
-               [QWEN] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE, 3}};
+               [QWEN] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE, 3},
+               [OLMO] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_MLP, 3}};
   for (int f = 0; f < FAMILIES; f++) {
     Case *c = case_open(tiny(f), 2, 5, cases[f].ignore_every);
     TransformerOptions options = options_of(cases[f].mode, 4, cases[f].recompute),

@@ -7,8 +7,10 @@ static const char *const models[] = {
         "--num-key-value-heads 1",
     JOB "--model gpt2-tiny --hidden-size 48 --num-attention-heads 3",
     JOB "--model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-attention-heads 4 "
+        "--num-key-value-heads 2",
+    JOB "--model olmo2-1b --hidden-size 32 --intermediate-size 48 --num-attention-heads 4 "
         "--num-key-value-heads 2"};
-enum { MODELS = 3 };
+enum { MODELS = 4 };
 
 static const char *backend;
 

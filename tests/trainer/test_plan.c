@@ -8,6 +8,7 @@
   "--num-key-value-heads 1 "
 #define LLAMA "--model llama-tiny " SIZES "--head-dim 8 "
 #define QWEN  "--model qwen3-0.6b " SIZES "--head-dim 12 "
+#define OLMO  "--model olmo2-1b " SIZES "--head-dim 12 "
 #define GPT2                                                                                                 \
   "--model gpt2-tiny --vocab 257 --hidden-size 20 --num-layers 3 --num-attention-heads 2 "                   \
   "--max-position-embeddings 50 "
@@ -34,7 +35,7 @@ static void check_plan(const char *model, const char *job, const char *more) {
 }
 
 TEST(test_plan_equals_run) {
-  static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN};
+  static const char *const models[] = {LLAMA, LLAMA "--untie-word-embeddings", GPT2, QWEN, OLMO};
   static const char *const jobs[] = {"--batch 3 --seq-len 17",
                                      "--batch 1 --seq-len 1",
                                      "--batch 5 --seq-len 29 --total-batch 290",

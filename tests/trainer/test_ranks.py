@@ -29,6 +29,7 @@ if GPUS:
     SAMPLED, MASS = LLAMA + "--dtype bf16 --save-dtype fp32 --batch 8 --total-batch 1536 --epsilon 0.01 ", 4 * MASS
 QWEN = (JOB + "--model qwen3-0.6b --vocab 300 --hidden-size 16 --intermediate-size 24 --num-attention-heads 4 "
         "--num-key-value-heads 2 --head-dim 6 ")
+OLMO = QWEN.replace("qwen3-0.6b", "olmo2-1b")
 MUON = "--optimizer muon "
 PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
@@ -222,7 +223,7 @@ def test_masked_ranks_neither_hang_nor_skew(folder):
 def test_zero_levels_train_the_same(folder):
     llama, gpt2 = LLAMA + "--num-layers 5 ", GPT2 + "--num-layers 3 "
     for options, ranks, zero in ((llama, 2, 1), (llama, RANKS[:2][-1], 2), (llama, ALL, 1), (llama, ALL, 2),
-                                 (TIED, 2, 1), (TIED, 2, 2), (gpt2, 2, 2), (QWEN, 2, 1), (llama + MUON, 2, 1),
+                                 (TIED, 2, 1), (TIED, 2, 2), (gpt2, 2, 2), (QWEN, 2, 1), (OLMO, 2, 2), (llama + MUON, 2, 1),
                                  (llama + MUON, ALL, 2), (gpt2 + MUON, 2, 2)):
         job(0, options).same_training(job(ranks, options + f"--zero {zero}"))
 

@@ -49,6 +49,7 @@ static Outcome outcome_of(Run *run) {
 #define TINY  "--vocab 300 --hidden-size 24 --num-attention-heads 3 --seq-len 17 "
 #define LLAMA JOB "--model llama-tiny " TINY "--intermediate-size 40 --head-dim 8 --num-key-value-heads 1 "
 #define GPT2  JOB "--model gpt2-tiny " TINY
+#define OLMO  JOB "--model olmo2-1b " TINY "--intermediate-size 40 --head-dim 8 --num-key-value-heads 1 "
 #define PARAMETERS                                                                                           \
   "", "--offload weights", "--offload gradients", "--offload optimizer", "--offload weights,gradients",      \
       "--offload weights,gradients,optimizer"
@@ -82,7 +83,10 @@ static const struct Case {
     {FP8_LLAMA "--recompute layer --mlp-chunk 64", {""}}, // chunks of the MLP have factors of their own
     {FP8 "3 --model gpt2-tiny --hidden-size 48", {RECOMPUTED}},
     {FP8 "4 --model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2",
-     {RECOMPUTED}}};
+     {RECOMPUTED}},
+    {FP8 "4 --model olmo2-1b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2", {RECOMPUTED}},
+    {OLMO "--num-layers 2 --total-batch 68", {RECOMPUTED}},
+    {OLMO "--num-layers 5 --total-batch 68 --recompute layer", {ALL}}};
 
 // A GPU's default dtypes, and layers that take as long as their copies, so that a missing wait changes bits.
 static const struct Case gpu_cases[] = {
