@@ -74,8 +74,7 @@ typedef struct {
 } Family;
 
 extern const Family model_families[FAMILY_COUNT];
-// The model_types, for help and messages.
-#define FAMILY_NAMES "gpt2, llama, mistral, qwen2, qwen3, phi3 and olmo2"
+#define FAMILY_NAMES "gpt2, llama, mistral, qwen2, qwen3, phi3 and olmo2" // the model_types, for messages
 
 // The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
 // are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.

@@ -86,9 +86,8 @@ void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w,
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
 void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
-// A block (attention, MLP) from the stream x to out, with its norm, whose weight is w. What it reads
-// (norm->out) is pushed unless that is x. f: what its last matmul reads; dout: the gradient of its first
-// one's output.
+// A block (attention, MLP) from the stream x to out: f is what its last matmul reads, dout the gradient of its
+// first one's output. What it reads (norm->out) is pushed unless that is x.
 void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
 void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,
                const WeightAndBias *w);

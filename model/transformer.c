@@ -103,7 +103,9 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     part.accumulate |= first > 0;
     LayerState rows = push_mlp_rows(&part, s, first);
     mlp_up(&part, w, &rows);
-    if (!tensor_exists(dx) || tensor_exists(rows.norm2.x)) mlp_down(&part, w, &rows); // and what a norm reads
+    bool again = tensor_exists(dx) && tensor_exists(rows.norm2.x); // mlp_backward needs what this norm reads
+    if (again) rows.output = push_activation(&part, "mlp output again", rows.middle.shape[1]);
+    if (again || !tensor_exists(dx)) mlp_down(&part, w, &rows);
     if (tensor_exists(dx)) mlp_backward(&part, w, &rows, tensor_rows(dx, first, part.rows));
     memory_pop_to(memory, mark);
   }
