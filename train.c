@@ -1,4 +1,4 @@
-// lce.c: trains GPT-2, Llama, Mistral and Qwen with a fused, chunked lm_head + cross-entropy.
+// lce.c: trains GPT-2, Llama and later families with a fused, chunked lm_head + cross-entropy.
 //
 //   options -> backend -> data -> plan -> model -> THE STEP, and what happens now and then -> summary
 //

@@ -246,13 +246,13 @@ void options_parse(Options *o, const OptionTable *table, int argc, char **argv) 
 void options_read(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
-      .doc =
-          "Trains GPT-2, Llama, Mistral and Qwen in plain C and CUDA. LM head and loss are a fused, chunked "
-          "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
-          "Examples:\n"
-          "  ./train --vocab 128256 --fused-lce\n"
-          "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-          "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
+      .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. LM head and loss are a "
+             "fused, chunked "
+             "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
+             "Examples:\n"
+             "  ./train --vocab 128256 --fused-lce\n"
+             "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
+             "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
       .stray = "paths are given with --data PATH"};
   for (int i = 1; i < argc; i++)
     if (!strcmp(argv[i], "--eval-only"))
