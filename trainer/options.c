@@ -247,8 +247,7 @@ void options_read(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
       .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. LM head and loss are a "
-             "fused, chunked "
-             "linear_cross_entropy; --materialized-logits is there to measure it against.\v"
+             "fused, chunked linear_cross_entropy; --materialized-logits is there to measure it against.\v"
              "Examples:\n"
              "  ./train --vocab 128256 --fused-lce\n"
              "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
