@@ -398,7 +398,7 @@ build-and-exercise:
 	  [ -e $(HOLE) ] || awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } \
 	    /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
 	@$(MAKE) $(BUILD)/$(HOLE:.c=)
-	@tests/run $(BUILD)/$(HOLE:.c=) || { echo "Exercise $(N): fill $$(grep -Hn '// Exercise $(N):' $(HOLE))"; exit 1; }
+	@EXERCISE=$(N) tests/run $(BUILD)/$(HOLE:.c=) || { echo "Exercise $(N): fill $$(grep -Hn '// Exercise $(N):' $(HOLE))"; exit 1; }
 	@echo "Exercise $(N) is done."
 
 build-and-bench: $(BIN)tools/bench_lce $(BIN)train
