@@ -104,6 +104,9 @@ Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
+// The same where the head is split: each is summed from the rank with its row of W. local = the targets in this
+// rank's rows, or ELSEWHERE.
+void lce_split_target_z(const Call *c, Tensor target_z, Tensor local, Tensor x, Tensor targets);
 // E, R, dX = E W: the operation, and its arguments.
 void lce_exponentials(const Call *c, const Chunk *k);
 LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);

@@ -78,15 +78,19 @@ static void sum_no_rows(const Call *c, const Split *s) {
   if (tensor_exists(s->all.tokens.dx)) fill_zero(c->backend, s->all.tokens.dx);
 }
 
-// E, and each row's sums over the whole vocabulary. A target's logit comes from the rank with its row of W.
-static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
-  const Chunk *k = &s->all;
-  shard_indices(c->backend, (ShardIndices){.out = k->targets,
-                                           .indices = k->tokens.targets,
+void lce_split_target_z(const Call *c, Tensor target_z, Tensor local, Tensor x, Tensor targets) {
+  shard_indices(c->backend, (ShardIndices){.out = local,
+                                           .indices = targets,
                                            .first = c->a->shard.first,
                                            .count = c->a->weight.shape[0]});
-  lce_target_z(c, k->softmax.target_z, k->tokens.x, k->targets);
-  all_reduce(c->backend, (Collective){.out = k->softmax.target_z, .x = k->softmax.target_z});
+  lce_target_z(c, target_z, x, local);
+  all_reduce(c->backend, (Collective){.out = target_z, .x = target_z});
+}
+
+// E, and each row's sums over the whole vocabulary.
+static void exponentials(const Call *c, const Split *s, const Sampling *sampling) {
+  const Chunk *k = &s->all;
+  lce_split_target_z(c, k->softmax.target_z, k->targets, k->tokens.x, k->tokens.targets);
   LceLogitsExp exponentials = lce_logits_exp_of(c, k);
   exponentials.softmax = s->local_softmax;
   if (c->a->weight.shape[0] == 0)

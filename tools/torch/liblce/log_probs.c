@@ -118,18 +118,15 @@ static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
                                       "target entries"};
   const LinearCrossEntropy *a = c->a;
   int64_t tokens = a->x.shape[0];
-  Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens), targets = a->targets;
+  Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens);
   GradientFactors factors;
   for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, tokens);
   if (a->shard.vocab_size) {
-    targets = push_vector(c, "targets in local rows", DTYPE_I32, tokens);
-    shard_indices(c->backend, (ShardIndices){.out = targets,
-                                             .indices = a->targets,
-                                             .first = a->shard.first,
-                                             .count = a->weight.shape[0]});
+    Tensor local = push_vector(c, "targets in local rows", DTYPE_I32, tokens);
+    lce_split_target_z(c, target_z, local, a->x, a->targets);
+  } else {
+    lce_target_z(c, target_z, a->x, a->targets);
   }
-  lce_target_z(c, target_z, a->x, targets);
-  if (a->shard.vocab_size) all_reduce(c->backend, (Collective){.out = target_z, .x = target_z});
   lce_gradient_factors(c->backend, (LceGradientFactors){.factors = factors,
                                                         .target_z = target_z,
                                                         .log_prob = known->log_prob,
