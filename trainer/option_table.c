@@ -235,10 +235,8 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
     exit(0);
   }
   if (key == 'V') exit(puts(argp_program_version) < 0);
-  const char *stray = p->table->stray;
   if (key == ARGP_KEY_ARG)
-    fail("'%s' is not an option; %s%s", text, stray ? stray : "",
-         stray ? ", and --help lists the rest" : "--help lists them");
+    fail("'%s' is not an option; %s, and --help lists the rest", text, p->table->stray);
   if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
   option_set(&p->table->rows[key - FIRST_KEY], p->values, text);
   p->given[key - FIRST_KEY] = true;
@@ -261,8 +259,7 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
                                          {"usage", USAGE, 0, 0, "Give a short usage message", -1},
                                          {"version", 'V', 0, 0, "Print program version", -1}};
   struct argp_option options[OPTION_ROWS_MAX + 5] = {{0}};
-  bool own[OPTION_ROWS_MAX] = {false};
-  Parsing parsing = {table, values, given ? given : own};
+  Parsing parsing = {table, values, given};
   int i = 0;
   shown = table->rows;
   output_check_at_exit();
@@ -275,5 +272,5 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   const struct argp argp = {options, parse_one, .doc = table->doc, .help_filter = help_text};
   error_t error = argp_parse(&argp, argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
   if (error) fail("cannot read the command line: %s", strerror(error));
-  check_exclusions(table->rows, values, parsing.given);
+  check_exclusions(table->rows, values, given);
 }

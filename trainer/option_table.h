@@ -44,9 +44,9 @@ typedef struct {
 } OptionTable;
 
 // Writes the initial values and those of the command line into the struct `values`, and sets given[row] of
-// every option that is given (NULL: not recorded). What is no option or a wrong value ends the program with a
-// sentence, and so do two options that exclude each other: flags that write the same field, and what a row
-// `excludes`, unless a number of the two is 0 or a choice its first.
+// every option that is given. What is no option or a wrong value ends the program with a sentence, and so do
+// two options that exclude each other: flags that write the same field, and what a row `excludes`, unless a
+// number of the two is 0 or a choice its first.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line. option_try_set: or false with a reason, "give a number from 1 to 9".
