@@ -112,7 +112,10 @@ static void broadcast_rank_0_ranks(Backend *backend, const Deferred *d) {
 
 static void run_or_defer(Backend *backend, const Collective *a, void (*run)(Backend *, const Deferred *),
                          const char *name) {
-  if (!received(backend)) return copy_or_add(a);
+  if (!received(backend)) {
+    copy_or_add(a);
+    return;
+  }
   require_words(a);
   cpu_defer(backend, (Deferred){name, STREAM_COLLECTIVES, run, .collective = *a});
   if (!a->async) cpu_collectives_join(backend, 0);
