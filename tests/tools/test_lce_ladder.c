@@ -150,8 +150,7 @@ HARNESS_TEST(test_certain_targets) {
         double off = relative_distance(got[i], right[i], i ? HIDDEN : 1);
         if (rung < 4 && off < 0.5)
           fail_msg("rung %s: %s of token %d, whose target leads by 30, is right, which fp32's p - 1 cannot "
-                   "make it: "
-                   "is this another rung's code?",
+                   "make it: is this another rung's code?",
                    ladder_names[rung - 1], names[i], (int)n);
         if (rung >= 4 && !(off <= most))
           fail_msg(
