@@ -487,9 +487,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
 
     Both can be differentiated, for GRPO, PPO or DPO: the forward pass keeps O(N), the backward pass is one
     more call. They are 0 where the target is ignore_index. entropy=False returns None for entropies. Without
-    group the backward pass takes weight in blocks of rows and holds no fp32 sum of dweight. A chunk of all tokens keeps N V elements of x's dtype for the backward pass, which then
-    takes two GEMMs instead of three. The other
-    arguments: linear_cross_entropy.
+    group the backward pass takes weight in blocks of rows and holds no fp32 sum of dweight. A chunk of all
+    tokens keeps N V elements of x's dtype for the backward pass, which then takes two GEMMs instead of three.
+    The other arguments: linear_cross_entropy.
 
     With ids [..., K] in place of a target: log p of each and lse, as linear_ids_log_probs.
     """
