@@ -1,9 +1,9 @@
 // Newton-Schulz: the nearest matrix whose singular values are all equal, nearly, by GEMMs alone (Jordan et
-// al. 2024). Four steps of odd polynomials, a s + b s^3 + c s^5, bring singular values from anywhere in (0,
-// 1] to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. Where x has more rows than
-// columns the same is done to its transpose: A = y^T y.
+// al. 2024). Four steps of odd polynomials, a s + b s^3 + c s^5, bring singular values from between 0.003 and
+// 1 to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. Where x has more rows than columns
+// the same is done to its transpose: A = y^T y.
 //
-// aol_scale brings them to (0, 1] by the first step's own A (Boissin et al. 2025, "Turbo-Muon"): most are
+// aol_scale brings them into (0, 1] by the first step's own A (Boissin et al. 2025, "Turbo-Muon"): most are
 // twice what x / |x| has, so that four steps reach as far as Jordan's five. The polynomials have the least
 // error on [0.003, 1] (Amsel et al. 2025, "The Polar Express"), but that the first leaves room for values 5%
 // too large by rounding, and the next two for 2%.
