@@ -70,7 +70,7 @@ typedef struct {
 static void orthogonalize_case(Harness *h, const void *shape) {
   Batch s = *(const Batch *)shape;
   int64_t stride = s.blocks * s.columns, apart = round_up(s.rows * stride + 1, 128);
-  double *values, bound = h->dtype == DTYPE_BF16 ? 0.1 : 1e-4;
+  double *values, bound = h->dtype == DTYPE_BF16 ? 0.15 : 1e-4;
   Tensor all = random_vector(h, &values, s.count * apart, 3);
   Matrices blocks[3];
   for (int64_t b = 0; b < s.blocks; b++) {
@@ -95,8 +95,8 @@ static void orthogonalize_case(Harness *h, const void *shape) {
       assert_true(got[c * apart + i] == values[c * apart + i]);
 }
 
-// Of near-orthogonal rows, as 8 by 200 are, bf16 rounds singular values from one place between 0.8 and 1.2 to
-// another: what fp32 has exactly is here only about right.
+// In bf16, rounding moves singular values near 1, as those of 8 by 200, to elsewhere between 0.8 and 1.2: that
+// bound is wide, and fp32's is the one that guards the formula.
 HARNESS_TEST(test_orthogonalize) {
   static const Batch shapes[] = {{1, 1, 1, 1},   {5, 3, 1, 2},    {3, 5, 3, 2},   {16, 16, 1, 3},
                                  {24, 48, 3, 2}, {48, 24, 1, 1},  {8, 200, 2, 1}, {64, 64, 3, 5},
