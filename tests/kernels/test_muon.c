@@ -95,7 +95,7 @@ static void orthogonalize_case(Harness *h, const void *shape) {
       assert_true(got[c * apart + i] == values[c * apart + i]);
 }
 
-// In bf16, rounding moves singular values near 1, as those of 8 by 200, to elsewhere between 0.8 and 1.2: that
+// In bf16, rounding moves singular values near 1, as those of 8 by 200, to elsewhere between 0.8 and 1.2: its
 // bound is wide, and fp32's is the one that guards the formula.
 HARNESS_TEST(test_orthogonalize) {
   static const Batch shapes[] = {{1, 1, 1, 1},   {5, 3, 1, 2},    {3, 5, 3, 2},   {16, 16, 1, 3},
