@@ -438,8 +438,9 @@ NEEDS(sgd, Update, UPDATED, FIELD(master, "fp32 [N] or absent"))
   FIELD(field.first, form), REFUSE(a->count > 1 && a->field.apart % 128,                                     \
                                    #field "'s matrices lie %lld elements apart", a->field.apart)
 
-NEEDS(frobenius_normalize, FrobeniusNormalize, MATRICES(x, "T [M, N] strided"),
-      MATRICES(out, "T [M, N] strided"))
+NEEDS(aol_scale, AolScale, SIZE(C, a->count), MATRICES(x, "T [M, N] strided"),
+      MATRICES(out, "T [M, N] strided"), SIZE(S, min_i64(a->x.first.shape[0], a->x.first.shape[1])),
+      MATRICES(gram, "T [S, S] strided"), FIELD(s, "fp32 [C, S]"))
 
 NEEDS(batched_gemm, BatchedGemm, MATRICES(out, "T [M, N] strided"),
       MATRICES(addend, "T [M, N] strided or absent"),

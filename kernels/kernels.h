@@ -524,7 +524,7 @@ typedef struct {
 // bf16 element is the only copy (no master, bf16 moments) it is rounded stochastically, by bits of (seed,
 // step, first + index) alone.
 //
-// Muon (Jordan et al. 2024; torch.optim.Muon) is nesterov, orthogonalize (below) and sgd:
+// Muon (Jordan et al. 2024; torch.optim.Muon but for its polynomials) is nesterov, orthogonalize and sgd:
 //   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
 //   sgd       w = w - lr (grad + weight_decay w), with weight and master as above
 typedef struct {
@@ -544,12 +544,15 @@ typedef struct {
   int64_t apart; // elements from one to the next: a multiple of 128, or there is only one
 } Matrices;
 
-// Of each of `count` matrices: out = x / max(|x|, 1e-7), with the Frobenius norm.
+// Of each of `count` matrices, whose gram is x x^T: s[i] = 1 / sqrt(max(1e-20, sum_j |gram[i, j]|)), out =
+// diag(s) x and, in place, gram = diag(s) gram diag(s). No singular value of out is above 1 (Prach, Lampert
+// 2022, "Almost-orthogonal layers"). Where M > N gram is x^T x, and out = x diag(s).
 typedef struct {
   Matrices out, x; // [M, N]
+  Matrices gram;   // [S, S], S = min(M, N)
+  Tensor s;        // fp32 [count, S]
   int64_t count;
-  Tensor workspace;
-} FrobeniusNormalize;
+} AolScale;
 
 // Of each: out = alpha left right + beta addend, where left or right may be transposed.
 typedef struct {
@@ -635,7 +638,7 @@ typedef struct {
   X(scatter_rows, MoveRows, HEAD_LOSS) \
   X(adamw, Update, OPTIMIZER) \
   X(nesterov, Update, OPTIMIZER) \
-  S(frobenius_normalize, FrobeniusNormalize, OPTIMIZER) \
+  X(aol_scale, AolScale, OPTIMIZER) \
   X(batched_gemm, BatchedGemm, OPTIMIZER) \
   X(sgd, Update, OPTIMIZER) \
   S(sum_elements, SumElements, OPTIMIZER) \

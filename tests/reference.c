@@ -254,20 +254,42 @@ void reference_adamw(double *weight, double *m, double *v, const double *grad, i
   }
 }
 
+// x = diag(s) x for AOL's s of its rows; of its columns where it has more rows.
+static void reference_aol_scale(double *x, int64_t rows, int64_t columns) {
+  int64_t side = rows > columns ? columns : rows, count = rows * columns / side;
+  int64_t apart = rows > columns ? 1 : columns, step = rows > columns ? columns : 1;
+  double *s = calloc((size_t)side, sizeof *s);
+  for (int64_t i = 0; i < side; i++) {
+    for (int64_t j = 0; j < side; j++) {
+      double product = 0;
+      for (int64_t k = 0; k < count; k++) product += x[i * apart + k * step] * x[j * apart + k * step];
+      s[i] += fabs(product);
+    }
+    s[i] = 1 / sqrt(fmax(s[i], 1e-20));
+  }
+  for (int64_t i = 0; i < side; i++)
+    for (int64_t k = 0; k < count; k++) x[i * apart + k * step] *= s[i];
+  free(s);
+}
+
 // (a + b A + c A A) x with A = x x^T, whatever the shape: for a tall x the same polynomial as x (a + b B + c
 // B B), B = x^T x.
 void reference_orthogonalize(double *x, int64_t rows, int64_t columns, double scale) {
   int64_t count = rows * columns;
   double *gram = calloc((size_t)(rows * rows), sizeof *gram), *one = calloc((size_t)count, sizeof *one);
   double *three = calloc((size_t)count, sizeof *three), *five = calloc((size_t)count, sizeof *five);
-  double norm = fmax(sqrt(reference_dot(x, x, count)), 1e-7);
-  for (int64_t i = 0; i < count; i++) x[i] /= norm;
-  for (int step = 0; step < 5; step++) {
+  static const double steps[4][3] = {{7.9845, -21.3937, 14.3833},
+                                     {3.9641, -2.8377, 0.5158},
+                                     {3.4368, -2.4752, 0.4762},
+                                     {2.4901, -1.8343, 0.4368}};
+  reference_aol_scale(x, rows, columns);
+  for (int step = 0; step < 4; step++) {
+    const double *p = steps[step];
     memcpy(one, x, (size_t)count * sizeof *x);
     reference_linear(gram, one, one, false, NULL, NULL, rows, columns, rows);
     reference_linear(three, gram, one, true, NULL, NULL, rows, rows, columns);
     reference_linear(five, gram, three, true, NULL, NULL, rows, rows, columns);
-    for (int64_t i = 0; i < count; i++) x[i] = 3.4445 * one[i] - 4.7750 * three[i] + 2.0315 * five[i];
+    for (int64_t i = 0; i < count; i++) x[i] = p[0] * one[i] + p[1] * three[i] + p[2] * five[i];
   }
   for (int64_t i = 0; i < count; i++) x[i] *= scale;
   free(gram);

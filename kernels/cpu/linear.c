@@ -47,19 +47,25 @@ static Tensor nth(Matrices m, int64_t n) {
   return m.first;
 }
 
-static void scale_rows(Tensor out, Tensor x, float factor) {
+// out = factor diag(rows) x diag(columns), of which either may be absent.
+static void scale_matrix(Tensor out, Tensor x, float factor, const float *rows, const float *columns) {
   EACH_PARALLEL (i, x.shape[0])
-    for (int64_t j = 0; j < x.shape[1]; j++) cpu_row(out, i)[j] = factor * cpu_row(x, i)[j];
+    for (int64_t j = 0; j < x.shape[1]; j++)
+      cpu_row(out, i)[j] = factor * (rows ? rows[i] : 1) * (columns ? columns[j] : 1) * cpu_row(x, i)[j];
 }
 
-void cpu_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
+void cpu_aol_scale(Backend *backend, const AolScale *a) {
+  bool tall = a->x.first.shape[0] > a->x.first.shape[1];
   for (int64_t n = 0; n < a->count; n++) {
-    Tensor x = nth(a->x, n);
-    double squares = 0.0;
-    for (int64_t i = 0; i < x.shape[0]; i++)
-      for (int64_t j = 0; j < x.shape[1]; j++) squares += (double)cpu_row(x, i)[j] * cpu_row(x, i)[j];
-    float norm = (float)sqrt(squares);
-    scale_rows(nth(a->out, n), x, 1.0f / (norm < 1e-7f ? 1e-7f : norm));
+    Tensor gram = nth(a->gram, n);
+    float *s = cpu_row(a->s, n);
+    EACH_PARALLEL (i, gram.shape[0]) {
+      double sum = 0.0;
+      for (int64_t j = 0; j < gram.shape[0]; j++) sum += fabs((double)cpu_row(gram, i)[j]);
+      s[i] = (float)(1 / sqrt(sum < 1e-20 ? 1e-20 : sum));
+    }
+    scale_matrix(nth(a->out, n), nth(a->x, n), 1, tall ? NULL : s, tall ? s : NULL);
+    scale_matrix(gram, gram, 1, s, s);
   }
 }
 
@@ -67,7 +73,7 @@ void cpu_batched_gemm(Backend *backend, const BatchedGemm *a) {
   bool adds = tensor_exists(a->addend.first);
   for (int64_t n = 0; n < a->count; n++) {
     Tensor out = nth(a->out, n);
-    if (adds) scale_rows(out, nth(a->addend, n), a->beta);
+    if (adds) scale_matrix(out, nth(a->addend, n), a->beta, NULL, NULL);
     cpu_gemm(backend, out, nth(a->left, n), a->left_transposed, nth(a->right, n), a->right_transposed,
              a->alpha, adds);
   }

@@ -108,8 +108,8 @@ static inline int64_t cuda_attention_slices(AttentionShape s) {
   return s.batch * ceil_div(s.seq_len, 64);
 }
 
-// optimizer.cu: partial sums, in double, of sum_elements, and of frobenius_normalize for each matrix.
-enum { CUDA_SUM_BLOCKS = 1056, CUDA_NORM_BLOCKS = 256 };
+// optimizer.cu: partial sums of sum_elements, in double.
+enum { CUDA_SUM_BLOCKS = 1056 };
 
 // Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {

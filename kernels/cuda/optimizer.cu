@@ -203,39 +203,49 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
 
 // --- batches of matrices -----------------------------------------------------------------------------------
 
-// Block (b, i) passes over a part of matrix i: its sum of squares into `partial`, then, with WRITE, x / |x|.
-template <typename T, int W, bool WRITE>
-static __global__ void __launch_bounds__(256) normalize_kernel(Matrices out, Matrices x, double *partial) {
-  __shared__ float factor;
-  partial += blockIdx.y * CUDA_NORM_BLOCKS;
-  double total = WRITE ? block_total(partial[threadIdx.x]) : 0;
-  float norm = (float)sqrt(total);
-  if (threadIdx.x == 0) factor = 1 / (norm < 1e-7f ? 1e-7f : norm);
-  __syncthreads();
-  int64_t across = x.first.shape[1] / W, groups = x.first.shape[0] * across;
+// s of row `row` of matrix blockIdx.y, by one warp.
+template <typename T, int W> static __global__ void __launch_bounds__(256) aol_sums(AolScale a) {
+  int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, side = a.gram.first.shape[0];
+  if (row >= side) return;
+  const T *gram = data_of<T>(a.gram.first) + blockIdx.y * a.gram.apart + row * a.gram.first.stride;
+  float sum = 0;
 #pragma unroll 4
-  for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < groups; i += CUDA_NORM_BLOCKS * 256) {
-    int64_t row = i / across, column = i % across * W;
-    float values[W], sum = 0;
-    load(values, data_of<T>(x.first) + blockIdx.y * x.apart + row * x.first.stride + column);
-    EACH (k, W) sum += values[k] * values[k];
-    EACH (k, W) values[k] *= factor;
-    total += sum;
-    if (WRITE)
-      store(data_of<T>(out.first) + blockIdx.y * out.apart + row * out.first.stride + column, values);
+  for (int64_t i = threadIdx.x % 32 * W; i < side; i += 32 * W) {
+    float values[W];
+    load(values, gram + i);
+    EACH (k, W) sum += fabsf(values[k]);
   }
-  if (WRITE) return;
-  total = block_total(total);
-  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) write(a.s, blockIdx.y * side + row, 1 / sqrtf(sum < 1e-20f ? 1e-20f : sum));
 }
 
-void cuda_frobenius_normalize(Backend *backend, const FrobeniusNormalize *a) {
-  KernelLaunch launch = {"frobenius_normalize", cuda_stream(backend), Grid(CUDA_NORM_BLOCKS, a->count), 256};
-  with_access(a->x.first.dtype, {a->x.first, a->out.first}, [&](auto type, auto width) {
+// Blocks (b, i), all b: matrix i's rows, or columns, or both times s.
+template <typename T, int W>
+static __global__ void __launch_bounds__(256)
+    scale_kernel(Matrices out, Matrices x, Tensor s, bool rows, bool columns) {
+  const float *scales = data_of<float>(s) + blockIdx.y * s.stride;
+  int64_t across = x.first.shape[1] / W, groups = x.first.shape[0] * across;
+#pragma unroll 4
+  for (int64_t i = blockIdx.x * 256 + threadIdx.x; i < groups; i += gridDim.x * 256) {
+    int64_t row = i / across, column = i % across * W;
+    float values[W], factors[W];
+    load(values, data_of<T>(x.first) + blockIdx.y * x.apart + row * x.first.stride + column);
+    if (columns) load(factors, scales + column);
+    EACH (k, W) values[k] *= (rows ? scales[row] : 1) * (columns ? factors[k] : 1);
+    store(data_of<T>(out.first) + blockIdx.y * out.apart + row * out.first.stride + column, values);
+  }
+}
+
+void cuda_aol_scale(Backend *backend, const AolScale *a) {
+  bool tall = a->x.first.shape[0] > a->x.first.shape[1];
+  KernelLaunch sums = {"aol_scale", cuda_stream(backend), Grid(ceil_div(a->s.shape[1], 8), a->count), 256};
+  KernelLaunch scale = {"aol_scale", cuda_stream(backend), Grid(256, a->count), 256};
+  with_access(a->x.first.dtype, {a->x.first, a->out.first, a->gram.first, a->s}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int W = decltype(width)::value;
-    launch_kernel(launch, normalize_kernel<T, W, false>, a->out, a->x, data_of<double>(a->workspace));
-    launch_kernel(launch, normalize_kernel<T, W, true>, a->out, a->x, data_of<double>(a->workspace));
+    launch_kernel(sums, aol_sums<T, W>, *a);
+    launch_kernel(scale, scale_kernel<T, W>, a->out, a->x, a->s, !tall, tall);
+    launch_kernel(scale, scale_kernel<T, W>, a->gram, a->gram, a->s, true, true);
   });
 }
 

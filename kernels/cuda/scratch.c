@@ -119,10 +119,6 @@ size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
   return cuda_segment_bytes(a->x.shape[0]);
 }
 
-size_t cuda_frobenius_normalize_scratch(const FrobeniusNormalize *a) {
-  return (size_t)a->count * CUDA_NORM_BLOCKS * sizeof(double);
-}
-
 size_t cuda_sum_elements_scratch(const SumElements *a) {
   return CUDA_SUM_BLOCKS * sizeof(double);
 }

@@ -3,8 +3,9 @@
 
   make_muon_golden.py
 
-PyTorch's Newton-Schulz runs in bf16 whatever the matrix; here its module finds float64 under that name, so that only the
-formula is left. Matrices and gradients are exact in bf16. Made with torch 2.15.0; needs nothing else.
+Momentum, scale and decay are PyTorch's. For its Newton-Schulz in bf16 its module finds ours, in float64 and by other means:
+rows scaled as almost-orthogonal layers, and the polynomials taken of the singular values that an SVD finds. Matrices and
+gradients are exact in bf16. Made with torch 2.11.0; needs nothing else.
 
 A line has rate, decay, momentum, steps and the number of matrices. Then of each, line by line: rows and columns; the first
 weights; the gradients of all steps; the momentum and the weights at the end.
@@ -17,18 +18,20 @@ import torch.optim._muon as muon
 SHAPES = [(7, 19), (19, 7), (13, 13), (1, 5)]
 SETTINGS = dict(lr=0.5, weight_decay=0.125, momentum=0.75)
 STEPS = 3
+POLYNOMIALS = [(7.9845, -21.3937, 14.3833), (3.9641, -2.8377, 0.5158), (3.4368, -2.4752, 0.4762), (2.4901, -1.8343, 0.4368)]
 
 
-class Float64:
-    """torch, but that its bfloat16 is float64."""
-    bfloat16 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
+def orthogonalized(x, *_):
+    if x.shape[0] > x.shape[1]:
+        return orthogonalized(x.T).T
+    u, values, v = torch.linalg.svd(x / (x @ x.T).abs().sum(1, keepdim=True).sqrt(), full_matrices=False)
+    for a, b, c in POLYNOMIALS:
+        values = a * values + b * values**3 + c * values**5
+    return u * values @ v
 
 
 def main():
-    muon.torch = Float64()
+    muon._zeropower_via_newtonschulz = orthogonalized
     generator = torch.Generator().manual_seed(20241208)
     lines = [[*SETTINGS.values(), STEPS, len(SHAPES)]]
 

@@ -1,4 +1,5 @@
-// Muon against torch.optim.Muon (tests/golden/make_muon_golden.py), Newton-Schulz of batches against float64.
+// Muon against torch.optim.Muon with our polynomials (tests/golden/make_muon_golden.py), Newton-Schulz of
+// batches against float64.
 
 #include "tests/harness.h"
 
@@ -69,7 +70,7 @@ typedef struct {
 static void orthogonalize_case(Harness *h, const void *shape) {
   Batch s = *(const Batch *)shape;
   int64_t stride = s.blocks * s.columns, apart = round_up(s.rows * stride + 1, 128);
-  double *values, bound = h->dtype == DTYPE_BF16 ? 0.06 : 1e-4;
+  double *values, bound = h->dtype == DTYPE_BF16 ? 0.15 : 1e-4;
   Tensor all = random_vector(h, &values, s.count * apart, 3);
   Matrices blocks[3];
   for (int64_t b = 0; b < s.blocks; b++) {
@@ -94,6 +95,8 @@ static void orthogonalize_case(Harness *h, const void *shape) {
       assert_true(got[c * apart + i] == values[c * apart + i]);
 }
 
+// In bf16, rounding moves singular values near 1, as those of 8 by 200, to elsewhere between 0.8 and 1.2: its
+// bound is wide, and fp32's is the one that guards the formula.
 HARNESS_TEST(test_orthogonalize) {
   static const Batch shapes[] = {{1, 1, 1, 1},   {5, 3, 1, 2},    {3, 5, 3, 2},   {16, 16, 1, 3},
                                  {24, 48, 3, 2}, {48, 24, 1, 1},  {8, 200, 2, 1}, {64, 64, 3, 5},
@@ -111,6 +114,26 @@ HARNESS_TEST(test_orthogonalize_of_nothing) {
   x = tensor_from(h, h->dtype, values, 8, 6);
   orthogonalize(h->backend, &(Matrices){x, 48}, 1, 1, 1);
   for (int i = 0; i < 48; i++) assert_true(isnan(values_of(h, x)[i]));
+}
+
+// The same bits whatever the scale, a power of two; a row without direction stays zeros and harms no other.
+HARNESS_TEST(test_orthogonalize_at_any_scale) {
+  static const Batch shapes[] = {{6, 11, 1, 1}, {11, 6, 1, 1}};
+  for (const Batch *s = shapes; s < shapes + 2; s++) {
+    double *values, *first = NULL;
+    random_vector(h, &values, s->rows * s->columns, 3);
+    for (int64_t j = 0; j < s->columns; j++) values[2 * s->columns + j] = 0;
+    for (int power = -24; power <= 40; power += 32) {
+      double *scaled = copied_values(h, values, s->rows * s->columns);
+      for (int64_t i = 0; i < s->rows * s->columns; i++) scaled[i] = ldexp(values[i], power);
+      Tensor x = tensor_from(h, h->dtype, scaled, s->rows, s->columns);
+      orthogonalize(h->backend, &(Matrices){x, 128}, 1, 1, 1);
+      double *got = values_of(h, x);
+      if (!first) first = got;
+      for (int64_t i = 0; i < s->rows * s->columns; i++)
+        assert_true(got[i] == first[i] && (i / s->columns == 2) == (got[i] == 0));
+    }
+  }
 }
 
 TEST_MAIN(run_on_backends())
