@@ -299,7 +299,8 @@ SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int
 }
 
 int64_t lce_row_parts(const SoftmaxStatistics *softmax) {
-  return 2 + tensor_exists(softmax->e_distance) + 2 * tensor_exists(softmax->max);
+  return 2 + tensor_exists(softmax->e_distance) + tensor_exists(softmax->e_squared) +
+         2 * tensor_exists(softmax->max);
 }
 
 bool token_outputs_need_max(const TokenOutputs *o) {
@@ -311,7 +312,7 @@ bool token_outputs_need_max(const TokenOutputs *o) {
   NAMED(#field, a->softmax.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
 #define SOFTMAX(needed)                                                                                      \
   ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
-      ROW(e_distance, needed), ROW(rescale, needed), ROW(scale_non_target, needed),                          \
+      ROW(e_distance, needed), ROW(e_squared, needed), ROW(rescale, needed), ROW(scale_non_target, needed),  \
       ROW(scale_target, needed), ROW(scale_uniform, needed), ROW(max, needed),                               \
       NAMED("best", a->softmax.best, tensor_exists(a->softmax.max) ? "int32 [C]" : "absent: max is absent")
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
@@ -331,9 +332,8 @@ NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H
       FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
       BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
       BACKWARD(tile_sums, "fp32 [C, B]"), SOFTMAX(ROW_SUMS),
-      REFUSE(tensor_exists(a->tile_sums) &&
-                 (tensor_exists(a->softmax.e_distance) || tensor_exists(a->softmax.max) || a->softcap > 0),
-             "tile_sums exclude softmax.e_distance, softmax.max and a soft-cap"))
+      REFUSE(tensor_exists(a->tile_sums) && (lce_row_parts(&a->softmax) > 2 || a->softcap > 0),
+             "tile_sums exclude softmax.e_distance, e_squared and max, and a soft-cap"))
 
 NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
       SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
@@ -354,8 +354,8 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
 #define TOKEN_OUTPUTS                                                                                        \
   FIELD(outputs.z_loss, "fp32 [N] or absent"), FIELD(outputs.log_prob, "fp32 [N] or absent"),                \
       FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, "fp32 [N] or absent"),          \
-      FIELD(outputs.max_logit, "fp32 [N] or absent"), FIELD(outputs.predicted, "int32 [N] or absent"),       \
-      FIELD(outputs.correct, "fp32 [N] or absent")
+      FIELD(outputs.log_sum_sq_probs, "fp32 [N] or absent"), FIELD(outputs.max_logit, "fp32 [N] or absent"), \
+      FIELD(outputs.predicted, "int32 [N] or absent"), FIELD(outputs.correct, "fp32 [N] or absent")
 
 static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
   loss_terms(op, &a->terms, a->vocab_size);
@@ -369,8 +369,10 @@ static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
         FIELD(smoothing_bias, "fp32 [1] or absent"), SIZE(N, a->targets.shape[0]), TOKEN_OUTPUTS,
         REFUSE((tensor_exists(a->outputs.entropy) && !tensor_exists(a->softmax.e_distance)) ||
+                   (tensor_exists(a->outputs.log_sum_sq_probs) && !tensor_exists(a->softmax.e_squared)) ||
                    (token_outputs_need_max(&a->outputs) && !tensor_exists(a->softmax.max)),
-               "an entropy needs softmax.e_distance, and the largest logit softmax.max"),
+               "an entropy needs softmax.e_distance, log_sum_sq_probs softmax.e_squared, and the largest "
+               "logit softmax.max"),
         SOFTMAX(!backward    ? ROW_SUMS
                 : !smoothing ? ROW_SUMS SCALES
                              : ROW_SUMS SCALES "scale_uniform"));

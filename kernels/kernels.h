@@ -303,11 +303,12 @@ typedef union {
     Tensor log_prob;  // log p[y]
     Tensor logsumexp; // lse
     Tensor entropy;
-    Tensor max_logit; // max_j v[j]
-    Tensor predicted; // the j of that maximum, the first of several
-    Tensor correct;   // 1 where that is the target, else 0
+    Tensor log_sum_sq_probs; // log sum_j p[j]^2; not of the materialized mode
+    Tensor max_logit;        // max_j v[j]
+    Tensor predicted;        // the j of that maximum, the first of several
+    Tensor correct;          // 1 where that is the target, else 0
   };
-  Tensor all[7];
+  Tensor all[8];
 } TokenOutputs;
 
 bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is given
@@ -338,7 +339,7 @@ typedef struct {
 
 // For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or
 // LceCombine for a vocabulary split over ranks, writes anchor, row_sum, target_e and, where given,
-// e_distance, max and best; LceRowLosses writes the scales.
+// e_distance, e_squared, max and best; LceRowLosses writes the scales.
 typedef union {
   struct {
     Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
@@ -346,12 +347,13 @@ typedef union {
     Tensor row_sum;    // R = sum of E[j] over j != target
     Tensor target_e;   // exp((u[target] - anchor) / T): 1 unless the row was repaired
     Tensor e_distance; // sum of E[j] (u[j] - anchor) / T over j != target, for an entropy; or absent
+    Tensor e_squared;  // 2^-66 times the sum of E[j]^2 over j != target (LCE_SQUARED); or absent
     Tensor max, best;  // max_j u[j], and int32 the first such j; or both absent
     Tensor rescale;    // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
     // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
     Tensor scale_non_target, scale_target, scale_uniform;
   };
-  Tensor all[11];
+  Tensor all[12];
 } SoftmaxStatistics;
 
 // Rows [first, first + count) of every vector given.
@@ -389,7 +391,7 @@ typedef struct {
   Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
   // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; excludes a soft-cap
   Tensor tile_sums;
-  SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, e_distance, max, best
+  SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, and which follow are given
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
@@ -404,11 +406,12 @@ typedef struct {
 //   row_sum    = sum_r R_r exp((a_r - a) / T)
 //   rescale    = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
 //   e_distance = sum_r exp((a_r - a) / T) (e_distance_r + R_r (a_r - a) / T)
+//   e_squared  = sum_r exp((a_r - a) / T)^2 e_squared_r
 //   max, best  = the largest, of the lowest rank
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   SoftmaxStatistics softmax; // reads target_z; writes all but the scales
-  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, max and best (int32)
+  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, e_squared, max, best (int32)
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
@@ -425,13 +428,14 @@ typedef struct {
 //   scaled_x         = scale_non_target * x
 // With a soft-cap scale_target is multiplied by du/dz of the target, and there is no label smoothing.
 typedef struct {
-  Tensor loss;          // fp32 [C], or absent where scaled_x is given
-  TokenOutputs outputs; // any; entropy needs softmax.e_distance, the last three softmax.max and softmax.best
-  Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  Tensor loss; // fp32 [C], or absent where scaled_x is given
+  // Any; entropy needs softmax.e_distance, log_sum_sq_probs e_squared, and the last three max and best.
+  TokenOutputs outputs;
+  Tensor scaled_x; // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target, the
   // latter not 0 where the former is not: what it then adds to the row's gradient is below rounding
   Tensor exps;
-  SoftmaxStatistics softmax; // reads the first eight; writes the scales (scale_uniform: with label smoothing)
+  SoftmaxStatistics softmax; // reads the first nine; writes the scales (scale_uniform: with label smoothing)
   Tensor x, targets;         // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights;      // fp32 [C], or absent
   Tensor factor;             // fp32 [1], or absent; alpha comes later, through the GEMMs

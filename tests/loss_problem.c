@@ -96,6 +96,7 @@ const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
                                  IN_OUTPUTS(log_prob, LOSS_OUTPUT),
                                  IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
                                  IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
+                                 IN_OUTPUTS(log_sum_sq_probs, LOSS_OF_LOGITS),
                                  IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
                                  IN_OUTPUTS(correct, LOSS_OF_LOGITS),
                                  IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
@@ -193,6 +194,7 @@ LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy 
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r) {
   for (const LossField *f = loss_fields; f->name; f++)
     if (f->kind == LOSS_OF_LOGITS) *loss_tensor(a, f) = unwritten(h, r, f);
+  if (a->mode == LCE_MATERIALIZED) a->outputs.log_sum_sq_probs = (Tensor){0};
 }
 
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before) {

@@ -54,7 +54,7 @@ LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk
 // What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part);
-// With the other outputs: entropy, max_logit, correct, predicted.
+// With the other outputs: entropy, log_sum_sq_probs (not materialized), max_logit, correct, predicted.
 void loss_call_all_outputs(Harness *h, LinearCrossEntropy *a, const ReferenceLoss *r);
 // With dweight and dbias that are added to what they hold before.
 typedef struct {

@@ -120,10 +120,11 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
     weighted += or_else(w, j, 1) * v[j];
   }
   // The non-targets' sum apart from the target's term keeps the digits of a loss near 0.
-  double non_target = 0, mean_v = 0;
+  double non_target = 0, mean_v = 0, squares = 0;
   for (int64_t j = 0; j < V; j++) {
     double e = exp(v[j] - maximum);
     mean_v += e * v[j];
+    squares += e * e;
     if (j != y) non_target += e;
   }
   double target_e = exp(v[y] - maximum), all = non_target + target_e;
@@ -135,6 +136,7 @@ static void reference_loss_row(ReferenceLoss *r, const Sampling *sampling, int64
   store(r->log_prob, n, -nll);
   store(r->logsumexp, n, lse);
   store(r->entropy, n, entropy);
+  store(r->log_sum_sq_probs, n, log(squares / (all * all)));
   store(r->max_logit, n, maximum);
   store(r->correct, n, best == y);
   store(r->predicted, n, best);
@@ -222,8 +224,9 @@ static void zero(double *values, int64_t count) {
 
 void reference_loss(ReferenceLoss *r) {
   double *v = host_alloc(2 * r->vocab, sizeof *v, "a test"), normaliser = 0;
-  double *const per_token[] = {r->loss,    r->token_z_loss, r->log_prob, r->logsumexp,
-                               r->entropy, r->max_logit,    r->correct,  r->predicted};
+  double *const per_token[] = {r->loss,      r->token_z_loss, r->log_prob,
+                               r->logsumexp, r->entropy,      r->log_sum_sq_probs,
+                               r->max_logit, r->correct,      r->predicted};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
   zero(r->dx, r->rows * r->hidden);
   zero(r->dweight, r->vocab * r->hidden);

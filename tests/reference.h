@@ -45,7 +45,8 @@ typedef struct {
   double sampled[3]; // its stats
   double margin;     // how near the log2 of a mass comes to where its probability changes, at least
   // [rows]; loss is needed.
-  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct, *predicted;
+  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *log_sum_sq_probs, *max_logit;
+  double *correct, *predicted;
   double *dx, *dweight, *dbias;
   double objective;
 } ReferenceLoss;

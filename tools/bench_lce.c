@@ -352,6 +352,7 @@ static void add_terms(Bench *b) {
     call->dbias = dbias;
   }
   add_term(b, "entropy")->outputs.entropy = stats;
+  add_term(b, "squared probabilities")->outputs.log_sum_sq_probs = stats;
   add_term(b, "largest logit")->outputs.max_logit = stats;
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
   if (b->backend->device == ON_CPU || b->backend->no_sampling || b->settings->dtype != DTYPE_BF16) return;

@@ -37,9 +37,9 @@ static Grid make_grid(const Backend *backend, int64_t rows, int64_t vocab) {
 
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
-  // [slices * C]: row sums S; of E times distance for an entropy, else NULL. Where S exceeds LCE_LARGEST_SUM:
-  // -log S, and E, distances and shares are divided by S.
-  double *sums, *distances;
+  // [slices * C]: row sums S; of E times distance, and of E^2, where asked for, else NULL. Where S exceeds
+  // LCE_LARGEST_SUM: -log S, and E, distances and shares are divided by S, squares by S^2.
+  double *sums, *distances, *squares;
   double *max, *best; // likewise: largest logits and their columns, or NULL
   float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
 } Scratch;
@@ -69,6 +69,7 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
   Scratch s = {.sums = sums, .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
   if (tensor_exists(a->softmax.e_distance)) s.distances = sums += rows;
+  if (tensor_exists(a->softmax.e_squared)) s.squares = sums += rows;
   if (tensor_exists(a->softmax.max)) s.max = sums + rows, s.best = sums + 2 * rows;
   return s;
 }
@@ -97,11 +98,12 @@ static void scale_row(const LceLogitsExp *a, int64_t n, int64_t first, int64_t e
   for (int64_t t = first; sums && t < end; t++) sums[t] *= factor;
 }
 
-// A sum and, if given, its distances after their anchor has risen by -shift / T.
-static void shift_sums(double *sum, double *distance, double shift) {
+// Sums of the scratch, those at `at`, after their anchor has risen by -shift / T.
+static void shift_sums(const Scratch *s, int64_t at, double shift) {
   double factor = exp(shift);
-  if (distance) *distance = factor > 0 ? factor * (*distance + shift * *sum) : 0;
-  *sum *= factor;
+  if (s->distances) s->distances[at] = factor > 0 ? factor * (s->distances[at] + shift * s->sums[at]) : 0;
+  if (s->squares) s->squares[at] *= factor * factor;
+  s->sums[at] *= factor;
 }
 
 // One block of rows against one slice of the vocabulary.
@@ -117,6 +119,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   const float *first_anchor = (const float *)a->softmax.anchor.data + first_row;
   double *sums = scratch->sums + offset;
   double *distances = scratch->distances ? scratch->distances + offset : NULL;
+  double *squares = scratch->squares ? scratch->squares + offset : NULL;
   double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
   Tensor scratch_tile =
@@ -129,6 +132,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     anchor[i] = first_anchor[i];
     sums[i] = 0;
     if (distances) distances[i] = 0;
+    if (squares) squares[i] = 0;
     if (max) max[i] = -INFINITY, best[i] = 0;
   }
   for (int64_t t = first_tile; t < end_tile; t++) {
@@ -152,10 +156,11 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
         float raised = fmaxf(anchor[i], maximum_of(u, columns));
         double shift = ((double)anchor[i] - raised) * inv_temperature;
         anchor[i] = raised;
-        shift_sums(&sums[i], distances ? &distances[i] : NULL, shift);
+        shift_sums(scratch, offset + i, shift);
         scale_row(a, first_row + i, first_tile, t, cpu_row(dx, i), (float)exp(shift));
         sum = exp_and_sum(u, anchor[i], inv_temperature, columns, z);
       }
+      if (squares) squares[i] += weighted_sum(z, z, columns);
       if (distances) distances[i] += exp_times_distance(u, anchor[i], inv_temperature, columns);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
@@ -168,6 +173,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     double log_sum = log(sums[i]);
     scale_row(a, first_row + i, first_tile, end_tile, cpu_row(dx, i), (float)(1 / sums[i]));
     if (distances) distances[i] = distances[i] / sums[i] - log_sum;
+    if (squares) squares[i] /= sums[i] * sums[i];
     sums[i] = -(((double)anchor[i] - first_anchor[i]) * inv_temperature + log_sum);
   }
 }
@@ -215,7 +221,7 @@ static void repair_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, i
     int64_t at = slice * rows + n, first = slice * g->tiles_of_slice;
     double shift = (s->sums[at] < 0 ? -s->sums[at] : 0) - rise;
     if (s->sums[at] < 0) s->sums[at] = 1;
-    shift_sums(&s->sums[at], s->distances ? &s->distances[at] : NULL, shift);
+    shift_sums(s, at, shift);
     scale_row(a, n, first, min_i64(g->tiles, first + g->tiles_of_slice), s->wide + at * a->x.shape[1],
               (float)exp(shift));
   }
@@ -223,14 +229,16 @@ static void repair_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, i
 
 static void finish_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, int64_t n) {
   int64_t rows = a->x.shape[0];
-  double sum = 0.0, distance = 0.0, max = -INFINITY, best = 0;
+  double sum = 0.0, distance = 0.0, square = 0.0, max = -INFINITY, best = 0;
   for (int64_t at = n; at < g->slices * rows; at += rows) {
     sum += s->sums[at];
     if (s->distances) distance += s->distances[at];
+    if (s->squares) square += s->squares[at];
     if (s->max && s->max[at] > max) max = s->max[at], best = s->best[at];
   }
   cpu_store(a->softmax.row_sum, n, sum);
   cpu_store(a->softmax.e_distance, n, distance);
+  cpu_store(a->softmax.e_squared, n, (double)LCE_SQUARED * LCE_SQUARED * square);
   cpu_store(a->softmax.max, n, max);
   if (s->max) ((int32_t *)a->softmax.best.data)[n] = (int32_t)(a->first + (int64_t)best);
   if (tensor_exists(a->dx_raw)) add_shares(cpu_row(a->dx_raw, n), s->wide, g->slices, rows, a->x.shape[1], n);
@@ -370,12 +378,14 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   const float *parts = a->parts.data, *target_z = r->target_z.data;
   float *row_sum = r->row_sum.data, *target_e = r->target_e.data, *common_anchor = r->anchor.data;
   float *rescale = r->rescale.data;
-  bool distances = tensor_exists(r->e_distance), largest = tensor_exists(r->max);
+  bool distances = tensor_exists(r->e_distance), squares = tensor_exists(r->e_squared);
+  bool largest = tensor_exists(r->max);
   int64_t rank_stride = lce_row_parts(r) * rows;
   double inv_temperature = inverse_temperature(a->temperature);
   for (int64_t n = 0; n < rows; n++) {
     bool counts = targets[n] != IGNORE_INDEX;
-    double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, max = -INFINITY;
+    double anchor = counts ? -INFINITY : INFINITY, sum = 0, local = 1, distance = 0, square = 0,
+           max = -INFINITY;
     if (largest) ((int32_t *)r->best.data)[n] = 0;
     for (int64_t rank = 0; rank < backend->ranks && counts; rank++)
       anchor = fmax(anchor, (double)parts[rank * rank_stride + n]);
@@ -384,13 +394,15 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
       double shift = ((double)part[0] - anchor) * inv_temperature, factor = exp(shift);
       sum += part[rows] * factor;
       if (distances && factor > 0) distance += factor * (part[2 * rows] + shift * part[rows]);
+      if (squares) square += factor * factor * part[(2 + distances) * rows];
       if (rank == backend->rank) local = factor;
-      part += (2 + distances) * rows;
+      part += (2 + distances + squares) * rows;
       if (!largest || !(*part > max)) continue;
       max = *part;
       memcpy((int32_t *)r->best.data + n, part + rows, sizeof(int32_t));
     }
     cpu_store(r->e_distance, n, distance);
+    cpu_store(r->e_squared, n, square);
     cpu_store(r->max, n, max);
     row_sum[n] = (float)sum;
     common_anchor[n] = (float)anchor;
@@ -425,6 +437,8 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
     cpu_store(a->outputs.log_prob, n, counts ? -row.nll : 0);
     cpu_store(a->outputs.logsumexp, n, counts ? row.lse : 0);
     cpu_store(a->outputs.entropy, n, counts ? entropy_of_row(sums, row, cpu_read(r->e_distance, n, 0)) : 0);
+    cpu_store(a->outputs.log_sum_sq_probs, n,
+              counts ? log_sum_sq_probs_of_row(sums, row, cpu_read(r->e_squared, n, 0)) : 0);
     double cap = terms->softcap;
     if (tensor_exists(r->max)) {
       int32_t best = counts ? ((const int32_t *)r->best.data)[n] : 0;

@@ -15,6 +15,22 @@ struct ThreadParts {
   Ranked best[2];
 };
 
+struct Add {
+  DEVICE float operator()(float x, float y) const { return x + y; }
+};
+
+// Of a thread's two rows: four lanes share them.
+template <typename T, typename F>
+static DEVICE void write_parts(const T (&values)[2], T *out, const TileScheduler &s, int row,
+                               int first_column, F combine) {
+  EACH (i, 2) {
+    T x = combine(values[i], __shfl_xor_sync(~0u, values[i], 1));
+    x = combine(x, __shfl_xor_sync(~0u, x, 2));
+    if (threadIdx.x % 4 == 0 && row + 8 * i < s.m)
+      out[(int64_t)(row + 8 * i) * s.n_tiles + first_column / TILE_N] = x;
+  }
+}
+
 // Adds the bias, if there is one, in place.
 static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s, const EpilogueParams &params,
                                  int first_column, int column) {
@@ -80,6 +96,15 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
       if (at == target[j / 2 % 2] || first_column + at >= s.n) z[j] = NOTHING;
     }
   }
+  if (TERMS && params.unit > 0) { // sums of squares: a pass of their own, which costs other calls nothing
+    float squares[2] = {0, 0};
+    EACH (j, TILE_N / 2) {
+      float e = LCE_SQUARED * exp2_approx(fmaf(params.unit * z[j], params.scale, shift[j / 2 % 2]));
+      squares[j / 2 % 2] += e * e;
+    }
+    EACH (i, 2) squares[i] *= fmaf(2 * error[i], error[i] + 1, 1); // exp(2 error), above 0
+    write_parts(squares, params.squares, s, row, first_column, Add());
+  }
   auto exponential = [&](int j, float u) {
     int i = j / 2 % 2;
     float t = fmaf(u, params.scale, shift[i]), e = exp2_approx(t);
@@ -109,7 +134,7 @@ struct OfLogits : Epilogue {
   enum { STAGES = 5 };
 };
 
-// TERMS: with a bias, a soft-cap, distances or largest logits.
+// TERMS: with a bias, a soft-cap, distances, squares or largest logits.
 template <bool TERMS> struct LogitsExp : OfLogits {
   template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     const ThreadCoord me;
@@ -120,19 +145,13 @@ template <bool TERMS> struct LogitsExp : OfLogits {
       if (c.params.store)
         epilogue_store_bf16(c.out, c.buffer, pairs_of(acc[h]), work.column, work.row + me.first_row(h),
                             me.lane);
-      auto join = [&](const auto(&values)[2], auto *rows_out, auto combine) { // four lanes share a row
-        EACH (i, 2) {
-          auto x = combine(values[i], __shfl_xor_sync(~0u, values[i], 1));
-          x = combine(x, __shfl_xor_sync(~0u, x, 2));
-          if (me.lane % 4 == 0 && row + 8 * i < c.s.m)
-            rows_out[(int64_t)(row + 8 * i) * c.s.n_tiles + work.column / TILE_N] = x;
-        }
+      auto write = [&](const auto &values, auto *out, auto combine) {
+        write_parts(values, out, c.s, row, work.column, combine);
       };
-      auto sum = [](float x, float y) { return x + y; };
-      join(parts.sums, c.params.parts.sums, sum);
-      if (TERMS && c.params.parts.distances) join(parts.distances, c.params.parts.distances, sum);
+      write(parts.sums, c.params.parts.sums, Add());
+      if (TERMS && c.params.parts.distances) write(parts.distances, c.params.parts.distances, Add());
       if (TERMS && c.params.parts.best)
-        join(parts.best, c.params.parts.best, [](Ranked x, Ranked y) { return x > y ? x : y; });
+        write(parts.best, c.params.parts.best, [](Ranked x, Ranked y) { return x > y ? x : y; });
     }
   }
 };

@@ -80,6 +80,11 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
   return p;
 }
 
+float *square_parts(const LceLogitsExp *a, RowParts p, int64_t rows) {
+  if (!tensor_exists(a->softmax.e_squared)) return nullptr;
+  return (p.distances ? p.distances : p.sums) + rows * ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
+}
+
 template <bool TERMS>
 static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
   using K = KernelTraits<LogitsExp<TERMS>>;
@@ -95,6 +100,8 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, flo
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
                            .store = store};
+  params.squares = square_parts(a, params.parts, rows);
+  if (params.squares) params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of the masked, too
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
 }

@@ -16,6 +16,8 @@ typedef struct {
   unsigned long long *best;
 } RowParts;
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
+// Those of e_squared, which follow them, or NULL. In RowParts they would move other kernels' parameters.
+float *square_parts(const LceLogitsExp *a, RowParts parts, int64_t rows);
 
 // E of LceLogitsExp with target_z as anchor, written to exps where given, and its row_parts. Tensors are bf16
 // with rows that start on 16 bytes.

@@ -20,9 +20,9 @@ static constexpr int EXPS_GROUPS = 4; // accesses of a thread to its row of a ti
 
 // The scratch, in this order (scratch.c adds up the same sizes).
 struct TileScratch {
-  float *tile;            // [rows, columns], dense; the first of CUDA_LCE_TILES
-  double *sum, *distance; // [rows]; the second for an entropy, or NULL
-  Ranked *best;           // [rows], or NULL
+  float *tile;                     // [rows, columns], dense; the first of CUDA_LCE_TILES
+  double *sum, *distance, *square; // [rows]; all but the first where asked for, or NULL
+  Ranked *best;                    // [rows], or NULL
   int64_t columns;
 };
 
@@ -32,10 +32,10 @@ static TileScratch tile_scratch(const LceLogitsExp *a) {
   s.columns = cuda_lce_tile_columns(rows, vocab_size);
   s.tile = data_of<float>(a->workspace);
   s.sum = reinterpret_cast<double *>(data_of<char>(a->workspace) + cuda_lce_tiles_bytes(rows, vocab_size));
-  bool distance = tensor_exists(a->softmax.e_distance);
-  s.distance = distance ? s.sum + rows : nullptr;
-  s.best =
-      tensor_exists(a->softmax.max) ? reinterpret_cast<Ranked *>(s.sum + rows * (1 + distance)) : nullptr;
+  double *last = s.sum;
+  auto given = [&](Tensor t) { return tensor_exists(t) ? last += rows : nullptr; };
+  s.distance = given(a->softmax.e_distance), s.square = given(a->softmax.e_squared);
+  s.best = reinterpret_cast<Ranked *>(given(a->softmax.max));
   return s;
 }
 
@@ -77,7 +77,7 @@ static __global__ void __launch_bounds__(1024)
                        float inv_temperature) {
   int64_t row = blockIdx.x;
   const float *tile = s.tile + row * s.columns;
-  float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0, max = -INFINITY;
+  float a = anchor_of(target_z[row], targets[row]), sum = 0, distance = 0, square = 0, max = -INFINITY;
   int target = (int)(targets[row] - first), best = 0; // target: may lie outside of the tile
   auto exponential = [&](float z, int i) {
     float slope, u = capped(z, first + i, slope);
@@ -85,6 +85,7 @@ static __global__ void __launch_bounds__(1024)
     float d = (u - a) * inv_temperature, e = i == target ? 0.0f : __expf(d);
     sum += e;
     if (s.distance && e > 0) distance += e * d;
+    if (s.square) square += (LCE_SQUARED * e) * (LCE_SQUARED * e);
     return e * slope;
   };
   if (exps) exps += row * exps_stride + first;
@@ -102,10 +103,12 @@ static __global__ void __launch_bounds__(1024)
   }
   sum = block_sum(sum);
   if (s.distance) distance = block_sum(distance);
+  if (s.square) square = block_sum(square);
   Ranked largest = s.best ? block_max(ranked(max, (int)first + best)) : 0;
   if (threadIdx.x) return;
   s.sum[row] = (first ? s.sum[row] : 0) + sum;
   if (s.distance) s.distance[row] = (first ? s.distance[row] : 0) + distance;
+  if (s.square) s.square[row] = (first ? s.square[row] : 0) + square;
   if (s.best) s.best[row] = first && s.best[row] > largest ? s.best[row] : largest;
 }
 
@@ -121,10 +124,11 @@ static __device__ void raise_to(float *max, float x) {
 struct FinalizeParams {
   LceLogitsExp op; // of the rows; tile_sums are written where one is repaired
   float inv_temperature;
-  const double *sum, *distance; // [rows], or
-  RowParts parts;               // [rows, across]: what is still to be added; best: [rows, max(1, across)]
+  const double *sum, *distance, *square; // [rows], or
+  RowParts parts; // [rows, across]: what is still to be added; best: [rows, max(1, across)]
+  const float *square_parts;
   int across;
-  float *shares, *distance_shares; // [rows, blocks]; may overlap parts
+  float *shares, *distance_shares, *square_shares; // [rows, blocks]; may overlap parts
 };
 
 // One tile's part of a row of E, by a warp.
@@ -157,6 +161,7 @@ static __global__ void __launch_bounds__(1024)
   int64_t rows = op.x.shape[0], vocab_size = op.weight.shape[0];
   float *anchor = data_of<float>(softmax.anchor), *row_sum = data_of<float>(softmax.row_sum);
   float *target_e = data_of<float>(softmax.target_e), *e_distance = data_of<float>(softmax.e_distance);
+  float *e_squared = data_of<float>(softmax.e_squared);
   const float *target_z = data_of<float>(softmax.target_z);
   const int32_t *targets = data_of<int32_t>(op.targets);
   T *exps = data_of<T>(op.exps);
@@ -169,6 +174,7 @@ static __global__ void __launch_bounds__(1024)
       return (float)warp_sum(sum);
     };
     float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
+    float square = e_squared ? total(a.square, a.square_parts) : 0;
     if (softmax.max.data) {
       Ranked largest = 0;
       int tiles = max(1, a.across);
@@ -180,6 +186,7 @@ static __global__ void __launch_bounds__(1024)
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
+    if (e_squared) e_squared[row] = square;
     target_e[row] = 1;
     anchor[row] = anchor_of(target_z[row], targets[row]);
   }
@@ -208,29 +215,33 @@ static __global__ void __launch_bounds__(1024)
   grid.sync();
   for (int64_t row = 0; row < rows; row++) {
     if (!repaired(row)) continue;
-    float sum = 0, distance = 0, slope;
+    float sum = 0, distance = 0, square = 0, slope;
     for (int64_t v = begin + warp; v < end; v += warps) {
       float d = (logit(row, v, slope) - anchor[row]) * a.inv_temperature,
             e = v == targets[row] ? 0.0f : __expf(d);
       if (lane) continue;
       sum += e;
       if (e > 0) distance += e * d;
+      square += (LCE_SQUARED * e) * (LCE_SQUARED * e);
       if (exps) exps[row * op.exps.stride + v] = from_float<T>(e * slope);
     }
     sum = block_sum(sum), distance = block_sum(distance);
+    if (e_squared) square = block_sum(square);
     if (threadIdx.x) continue;
     a.shares[row * gridDim.x + blockIdx.x] = sum;
     a.distance_shares[row * gridDim.x + blockIdx.x] = distance;
+    if (e_squared) a.square_shares[row * gridDim.x + blockIdx.x] = square;
   }
   grid.sync();
   for (int64_t row = (int64_t)blockIdx.x * warps + warp; row < rows; row += (int64_t)gridDim.x * warps) {
     if (!repaired(row)) continue;
-    float sum = 0, distance = 0;
+    float sum = 0, distance = 0, square = 0;
     for (unsigned i = lane; i < gridDim.x; i += 32) {
       sum += a.shares[row * gridDim.x + i];
       distance += a.distance_shares[row * gridDim.x + i];
+      if (e_squared) square += a.square_shares[row * gridDim.x + i];
     }
-    sum = warp_sum(sum), distance = warp_sum(distance);
+    sum = warp_sum(sum), distance = warp_sum(distance), square = warp_sum(square);
     for (int64_t t = 0; op.tile_sums.data && t < op.tile_sums.shape[1]; t++) {
       float part = tile_sum(exps + row * op.exps.stride, t, vocab_size);
       if (lane == 0) data_of<float>(op.tile_sums)[row * op.tile_sums.stride + t] = part;
@@ -238,6 +249,7 @@ static __global__ void __launch_bounds__(1024)
     if (lane) continue;
     row_sum[row] = sum;
     if (e_distance) e_distance[row] = distance;
+    if (e_squared) e_squared[row] = square;
     target_e[row] = __expf((target_z[row] - anchor[row]) * a.inv_temperature);
   }
 }
@@ -268,7 +280,8 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   TileScratch s = tile_scratch(a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
   // As many as run at the same time, and whose shares fit in the scratch.
-  int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns);
+  int64_t shares = 2 + tensor_exists(a->softmax.e_squared);
+  int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns * CUDA_LCE_TILES / shares);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
@@ -277,14 +290,17 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     FinalizeParams params = {.op = *a,
                              .inv_temperature = inv_temperature,
                              .shares = s.tile,
-                             .distance_shares = s.tile + rows * blocks};
+                             .distance_shares = s.tile + rows * blocks,
+                             .square_shares = s.tile + 2 * rows * blocks};
     bool on_hopper = hopper_logits_exp(backend, a, parts, inv_temperature);
     hopper_require(backend, on_hopper);
     if (on_hopper) {
       params.parts = row_parts(a, parts, rows), params.across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS);
+      params.square_parts = square_parts(a, params.parts, rows);
     } else {
       logits_exp_tiles<T>(backend, a, s);
-      params.sum = s.sum, params.distance = s.distance, params.parts.best = s.best;
+      params.sum = s.sum, params.distance = s.distance, params.square = s.square;
+      params.parts.best = s.best;
       params.op.tile_sums = Tensor{};
     }
     with_width<T>(rows_align({a->x, a->weight}, WIDTH<T>), [&](auto W) {
@@ -339,6 +355,8 @@ static __global__ void __launch_bounds__(256)
     write(a.outputs.log_prob, row, counts ? -l.nll : 0);
     write(a.outputs.logsumexp, row, counts ? l.lse : 0);
     write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.softmax.e_distance, row, 0)) : 0);
+    write(a.outputs.log_sum_sq_probs, row,
+          counts ? log_sum_sq_probs_of_row(sums, l, read(a.softmax.e_squared, row, 0)) : 0);
     if (a.softmax.max.data) {
       float max = data_of<float>(a.softmax.max)[row];
       int best = counts ? data_of<int32_t>(a.softmax.best)[row] : 0;

@@ -54,7 +54,8 @@ static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
 // these (RowParts).
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
-  int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.max);
+  int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.e_squared) +
+                    tensor_exists(a->softmax.max);
   size_t parts = (size_t)(rows * across * (lce_row_parts(&a->softmax) - 1)) * sizeof(float);
   size_t tiles = CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
                  memory_padded((size_t)(rows * vectors) * sizeof(double));

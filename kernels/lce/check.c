@@ -13,7 +13,7 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
 // Whether the call needs more of a row than the sums that sampling knows.
 static bool beyond_row_sums(const LinearCrossEntropy *a) {
   return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->outputs.entropy) ||
-         token_outputs_need_max(&a->outputs);
+         tensor_exists(a->outputs.log_sum_sq_probs) || token_outputs_need_max(&a->outputs);
 }
 
 static void check_sampling(const LinearCrossEntropy *a) {
@@ -29,7 +29,7 @@ static void check_sampling(const LinearCrossEntropy *a) {
     fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
   if (mass > 0 && (a->mode == LCE_MATERIALIZED || beyond_row_sums(a)))
     fail("linear_cross_entropy: sampling knows only the rows' sums; leave it out, or the materialized mode, "
-         "a bias, a soft-cap, and largest logits, predictions and entropies");
+         "a bias, a soft-cap, and largest logits, predictions, entropies and log_sum_sq_probs");
 }
 
 void lce_check_shard(const Backend *backend, const LinearCrossEntropy *a) {
@@ -77,6 +77,8 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   per_token("token_weights", a->token_weights, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);
+  if (a->mode == LCE_MATERIALIZED && tensor_exists(a->outputs.log_sum_sq_probs))
+    fail("%s: the materialized mode has no log_sum_sq_probs; leave one of them out", op);
   lce_check_shard(backend, a);
   if (a->mode == LCE_FUSED && a->terms.softcap > 0 && a->terms.label_smoothing > 0)
     fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "

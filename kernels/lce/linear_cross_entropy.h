@@ -37,8 +37,8 @@ typedef struct {
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep
 // their expectation; losses and outputs stay the same to the bit. Only the fused mode has it, without a bias,
-// a soft-cap, entropies, largest logits and predictions, and not for dweight without dx. Where it would save
-// no time (sampling.c) the gradients are exact.
+// a soft-cap, entropies, squares, largest logits and predictions, and not for dweight without dx. Where it
+// would save no time (sampling.c) the gradients are exact.
 //
 // With a shard every rank gives its local tokens, as many as any other rank, and its rows of the head. It
 // gets the losses and dx of its tokens, and dweight of its rows summed over all ranks' tokens. scale, terms

@@ -18,6 +18,10 @@ typedef double LossReal;
 // of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
 #define LCE_LARGEST_SUM 0x1p96f
 
+// Sums of squares are of E times this: none overflows where R is at most LCE_LARGEST_SUM, and what underflows in
+// fp32, of an E below 2^-30, is nothing beside the target's 1.
+#define LCE_SQUARED 0x1p-33f
+
 // A row's first anchor, from u[y]. One of minus infinity makes NaN of every masked entry; this makes R too
 // large, so that the row is repaired.
 #define LCE_LEAST_ANCHOR (-0x1p98f)
@@ -88,6 +92,12 @@ LOSS_ROW LossReal capped_slope(LossReal u, LossReal cap) {
 // The entropy, from e_v = sum of exp(v - anchor) (v - anchor) over the non-targets.
 LOSS_ROW LossReal entropy_of_row(RowSums s, RowLoss r, LossReal e_v) {
   return r.log_total - (e_v - (s.target_e > 0 ? s.target_e * s.offset : 0)) / r.total;
+}
+
+// log sum_j p[j]^2, from the sum of (LCE_SQUARED E[j])^2 over the non-targets.
+LOSS_ROW LossReal log_sum_sq_probs_of_row(RowSums s, RowLoss r, LossReal e_squared) {
+  LossReal target = LCE_SQUARED * s.target_e, total = LCE_SQUARED * r.total;
+  return log((e_squared + target * target) / (total * total));
 }
 
 // - d entropy / d v[y], with p = p[y].

@@ -48,8 +48,8 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   s.sums = tensor_rows(buffers->sums, 0, parts * c->ranks);
   s.local_softmax = s.all.softmax;
   SoftmaxStatistics *r = &s.local_softmax;
-  Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->max, &r->best};
-  for (int64_t i = 0, at = 0; i < 5; i++) {
+  Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->e_squared, &r->max, &r->best};
+  for (int64_t i = 0, at = 0; i < 6; i++) {
     if (!tensor_exists(*local[i])) continue;
     Dtype dtype = local[i]->dtype; // as wide as fp32
     *local[i] = tensor_rows(s.local_sums, at, rows);

@@ -23,6 +23,8 @@ static SoftmaxStatistics push_softmax(const Call *c, int64_t rows, int64_t lasti
                          .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
   if (tensor_exists(c->a->outputs.entropy))
     r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
+  if (tensor_exists(c->a->outputs.log_sum_sq_probs))
+    r.e_squared = push_vector(c, "sums of squares", DTYPE_F32, rows);
   if (token_outputs_need_max(&c->a->outputs)) {
     r.max = push_vector(c, "largest logits", DTYPE_F32, rows);
     r.best = push_vector(c, "columns of the largest logits", DTYPE_I32, rows);

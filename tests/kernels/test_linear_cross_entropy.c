@@ -125,6 +125,7 @@ HARNESS_TEST(test_overflow_repair) {
                      again[] = {by_log_probs(h, a, false), by_log_probs(h, a, true)};
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
+  with_entropy.outputs.log_sum_sq_probs = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
   Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
   for (int kept = 0; kept < 2; kept++)
@@ -157,6 +158,7 @@ HARNESS_TEST(test_overflow_on_the_way) {
   LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   a.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
+  a.outputs.log_sum_sq_probs = poisoned_vector(h, DTYPE_F32, p.rows);
   for (int invariant = 0; invariant < (h->backend->device == ON_CPU ? 2 : 1); invariant++) {
     h->backend->batch_invariant = invariant; // one slice
     linear_cross_entropy(h->backend, a);
@@ -165,6 +167,29 @@ HARNESS_TEST(test_overflow_on_the_way) {
                gradients);
   }
   h->backend->batch_invariant = false;
+}
+
+// Targets from 100 above all other logits to 100 below one, in the plain row of squares and in repaired rows.
+HARNESS_TEST(test_log_sum_sq_probs) {
+  enum { ROWS = 41, HIDDEN = 48, VOCAB = 1200 };
+  for (int way = 0; way < 3; way++) {
+    ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 0);
+    p.temperature = way == 1 ? 0.5 : 0, p.softcap = way == 2 ? 0x1p-100 : 0; // so small a cap makes all 0
+    for (int n = 0; n < ROWS; n++) {
+      int lead = 5 * (n - ROWS / 2);
+      p.targets[n] = 29 * n;
+      loss_problem_lead(&p, n, 29 * n + 7, lead > 0 ? lead : 0);
+      if (lead < 0) p.weight[p.targets[n] * HIDDEN + n] = -lead;
+    }
+    LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, ROWS / 2);
+    a.outputs = (TokenOutputs){.log_sum_sq_probs = poisoned_vector(h, DTYPE_F32, ROWS)};
+    linear_cross_entropy(h->backend, a);
+    reference_loss(&p);
+    const double *got = values_of(h, a.outputs.log_sum_sq_probs);
+    for (int n = 0; n < ROWS; n++)
+      if (!(fabs(got[n] - p.log_sum_sq_probs[n]) <= 1e-5))
+        fail_msg("way %d, row %d: log sum p^2 is %.8g, not %.8g", way, n, got[n], p.log_sum_sq_probs[n]);
+  }
 }
 
 // A tiny loss keeps its digits, and so does p - 1, which is all that row y[n] of dW holds in column n.
@@ -320,13 +345,14 @@ HARNESS_TEST(test_masked_and_saturated) {
     a.terms.softcap = capped ? 1 : 0;
     linear_cross_entropy(h->backend, a);
     const double *entropy = values_of(h, a.outputs.entropy), *predicted = values_of(h, a.outputs.predicted);
+    const double *squares = values_of(h, a.outputs.log_sum_sq_probs);
     for (int n = 0; n < ROWS; n++) {
       int first = -1, unsure = 0;
       for (int v = 0; v < VOCAB && first < 0; v++) {
         double u = z[n * VOCAB + v];
         if (v % 3 && capped) unsure |= u > 8 && u < 12, first = u >= 12 ? v : first;
       }
-      assert_true(isfinite(entropy[n]) && entropy[n] > 0);
+      assert_true(isfinite(entropy[n]) && entropy[n] > 0 && isfinite(squares[n]) && squares[n] < 0);
       assert_true((int)predicted[n] % 3);
       if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
     }

@@ -355,6 +355,7 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.mode = LCE_MATERIALIZED);
   ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.terms.softcap = 5);
   ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.outputs.entropy = a.loss);
+  ASSERT_REFUSED(h, p.call, "sampling knows only the rows' sums", a.outputs.log_sum_sq_probs = a.loss);
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [3] with a full_mass of 0", a.sampling.full_mass = 0);
   ASSERT_REFUSED(h, p.call, "sampling.stats is fp32 [2]", a.sampling.stats = tensor_rows(a.loss, 0, 2));
 }

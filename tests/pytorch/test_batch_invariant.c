@@ -10,10 +10,11 @@ typedef struct {
   int terms;
 } Shape;
 
-enum { OUTPUTS = 5 };
+enum { OUTPUTS = 6 };
 
 static void results(Harness *h, const LinearCrossEntropy *a, double *values[OUTPUTS]) {
-  const Tensor all[OUTPUTS] = {a->loss, a->outputs.entropy, a->outputs.log_prob, a->outputs.max_logit, a->dx};
+  const TokenOutputs *o = &a->outputs;
+  const Tensor all[OUTPUTS] = {a->loss, o->entropy, o->log_sum_sq_probs, o->log_prob, o->max_logit, a->dx};
   for (int i = 0; i < OUTPUTS; i++) values[i] = values_of(h, all[i]);
 }
 
@@ -86,7 +87,8 @@ static void check_rows(const char *what, const double *part, const double *whole
 
 static void check_invariant(Harness *h, const void *shape) {
   const Shape *s = shape;
-  static const char *const names[OUTPUTS] = {"loss", "entropy", "log_prob", "max_logit", "dx"};
+  static const char *const names[OUTPUTS] = {"loss",     "entropy",   "log_sum_sq_probs",
+                                             "log_prob", "max_logit", "dx"};
   ReferenceLoss whole = loss_problem(h, s->rows, s->hidden, s->vocab, 2);
   loss_problem_add(h, &whole, s->terms);
   loss_problem_lead(&whole, 5, s->vocab - 1, 100); // its row is repaired

@@ -366,9 +366,10 @@ def outputs():
         want, v = reference(*exact[:2], target, exact[2], **options), F.linear(exact[0], *exact[1:])
         v = 3 * torch.tanh(v / 3) / 0.7 if more else v
         all_close(f"{options}", results(got, x, weight, bias), results(want, *exact), 5e-6)
-        wanted = 0.01 * torch.logsumexp(v, -1).square(), (v.argmax(-1) == target).float(), v.amax(-1), v.argmax(-1).int()
+        wanted = (0.01 * torch.logsumexp(v, -1).square(), (v.argmax(-1) == target).float(), v.amax(-1), v.argmax(-1).int(),
+                  torch.logsumexp(2 * v.log_softmax(-1), -1))
         all_close("outputs", pair, [w * counts for w in wanted], 5e-6)
-        assert [t.dtype for t in pair] == [torch.float32] * 3 + [torch.int32]
+        assert [t.dtype for t in pair] == [torch.float32] * 3 + [torch.int32, torch.float32]
         assert not any(t.requires_grad for t in pair) and 0 < pair[1].sum() < counts.sum()
     log_probs, none, correct = linear_log_probs(x, weight, target, bias=bias, entropy=False, outputs=("correct",))
     assert none is None and log_probs.requires_grad and correct.sum() > 0 and torch.equal(correct, correct * counts)

@@ -16,25 +16,16 @@ typedef struct {
 } Field;
 #define FIELD(name, size, use)                                                                               \
   { #name, size, use, offsetof(lce_args, name), offsetof(ReferenceLoss, name) }
-static const Field fields[] = {FIELD(x, "NH", NEEDED),
-                               FIELD(weight, "VH", NEEDED),
-                               FIELD(targets, "N", NEEDED),
-                               FIELD(loss, "N", WRITTEN),
-                               FIELD(bias, "V", READ),
-                               FIELD(class_weights, "V", READ),
-                               FIELD(token_weights, "N", READ),
-                               FIELD(entropy_weights, "N", READ),
-                               FIELD(dx, "NH", WRITTEN),
-                               FIELD(dweight, "VH", WRITTEN),
-                               FIELD(dbias, "V", WRITTEN),
-                               FIELD(token_z_loss, "N", WRITTEN),
-                               FIELD(log_prob, "N", WRITTEN),
-                               FIELD(logsumexp, "N", WRITTEN),
-                               FIELD(entropy, "N", WRITTEN),
-                               FIELD(max_logit, "N", WRITTEN),
-                               FIELD(correct, "N", WRITTEN),
-                               FIELD(predicted, "N", WRITTEN),
-                               {0}};
+static const Field fields[] = {FIELD(x, "NH", NEEDED),          FIELD(weight, "VH", NEEDED),
+                               FIELD(targets, "N", NEEDED),     FIELD(loss, "N", WRITTEN),
+                               FIELD(bias, "V", READ),          FIELD(class_weights, "V", READ),
+                               FIELD(token_weights, "N", READ), FIELD(entropy_weights, "N", READ),
+                               FIELD(dx, "NH", WRITTEN),        FIELD(dweight, "VH", WRITTEN),
+                               FIELD(dbias, "V", WRITTEN),      FIELD(token_z_loss, "N", WRITTEN),
+                               FIELD(log_prob, "N", WRITTEN),   FIELD(logsumexp, "N", WRITTEN),
+                               FIELD(entropy, "N", WRITTEN),    FIELD(max_logit, "N", WRITTEN),
+                               FIELD(correct, "N", WRITTEN),    FIELD(log_sum_sq_probs, "N", WRITTEN),
+                               FIELD(predicted, "N", WRITTEN),  {0}};
 
 static float **in_call(lce_args *a, const Field *f) {
   return (float **)((char *)a + f->at);
@@ -100,6 +91,7 @@ static Problem make_problem(Harness *h, Shape s) {
     double *same = in_reference(&p.want, f);
     bool per_logit = f->at > offsetof(lce_args, logsumexp);
     if (!same || (per_logit && !s.logits) || is(f, "targets")) continue;
+    if (s.materialized && is(f, "log_sum_sq_probs")) continue;
     int64_t count = count_of(&p.args, f);
     float *data = elements(h, count);
     for (int64_t i = 0; i < count; i++) {
@@ -375,6 +367,8 @@ CONTEXT_TEST(test_wrong_arguments) {
   REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));
   REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.materialized = 1));
   REFUSED("sampling knows only the rows' sums", (a.sample = 1, a.softcap = 30));
+  REFUSED("the materialized mode has no log_sum_sq_probs",
+          (a.materialized = 1, a.log_sum_sq_probs = elements(h, 7)));
   REFUSED("entropy_weights need known_log_prob", (a.sample = 1, a.entropy_weights = a.x));
   assert_int_equal(lce_held_bytes(context), 0);
   assert_int_equal(lce_linear_cross_entropy(context, NULL), 1);
@@ -431,6 +425,8 @@ CONTEXT_TEST(test_impossible_sizes) {
 // Each tensor absent, misaligned, beyond the last address, or overlapping another if one of them is written.
 CONTEXT_TEST(test_impossible_addresses) {
   Problem p = small_problem(h, true);
+  // Addresses are refused before it is for the materialized mode.
+  p.args.log_sum_sq_probs = make_problem(h, (Shape){7, 5, 3, 2, .logits = true}).args.log_sum_sq_probs;
   char part[64];
   for (const Field *f = fields; f->name; f++) {
     float *place = *in_call(&p.args, f);
@@ -455,6 +451,7 @@ CONTEXT_TEST(test_impossible_addresses) {
   REFUSED("targets lies at", (a.targets = moved(nowhere(1), 4), a.targets_int64 = true));
   // Neighbours share nothing, and what is only read may be read twice.
   p.args.log_prob = elements(h, 14), p.args.logsumexp = p.args.log_prob + 7;
+  p.args.log_sum_sq_probs = NULL;
   p.args.entropy_weights = p.args.token_weights;
   p.want.entropy_weights = p.want.token_weights;
   reference_loss(&p.want);

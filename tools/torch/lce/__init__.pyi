@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 __version__: str
 __all__: list[str]
 
-Output = Literal["z_loss", "correct", "max_logit", "predicted"]
+Output = Literal["z_loss", "correct", "max_logit", "predicted", "log_sum_sq_probs"]
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 @overload

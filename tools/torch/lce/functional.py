@@ -22,7 +22,7 @@ from .library import KINDS, Args, Collective, load
 IGNORED = -100  # the library's
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CODES = (torch.float32, torch.bfloat16, torch.int32)  # dtypes in the order of the library's numbers
-OUTPUTS = "z_loss", "correct", "max_logit", "predicted"  # of each token, as asked for
+OUTPUTS = "z_loss", "correct", "max_logit", "predicted", "log_sum_sq_probs"  # of each token, as asked for
 
 
 class Context:
@@ -123,7 +123,7 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
     if not x.shape[0]:
         return tuple(t.zero_() for t in results)
     loss, *rest = results
-    wanted_entropy, dx, dweight, dbias, kept, token_z_loss, correct, max_logit, predicted = (
+    wanted_entropy, dx, dweight, dbias, kept, token_z_loss, correct, max_logit, predicted, log_sum_sq_probs = (
         t if w else None for t, w in itertools.zip_longest(rest, wanted))
     token_z_loss = torch.empty_like(loss) if z_loss and token_z_loss is None else token_z_loss
     seed = int(torch.randint(2**63 - 1, ())) if sampling else 0
@@ -136,7 +136,7 @@ def call(x, weight, bias, target, token_weights, entropy_weights, class_weights,
         class_weights=dense(class_weights), token_weights=dense(token_weights), entropy_weights=dense(entropy_weights),
         known_log_prob=dense(log_prob), known_entropy=dense(entropy), exps=kept if exps is None else exps,
         loss=loss if log_prob is None else None, token_z_loss=token_z_loss, correct=correct, predicted=predicted,
-        max_logit=max_logit, entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
+        max_logit=max_logit, log_sum_sq_probs=log_sum_sq_probs, entropy=wanted_entropy, dx=dx, dweight=dweight, dbias=dbias)
     if z_loss:
         loss += token_z_loss
     return results
@@ -147,7 +147,7 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
     (n, h), v, wide = x.shape, weight.shape[0], torch.float32
     per_token, gradients = ((n,), wide), (((n, h), dtype), ((v, h), dweight_dtype), ((v,), wide))
     exps = (n, -(-v * dtype.itemsize // 128) * 128 + 4), torch.uint8
-    shapes = per_token, per_token, *gradients, exps, *[per_token] * 3, ((n,), torch.int32)
+    shapes = per_token, per_token, *gradients, exps, *[per_token] * 3, ((n,), torch.int32), per_token
     return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
@@ -157,7 +157,7 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
           "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, bool invariant, "
-          "SymInt chunk, float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 10) + ")")
+          "SymInt chunk, float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 11) + ")")
 operator = torch.library.custom_op(
     f"lce::linear_cross_entropy_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=("exps",), schema=SCHEMA,
     tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)])
@@ -443,7 +443,8 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     with H a multiple of 8; with neither sampling nor group, and no exponentials are kept.
     outputs: names of what is returned after the loss, per token, without gradient, 0 where it does not count:
     "z_loss" (its part of the loss, before token_weights), "correct" (1 where "predicted" is the target, else
-    0), "predicted" (the first j of max v, int32), "max_logit" (max v). Sampling has z_loss alone.
+    0), "predicted" (the first j of max v, int32), "max_logit" (max v), "log_sum_sq_probs" (the log of the sum of
+    softmax(v)'s squares). Sampling has z_loss alone.
 
     group: a process group over whose ranks the head is split: weight and bias are this rank's part, of
     vocab_size rows in all (None: all parts are equal). The parts follow one another in the order of the ranks

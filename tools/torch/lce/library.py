@@ -5,7 +5,7 @@ from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int32, c_int6
 
 TENSORS = ("x", "weight", "bias", "targets", "class_weights", "token_weights", "entropy_weights", "known_log_prob",
            "known_entropy", "exps", "loss", "dx", "dweight", "dbias", "token_z_loss", "log_prob", "logsumexp", "entropy",
-           "max_logit", "correct", "predicted")
+           "max_logit", "correct", "log_sum_sq_probs", "predicted")
 
 
 class Args(ctypes.Structure):

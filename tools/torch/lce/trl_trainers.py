@@ -24,22 +24,19 @@ class LogProbs:
         if hasattr(weight, "ds_id"):
             raise TypeError("DeepSpeed's ZeRO-3 splits the head, which lce needs whole; use ZeRO-2, FSDP2, or unpatch_trl")
         temperature, softcap = temperature / logit_scale, (softcap or 0) / logit_scale
-        options = dict(bias=bias, softcap=softcap, chunk=self.chunk)
-        log_probs, entropy, *correct = linear_log_probs(
-            hidden, weight, targets, temperature, **options, entropy="entropy" in outputs,
-            outputs=["correct"] if "is_top1" in outputs else [])
-        log_sum_sq_probs = mean_logits = None
+        ours = [name for name, trls in (("correct", "is_top1"), ("log_sum_sq_probs",) * 2) if trls in outputs]
+        log_probs, entropy, *more = linear_log_probs(hidden, weight, targets, temperature, bias=bias, softcap=softcap,
+                                                     chunk=self.chunk, entropy="entropy" in outputs, outputs=ours)
+        more, mean_logits = dict(zip(ours, more)), None
         with torch.no_grad():
-            if "log_sum_sq_probs" in outputs:  # logsumexp(2 v) - 2 logsumexp(v), where half the temperature makes 2 v
-                squared, _ = linear_log_probs(hidden, weight, targets, temperature / 2, **options, entropy=False)
-                log_sum_sq_probs = 2 * log_probs.detach() - squared
             if "mean_logits" in outputs and softcap:
                 mean_logits = self.trls.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, 1.0,
                                               ["mean_logits"])[3]
             elif "mean_logits" in outputs:
                 row, shift = weight.mean(0, dtype=torch.float32), 0 if bias is None else bias.mean(dtype=torch.float32)
                 mean_logits = torch.cat([((x * row).sum(-1) + shift) / temperature for x in hidden.split(1024)])
-        return log_probs, entropy, log_sum_sq_probs, mean_logits, correct[0].bool() if correct else None
+        is_top1 = more["correct"].bool() if "correct" in more else None
+        return log_probs, entropy, more.get("log_sum_sq_probs"), mean_logits, is_top1
 
 
 def outcome(utils, softcap):
@@ -63,10 +60,9 @@ def patch_trl(*, chunk=0):
     """Makes TRL's trainers take log-probabilities, entropies and their gradients from linear_log_probs.
 
     It acts on all trainers that use trl's add_fused_lm_head, also on those made before; unpatch_trl takes it
-    back. chunk: as linear_log_probs has it. log_sum_sq_probs (DPO's use_weighting) is one more forward pass: a
-    row sum of squares would be one more sum in the kernels' epilogues. mean_logits is x times W's mean row, and with a soft-cap TRL's own. The patch compares the arguments of
-    TRL's function, and its results and gradients for a tiny model on the CPU; where they are not as expected
-    it raises TypeError and leaves TRL as it is.
+    back. chunk: as linear_log_probs has it. mean_logits is x times W's mean row, and with a soft-cap TRL's own.
+    The patch compares the arguments of TRL's function, and its results and gradients for a tiny model on the CPU;
+    where they are not as expected it raises TypeError and leaves TRL as it is.
     """
     import trl
     linear_log_probs(torch.zeros(2, 4), torch.zeros(3, 4), torch.tensor([0, 2]), chunk=chunk)  # has errors of its own

@@ -370,6 +370,7 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
       {"entropy", a->entropy, n, 0, DTYPE_F32, true, &c->outputs.entropy},
       {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c->outputs.max_logit},
       {"correct", a->correct, n, 0, DTYPE_F32, true, &c->outputs.correct},
+      {"log_sum_sq_probs", a->log_sum_sq_probs, n, 0, DTYPE_F32, true, &c->outputs.log_sum_sq_probs},
       {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c->outputs.predicted}};
   take_arguments(tensors, sizeof tensors / sizeof *tensors, needed, "x, weight, targets and loss");
   if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);

@@ -57,7 +57,7 @@ typedef struct lce_context lce_context;
 //   loss    = (1 - e) w[y] (lse - v[y]) + e / V sum_j w[j] (lse - v[j])   (class_weights w, label_smoothing
 //             e; as torch.nn.functional.cross_entropy with reduction="none")
 //   zl      = z_loss lse^2
-//   entropy = lse - sum_j p[j] v[j]
+//   entropy = lse - sum_j p[j] v[j]                          log_sum_sq_probs = log sum_j p[j]^2
 //
 // label_smoothing together with a softcap needs materialized.
 //
@@ -67,7 +67,8 @@ typedef struct lce_context lce_context;
 // skipped. Losses and outputs stay the same to the bit. With 1 about nine tiles of ten are skipped in a
 // trained model of 128,256 entries. Gradients stay exact where it would save no time: on GPUs other than
 // Hopper, in fp32 on a GPU, in chunks below 128 tokens, without dweight, and with sample below 1/32. It
-// excludes materialized, bias, softcap, entropy, max_logit, correct and predicted, and dweight without dx.
+// excludes materialized, bias, softcap, entropy, log_sum_sq_probs, max_logit, correct and predicted, and dweight
+// without dx.
 typedef struct {
   int64_t tokens, hidden_size, vocab_size; // N, H, V: 1 to 2^31 - 65536 each
   int64_t chunk;                           // tokens at a time; 0 lets the library choose
@@ -111,7 +112,8 @@ typedef struct {
   float *dbias;  // [V]; there when bias and dweight are
   // For each token, like the loss, or NULL: zl, log p[y], lse, entropy, max v[j], whether predicted is y.
   float *token_z_loss, *log_prob, *logsumexp, *entropy, *max_logit, *correct; // [N]
-  int32_t *predicted; // [N], or NULL: the first largest v's j
+  float *log_sum_sq_probs; // [N], or NULL: as above; not with materialized
+  int32_t *predicted;      // [N], or NULL: the first largest v's j
   void *stream; // a cudaStream_t of the context's device; NULL is its default stream. Ignored on the CPU
 } lce_args;
 
