@@ -524,8 +524,8 @@ HARNESS_TEST(test_refusals) {
   REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .indices = ids);
   REFUSED("steps count from 1", adamw, Update, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
   REFUSED("lie 12 elements apart", aol_scale, AolScale, .out = {m34, 12}, .x = {m34, 12}, .count = 2);
-  REFUSED("gram.first is", aol_scale, AolScale, .out = {m34}, .x = {m34}, .gram = {m34}, .s = m34,
-          .count = 1);
+  REFUSED("gram.first is", aol_scale, AolScale, .out = {.first = m34}, .x = {.first = m34},
+          .gram = {.first = m34}, .s = m34, .count = 1);
   REFUSED("ranks: out is", all_reduce, Collective, .out = v4, .x = tensor_rows(v4, 0, 3));
 }
 
