@@ -103,7 +103,7 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
       squares[j / 2 % 2] += e * e;
     }
     EACH (i, 2) squares[i] *= fmaf(2 * error[i], error[i] + 1, 1); // exp(2 error), above 0
-    write_parts(squares, params.squares, s, row, first_column, Add());
+    write_parts(squares, params.parts.squares, s, row, first_column, Add());
   }
   auto exponential = [&](int j, float u) {
     int i = j / 2 % 2;

@@ -75,14 +75,10 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
   int64_t parts = rows * ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   RowParts p = {};
   if (tensor_exists(a->softmax.max)) p.best = static_cast<Ranked *>(base), base = p.best + parts;
-  p.sums = static_cast<float *>(base);
-  if (tensor_exists(a->softmax.e_distance)) p.distances = p.sums + parts;
+  float *last = p.sums = static_cast<float *>(base);
+  if (tensor_exists(a->softmax.e_distance)) p.distances = last += parts;
+  if (tensor_exists(a->softmax.e_squared)) p.squares = last + parts;
   return p;
-}
-
-float *square_parts(const LceLogitsExp *a, RowParts p, int64_t rows) {
-  if (!tensor_exists(a->softmax.e_squared)) return nullptr;
-  return (p.distances ? p.distances : p.sums) + rows * ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
 }
 
 template <bool TERMS>
@@ -100,8 +96,8 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, flo
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
                            .store = store};
-  params.squares = square_parts(a, params.parts, rows);
-  if (params.squares) params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of the masked, too
+  if (params.parts.squares)
+    params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of the masked, too
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
 }

@@ -10,14 +10,12 @@ __BEGIN_DECLS
 bool hopper_runs(Backend *backend);
 
 // For each row and each tile of LCE_TILE_COLUMNS, [rows, tiles] each: the sum of E from before it is rounded
-// and, where LceLogitsExp has e_distance and max, e_distance's part and the largest logit (Ranked).
+// and, where LceLogitsExp has e_distance, e_squared and max, their parts and the largest logit (Ranked).
 typedef struct {
-  float *sums, *distances;
+  float *sums, *distances, *squares;
   unsigned long long *best;
 } RowParts;
 RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
-// Those of e_squared, which follow them, or NULL. In RowParts they would move other kernels' parameters.
-float *square_parts(const LceLogitsExp *a, RowParts parts, int64_t rows);
 
 // E of LceLogitsExp with target_z as anchor, written to exps where given, and its row_parts. Tensors are bf16
 // with rows that start on 16 bytes.

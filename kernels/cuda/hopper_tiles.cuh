@@ -44,7 +44,7 @@ struct EpilogueParams {
   const KStep *steps;        // sampled: that the lists name
   const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
   const int32_t *accumulate; // dW
-  float *squares, unit;      // logits: as parts; what z is a multiple of there, or 0 without squares
+  float unit;                // logits: what z is a multiple of where squares are summed, or 0 without them
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.

@@ -126,7 +126,6 @@ struct FinalizeParams {
   float inv_temperature;
   const double *sum, *distance, *square; // [rows], or
   RowParts parts; // [rows, across]: what is still to be added; best: [rows, max(1, across)]
-  const float *square_parts;
   int across;
   float *shares, *distance_shares, *square_shares; // [rows, blocks]; may overlap parts
 };
@@ -174,7 +173,7 @@ static __global__ void __launch_bounds__(1024)
       return (float)warp_sum(sum);
     };
     float sum = total(a.sum, a.parts.sums), distance = e_distance ? total(a.distance, a.parts.distances) : 0;
-    float square = e_squared ? total(a.square, a.square_parts) : 0;
+    float square = e_squared ? total(a.square, a.parts.squares) : 0;
     if (softmax.max.data) {
       Ranked largest = 0;
       int tiles = max(1, a.across);
@@ -296,7 +295,6 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     hopper_require(backend, on_hopper);
     if (on_hopper) {
       params.parts = row_parts(a, parts, rows), params.across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS);
-      params.square_parts = square_parts(a, params.parts, rows);
     } else {
       logits_exp_tiles<T>(backend, a, s);
       params.sum = s.sum, params.distance = s.distance, params.square = s.square;
