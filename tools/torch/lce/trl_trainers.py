@@ -10,6 +10,7 @@ from .functional import linear_log_probs
 NAMES = ["ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
          "outputs"]
 OUTPUTS = "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"  # in the order that TRL unpacks
+OURS = {"is_top1": "correct", "log_sum_sq_probs": "log_sum_sq_probs"}  # which of linear_log_probs' outputs they are
 
 
 class LogProbs:
@@ -24,7 +25,7 @@ class LogProbs:
         if hasattr(weight, "ds_id"):
             raise TypeError("DeepSpeed's ZeRO-3 splits the head, which lce needs whole; use ZeRO-2, FSDP2, or unpatch_trl")
         temperature, softcap = temperature / logit_scale, (softcap or 0) / logit_scale
-        ours = [name for name, trls in (("correct", "is_top1"), ("log_sum_sq_probs",) * 2) if trls in outputs]
+        ours = [OURS[name] for name in OURS if name in outputs]
         log_probs, entropy, *more = linear_log_probs(hidden, weight, targets, temperature, bias=bias, softcap=softcap,
                                                      chunk=self.chunk, entropy="entropy" in outputs, outputs=ours)
         more, mean_logits = dict(zip(ours, more)), None
