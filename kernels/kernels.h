@@ -411,7 +411,8 @@ typedef struct {
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   SoftmaxStatistics softmax; // reads target_z; writes all but the scales
-  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, e_squared, max, best (int32)
+  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, e_squared, max and best
+  // (int32)
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;

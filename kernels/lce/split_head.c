@@ -49,7 +49,8 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   s.local_softmax = s.all.softmax;
   SoftmaxStatistics *r = &s.local_softmax;
   Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->e_squared, &r->max, &r->best};
-  for (int64_t i = 0, at = 0; i < 6; i++) {
+  int64_t at = 0;
+  for (size_t i = 0; i < sizeof local / sizeof *local; i++) {
     if (!tensor_exists(*local[i])) continue;
     Dtype dtype = local[i]->dtype; // as wide as fp32
     *local[i] = tensor_rows(s.local_sums, at, rows);
