@@ -230,6 +230,11 @@ static void check_sum_columns(Op op, Backend *backend, SumColumns *a) {
 NEEDS(quantize, Quantize, FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K] or absent"),
       FIELD(out.transposed, "e4m3 [K, N] or absent"), FIELD(out.amax, "fp32 [1]"), MULTIPLES_OF_16(x))
 
+NEEDS(quantize_rows, QuantizeRows, FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 [N, K]"),
+      FIELD(out.scale, a->out.scale.shape[0] == 1 ? "fp32 [1]" : "fp32 [N]"),
+      REFUSE(!backend->memory.planning && a->x.shape[1] % 16,
+             "FP8 takes multiples of 16 columns, and not x of %lld", a->x.shape[1]))
+
 NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"),
       FIELD(out, "T [N, O] strided"), FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"),
       FIELD(residual, "T [N, O] strided or absent"),
@@ -328,8 +333,13 @@ NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T
   FIELD(field, tensor_exists(a->exps) ? form " or absent"                                                    \
                                       : "absent: exps is absent, so this is the forward pass alone")
 
+#define CODED(field, form)                                                                                   \
+  FIELD(field, tensor_exists(a->weight_codes.codes) ? form : "absent: weight_codes.codes are absent")
+
 NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
-      FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
+      FIELD(weight_codes.codes, "e4m3 [V, H] or absent"), CODED(weight_codes.scale, "fp32 [1]"),
+      CODED(x_codes.codes, "e4m3 [C, H]"), CODED(x_codes.scale, "fp32 [C]"), FIELD(bias, "T [V] or absent"),
+      FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
       BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
       BACKWARD(tile_sums, "fp32 [C, B]"), SOFTMAX(ROW_SUMS),
       REFUSE(tensor_exists(a->tile_sums) && (lce_row_parts(&a->softmax) > 2 || a->softcap > 0),

@@ -196,6 +196,21 @@ typedef struct {
   Tensor x; // fp32/bf16 [N, K], N and K multiples of 16
 } Quantize;
 
+// A matrix x in FP8 with a scale for each row, or one for all: x is nearly scale codes.
+//   codes = e4m3(x E4M3_MAX / max |x|),   scale = (sum x^2 / sum x codes)
+// Such a scale makes the rounding error orthogonal to x (lce/REFERENCE.md: or else the loss shrinks). The maximum is of
+// the row, or of all; so are the sums, but of all they leave out rows where there are more than FP8_SUMMED_ROWS.
+#define FP8_SUMMED_ROWS 1024
+typedef struct {
+  Tensor codes; // e4m3 [N, K]
+  Tensor scale; // fp32 [N] or [1]: 1 for zeros, NaN where x has a NaN or an infinity
+} Fp8Rows;
+
+typedef struct {
+  Fp8Rows out;
+  Tensor x; // fp32/bf16 [N, K], K a multiple of 16
+} QuantizeRows;
+
 // out = a b^T + bias + residual, of what codes and amax stand for, summed in fp32.
 typedef struct {
   Tensor out;      // fp32 or bf16 [N, O]; may be strided
@@ -385,6 +400,8 @@ typedef struct {
 // Where R exceeds LCE_LARGEST_SUM (loss_row.h), or u[target] is minus infinity, the row is repaired: its anchor
 // is max_j u[j] (a GPU computes the row again), or about T log R (a CPU scales what it has), and target_e =
 // exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
+// With codes x W^T is of what they stand for; the target's logit, the rows that a GPU repairs and dx_raw are of x
+// and W. A GPU that does not run Hopper's kernels reads no codes.
 typedef struct {
   // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;
@@ -393,6 +410,8 @@ typedef struct {
   Tensor tile_sums;
   SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, and which follow are given
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
+  Fp8Rows x_codes;            // of x, scale [C]; or absent: x W^T is exact
+  Fp8Rows weight_codes;       // of weight, scale [1]; likewise
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   int64_t first;              // is added to softmax.best
@@ -621,6 +640,7 @@ typedef struct {
   S(linear_backward_weight, LinearBackwardWeight, GEMMS) \
   S(sum_columns, SumColumns, ELEMENTWISE) \
   X(quantize, Quantize, QUANTIZING) \
+  X(quantize_rows, QuantizeRows, QUANTIZING) \
   S(matmul_fp8, MatmulFp8, GEMMS) \
   X(activation_forward, ActivationForward, ELEMENTWISE) \
   X(activation_backward, ActivationBackward, ELEMENTWISE) \
@@ -765,7 +785,7 @@ struct Backend {
   Memory memory;
   Dtype dtype;            // of weights and activations
   bool no_fp8;            // the GPU has no FP8
-  bool no_sampling;       // it does not run the Hopper kernels: LceSampledGradients is not for it
+  bool no_sampling;       // it does not run the Hopper kernels: LceSampledGradients and codes are not for it
   bool batch_invariant;   // the loss gives a row the same bits whatever rows are beside it; off by default
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it

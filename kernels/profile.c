@@ -112,6 +112,7 @@ static Amount amount_of(int op, const void *arguments) {
     OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
     OF(quantize, Quantize, 0,
        bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))
+    OF(quantize_rows, QuantizeRows, 0, bytes_of(a->x) + bytes_of(a->out.codes))
     OF(adamw, Update, 0,
        bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
     OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))

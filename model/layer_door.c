@@ -42,6 +42,14 @@ static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
     quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
 }
 
+Fp8Rows head_enter(const Pass *p) {
+  Fp8Rows codes = p->model->head_codes;
+  if (p->options.mode == LCE_MATERIALIZED) return (Fp8Rows){0};
+  if (tensor_exists(codes.codes) && p->first)
+    quantize_rows(p->backend, (QuantizeRows){.out = codes, .x = model_head_shard(p->model)});
+  return codes;
+}
+
 static int64_t fetch_grads(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_grads) || l < 0 || !p->accumulate) return 0;

@@ -48,6 +48,8 @@ enum {
   OFFLOAD_PARAMETERS = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER
 };
 
+typedef enum { FP8_NONE, FP8_ALL, FP8_LAYERS } Fp8Use; // all: the logits of the loss, too
+
 typedef struct {
   Dtype weight;        // what the GEMMs read
   bool master;         // keep an fp32 copy (only where weight is bf16)
@@ -58,7 +60,7 @@ typedef struct {
   int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
-  bool fp8;            // FP8 codes of the layers' matrices, too; with `offload` in memory that layers share
+  Fp8Use fp8;          // FP8 codes of the layers' matrices, too; with `offload` in memory that layers share
 } ParameterDtypes;
 
 // What an optimizer keeps for every weight.

@@ -141,6 +141,9 @@ void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: begins to send what it made, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
 
+// Before the loss of a training pass: the head's codes, made in a step's first; absent where there are none.
+Fp8Rows head_enter(const Pass *p);
+
 // gradient_reduction.c. Before a training pass: decides whether it accumulates.
 void reduction_begin(Pass *p);
 // The gradients of `group` from element `first` on are final: begins their sums over the ranks.

@@ -169,6 +169,7 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   profile_phase(p->backend, PHASE_LOSS);
+  Fp8Rows codes = head_enter(p);
   masked_linear_cross_entropy(
       p->backend,
       (LinearCrossEntropy){.mode = o->mode,
@@ -181,6 +182,7 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
                            .dweight = model->head.grad,
                            .x = norm.out.x,
                            .weight = model_head_shard(model),
+                           .weight_codes = codes,
                            .shard = model->shard,
                            .targets = p->batch->targets,
                            .scale = scale,

@@ -19,6 +19,7 @@
 // (how many it computes) and certain_error with --ladder.
 //
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
+//  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096 --fp8
 //  bench_lce --device cuda --tokens 16384 --chunk 4096,1024 --sample 1,0.5 --terms --checkpoint runs/gpt2
 //    --data 'shards/*.bin'
 //  bench_lce --device cuda --tokens 81920 --hidden-size 4096 --vocab 128256 --materialized --plan --json
@@ -60,7 +61,7 @@ typedef struct {
   Dtype dtype; // DTYPE_COUNT: the device's
   const char *chunk_list, *sample_list, *checkpoint;
   const char **data; // an array of stb_ds.h
-  bool materialized, terms, ladder, plan, json;
+  bool fp8, materialized, terms, ladder, plan, json;
   int chunk_count, sample_count;
   int64_t chunks[MAX_ITEMS];
   double samples[MAX_ITEMS]; // full masses
@@ -85,9 +86,11 @@ static const Option option_rows[] = {
     {CHOICE("device", "cpu|cuda", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run")},
     {CHOICE("dtype", "TYPE", dtype, "fp32 or bf16"), HELP("Of x, W and dX (default bf16 on cuda)")},
     {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
+    {FLAG("fp8", fp8, true),
+     HELP("Also time these with logits of FP8 codes: those of W are made once a call")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
     {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
-    {FLAG("ladder", ladder, true), EXCLUDES("terms, sample", "the ladder has seven rungs and no more"),
+    {FLAG("ladder", ladder, true), EXCLUDES("terms, sample, fp8", "the ladder has seven rungs and no more"),
      HELP("Time the versions of kernels/lce/LCE.md instead, at the first chunk")},
     {FLAG("plan", plan, true), EXCLUDES("checkpoint, ladder", "a plan computes nothing"),
      HELP("Compute nothing: only the memory, also for a GPU that is not here")},
@@ -224,7 +227,7 @@ typedef struct {
 } Work;
 
 enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
-enum { MAX_WORKS = (2 + MAX_ITEMS) * MAX_ITEMS + 15 };
+enum { MAX_WORKS = (3 + 2 * MAX_ITEMS) * MAX_ITEMS + 15 };
 
 typedef struct {
   const Settings *settings;
@@ -233,6 +236,7 @@ typedef struct {
   LinearCrossEntropy layer; // its tensors, and the fused mode at the first chunk
   size_t layer_bytes;       // of the tensors and of what the backend keeps
   Tensor barrier, sampled;  // fp32 [1]; TileSampling's stats
+  Fp8Rows codes;            // of W, with --fp8
   int64_t gemm_rows;        // tokens of the plain GEMMs at a time: all where memory suffices
   Work works[MAX_WORKS];
   int count;
@@ -383,6 +387,11 @@ static void add_modes(Bench *b) {
     call.sampling = (TileSampling){.full_mass = (float)mass, .stats = b->sampled};
     add_work(b, GEMMS, call, "M0 %g, chunk %lld", mass, (long long)call.chunk);
   }
+  for (int k = FUSED, bf16 = b->count; k < bf16 && o->fp8; k++) {
+    call = b->works[k].call;
+    call.weight_codes = b->codes;
+    add_work(b, GEMMS, call, "%s, fp8", b->works[k].name);
+  }
   if (o->materialized) add_work(b, GEMMS, b->layer, "materialized")->call.mode = LCE_MATERIALIZED;
   for (int k = 0; k < o->chunk_count && b->backend->ranks > 1; k++) {
     call = b->works[FUSED + k].call;
@@ -409,6 +418,9 @@ static void lay_out(Bench *b, Backend *backend) {
   b->layer_bytes = m->ledger.total;
   b->barrier = memory_push_1d(m, "barrier", MEMORY_TABLES, DTYPE_F32, 1);
   b->sampled = memory_push_1d(m, "tiles dropped", MEMORY_TABLES, DTYPE_F32, 3);
+  if (o->fp8)
+    b->codes = (Fp8Rows){.codes = memory_push_2d(m, "codes of W", MEMORY_WEIGHTS, DTYPE_E4M3, v, h),
+                         .scale = memory_push_1d(m, "scale of W", MEMORY_WEIGHTS, DTYPE_F32, 1)};
   b->count = 0;
   Work *gemms = add_work(b, GEMMS, b->layer, "three plain GEMMs");
   gemms->rung = 0;
@@ -466,10 +478,16 @@ static double clock_seconds(const Bench *b) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+static void run_work(const Bench *b, const Work *w) {
+  if (tensor_exists(w->call.weight_codes.codes))
+    quantize_rows(b->backend, (QuantizeRows){.out = b->codes, .x = b->layer.weight});
+  ladder_run(b->backend, w->rung, w->call);
+}
+
 static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b);
   b->backend->batch_invariant = work->batch_invariant;
-  ladder_run(b->backend, work->rung, work->call);
+  run_work(b, work);
   double seconds = clock_seconds(b) - start;
   machine_broadcast(b->backend, &seconds, sizeof seconds); // how often they run follows from it
   return seconds;
@@ -553,11 +571,11 @@ static void heading(const Bench *b, const char *what, const char *ratio) {
 }
 
 // The mean loss, to compare with what the model's run says.
-static void report_loss(const Bench *b) {
+static void report_loss(const Bench *b, const Work *w) {
   int64_t tokens = b->settings->tokens, counted = 0;
   float *loss = host_alloc(tokens, sizeof *loss, "the losses");
   double sum = 0;
-  linear_cross_entropy(b->backend, b->works[FUSED].call);
+  run_work(b, w);
   backend_to_host(b->backend, loss, b->layer.loss);
   for (int64_t n = 0; n < tokens; n++) {
     sum += (double)loss[n];
@@ -566,16 +584,18 @@ static void report_loss(const Bench *b) {
   free(loss);
   double mean = sum / (double)max_i64(counted, 1);
   if (b->settings->json)
-    printf("{\"event\":\"loss\",\"loss\":%.9g,\"targets\":%lld}\n", mean, (long long)counted);
+    printf("{\"event\":\"loss\",\"of\":\"%s\",\"loss\":%.9g,\"targets\":%lld}\n", w->name, mean,
+           (long long)counted);
   else
-    printf("  loss %.4f over %s targets\n", mean, text_grouped(counted).text);
+    printf("  loss %.4f over %s targets: %s\n", mean, text_grouped(counted).text, w->name);
 }
 
 static void run(Bench *b) {
   Work *gemms = &b->works[GEMMS], *first = &b->works[FUSED], *end = b->works + b->count;
   held_by(b, gemms); // everything once: the GEMMs' algorithms are chosen
   for (Work *w = first; w < end; w++) w->held = held_by(b, w);
-  if (b->state.x) report_loss(b);
+  for (Work *w = first; w < end; w++)
+    if (b->state.x && (w == first || tensor_exists(w->call.weight_codes.codes))) report_loss(b, w);
   for (Work *w = first; w < end; w++) {
     measure(b, w);
     if (w == first) {

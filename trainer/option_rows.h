@@ -19,6 +19,7 @@
 #define TEXT(name, argument, field)       OPTION_TEXT, name, argument, OPTION_FIELD(field)
 #define LIST(name, argument, field)       OPTION_LIST, name, argument, OPTION_FIELD(field)
 #define DEFAULT(text)                     .initial = text
+#define BARE(word)                        .bare = word
 #define HELP(text)                        .help = text
 #define EXCLUDES(names, reason)           .excludes = names, .why = reason
 #define NEEDS(option, reason)             .needs = option, .because = reason

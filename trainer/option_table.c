@@ -143,8 +143,8 @@ int option_excluded_by(const Option *rows, const void *values, const bool *given
   const Option *o = &rows[row];
   for (int i = 0; rows[i].type != OPTION_END; i++) {
     const Option *other = &rows[i];
-    if (i == row || !given[i] || !in_force(other, values)) continue;
-    bool same = o->type == OPTION_FLAG && other->type == OPTION_FLAG && o->offset == other->offset;
+    bool same = o->size && o->size == other->size && o->offset == other->offset;
+    if (i == row || !given[i] || !(same || in_force(other, values))) continue;
     if (same || excludes(o, other) || excludes(other, o)) return i;
   }
   return -1;
@@ -238,7 +238,14 @@ static error_t parse_one(int key, char *text, struct argp_state *state) {
   if (key == ARGP_KEY_ARG)
     fail("'%s' is not an option; %s, and --help lists the rest", text, p->table->stray);
   if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
-  option_set(&p->table->rows[key - FIRST_KEY], p->values, text);
+  const Option *o = &p->table->rows[key - FIRST_KEY];
+  const char *next = state->next < state->argc ? state->argv[state->next] : "";
+  if (o->bare && !text) { // "--name WORD" and "--name", where argp knows "--name=WORD" alone
+    bool word = place_in(o->choices, next, strlen(next)) >= 0;
+    state->next += word;
+    text = (char *)(uintptr_t)(word ? next : o->bare);
+  }
+  option_set(o, p->values, text);
   p->given[key - FIRST_KEY] = true;
   return 0;
 }
@@ -265,7 +272,9 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   output_check_at_exit();
   for (const Option *o = table->rows; o->type != OPTION_END; o++, i++) {
     if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
-    options[i] = (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, 0, o->help, 0};
+    int optional = o->bare ? OPTION_ARG_OPTIONAL : 0;
+    options[i] =
+        (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, optional, o->help, 0};
     if (o->initial) option_set(o, values, o->initial);
   }
   memcpy(&options[i], standard, sizeof standard);

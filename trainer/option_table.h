@@ -28,6 +28,7 @@ typedef struct {
   size_t offset, size;        // of the field in the struct of values
   double min, max;            // of numbers; a whole number's max of 0: INT64_MAX
   const char *choices;        // "cosine, linear or constant"
+  const char *bare;           // of a choice: the word that the option alone means; NULL: it needs one
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given with this one, and why not

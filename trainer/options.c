@@ -165,10 +165,12 @@ const Option options_rows[] = {
      HELP("cpu, cuda or auto: the GPU if there is one")},
     {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING | SAME,
      HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
-    {FLAG("fp8", dtypes.fp8, true), .flags = SETTING,
-     HELP("Train with the layers' GEMMs in FP8 (e4m3, one scale a tensor; cuda from Ada on, in bf16; the CPU "
-          "emulates it): less exact, 2 bytes more for each of their weights; sizes are multiples of 16")},
-    {FLAG("no-fp8", dtypes.fp8, false), HELP("Resume without the checkpoint's --fp8")},
+    {CHOICE("fp8", "all|layers", dtypes.fp8, "none, all or layers"), BARE("all"), DEFAULT("none"),
+     .flags = SETTING,
+     HELP("Train with the layers' GEMMs and the fused loss's logits in FP8 (e4m3; cuda from Ada on, in bf16; the "
+          "CPU emulates it), or with the layers alone: less exact, 2 bytes more for each of their weights and 1 "
+          "for the head's; sizes are multiples of 16. On GPUs other than Hopper logits stay in bf16")},
+    {FLAG("no-fp8", dtypes.fp8, FP8_NONE), HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
     {CHOICE("moment-dtype", "TYPE", dtypes.moment, DTYPES), DEFAULT("fp32"), .flags = GPU_SETTING,
@@ -261,6 +263,11 @@ void options_read(Options *o, int argc, char **argv) {
 
 int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
+}
+
+// With --compare-modes both modes' plans have the codes, which are there in both.
+bool options_fp8_logits(const Options *o) {
+  return o->dtypes.fp8 == FP8_ALL && !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
 }
 
 const char *options_words(const Options *o, const char *name, char words[64]) {

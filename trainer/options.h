@@ -48,7 +48,7 @@ typedef struct {
   // LM head + loss
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
   int64_t lce_memory;      // MiB that head and loss may hold; 0: not limited
-  bool no_sampling;        // the GPU does not sample the gradient's tiles (Backend)
+  bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, arrays of stb_ds.h
@@ -103,6 +103,8 @@ void options_parse(Options *options, const OptionTable *table, int argc, char **
 bool options_given(const Options *options, const char *name);
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
+// Whether the loss's logits are made of FP8 codes.
+bool options_fp8_logits(const Options *options);
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...

@@ -125,8 +125,12 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
     snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
              (long long)options_used_chunk(o));
   printf("loss     %s, recompute %s\n", loss, options_recompute(o).text);
+  const char *logits = options_fp8_logits(o)      ? " and the loss's logits"
+                       : o->dtypes.fp8 == FP8_ALL ? "; the loss's logits stay exact"
+                                                  : "";
   if (o->dtypes.fp8)
-    printf("fp8      the layers' GEMMs%s\n", backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
+    printf("fp8      the layers' GEMMs%s%s\n", logits,
+           backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
     printf("offload  %s%s\n", options_words(o, "offload", words),
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
@@ -171,7 +175,8 @@ void report_start(Report *r, const Backend *backend, const char *data) {
       NUM("num_hidden_layers", o->model.num_hidden_layers), NUM("total_batch", o->total_batch),
       NUM("ranks", o->ranks), NUM("steps", o->steps), NUM("seed", o->seed),
       OPTIONAL("rope_theta", o->model.learned_positions ? NAN : o->model.rope_theta),
-      {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8)}, STR("data", data),
+      {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8 != FP8_NONE)},
+      {"fp8_logits", .item = cJSON_CreateBool(options_fp8_logits(o))}, STR("data", data),
       OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
   fflush(stdout); // the first step, or all of an evaluation, may take long

@@ -36,6 +36,12 @@ static void take_paths(const char ***list, const Options *o, const char *member)
          member);
 }
 
+// A setting in a checkpoint; NULL: it has none. --fp8 took no word when it was of the layers alone.
+static const char *saved_text(const cJSON *settings, const char *name) {
+  const char *text = json_text(settings, name);
+  return text && !*text && !strcmp(name, "fp8") ? "layers" : text;
+}
+
 // A setting's value as a message has it. NULL: of a flag that is not set, or older than the option.
 static const char *value_words(const Option *row, const char *text) {
   if (!text) return row->initial ? row->initial : "not set";
@@ -53,14 +59,14 @@ static void take_settings(Options *o) {
   char now[64];
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    const char *then = value_words(row, json_text(settings, row->name));
+    const char *then = value_words(row, saved_text(settings, row->name));
     if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, now) && strcmp(now, then))
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
     unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
     const cJSON *item = row->flags & taken && !o->given[i] ? json_member(settings, row->name) : NULL;
-    const char *value = cJSON_GetStringValue(item);
+    const char *value = item ? saved_text(settings, row->name) : NULL;
     Reason reason = {"it is no text"};
     if (item && !value) refuse_setting(o, row, &reason);
     dtypes_given |= row->flags & GPU_SETTING && o->given[i];
@@ -170,7 +176,7 @@ static void warn_of_changes(const Options *o, const char *data) {
     bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
     if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
     char text[64];
-    const char *before = value_words(row, json_text(then, row->name));
+    const char *before = value_words(row, saved_text(then, row->name));
     const char *now = value_words(row, option_text(row, o, text) ? text : NULL);
     if (strcmp(before, now))
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",

@@ -47,7 +47,9 @@ static void reserve_statistics(Trainer *t) {
 void trainer_create(Trainer *t, const Options *o, Backend *backend) {
   *t = (Trainer){.options = o, .backend = backend, .transformer = o->pass};
   int64_t tokens = batch_tokens(t), step_tokens = o->micro_steps * tokens;
-  model_create(&t->model, &o->model, backend, o->dtypes, o->seq_len);
+  ParameterDtypes dtypes = o->dtypes;
+  if (dtypes.fp8 && !options_fp8_logits(o)) dtypes.fp8 = FP8_LAYERS;
+  model_create(&t->model, &o->model, backend, dtypes, o->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->positions = reserve_table(backend, "counted positions", DTYPE_I32, tokens);

@@ -40,6 +40,11 @@ void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, T
               float alpha, bool accumulate);
 const char *cpu_blas(void); // the library's name; NULL: there is none
 
+// --- fp8.c -------------------------------------------------------------------------------------------------
+
+// What x stands for, in `to`.
+Tensor cpu_decode(Fp8Rows x, float *to);
+
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.

@@ -17,16 +17,48 @@ void cpu_quantize(Backend *backend, const Quantize *a) {
     }
 }
 
+void cpu_quantize_rows(Backend *backend, const QuantizeRows *a) {
+  int64_t rows = a->x.shape[0], columns = a->x.shape[1], scales = tensor_count(a->out.scale);
+  int64_t rows_each = rows / scales, step = ceil_div(rows_each, FP8_SUMMED_ROWS);
+  EACH_PARALLEL (k, scales) {
+    Tensor x = tensor_rows(a->x, k * rows_each, rows_each);
+    uint8_t *codes = (uint8_t *)a->out.codes.data + k * rows_each * columns;
+    float amax;
+    cpu_amax(tensor_1d(&amax, DTYPE_F32, 1), x);
+    float factor = fminf(E4M3_MAX / amax, FLT_MAX);
+    double squares = 0, products = 0;
+    for (int64_t n = 0; n < rows_each; n++)
+      for (int64_t i = 0; i < columns; i++) {
+        float scaled = cpu_row(x, n)[i] * factor;
+        uint8_t code = codes[n * columns + i] = e4m3_from_f32(scaled);
+        if (n % step) continue;
+        squares += (double)scaled * (double)scaled;
+        products += (double)scaled * (double)e4m3_to_f32(code);
+      }
+    cpu_store(a->out.scale, k, products == 0 ? 1 : squares / products / (double)factor);
+  }
+}
+
 size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a) {
   return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
 }
 
-static Tensor decode(Fp8 x, float *to) {
-  float values[256], scale = *(const float *)x.amax.data / E4M3_MAX;
-  for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i) * scale;
+Tensor cpu_decode(Fp8Rows x, float *to) {
+  int64_t columns = x.codes.shape[1];
   const uint8_t *from = x.codes.data;
-  EACH_PARALLEL (i, tensor_count(x.codes)) to[i] = values[from[i]];
-  return tensor_2d(to, DTYPE_F32, x.codes.shape[0], x.codes.shape[1]);
+  const float *scales = x.scale.data;
+  bool by_row = tensor_count(x.scale) > 1;
+  float values[256];
+  for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32((uint8_t)i);
+  EACH_PARALLEL (n, x.codes.shape[0])
+    for (int64_t i = n * columns; i < (n + 1) * columns; i++)
+      to[i] = values[from[i]] * scales[by_row ? n : 0];
+  return tensor_2d(to, DTYPE_F32, x.codes.shape[0], columns);
+}
+
+static Tensor decode(Fp8 x, float *to) {
+  float scale = *(const float *)x.amax.data / E4M3_MAX;
+  return cpu_decode((Fp8Rows){.codes = x.codes, .scale = tensor_1d(&scale, DTYPE_F32, 1)}, to);
 }
 
 void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {

@@ -42,6 +42,7 @@ typedef struct {
   double *sums, *distances, *squares;
   double *max, *best; // likewise: largest logits and their columns, or NULL
   float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
+  Tensor x, weight; // what the logits are made of: the operands or, with weight_codes, their codes decoded
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
@@ -54,10 +55,16 @@ static size_t sums_of(const LceLogitsExp *a) {
   return (size_t)lce_row_parts(&a->softmax) - 1; // without the anchors
 }
 
+// Of Scratch.wide.
+static int64_t wide_columns(const LceLogitsExp *a) {
+  return tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
+}
+
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
-  int64_t width = tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
   size_t rows = (size_t)scratch_rows(a->x.shape[0], a->weight.shape[0]);
-  return rows * (sums_of(a) * sizeof(double) + (size_t)width * sizeof(float));
+  size_t bytes = rows * (sums_of(a) * sizeof(double) + (size_t)wide_columns(a) * sizeof(float));
+  int64_t decoded = tensor_exists(a->weight_codes.codes) ? tensor_count(a->weight) + tensor_count(a->x) : 0;
+  return bytes + (size_t)decoded * sizeof(float);
 }
 
 size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
@@ -67,11 +74,19 @@ size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
 static Scratch split_scratch(const LceLogitsExp *a) {
   double *sums = a->workspace.data;
   int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
-  Scratch s = {.sums = sums, .wide = (void *)(sums + (int64_t)sums_of(a) * rows)};
+  Scratch s = {
+      .sums = sums, .wide = (void *)(sums + (int64_t)sums_of(a) * rows), .x = a->x, .weight = a->weight};
   if (tensor_exists(a->softmax.e_distance)) s.distances = sums += rows;
   if (tensor_exists(a->softmax.e_squared)) s.squares = sums += rows;
   if (tensor_exists(a->softmax.max)) s.max = sums + rows, s.best = sums + 2 * rows;
   return s;
+}
+
+// Decodes the codes, in the last part of the workspace.
+static void decode_operands(const LceLogitsExp *a, Scratch *s) {
+  float *x = s->wide + scratch_rows(a->x.shape[0], a->weight.shape[0]) * wide_columns(a);
+  s->x = cpu_decode(a->x_codes, x);
+  s->weight = cpu_decode(a->weight_codes, x + tensor_count(a->x));
 }
 
 // Part `part` of `parts` of `count` floats, into the second-level cache.
@@ -110,7 +125,7 @@ static void shift_sums(const Scratch *s, int64_t at, double shift) {
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
-  Tensor x = cpu_part(a->x, LCE_TILE_ROWS, block);
+  Tensor x = cpu_part(scratch->x, LCE_TILE_ROWS, block);
   int64_t first_row = block * LCE_TILE_ROWS, rows = x.shape[0];
   int64_t first_tile = slice * g->tiles_of_slice,
           end_tile = min_i64(g->tiles, first_tile + g->tiles_of_slice);
@@ -136,11 +151,11 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     if (max) max[i] = -INFINITY, best[i] = 0;
   }
   for (int64_t t = first_tile; t < end_tile; t++) {
-    Tensor w = cpu_part(a->weight, LCE_TILE_COLUMNS, t);
+    Tensor w = cpu_part(scratch->weight, LCE_TILE_COLUMNS, t);
     int64_t column = t * LCE_TILE_COLUMNS, columns = w.shape[0];
     Tensor e = keep ? cpu_tile(a->exps, block, t) : tensor_columns(scratch_tile, 0, columns);
     cpu_gemm(backend, e, x, false, w, true, 1.0f, false);
-    Tensor next = t + 1 < g->tiles ? cpu_part(a->weight, LCE_TILE_COLUMNS, t + 1) : (Tensor){0};
+    Tensor next = t + 1 < g->tiles ? cpu_part(scratch->weight, LCE_TILE_COLUMNS, t + 1) : (Tensor){0};
     for (int64_t i = 0; i < rows; i++) {
       prefetch_part(next.data, next.shape[0] * next.stride, i, rows);
       float *z = cpu_row(e, i), u[LCE_TILE_COLUMNS], slope[LCE_TILE_COLUMNS];
@@ -248,6 +263,7 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
   Grid g = make_grid(backend, rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
+  if (tensor_exists(a->weight_codes.codes)) decode_operands(a, &scratch);
   const int32_t *targets = a->targets.data;
   const float *target_z = a->softmax.target_z.data;
   float *target_e = a->softmax.target_e.data, *anchor = a->softmax.anchor.data;

@@ -131,7 +131,7 @@ static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, cons
 
 struct OfLogits : Epilogue {
   static constexpr bool B_K_MAJOR = true, KEEPS_A = true;
-  enum { STAGES = 5 };
+  enum { STAGES = 4, BUFFERS = 3, WARP_BYTES = BUFFERS * STORE_BYTES };
 };
 
 // TERMS: with a bias, a soft-cap, distances, squares or largest logits.
@@ -141,10 +141,11 @@ template <bool TERMS> struct LogitsExp : OfLogits {
     EACH (h, TILE_M / 64) {
       ThreadParts parts;
       int row = work.row + me.row(h);
+      if constexpr (K::E4M3) K::decode(acc[h], c, row);
       epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
-        epilogue_store_bf16(c.out, c.buffer, pairs_of(acc[h]), work.column, work.row + me.first_row(h),
-                            me.lane);
+        epilogue_store_bf16<K::BUFFERS>(c.out, c.buffer, pairs_of(acc[h]), work.column,
+                                        work.row + me.first_row(h), me.lane);
       auto write = [&](const auto &values, auto *out, auto combine) {
         write_parts(values, out, c.s, row, work.column, combine);
       };

@@ -1,7 +1,7 @@
 // The host side of hopper_kernel.cuh: split-K, sampling's lists of k-steps, and where cuBLASLt is faster.
 #include <math.h>
 
-#include "kernels/cuda/hopper_exp.cuh"
+#include "kernels/cuda/hopper_exp_codes.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_sampled.cuh"
@@ -81,13 +81,15 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
   return p;
 }
 
-template <bool TERMS>
-static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
-  using K = KernelTraits<LogitsExp<TERMS>>;
+// Logits of x and weight: of codes, or as they are, without scales.
+template <typename Epilogue>
+static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Rows weight, void *parts,
+                       float inv_temperature) {
+  using K = KernelTraits<Epilogue>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
-  CUtensorMap x_map = tma_map(backend, a->x, K::ROWS),
-              weight_map = tma_map(backend, a->weight, TILE_N / CLUSTER),
+  CUtensorMap x_map = tma_map(backend, x.codes, K::ROWS),
+              weight_map = tma_map(backend, weight.codes, TILE_N / CLUSTER),
               out_map = store ? tma_map(backend, a->exps, STORE_ROWS) : x_map;
   EpilogueParams params = {.anchor = data_of<float>(a->softmax.target_z),
                            .targets = data_of<int32_t>(a->targets),
@@ -95,7 +97,9 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, flo
                            .parts = row_parts(a, parts, rows),
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
-                           .store = store};
+                           .store = store,
+                           .x_scale = data_of<float>(x.scale),
+                           .weight_scale = data_of<float>(weight.scale)};
   if (params.parts.squares)
     params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of the masked, too
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
@@ -107,7 +111,11 @@ bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, flo
   if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps)))
     return false;
   bool terms = lce_row_parts(&a->softmax) > 2 || tensor_exists(a->bias) || a->softcap > 0;
-  (terms ? logits_exp<true> : logits_exp<false>)(backend, a, parts, inv_temperature);
+  bool codes = tensor_exists(a->weight_codes.codes);
+  auto run = codes ? (terms ? logits_exp<LogitsExpOfCodes<true>> : logits_exp<LogitsExpOfCodes<false>>)
+                   : (terms ? logits_exp<LogitsExp<true>> : logits_exp<LogitsExp<false>>);
+  run(backend, a, codes ? a->x_codes : Fp8Rows{a->x}, codes ? a->weight_codes : Fp8Rows{a->weight}, parts,
+      inv_temperature);
   return true;
 }
 

@@ -111,7 +111,7 @@ static DEVICE void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int
 
 template <typename K> static DEVICE KStep k_step(const EpilogueParams &params, int step) {
   if (K::SAMPLED) return params.steps[step];
-  return {step * TILE_K, step * TILE_K};
+  return {step * K::STEP, step * K::STEP};
 }
 
 // Run by a whole warp, of which one lane issues: uniform addresses make the path to a load short.
@@ -169,8 +169,11 @@ static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, Pipelin
     wgmma_fence();
     EACH (i, TILE_K / 16)
       EACH (h, TILE_M / 64)
-        wgmma<COLUMNS, !K::A_K_MAJOR, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
-                                                     descriptor_advance(b, i * b_step), k > 0 || i > 0);
+        if constexpr (K::E4M3)
+          wgmma_e4m3(acc[h], descriptor_advance(a, h * 8192 + i * a_step), descriptor_advance(b, i * b_step));
+        else
+          wgmma<COLUMNS, !K::A_K_MAJOR, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
+                                                       descriptor_advance(b, i * b_step), k > 0 || i > 0);
     wgmma_commit();
     if (previous >= 0) {
       wgmma_wait<1>(); // the previous step has read its stage
@@ -204,6 +207,7 @@ static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params,
     }
     int columns = tile_columns<K>(s, work), a_first = me.row * 128;
     epilogue.begin(me, work, columns);
+    if constexpr (K::E4M3) epilogue.begin_sums(acc, me, work);
     // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
     // might wait two rounds ahead, which a parity does not tell.
     if (!K::COOPERATIVE && w >= work_stride()) named_barrier_sync<2 * WARPGROUP>(1 + consumer);

@@ -19,7 +19,7 @@ static const Hopper &hopper(Backend *backend) {
 }
 
 static bool tma_takes(Tensor t) {
-  return rows_start_aligned(t, WIDTH<bf16>) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
+  return rows_start_aligned(t, 16) && t.shape[0] > 0 && t.shape[1] > 0 && t.shape[0] <= INT32_MAX &&
          t.shape[1] <= INT32_MAX;
 }
 
@@ -31,8 +31,9 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128,
              shape[] = {columns, (cuuint64_t)t.shape[0], (cuuint64_t)parts},
              stride[] = {(cuuint64_t)t.stride * bytes, columns * bytes};
   cuuint32_t tile[] = {(cuuint32_t)(line / bytes), (cuuint32_t)rows, (cuuint32_t)parts}, every[] = {1, 1, 1};
-  CUtensorMapDataType type =
-      t.dtype == DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUtensorMapDataType type = t.dtype == DTYPE_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                             : t.dtype == DTYPE_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   CUresult result = hopper(backend).encode(
       &map, type, parts > 1 ? 3 : 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
       line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
@@ -51,8 +52,8 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
   s.rows = K::CLUSTER_ROWS, s.columns = K::CLUSTER_COLUMNS;
   s.m_tiles = (int)ceil_div(m, K::CLUSTER_ROWS);
   s.n_tiles = (int)ceil_div(n, K::CLUSTER_COLUMNS);
-  s.k_steps = (int)ceil_div(k, TILE_K);
-  int64_t groups = K::KEEPS_A ? ceil_div(m * k * 2, GROUP_BYTES)
+  s.k_steps = (int)ceil_div(k, K::STEP);
+  int64_t groups = K::KEEPS_A ? ceil_div(m * k * 2 * TILE_K / K::STEP, GROUP_BYTES)
                               : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
   s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;

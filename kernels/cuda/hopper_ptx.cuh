@@ -288,12 +288,14 @@ static DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
 #define REGS_192                                                                                             \
   REGS_128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "              \
            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA(COLUMNS, SETUP, A, B, KEEP, MAJOR, ...)                                                        \
+#define WGMMA_OF(TYPES, COLUMNS, SETUP, A, B, KEEP, MAJOR, ...)                                              \
   asm volatile("{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, " KEEP ", 0;\n\t" SETUP                           \
-               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" REGS_##COLUMNS             \
-               "}, " A ", " B ", keep, 1, 1, " MAJOR ";\n\t}"                                                \
+               "wgmma.mma_async.sync.aligned.m64n" #COLUMNS TYPES " {" REGS_##COLUMNS                        \
+               "}, " A ", " B ", keep, 1, 1" MAJOR ";\n\t}"                                                  \
                : ACC_##COLUMNS                                                                               \
                : __VA_ARGS__, "r"((int)keep), "n"(B_MN_MAJOR))
+#define WGMMA(COLUMNS, SETUP, A, B, KEEP, MAJOR, ...)                                                        \
+  WGMMA_OF("k16.f32.bf16.bf16", COLUMNS, SETUP, A, B, KEEP, ", " MAJOR, __VA_ARGS__)
 #define WIDEN(WHAT, LOW) ".reg .b64 " WHAT ";\n\tmov.b64 " WHAT ", {" LOW ", " DESCRIPTOR_HIGH "};\n\t"
 
 // d[64, COLUMNS] = (keep ? d : 0) + a[64, 16] b[16, COLUMNS], bf16 operands, fp32 accumulators; a and b
@@ -320,6 +322,13 @@ template <int COLUMNS> static DEVICE void wgmma(float (&d)[COLUMNS / 2], uint32_
     WGMMA(128, WIDEN("a", "%64") WIDEN("b", "%65"), "a", "b", "%66", "0, %67", "r"(a), "r"(b));
 }
 
+// d[64, 192] += a[64, 32] b[32, 192], of K-major e4m3 operands.
+static DEVICE void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b) {
+  constexpr bool keep = true;
+  constexpr bool B_MN_MAJOR = false; // nor has the instruction a word for it
+  WGMMA_OF("k32.f32.e4m3.e4m3", 192, "", "%96", "%97", "%98", "", "l"(a), "l"(b));
+}
+
 // With a in registers: two accumulators of 8 columns, rounded to bf16, are an a of 16 columns. b MN-major.
 template <int COLUMNS>
 static DEVICE void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32_t b, bool keep) {
@@ -340,6 +349,7 @@ static DEVICE void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32
 #undef REGS_128
 #undef REGS_192
 #undef WGMMA
+#undef WGMMA_OF
 #undef WIDEN
 #undef DESCRIPTOR_HIGH
 

@@ -12,25 +12,26 @@ static DEVICE uint32_t pack_bf16(float2 pair) {
   return pack_bf16(pair.x, pair.y);
 }
 
-// A warp's 16 rows by TILE_N columns, through its buffer, in tiles of 64 columns.
-template <typename Pair>
+// A warp's 16 rows by TILE_N columns, through its buffers, in tiles of 64 columns.
+template <int BUFFERS = 1, typename Pair>
 static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, Pair pair, int x, int y,
                                        int lane) {
   EACH (part, TILE_N / 64) {
-    if (lane == 0) tma_store_wait_read<0>(); // the buffer's previous contents have been read
+    uint32_t to = buffer + part % BUFFERS * STORE_BYTES;
+    if (lane == 0) tma_store_wait_read<BUFFERS - 1>(); // its previous contents have been read
     __syncwarp();
     int row = lane % 16;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) { // lanes 0 to 15 address columns [8 j, 8 j + 8), others the next 8
       int chunk = (j + lane / 16) ^ (row & 7);
       int i = part * 32 + j * 4;
-      stmatrix_x4(buffer + row * 128 + chunk * 16, pack_bf16(pair(i)), pack_bf16(pair(i + 2)),
+      stmatrix_x4(to + row * 128 + chunk * 16, pack_bf16(pair(i)), pack_bf16(pair(i + 2)),
                   pack_bf16(pair(i + 4)), pack_bf16(pair(i + 6)));
     }
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      tma_store_2d(out, buffer, x + part * 64, y);
+      tma_store_2d(out, to, x + part * 64, y);
       tma_store_commit();
     }
   }

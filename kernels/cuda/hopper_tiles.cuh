@@ -45,6 +45,7 @@ struct EpilogueParams {
   const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
   const int32_t *accumulate; // dW
   float unit;                // logits: what z is a multiple of where squares are summed, or 0 without them
+  const float *x_scale, *weight_scale; // logits of codes: [m] and [1]
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.
@@ -159,6 +160,8 @@ struct Epilogue {
   // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
   static constexpr bool COOPERATIVE = false;
   static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
+  // Whether A and B are codes, both K-major, of which a k-step has twice as many in its 128 bytes.
+  static constexpr bool E4M3 = false;
   // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
   static constexpr bool KEEPS_A = false;
   // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
@@ -183,6 +186,7 @@ struct Epilogue {
 // An epilogue and what follows from it.
 template <typename Epilogue> struct KernelTraits : Epilogue {
   enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
+  enum { STEP = Epilogue::E4M3 ? 2 * TILE_K : TILE_K }; // values of K
   enum { CLUSTER_ROWS = Epilogue::SHARE_A ? ROWS : CLUSTER * ROWS };
   enum { CLUSTER_COLUMNS = TILE_N * (Epilogue::SHARE_A ? CLUSTER : 1) / (Epilogue::GATE_UP ? 2 : 1) };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };

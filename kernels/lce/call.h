@@ -107,7 +107,7 @@ void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
 // The same where the head is split: each is summed from the rank with its row of W. local = the targets in this
 // rank's rows, or ELSEWHERE.
 void lce_split_target_z(const Call *c, Tensor target_z, Tensor local, Tensor x, Tensor targets);
-// E, R, dX = E W: the operation, and its arguments.
+// E, R, dX = E W: the operation, and its arguments, of which it pushes codes of x.
 void lce_exponentials(const Call *c, const Chunk *k);
 LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);
 // loss and outputs; with gradients r, c, and r X in scaled_x, which it pushes.

@@ -74,6 +74,8 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
       a->targets.shape[0] != tokens)
     fail("%s: loss is %s and targets is %s for %lld tokens", op, tensor_text(a->loss).text,
          tensor_text(a->targets).text, (long long)tokens);
+  if (tensor_exists(a->weight_codes.codes) && a->mode == LCE_MATERIALIZED)
+    fail("%s: weight_codes are for the fused mode; leave them out, or the materialized one", op);
   per_token("token_weights", a->token_weights, tokens);
   for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
     per_token("an output", a->outputs.all[i], tokens);

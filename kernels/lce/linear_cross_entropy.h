@@ -60,6 +60,7 @@ typedef struct {
   Tensor dbias;          // fp32 [V]; given when bias and dweight are
   Tensor x;              // fp32/bf16 [N, H]
   Tensor weight;         // fp32/bf16 [V, H]
+  Fp8Rows weight_codes;  // of weight, or absent: LceLogitsExp makes the logits of codes; LCE_FUSED alone
   Tensor bias;           // [V] of W's dtype, or absent
   Tensor targets;        // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, of the whole head
   Tensor token_weights;  // fp32 [N], or absent

@@ -67,12 +67,24 @@ void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets) {
                                                   .softcap = c->a->terms.softcap});
 }
 
+// x in codes, if W has them.
+static Fp8Rows push_codes(const Call *c, Tensor x) {
+  Fp8Rows codes = {0};
+  if (!tensor_exists(c->a->weight_codes.codes)) return codes;
+  codes.codes = push_matrix(c, "codes of x", DTYPE_E4M3, x.shape[0], x.shape[1]);
+  codes.scale = push_vector(c, "scales of x", DTYPE_F32, x.shape[0]);
+  quantize_rows(c->backend, (QuantizeRows){.out = codes, .x = x});
+  return codes;
+}
+
 LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k) {
   return (LceLogitsExp){.exps = k->exps,
                         .dx_raw = k->tokens.dx,
                         .softmax = k->softmax,
                         .x = k->tokens.x,
                         .weight = c->a->weight,
+                        .x_codes = push_codes(c, k->tokens.x),
+                        .weight_codes = c->a->weight_codes,
                         .bias = c->a->bias,
                         .targets = k->targets,
                         .first = c->a->shard.first,

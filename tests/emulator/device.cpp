@@ -28,7 +28,7 @@ struct Mma {
   int columns, group;
   MmaOperand a, b;
   const uint32_t *registers[32]; // of a, by lane
-  bool keep;
+  bool keep, e4m3;
 };
 struct Accumulators {
   std::vector<float> values; // [32, columns / 2]
@@ -408,7 +408,10 @@ CUresult tensor_map(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
                     const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   TensorMap m = {};
-  m.data = (char *)data, m.rank = (int)rank, m.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  m.data = (char *)data, m.rank = (int)rank,
+  m.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4
+              : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
+                                                      : 2;
   m.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 7 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 3 : 0;
   bool fits = (uintptr_t)data % 16 == 0 && (int)tile[0] * m.element <= 16 * ((int)m.swizzle + 1);
   for (unsigned i = 0; i < rank; i++) {
@@ -506,12 +509,13 @@ void tma_store_wait(int groups) {
 // --- wgmma -------------------------------------------------------------------------------------------------
 
 // Element (i, k) of an operand in shared memory, i along m or n.
-static float operand(const Block &block, MmaOperand o, int i, int k) {
+static float operand(const Block &block, MmaOperand o, int i, int k, bool e4m3) {
   uint32_t start = (o.descriptor & 0x3FFF) << 4, next_tile = (o.descriptor >> 16 & 0x3FFF) << 4;
   uint32_t address = o.mn_major ? start + (uint32_t)(i / 64 * (int)next_tile + k * 128 + i % 64 * 2)
-                                : start + (uint32_t)(i * 128 + k * 2);
-  uint16_t bits;
-  memcpy(&bits, pointer_in(block, address ^ (address >> 7 & 7) << 4), 2);
+                                : start + (uint32_t)(i * 128 + k * (e4m3 ? 1 : 2));
+  uint16_t bits = 0;
+  memcpy(&bits, pointer_in(block, address ^ (address >> 7 & 7) << 4), e4m3 ? 1 : 2);
+  if (e4m3) return __half2float(__half(__nv_cvt_fp8_to_halfraw((__nv_fp8_storage_t)bits, __NV_E4M3)));
   return widened(bits, 0);
 }
 
@@ -520,17 +524,17 @@ static void multiply(Warp &warp) {
   const Mma op = warp.mmas.front();
   warp.mmas.pop_front();
   Accumulators &acc = warp.accumulators[op.d[0]];
-  const int size = op.columns / 2, first_row = warp.index % 4 * 16;
-  static float a[16][16], b[16][256];
-  for (int k = 0; k < 16; k++) {
+  const int size = op.columns / 2, first_row = warp.index % 4 * 16, depth = op.e4m3 ? 32 : 16;
+  static float a[16][32], b[32][256];
+  for (int k = 0; k < depth; k++) {
     for (int row = 0; row < 16; row++)
       a[row][k] = op.a.registers ? widened(op.registers[row % 8 * 4 + k % 8 / 2][k / 8 * 2 + row / 8], k % 2)
-                                 : operand(*warp.block, op.a, first_row + row, k);
-    for (int j = 0; j < op.columns; j++) b[k][j] = operand(*warp.block, op.b, j, k);
+                                 : operand(*warp.block, op.a, first_row + row, k, op.e4m3);
+    for (int j = 0; j < op.columns; j++) b[k][j] = operand(*warp.block, op.b, j, k, op.e4m3);
   }
   for (int row = 0; row < 16; row++) {
     float sum[256] = {};
-    for (int k = 0; k < 16; k++)
+    for (int k = 0; k < depth; k++)
       for (int j = 0; j < op.columns; j++) sum[j] += a[row][k] * b[k][j];
     for (int j = 0; j < op.columns; j++) {
       int lane = row % 8 * 4 + j % 8 / 2;
@@ -553,7 +557,7 @@ static bool finish_mma(Warp &warp) {
   return true;
 }
 
-void wgmma(float *d, int columns, MmaOperand a, MmaOperand b, bool keep) {
+void wgmma(float *d, int columns, MmaOperand a, MmaOperand b, bool keep, bool e4m3) {
   Warp &warp = *thread->warp;
   warp.next.d[thread->lane] = d;
   warp.next.registers[thread->lane] = a.registers;
@@ -561,7 +565,7 @@ void wgmma(float *d, int columns, MmaOperand a, MmaOperand b, bool keep) {
     for (uint64_t value : warp.values)
       if (value != warp.values[0]) EMULATOR_FAILS("a warp's lanes pass different descriptors to wgmma");
     Mma op = warp.next;
-    op.columns = columns, op.group = warp.groups, op.a = a, op.b = b, op.keep = keep;
+    op.columns = columns, op.group = warp.groups, op.a = a, op.b = b, op.keep = keep, op.e4m3 = e4m3;
     const size_t size = (size_t)columns / 2;
     Accumulators &acc = warp.accumulators[op.d[0]];
     if (acc.values.empty()) {

@@ -154,7 +154,7 @@ struct MmaOperand {
   bool mn_major;
   const uint32_t *registers = nullptr;
 };
-void wgmma(float *d, int columns, MmaOperand a, MmaOperand b, bool keep);
+void wgmma(float *d, int columns, MmaOperand a, MmaOperand b, bool keep, bool e4m3 = false);
 void wgmma_commit();
 void wgmma_wait(int groups);
 

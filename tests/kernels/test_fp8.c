@@ -2,7 +2,7 @@
 
 #include <float.h>
 
-#include "tests/harness.h"
+#include "tests/loss_problem.h"
 
 // Four bits of exponent with bias 7, three of mantissa; exponent 0 is that of 1 without the leading one.
 static double defined(int code) {
@@ -157,6 +157,203 @@ HARNESS_TEST(test_matmul) {
     }
 }
 
+// --- a scale for each row or for all, and the loss's logits of such codes -----------------------------------
+
+static Fp8Rows coded(Harness *h, Tensor x, bool by_row) {
+  Fp8Rows out = {.codes = poisoned(h, DTYPE_E4M3, x.shape[0], x.shape[1]),
+                 .scale = poisoned_vector(h, DTYPE_F32, by_row ? x.shape[0] : 1)};
+  quantize_rows(h->backend, (QuantizeRows){.out = out, .x = x});
+  return out;
+}
+
+static double *read_of(Harness *h, Fp8Rows fp8) {
+  int64_t rows = fp8.codes.shape[0], columns = fp8.codes.shape[1];
+  const uint8_t *codes = codes_of(h, fp8.codes);
+  double *values = host_values(h, rows * columns), *scales = values_of(h, fp8.scale);
+  for (int64_t i = 0; i < rows * columns; i++)
+    values[i] = (double)e4m3_to_f32(codes[i]) * scales[tensor_count(fp8.scale) > 1 ? i / columns : 0];
+  return values;
+}
+
+static void check_rows(Harness *h, int64_t rows, int64_t columns, double scale, bool by_row) {
+  double *x = random_values(h, rows * columns, scale);
+  x[columns - 1] = -57 * scale; // an outlier
+  for (int64_t i = 0; i < columns && rows > 2; i++) x[2 * columns + i] = 0;
+  Fp8Rows fp8 = coded(h, tensor_from(h, h->dtype, x, rows, columns), by_row);
+  const uint8_t *codes = codes_of(h, fp8.codes);
+  const double *scales = values_of(h, fp8.scale), *got = read_of(h, fp8);
+  int64_t of = by_row ? columns : rows * columns, step = by_row ? 1 : ceil_div(rows, FP8_SUMMED_ROWS);
+  for (int64_t first = 0; first < rows * columns; first += of) {
+    float amax = 0;
+    double squares = 0, products = 0, error = 0;
+    for (int64_t i = first; i < first + of; i++) amax = fmaxf(amax, fabsf((float)x[i]));
+    for (int64_t i = first; i < first + of; i++) {
+      uint8_t want = e4m3_from_f32((float)x[i] * fminf(448 / amax, FLT_MAX));
+      if (codes[i] != want)
+        fail_msg("element %lld of %lld x %lld times %g: code %02x, not %02x", (long long)i, (long long)rows,
+                 (long long)columns, scale, codes[i], want);
+      if (!by_row && i / columns % step) continue;
+      squares += x[i] * x[i], products += x[i] * (double)e4m3_to_f32(want);
+      error += x[i] * (got[i] - x[i]);
+    }
+    double want = products > 0 ? squares / products : 1, found = scales[first / of];
+    if (!(fabs(found - want) <= 1e-6 * want) || !(fabs(error) <= 1e-5 * squares))
+      fail_msg("scale %lld of %lld x %lld times %g is %.9g, not %.9g", (long long)(first / of),
+               (long long)rows, (long long)columns, scale, found, want);
+  }
+}
+
+HARNESS_TEST(test_quantize_rows) {
+  if (h->backend->no_fp8) skip();
+  static const int64_t shapes[][2] = {{1, 16}, {3, 48}, {131, 528}, {9, 4112}, {2500, 32}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int by_row = 0; by_row < 2; by_row++) {
+      check_rows(h, shapes[i][0], shapes[i][1], 1, by_row);
+      check_rows(h, shapes[i][0], shapes[i][1], 1e-15, by_row);
+    }
+  check_rows(h, 5, 32, 1e18, true);
+  check_rows(h, 5, 32, 1e18, false);
+  double x[3 * 32] = {[5] = NAN, [32 + 7] = -INFINITY, [64 + 1] = 2};
+  Tensor given = tensor_from(h, h->dtype, x, 3, 32);
+  double *scales = values_of(h, coded(h, given, true).scale);
+  assert_true(isnan(scales[0]) && isnan(scales[1]) && fabs(scales[2] * 448 - 2) < 1e-6);
+  assert_true(isnan(*values_of(h, coded(h, given, false).scale)));
+}
+
+// Whether the logits are of codes; a GPU without the Hopper kernels, and one in fp32, makes them exactly.
+static bool logits_of_codes(const Harness *h) {
+  return h->backend->device == ON_CPU || (h->dtype == DTYPE_BF16 && !h->backend->no_sampling);
+}
+
+typedef struct {
+  int64_t rows, hidden, vocab;
+  bool terms; // a soft-cap, distances and the largest logits
+} CodedShape;
+
+// E of what the codes stand for about the exact logit of the target, and dx = E W of the exact W.
+static void logits_of_codes_case(Harness *h, const void *shape) {
+  CodedShape s = *(const CodedShape *)shape;
+  if (small_shapes() && s.rows * s.vocab > 400000) return;
+  double *x = random_values(h, s.rows * s.hidden, 1),
+         *weight = random_values(h, s.vocab * s.hidden, 2 / sqrt((double)s.hidden));
+  int32_t *targets = random_ids(h, s.rows, s.vocab);
+  targets[0] = (int32_t)s.vocab - 1;
+  if (s.rows > 3) targets[3] = IGNORE_INDEX;
+  for (int64_t i = 0; i < s.hidden; i++) x[i] += 2 * weight[s.vocab / 2 * s.hidden + i]; // a logit of about 8
+  Tensor x_tensor = tensor_from(h, h->dtype, x, s.rows, s.hidden);
+  Tensor weight_tensor = tensor_from(h, h->dtype, weight, s.vocab, s.hidden);
+  Fp8Rows weight_codes = coded(h, weight_tensor, false), x_codes = coded(h, x_tensor, true);
+  double *x_read = x, *weight_read = weight, *z = host_values(h, s.rows * s.vocab);
+  if (logits_of_codes(h)) x_read = read_of(h, x_codes), weight_read = read_of(h, weight_codes);
+  reference_linear(z, x_read, weight_read, false, NULL, NULL, s.rows, s.hidden, s.vocab);
+  Tensor all = poisoned(h, DTYPE_F32, 6, s.rows), ids = ids_from(h, targets, s.rows);
+  SoftmaxStatistics softmax = {0};
+  Tensor *given[] = {&softmax.target_z, &softmax.anchor,     &softmax.row_sum,
+                     &softmax.target_e, &softmax.e_distance, &softmax.max};
+  for (int i = 0; i < (s.terms ? 6 : 4); i++) *given[i] = tensor_flat(tensor_rows(all, i, 1));
+  if (s.terms) softmax.best = ids_from(h, targets, s.rows);
+  double softcap = s.terms ? 5 : 0;
+  lce_target_logits(h->backend, (LceTargetLogits){.target_z = softmax.target_z,
+                                                  .x = x_tensor,
+                                                  .weight = weight_tensor,
+                                                  .targets = ids,
+                                                  .softcap = (float)softcap});
+  LceLogitsExp a = {.exps = poisoned_strided(h, h->dtype, s.rows, s.vocab, (s.vocab + 63) / 64 * 64),
+                    .dx_raw = poisoned(h, DTYPE_F32, s.rows, s.hidden),
+                    .softmax = softmax,
+                    .x = x_tensor,
+                    .weight = weight_tensor,
+                    .x_codes = x_codes,
+                    .weight_codes = weight_codes,
+                    .targets = ids,
+                    .softcap = (float)softcap};
+  int64_t across = ceil_div(s.vocab, LCE_TILE_COLUMNS);
+  if (!s.terms) a.tile_sums = poisoned(h, DTYPE_F32, s.rows, across);
+  lce_logits_exp(h->backend, a);
+  // Hopper adds products of codes to 14 bits.
+  double error = h->backend->device == ON_CUDA && logits_of_codes(h) ? 0.02 : 3e-5;
+  double stored = h->dtype == DTYPE_BF16 ? 0x1.02p-8 : 0;
+  double *exps = values_of(h, a.exps), *sums = values_of(h, softmax.row_sum),
+         *anchors = values_of(h, softmax.anchor);
+  double *tile_sums = s.terms ? NULL : values_of(h, a.tile_sums);
+  double *dx = host_values(h, s.rows * s.hidden);
+  for (int64_t n = 0; n < s.rows; n++) {
+    double anchor = 0, sum = 0;
+    for (int64_t i = 0; i < s.hidden && targets[n] >= 0; i++)
+      anchor += x[n * s.hidden + i] * weight[targets[n] * s.hidden + i];
+    if (softcap > 0) anchor = softcap * tanh(anchor / softcap);
+    if (targets[n] >= 0 && !(fabs(anchors[n] - anchor) <= 1e-4))
+      fail_msg("anchor %lld is %.9g, not %.9g", (long long)n, anchors[n], anchor);
+    for (int64_t j = 0; j < s.vocab; j++) {
+      double u = z[n * s.vocab + j], slope = 1, got = exps[n * s.vocab + j];
+      if (softcap > 0) u = softcap * tanh(u / softcap), slope = 1 - u * u / (softcap * softcap);
+      double e = targets[n] == IGNORE_INDEX || j == targets[n] ? 0 : exp(u - anchor);
+      sum += e;
+      if (!(fabs(got - e * slope) <= (error + stored) * e + 1e-30))
+        fail_msg("E[%lld, %lld] is %.9g, not %.9g (%lld x %lld x %lld)", (long long)n, (long long)j, got,
+                 e * slope, (long long)s.rows, (long long)s.hidden, (long long)s.vocab);
+      for (int64_t i = 0; i < s.hidden; i++) dx[n * s.hidden + i] += got * weight[j * s.hidden + i];
+    }
+    double of_tiles = s.terms ? sums[n] : 0;
+    for (int64_t t = 0; t < across && !s.terms; t++) of_tiles += tile_sums[n * across + t];
+    assert_true(fabs(of_tiles - sums[n]) <= (1e-5 + stored) * sum);
+    if (!(fabs(sums[n] - sum) <= error * sum))
+      fail_msg("row sum %lld is %.9g, not %.9g", (long long)n, sums[n], sum);
+  }
+  check_gaps(h, "E", in_pieces(a.exps));
+  check_values(h, "E W", a.dx_raw, dx, with_size(within(8, (double)s.vocab), 1));
+}
+
+HARNESS_TEST(test_logits_of_codes) {
+  if (h->backend->no_fp8) skip();
+  static const CodedShape shapes[] = {{1, 16, 7, .terms = false},      {5, 48, 193, .terms = true},
+                                      {130, 144, 385, .terms = false}, {257, 272, 1000, .terms = true},
+                                      {129, 256, 192, .terms = false}, {300, 1040, 2001, .terms = false},
+                                      {70, 2048, 1003, .terms = true}};
+  RUN_CASES(h, logits_of_codes_case, shapes);
+}
+
+static double distance(const double *a, const double *b, int64_t count) {
+  double squares = 0, size = 0;
+  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]), size += b[i] * b[i];
+  return sqrt(squares / size);
+}
+
+// The layer, in chunks: near the exact one, in the mean without a trend; a NaN stays in its row.
+HARNESS_TEST(test_loss_of_codes) {
+  if (h->backend->no_fp8) skip();
+  enum { ROWS = 300, HIDDEN = 144, VOCAB = 1003, CHUNK = 130, LOST = 7, REPAIRED = 141 };
+  ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 3);
+  p.scale = 1.0 / ROWS;
+  for (int64_t n = 0; n < ROWS; n += 9) p.targets[n] = IGNORE_INDEX;
+  loss_problem_lead(&p, REPAIRED, (p.targets[REPAIRED] + 1) % VOCAB, 90); // its sum is too large
+  reference_gradients(h, &p);
+  LinearCrossEntropy calls[2] = {loss_call(h, &p, LCE_FUSED, CHUNK), loss_call(h, &p, LCE_FUSED, CHUNK)};
+  calls[1].weight_codes = coded(h, calls[1].weight, false);
+  const double *loss[2], *dx[2], *dweight[2];
+  double mean[2] = {0};
+  for (int i = 0; i < 2; i++) {
+    linear_cross_entropy(h->backend, calls[i]);
+    loss[i] = values_of(h, calls[i].loss), dx[i] = values_of(h, calls[i].dx),
+    dweight[i] = values_of(h, calls[i].dweight);
+    for (int64_t n = 0; n < ROWS; n++) mean[i] += loss[i][n] / ROWS;
+  }
+  assert_true(fabs(loss[1][REPAIRED] / loss[0][REPAIRED] - 1) < 0.01 && loss[0][REPAIRED] > 80);
+  bool codes = logits_of_codes(h);
+  double off[] = {distance(dx[1], dx[0], ROWS * HIDDEN), distance(dweight[1], dweight[0], VOCAB * HIDDEN)};
+  if (!(fabs(mean[1] / mean[0] - 1) <= (codes ? 4e-3 : 0) && off[0] <= 0.05 && off[1] <= 0.05))
+    fail_msg("the mean loss is %.6g, not %.6g; dx is off by %.3g, dweight by %.3g", mean[1], mean[0], off[0],
+             off[1]);
+  assert_true(codes == (off[0] > 0 && off[1] > 0));
+  if (codes) ASSERT_REFUSED(h, calls[1], "weight_codes are for the fused mode", a.mode = LCE_MATERIALIZED);
+  const float lost = NAN; // a bf16 is its upper half
+  char *at = (char *)calls[1].x.data + LOST * HIDDEN * dtype_bytes(h->dtype);
+  backend_to_device(h->backend, tensor_1d(at, h->dtype, 1), (const char *)&lost + 4 - dtype_bytes(h->dtype));
+  linear_cross_entropy(h->backend, calls[1]);
+  const double *again = values_of(h, calls[1].loss);
+  for (int64_t n = 0; n < ROWS; n++) assert_true(n == LOST ? isnan(again[n]) : again[n] == loss[1][n]);
+}
+
 HARNESS_TEST(test_refusals) {
   Tensor x = poisoned(h, h->dtype, 16, 24), amax = poisoned_vector(h, DTYPE_F32, 1);
   Tensor codes = poisoned(h, DTYPE_E4M3, 16, 24), out = poisoned(h, h->dtype, 16, 16);
@@ -164,6 +361,9 @@ HARNESS_TEST(test_refusals) {
   assert_fails(h, part, quantize(h->backend, (Quantize){.out = {.codes = codes, .amax = amax}, .x = x}));
   Fp8 fp8 = {.codes = codes, .amax = amax};
   assert_fails(h, part, matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8}));
+  Fp8Rows by_row = {.codes = codes, .scale = poisoned_vector(h, DTYPE_F32, 16)};
+  assert_fails(h, "FP8 takes multiples of 16 columns, and not x of 24",
+               quantize_rows(h->backend, (QuantizeRows){.out = by_row, .x = x}));
 }
 
 TEST_MAIN(run_on_backends())

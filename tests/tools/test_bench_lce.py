@@ -2,6 +2,7 @@
 """tools/bench_lce: losses of trained states, plans, tiles dropped as M0 says, every rung, and refusals."""
 import json
 import pathlib
+import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -43,7 +44,7 @@ def test_trained_states(folder):
         found = rows(*state)
         assert found["loss"]["targets"] == 16 and abs(found["loss"]["loss"] - want) < 2e-4, (found, want)
         assert (found["fused, chunk 5"]["hidden_size"], found["fused, chunk 5"]["vocab_size"]) == (16, 300)
-        bench(*state).ok(": N 16, H 16, V 300\n", f"  loss {found['loss']['loss']:.4f} over 16 targets\n", "three plain GEMMs")
+        bench(*state).ok(": N 16, H 16, V 300\n", f"  loss {found['loss']['loss']:.4f} over 16 targets: fused, chunk 5\n", "three plain GEMMs")
     (at / "llama" / "tokenizer.json").write_text("{}")  # its tokens are not bytes
     warned = bench("--checkpoint", at / "llama", "--data", at / "corpus", "--seq-len", 16, "--tokens", 16, "--repeat", 1).ok()
     assert "corpus is read byte by byte, though " in warned.err, warned
@@ -60,6 +61,18 @@ def test_sampled_tiles(folder):
                 assert row["dropped_tiles"] == dropped and (row["dropped_mass"] > 0) == dropped, row
         assert "dropped_tiles" in found["+ sampling"]
         assert found["+ z-loss"]["term"] == "z-loss" and "base_seconds" in found["+ z-loss"]
+
+
+def test_codes(folder):
+    words = "--tokens 40 --hidden-size 32 --vocab 500 --chunk 40,16 --repeat 1 --fp8".split()
+    found, planned = rows(*words), rows(*words, "--plan")
+    for chunk in 40, 16:
+        row = found[f"fused, chunk {chunk}, fp8"]
+        assert row["ratio"] > 0, row
+        assert row["layer_bytes"] == planned[f"fused, chunk {chunk}, fp8"]["layer_bytes"] > found[f"fused, chunk {chunk}"]["layer_bytes"]
+    state = "--checkpoint", files() / "gpt2", "--data", files() / "corpus", "--seq-len", 16, "--tokens", 64, "--repeat", 1
+    losses = [float(loss) for loss in re.findall(r"loss (.*) over 64 targets", bench(*state, "--fp8").ok().out)]
+    assert len(losses) == 2 and abs(losses[1] / losses[0] - 1) < 2e-3, losses
 
 
 def test_a_plan_is_what_a_run_holds(folder):

@@ -98,7 +98,7 @@ def test_each_option_refuses_wrong_values(folder):
 def test_words_that_are_no_options(folder):
     for name, has_value in options().items():
         line, says = (f"--{name}", f": give a value, --{name} ") if has_value else (f"--{name}=7", f"=7: --{name} takes no value")
-        if name not in ("help", "usage", "version"):
+        if name not in ("help", "usage", "version", "fp8"):
             train(line, cwd=folder).refused(f"lce: --{name}{says}")
     for line, says in {"--vocabulary 7": "--vocabulary is not an option: try --vocab; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
                        "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
@@ -158,6 +158,8 @@ REFUSED = [
     ("--recompute-layers 1", "says in how many layers to recompute, and not what: add --recompute"),
     ("--recompute layer --recompute-layers 99", "99: the model has 4 layers; leave it out, or give 0, for all of them"),
     ("--mlp-chunk 8 --recompute mlp", "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"),
+    ("--fp8=head", "--fp8 head: give none, all or layers"),
+    ("--fp8 head", "'head' is not an option"),
     ("--fp8 --seq-len 100", "--fp8 takes multiples of 16, and --seq-len is 100"),
     ("--fp8 --mlp-chunk 30 --recompute layer", "--fp8 takes multiples of 16, and --mlp-chunk is 30"),
     ("--fp8 --head-dim 20", "--fp8 takes multiples of 16, and key/value heads x head size is 40"),

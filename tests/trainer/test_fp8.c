@@ -35,6 +35,33 @@ TEST(test_gradients) {
   }
 }
 
+// --fp8 layers leaves the loss exact, and so does the materialized mode, which holds no codes of the head.
+TEST(test_logits) {
+  for (int m = 0; m < MODELS; m++) {
+    static const char *const options[] = {"--fp8",
+                                          "--fp8 all",
+                                          "--fp8 layers",
+                                          "--fp8 --lce-chunk 50 --lce-sample 1",
+                                          "--fp8 --materialized-logits",
+                                          "--fp8 layers --materialized-logits"};
+    double losses[6], norms[6];
+    size_t weights[6];
+    for (int i = 0; i < 6; i++) {
+      Run *run = open_run(models[m], options[i]);
+      StepResult r = run_step(run, 0);
+      losses[i] = r.loss, norms[i] = r.grad_norm;
+      weights[i] = run->h->backend->memory.ledger.highest[MEMORY_WEIGHTS];
+      run_close(run);
+    }
+    assert_true(losses[0] == losses[1] && norms[0] == norms[1] && weights[0] == weights[1]);
+    assert_true(losses[4] == losses[5] && norms[4] == norms[5] && weights[4] == weights[5]);
+    assert_true(losses[2] != losses[0] && losses[3] == losses[0]);
+    assert_true(fabs(losses[0] / losses[2] - 1) < 0.001 && fabs(norms[0] / norms[2] - 1) < 0.02);
+    assert_int_equal(weights[2], weights[4]);
+    assert_true(weights[0] > weights[2] + 300 * 32);
+  }
+}
+
 TEST(test_loss_falls) {
   for (int m = 0; m < MODELS; m++) {
     double last[2];

@@ -243,11 +243,15 @@ def test_offloading_changes_no_bit(folder):
 
 # The same bits again from a checkpoint, which says that the run is in FP8.
 def test_fp8_resumes_bitwise(folder):
-    options = (LLAMA + "--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8 --save-every 2 --save-dtype fp32 "
+    options = ("--hidden-size 32 --intermediate-size 48 --head-dim 16 --fp8 --save-every 2 --save-dtype fp32 "
                f"--dtype {'bf16' if GPUS else 'fp32'} ")
     for ranks, zero in ((0, ""), (2, "--zero 2"), (2, MUON + "--zero 1")):
-        whole = job(ranks, options + zero)
+        whole = job(ranks, LLAMA + options + zero)
         whole.same_bits(resume(ranks, whole.checkpoint(2), "--save-dtype fp32 " + zero))
+    for model in LLAMA, TIED:
+        split = job(2, model + options + "--vocab-parallel --zero 1")
+        job(0, model + options).same_training(split)
+        split.same_bits(resume(2, split.checkpoint(2), "--save-dtype fp32 --vocab-parallel --zero 1"))
 
 
 # The head's rows on several ranks: its loss is that of the whole head.

@@ -81,6 +81,8 @@ static const struct Case {
     {LLAMA "--num-layers 2 --total-batch 68", {RECOMPUTED}},
     {FP8_LLAMA, {RECOMPUTED}},
     {FP8_LLAMA "--recompute layer --mlp-chunk 64", {""}}, // chunks of the MLP have factors of their own
+    {FP8_LLAMA "--tie-word-embeddings --lce-chunk 50 --lce-sample 2", {"--offload weights", "--fp8 all"}},
+    {FP8_LLAMA "--fp8 layers", {"--recompute mlp", "--offload weights"}},
     {FP8 "3 --model gpt2-tiny --hidden-size 48", {RECOMPUTED}},
     {FP8 "4 --model qwen3-0.6b --hidden-size 32 --intermediate-size 48 --num-key-value-heads 2",
      {RECOMPUTED}},
