@@ -578,12 +578,12 @@ typedef struct {
   int64_t count;
 } AolScale;
 
-// Of each: out = alpha left right + beta addend, where left or right may be transposed.
+// Of each: out = alpha left right + beta addend + diagonal I, where left or right may be transposed.
 typedef struct {
   Matrices out, left, right, addend; // [M, N], [M, K], [K, N]; addend [M, N], or absent
   int64_t count;
   bool left_transposed, right_transposed;
-  float alpha, beta;
+  float alpha, beta, diagonal; // diagonal: added to what is rounded already
 } BatchedGemm;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.

@@ -3,6 +3,9 @@
 // 1 to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. Where x has more rows than columns
 // the same is done to its transpose: A = y^T y.
 //
+// Where one side of x is more than 1.5 times the other, the last two steps are one product Q y. The first
+// has P = a + b A + c A A, the second A' = P A P, and Q = (a' + b' A' + c' A' A') P: all as small as A.
+//
 // aol_scale brings them into (0, 1] by the first step's own A (Boissin et al. 2025, "Turbo-Muon"): most are
 // twice what x / |x| has, so that four steps reach as far as Jordan's five. The polynomials have the least
 // error on [0.003, 1] (Amsel et al. 2025, "The Polar Express"), but that the first leaves room for values 5%
@@ -40,16 +43,28 @@ void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count
     batched_gemm(backend, (BatchedGemm){g, x[i], x[i], none, count, tall, !tall, .alpha = 1});
     aol_scale(backend, (AolScale){.out = from(y, i * count), .x = x[i], .gram = g, .s = s, .count = count});
   }
-  for (int step = 0; step < STEPS; step++) {
-    bool last = step == STEPS - 1; // writes x
+  bool combines = 2 * max_i64(rows, columns) > 3 * side; // the last two steps
+  int last_step = combines ? STEPS - 2 : STEPS - 1;
+  for (int step = 0; step <= last_step; step++) {
+    bool last = step == last_step; // writes x
     float factor = last ? scale : 1;
     if (step > 0) batched_gemm(backend, (BatchedGemm){gram, y, y, none, all, tall, !tall, .alpha = 1});
-    batched_gemm(backend,
-                 (BatchedGemm){polynomial, gram, gram, gram, all, .alpha = c[step], .beta = b[step]});
+    batched_gemm(backend, (BatchedGemm){polynomial, gram, gram, gram, all, .alpha = c[step], .beta = b[step],
+                                        .diagonal = last && combines ? a[step] : 0});
+    if (last && combines) {
+      Matrices p = polynomial, product = {tensor_2d(next.first.data, dtype, side, side), next.apart};
+      batched_gemm(backend, (BatchedGemm){product, p, gram, none, all, .alpha = 1});
+      batched_gemm(backend, (BatchedGemm){gram, product, p, none, all, .alpha = 1});
+      batched_gemm(backend,
+                   (BatchedGemm){product, gram, gram, gram, all, .alpha = c[step + 1], .beta = b[step + 1]});
+      batched_gemm(backend, (BatchedGemm){gram, product, p, p, all, .alpha = 1, .beta = a[step + 1]});
+      polynomial = gram;
+    }
     for (int i = 0; i < (last ? kinds : 1); i++) {
       Matrices p = from(polynomial, i * count), z = from(y, i * count);
-      batched_gemm(backend, (BatchedGemm){last ? x[i] : next, tall ? z : p, tall ? p : z, z,
-                                          last ? count : all, .alpha = factor, .beta = factor * a[step]});
+      batched_gemm(backend,
+                   (BatchedGemm){last ? x[i] : next, tall ? z : p, tall ? p : z, last && combines ? none : z,
+                                 last ? count : all, .alpha = factor, .beta = factor * a[step]});
     }
     Matrices kept = y;
     y = next, next = kept;

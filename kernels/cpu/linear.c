@@ -76,5 +76,6 @@ void cpu_batched_gemm(Backend *backend, const BatchedGemm *a) {
     if (adds) scale_matrix(out, nth(a->addend, n), a->beta, NULL, NULL);
     cpu_gemm(backend, out, nth(a->left, n), a->left_transposed, nth(a->right, n), a->right_transposed,
              a->alpha, adds);
+    for (int64_t i = 0; i < min_i64(out.shape[0], out.shape[1]); i++) cpu_row(out, i)[i] += a->diagonal;
   }
 }

@@ -249,12 +249,24 @@ void cuda_aol_scale(Backend *backend, const AolScale *a) {
   });
 }
 
+// Of matrix blockIdx.y.
+template <typename T> static __global__ void __launch_bounds__(256) add_diagonal(Matrices x, float value) {
+  int64_t i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= x.first.shape[0] || i >= x.first.shape[1]) return;
+  T *at = data_of<T>(x.first) + blockIdx.y * x.apart + i * (x.first.stride + 1);
+  *at = from_float<T>(to_float(*at) + value);
+}
+
 void cuda_batched_gemm(Backend *backend, const BatchedGemm *a) {
   Gemm g = gemm_of(a->out.first, a->left.first, a->left_transposed, a->right.first, a->right_transposed);
   g.alpha = a->alpha, g.beta = a->beta, g.batch = (int)a->count;
   g.left.apart = a->left.apart, g.right.apart = a->right.apart, g.out_apart = a->out.apart;
   g.addend = a->addend.first, g.addend_apart = a->addend.apart;
   if (g.batch) cuda_gemm(backend, &g);
+  if (a->diagonal == 0) return;
+  KernelLaunch launch = {"batched_gemm", cuda_stream(backend), Grid(ceil_div(g.m(), 256), g.batch), 256};
+  with_float(g.out.dtype,
+             [&](auto type) { launch_kernel(launch, add_diagonal<decltype(type)>, a->out, a->diagonal); });
 }
 
 // --- the clip factor ---------------------------------------------------------------------------------------
