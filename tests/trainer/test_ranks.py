@@ -250,7 +250,7 @@ def test_fp8_resumes_bitwise(folder):
         whole.same_bits(resume(ranks, whole.checkpoint(2), "--save-dtype fp32 " + zero))
     for model in LLAMA, TIED:
         split = job(2, model + options + "--vocab-parallel --zero 1")
-        job(0, model + options).same_training(split)
+        job(0, model + options).same_column(split, "loss", 5e-3)  # each part of W has a scale of its own
         split.same_bits(resume(2, split.checkpoint(2), "--save-dtype fp32 --vocab-parallel --zero 1"))
 
 
