@@ -175,10 +175,12 @@ static int64_t heads_of(Tensor x, Tensor weight) {
 #define NORM_BIAS(field, form) FIELD(field, a->kind == NORM_LAYER ? form : "absent: an RMS norm has no bias")
 
 NEEDS(norm_forward, NormForward, NORM_FIELDS, FIELD(out, "T [N, W] strided"), NORM_BIAS(bias, "T [H]"),
+      FIELD(amax, "fp32 [1] or absent"),
       FIELD(residual, a->kind == NORM_RMS ? "T [N, W] or absent" : "absent: it is for an RMS norm"))
 
 NEEDS(norm_backward, NormBackward, NORM_FIELDS, FIELD(dout, "T [N, W] strided"),
-      FIELD(dx, "T [N, W] strided"), FIELD(dweight, "fp32|bf16 [H]"), NORM_BIAS(dbias, "fp32|bf16 [H]"),
+      FIELD(dx, "T [N, W] strided"), FIELD(amax, "fp32 [1] or absent"), FIELD(dweight, "fp32|bf16 [H]"),
+      NORM_BIAS(dbias, "fp32|bf16 [H]"),
       FIELD(dx_sum, a->kind == NORM_LAYER && a->accumulate_dx && a->x.shape[1] == a->weight.shape[0]
                         ? "fp32|bf16 [H] or absent"
                         : "absent: it is for a LayerNorm of whole rows that adds to dx"),
@@ -246,13 +248,28 @@ NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3
 
 #define NAMED_ACTIVATION REFUSE(!a->activation, "no activation is named")
 
-NEEDS(activation_forward, ActivationForward, NAMED_ACTIVATION, FIELD(out, "T [N, F]"),
-      SIZE(P, COLUMNS_OF(a->activation, a->out.shape[1])), FIELD(x, "T [N, P]"),
-      FIELD(amax, "fp32 [1] or absent"))
+// Of a matrix of this shape, which is absent or not.
+#define MATRIX_OR_CODES(matrix, rows, columns)                                                               \
+  FIELD(matrix,                                                                                              \
+        tensor_exists(a->fp8.amax) ? "T [" rows ", " columns "] or absent" : "T [" rows ", " columns "]"),   \
+      FIELD(fp8.codes, "e4m3 [" rows ", " columns "] or absent"),                                            \
+      FIELD(fp8.transposed, "e4m3 [" columns ", " rows "] or absent"),                                       \
+      FIELD(fp8.amax, tensor_exists(a->fp8.codes) || tensor_exists(a->fp8.transposed)                        \
+                          ? "fp32 [1]"                                                                       \
+                          : "fp32 [1] or absent"),                                                           \
+      MULTIPLES_OF_16(fp8.codes), MULTIPLES_OF_16(fp8.transposed)
+
+static int64_t columns_out(const ActivationForward *a) {
+  return tensor_exists(a->out) ? a->out.shape[1] : a->x.shape[1] / COLUMNS_OF(a->activation, 1);
+}
+
+NEEDS(activation_forward, ActivationForward, NAMED_ACTIVATION, SIZE(F, columns_out(a)),
+      MATRIX_OR_CODES(out, "N", "F"), SIZE(P, COLUMNS_OF(a->activation, columns_out(a))),
+      FIELD(x, "T [N, P]"))
 
 NEEDS(activation_backward, ActivationBackward, NAMED_ACTIVATION, FIELD(dout, "T [N, F]"),
-      SIZE(P, COLUMNS_OF(a->activation, a->dout.shape[1])), FIELD(x, "T [N, P]"), FIELD(dx, "T [N, P]"),
-      FIELD(amax, "fp32 [1] or absent"))
+      SIZE(P, COLUMNS_OF(a->activation, a->dout.shape[1])), FIELD(x, "T [N, P]"),
+      MATRIX_OR_CODES(dx, "N", "P"))
 
 // --- attention ---------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ typedef struct {
   Tensor x;            // fp32/bf16 [N, M H]; may be strided
   Tensor weight, bias; // fp32/bf16 [H]; no bias for NORM_RMS
   Tensor residual;     // fp32/bf16 [N, M H], or absent: added to the norm; for NORM_RMS
+  Tensor amax;         // fp32 [1], or absent: max |out|, for quantize
   float epsilon;
 } NormForward;
 
@@ -89,10 +90,31 @@ typedef struct {
   Tensor dout, x;     // fp32/bf16 [N, M H]
   Tensor weight;      // fp32/bf16 [H]
   Tensor mean, rstd;  // as in the forward pass
+  Tensor amax;        // fp32 [1], or absent: max |dx|, for quantize
   bool accumulate_dx; // add to dx rather than write it
   bool accumulate;    // likewise for dweight, dbias, dx_sum
   Tensor workspace;
 } NormBackward;
+
+// --- a matrix in FP8 ---------------------------------------------------------------------------------------
+
+// A matrix x in FP8, and its transpose: tensor cores read FP8 along the inner dimension alone.
+//   codes[i, j] = e4m3(x[i, j] E4M3_MAX / amax),   so that x is nearly codes amax / E4M3_MAX
+typedef struct {
+  Tensor codes;      // e4m3 [N, K], or absent
+  Tensor transposed; // e4m3 [K, N], or absent: the same codes
+  Tensor amax;     // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
+  bool amax_known; // quantize reads amax, which the operation that made x has written
+} Fp8;
+
+// Operations that make a matrix can write its codes as well. They need a scale before they have all elements:
+// amax is then MARGIN times the largest of 256 rows or more at equal distances (of all rows: that itself), and
+// where an element is larger, the codes are made again with max |x|. A margin costs small elements bits, and
+// others none.
+enum { FP8_SAMPLED_ROWS = 256, FP8_MARGIN = 8 };
+static inline int64_t fp8_rows_apart(int64_t rows) {
+  return max_i64(1, rows / FP8_SAMPLED_ROWS);
+}
 
 // --- activations -------------------------------------------------------------------------------------------
 
@@ -114,21 +136,24 @@ static inline bool is_gated(Activation activation) {
   return false;
 }
 
-// out = activation(x). On its own where out was not kept or amax is wanted; else a part of LinearForward.
+// out = activation(x), as it is, as codes, or both. On its own where out was not kept or in FP8; else a part of
+// LinearForward.
 typedef struct {
   Activation activation;
-  Tensor out;  // fp32/bf16 [N, F]
-  Tensor x;    // fp32/bf16 [N, P]
-  Tensor amax; // fp32 [1], or absent: max |out|, for quantize
+  Tensor out; // fp32/bf16 [N, F]; or absent where fp8 is given
+  Tensor x;   // fp32/bf16 [N, P]
+  Fp8 fp8;    // of out, N and F multiples of 16; or absent
+  Tensor workspace;
 } ActivationForward;
 
 // dx = the gradient of x, given that of out.
 typedef struct {
   Activation activation;
-  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, and where P = F dout
+  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, and where P = F dout; or absent where fp8 is given
   Tensor dout; // fp32/bf16 [N, F]
   Tensor x;    // fp32/bf16 [N, P]
-  Tensor amax; // fp32 [1], or absent: max |dx|
+  Fp8 fp8;     // of dx, N and P multiples of 16; or absent
+  Tensor workspace;
 } ActivationBackward;
 
 // --- linear layers -----------------------------------------------------------------------------------------
@@ -181,15 +206,6 @@ typedef struct {
 } SumColumns;
 
 // --- FP8 ---------------------------------------------------------------------------------------------------
-
-// A matrix x in FP8, and its transpose: tensor cores read FP8 along the inner dimension alone.
-//   codes[i, j] = e4m3(x[i, j] E4M3_MAX / amax),   so that x is nearly codes amax / E4M3_MAX
-typedef struct {
-  Tensor codes;      // e4m3 [N, K], or absent
-  Tensor transposed; // e4m3 [K, N], or absent: the same codes
-  Tensor amax;     // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
-  bool amax_known; // quantize reads amax, which the operation that made x has written
-} Fp8;
 
 typedef struct {
   Fp8 out;
@@ -642,8 +658,8 @@ typedef struct {
   X(quantize, Quantize, QUANTIZING) \
   X(quantize_rows, QuantizeRows, QUANTIZING) \
   S(matmul_fp8, MatmulFp8, GEMMS) \
-  X(activation_forward, ActivationForward, ELEMENTWISE) \
-  X(activation_backward, ActivationBackward, ELEMENTWISE) \
+  S(activation_forward, ActivationForward, ELEMENTWISE) \
+  S(activation_backward, ActivationBackward, ELEMENTWISE) \
   X(rope, Rope, ELEMENTWISE) \
   S(attention_forward, AttentionForward, ATTENTION_FORWARD) \
   S(attention_backward, AttentionBackward, ATTENTION_BACKWARD) \

@@ -85,6 +85,10 @@ static double bytes_of(Tensor t) {
   return tensor_exists(t) ? (double)tensor_bytes(t) : 0;
 }
 
+static double codes_bytes(Fp8 x) {
+  return bytes_of(x.codes) + bytes_of(x.transposed);
+}
+
 static Amount amount_of(int op, const void *arguments) {
 #define OF(name, Arguments, flops, bytes)                                                                    \
   case OP_##name: {                                                                                          \
@@ -107,11 +111,11 @@ static Amount amount_of(int op, const void *arguments) {
     OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out) + bytes_of(a->residual))
     OF(norm_backward, NormBackward, 0,
        bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x))
-    OF(activation_forward, ActivationForward, 0, bytes_of(a->x) + bytes_of(a->out))
-    OF(activation_backward, ActivationBackward, 0, bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout))
+    OF(activation_forward, ActivationForward, 0, bytes_of(a->x) + bytes_of(a->out) + codes_bytes(a->fp8))
+    OF(activation_backward, ActivationBackward, 0,
+       bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout) + codes_bytes(a->fp8))
     OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
-    OF(quantize, Quantize, 0,
-       bytes_of(a->x) * (1 + !a->out.amax_known) + bytes_of(a->out.codes) + bytes_of(a->out.transposed))
+    OF(quantize, Quantize, 0, bytes_of(a->x) * (1 + !a->out.amax_known) + codes_bytes(a->out))
     OF(quantize_rows, QuantizeRows, 0, bytes_of(a->x) + bytes_of(a->out.codes))
     OF(adamw, Update, 0,
        bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))

@@ -8,7 +8,7 @@ KeyValueCache key_value_cache_push(Backend *backend, const ModelConfig *c, int64
 
 static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
   int64_t heads = p->heads.batch * p->heads.num_key_value_heads, first = 2 * heads * l;
-  attention_decode(p->backend, (AttentionDecode){.out = s->attention,
+  attention_decode(p->backend, (AttentionDecode){.out = s->attention.x,
                                                  .keys = tensor_rows(p->cache->data, first, heads),
                                                  .values = tensor_rows(p->cache->data, first + heads, heads),
                                                  .qkv = s->qkv,

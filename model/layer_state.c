@@ -24,7 +24,8 @@ static void push_kept(const Pass *p, LayerState *s) {
   }
   s->lse = memory_push_2d(&p->backend->memory, "attention lse", MEMORY_ACTIVATIONS, DTYPE_F32, h->batch,
                           q * h->seq_len);
-  s->attention = push_activation(p, "attention", q * size);
+  s->attention.x = push_activation(p, "attention", q * size);
+  push_maximum(p, &s->attention);
   s->middle = push_activation(p, "residual middle", p->model->config.hidden_size);
 }
 
@@ -48,9 +49,9 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
   marks[RECOMPUTE_MLP] = memory_mark(memory);
   if (whole) push_pre_activation(p, s);
   marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
-  push_saved_operand(p, &s->norm1.out, c->hidden_size, false);
-  push_saved_operand(p, &s->norm2.out, c->hidden_size, false);
-  push_saved_operand(p, &s->activation, c->intermediate_size, true);
+  push_saved_operand(p, &s->norm1.out, c->hidden_size);
+  push_saved_operand(p, &s->norm2.out, c->hidden_size);
+  push_saved_operand(p, &s->activation, c->intermediate_size);
   marks[RECOMPUTE_NONE] = memory_mark(memory);
   push_block_input(p, "norm1", &s->norm1, s->input);
   if (whole) push_mlp(p, s);

@@ -21,22 +21,35 @@ bool operands_saved(const Pass *p) {
   return p->fp8 && p->recompute == RECOMPUTE_NONE;
 }
 
-void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool activation) {
-  if (!operands_saved(p)) return;
-  operand->fp8 = push_fp8(p, (Fp8){.amax_known = activation}, columns, false, true);
+void push_saved_operand(const Pass *p, Operand *operand, int64_t columns) {
+  bool by_norm = !p->model->config.post_norm;
+  if (operands_saved(p)) operand->fp8 = push_fp8(p, (Fp8){.amax_known = by_norm}, columns, false, true);
 }
 
+void push_maximum(const Pass *p, Operand *operand) {
+  if (p->fp8) operand->fp8 = push_fp8(p, (Fp8){.amax_known = true}, 0, false, false);
+}
+
+// The codes take half of the tensor's memory or less, the transposed ones, where they are not saved, as much.
 void push_activation_operand(const Pass *p, Operand *operand) {
-  const ModelConfig *c = &p->model->config;
-  operand->x = push_activation(p, "mlp activation", c->intermediate_size);
-  if (p->fp8 && !operands_saved(p))
-    operand->fp8 = push_fp8(p, (Fp8){.amax_known = true}, c->intermediate_size, false, false);
+  int64_t columns = p->model->config.intermediate_size;
+  operand->x = push_activation(p, "mlp activation", columns);
+  if (!p->fp8) return;
+  uint8_t *bytes = operand->x.data;
+  if (!operands_saved(p)) {
+    push_maximum(p, operand);
+    operand->fp8.transposed = tensor_2d(bytes + p->rows * columns, DTYPE_E4M3, columns, p->rows);
+  }
+  operand->fp8.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
 }
 
 static void project_fp8(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
   MemoryMark mark = memory_mark(&p->backend->memory);
-  Fp8 weight = w->weight.fp8, in = push_fp8(p, x.fp8, x.x.shape[1], true, false);
-  quantize(p->backend, (Quantize){.out = in, .x = x.x});
+  Fp8 weight = w->weight.fp8, in = x.fp8;
+  if (!tensor_exists(in.codes)) {
+    in = push_fp8(p, in, x.x.shape[1], true, false);
+    quantize(p->backend, (Quantize){.out = in, .x = x.x});
+  }
   matmul_fp8(p->backend, (MatmulFp8){.out = out,
                                      .a = in,
                                      .b = p->model->config.in_out_layout ? transposed(weight) : weight,
@@ -75,9 +88,9 @@ void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *
 
 void activate(const Pass *p, Operand out, Tensor pre_activation) {
   activation_forward(p->backend, (ActivationForward){.activation = p->model->config.activation,
-                                                     .out = out.x,
+                                                     .out = p->fp8 ? none : out.x,
                                                      .x = pre_activation,
-                                                     .amax = out.fp8.amax});
+                                                     .fp8 = out.fp8});
 }
 
 void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const WeightAndBias *w) {
@@ -96,8 +109,11 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
                                  Tensor dbias, bool accumulate_dx) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   bool in_out_layout = p->model->config.in_out_layout;
-  Fp8 d = push_fp8(p, dout.fp8, dout.x.shape[1], true, true), in = x.fp8;
-  quantize(p->backend, (Quantize){.out = d, .x = dout.x});
+  Fp8 d = dout.fp8, in = x.fp8;
+  if (!tensor_exists(d.codes)) {
+    d = push_fp8(p, d, dout.x.shape[1], true, true);
+    quantize(p->backend, (Quantize){.out = d, .x = dout.x});
+  }
   if (!tensor_exists(in.transposed)) {
     in = push_fp8(p, in, x.x.shape[1], false, true);
     quantize(p->backend, (Quantize){.out = in, .x = x.x});
@@ -142,25 +158,26 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const W
   linear_backward_input(p->backend, input);
 }
 
-Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
+Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
                                    const Weight *weight) {
   bool gated = is_gated(p->model->config.activation);
   Operand dpre = {.x = gated ? pre_activation : x.x};
   if (!p->fp8) {
-    LinearBackwardInput input = backward_input_of(p, dpre.x, dout, weight);
+    LinearBackwardInput input = backward_input_of(p, dpre.x, dout.x, weight);
     input.activation = p->model->config.activation;
     input.pre_activation = pre_activation;
     input.dactivation = gated ? x.x : none;
-    backward_weight(p, dout, x.x, weight, none);
+    backward_weight(p, dout.x, x.x, weight, none);
     linear_backward_input(p->backend, input);
     return dpre;
   }
-  project_backward_fp8(p, x.x, (Operand){.x = dout}, x, weight, none, false);
-  dpre.fp8 = push_fp8(p, (Fp8){.amax_known = true}, dpre.x.shape[1], false, false);
+  project_backward_fp8(p, x.x, dout, x, weight, none, false);
+  if (gated) dpre.x = none; // GELU's is for the bias
+  dpre.fp8 = push_fp8(p, dpre.fp8, pre_activation.shape[1], true, true);
   activation_backward(p->backend, (ActivationBackward){.activation = p->model->config.activation,
                                                        .dx = dpre.x,
                                                        .dout = x.x,
                                                        .x = pre_activation,
-                                                       .amax = dpre.fp8.amax});
+                                                       .fp8 = dpre.fp8});
   return dpre;
 }

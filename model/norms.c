@@ -14,17 +14,18 @@ void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w,
                                          .weight = w->weight.value,
                                          .bias = w->bias.value,
                                          .residual = residual,
+                                         .amax = norm->out.fp8.amax,
                                          .epsilon = (float)p->model->config.norm_epsilon});
 }
 
 // A LayerNorm, which has sums of columns anyway, takes previous_dbias with the rows.
-void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
+void run_norm_backward(const Pass *p, const Norm *norm, Operand dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias) {
   bool with_rows = p->model->config.norm == NORM_LAYER;
   if (tensor_exists(previous_dbias) && !with_rows)
-    sum_columns(p->backend, (SumColumns){.sum = previous_dbias, .x = dx, .accumulate = p->accumulate});
+    sum_columns(p->backend, (SumColumns){.sum = previous_dbias, .x = dx.x, .accumulate = p->accumulate});
   norm_backward(p->backend, (NormBackward){.kind = p->model->config.norm,
-                                           .dx = dx,
+                                           .dx = dx.x,
                                            .dweight = w->weight.grad,
                                            .dbias = w->bias.grad,
                                            .dx_sum = with_rows ? previous_dbias : none,
@@ -33,35 +34,39 @@ void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, 
                                            .weight = w->weight.value,
                                            .mean = norm->mean,
                                            .rstd = norm->rstd,
+                                           .amax = dx.fp8.amax,
                                            .accumulate_dx = accumulate_dx,
                                            .accumulate = p->accumulate});
 }
 
 void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x) {
   norm->out.x = p->model->config.post_norm ? x : push_activation(p, name, x.shape[1]);
+  if (!operands_saved(p) && !p->model->config.post_norm) push_maximum(p, &norm->out);
 }
 
 void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,
                const WeightAndBias *w) {
   bool post_norm = p->model->config.post_norm;
   Norm sum = *norm;
-  sum.out.x = out;
+  sum.out = (Operand){.x = out};
   project(p, post_norm ? norm->x : out, f, last, post_norm ? none : x);
   if (post_norm) run_norm(p, &sum, norm->x, w, x);
 }
 
-Tensor add_block_backward(const Pass *p, Tensor dx, Tensor dbias, const Norm *norm, const WeightAndBias *w) {
+Operand add_block_backward(const Pass *p, Operand dx, Tensor dbias, const Norm *norm,
+                           const WeightAndBias *w) {
   if (!p->model->config.post_norm) return dx;
-  run_norm_backward(p, norm, norm->x, dx, norm->x, w, false, none);
+  Operand out = {.x = norm->x, .fp8 = dx.fp8};
+  run_norm_backward(p, norm, out, dx.x, norm->x, w, false, none);
   if (tensor_exists(dbias))
     sum_columns(p->backend, (SumColumns){.sum = dbias, .x = norm->x, .accumulate = p->accumulate});
-  return norm->x;
+  return out;
 }
 
-void block_input_backward(const Pass *p, Tensor dx, Operand dout, const Weight *first, Tensor dbias,
+void block_input_backward(const Pass *p, Operand dx, Operand dout, const Weight *first, Tensor dbias,
                           const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias) {
   bool post_norm = p->model->config.post_norm;
-  Tensor dinput = post_norm ? dx : norm->out.x; // else in the place of the norm's output
+  Tensor dinput = post_norm ? dx.x : norm->out.x; // else in the place of the norm's output
   project_backward(p, dinput, dout, norm->out, first, dbias, post_norm);
   if (!post_norm) run_norm_backward(p, norm, dx, dinput, x, w, true, previous_dbias);
 }

@@ -27,7 +27,7 @@ typedef struct {
   Tensor qk;             // [N, (Q + K) D], before the norm; with config.qk_norm
   Norm q_norm, k_norm;   // their out lies in qkv
   Tensor lse;            // fp32 [B, Q T]
-  Tensor attention;      // [N, Q D]
+  Operand attention;     // [N, Q D]
   Tensor middle;         // [N, H]: the stream between attention and MLP
   Tensor pre_activation; // [N, F], or [N, 2F]: gate, then up
   Operand activation;    // [N, F]
@@ -84,7 +84,7 @@ LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
 // norms.c
 void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w, Tensor residual);
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
-void run_norm_backward(const Pass *p, const Norm *norm, Tensor dx, Tensor dout, Tensor x,
+void run_norm_backward(const Pass *p, const Norm *norm, Operand dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
 // A block (attention, MLP) from the stream x to out: f is what its last matmul reads, dout the gradient of its
 // first one's output. What it reads (norm->out) is pushed unless that is x.
@@ -92,9 +92,9 @@ void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
 void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,
                const WeightAndBias *w);
 // From dx, the gradient of out: that of the last matmul's output, and of its bias where that is given.
-Tensor add_block_backward(const Pass *p, Tensor dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
+Operand add_block_backward(const Pass *p, Operand dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
 // Adds the block's part to dx, which then is the gradient of x.
-void block_input_backward(const Pass *p, Tensor dx, Operand dout, const Weight *first, Tensor dbias,
+void block_input_backward(const Pass *p, Operand dx, Operand dout, const Weight *first, Tensor dbias,
                           const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias);
 
 // transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
@@ -106,13 +106,16 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 // matmul.c: the matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is
 // quantized before its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension
 // alone, so the backward pass needs those of the transpose; where nothing is recomputed, these are kept
-// instead of the operand, in half its memory. SwiGLU is then an operation of its own.
+// instead of the operand, in half its memory. Activation functions are then operations of their own, which write
+// codes and not their values; norms bring the maximum of what they write.
 
 // Whether operands are saved as codes alone.
 bool operands_saved(const Pass *p);
-// Pushes those codes, if so. `activation`: of an activation function's output, which brings its maximum.
-void push_saved_operand(const Pass *p, Operand *operand, int64_t columns, bool activation);
-// Pushes the activation's tensor.
+// Pushes those codes, if so.
+void push_saved_operand(const Pass *p, Operand *operand, int64_t columns);
+// In FP8, pushes the maximum of an operand, which the operation that makes x writes.
+void push_maximum(const Pass *p, Operand *operand);
+// Pushes the activation's tensor. In FP8 its codes lie there.
 void push_activation_operand(const Pass *p, Operand *operand);
 
 // out = x W^T + bias + residual; bias and residual may be absent.
@@ -129,8 +132,9 @@ void activate(const Pass *p, Operand out, Tensor pre_activation);
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
                       bool accumulate_dx);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
-// which replaces x (GELU) or the pre-activation (SwiGLU). Either way x is overwritten.
-Operand project_activated_backward(const Pass *p, Tensor dout, Operand x, Tensor pre_activation,
+// which replaces x (GELU) or the pre-activation (SwiGLU) or, SwiGLU's in FP8, is codes alone. In each case x is
+// overwritten.
+Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
 // layer_door.c

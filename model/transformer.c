@@ -48,7 +48,8 @@ static void rotate(const Pass *p, Tensor qkv, bool inverse) {
 static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.x.shape[1], k = s->k_norm.out.x.shape[1];
-    Operand x = {.x = s->norm1.out.x}; // for v
+    Operand x = s->norm1.out; // for v
+    x.fp8.transposed = none;
     project_outputs(p, s->qk, s->norm1.out, &w->qkv, 0, q + k);
     project_outputs(p, tensor_columns(s->qkv, q + k, k), x, &w->qkv, q + k, k);
     run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm, none);
@@ -64,7 +65,7 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
     p->attend(p, w - p->model->layers, s);
     return;
   }
-  attention_forward(p->backend, (AttentionForward){.out = s->attention,
+  attention_forward(p->backend, (AttentionForward){.out = s->attention.x,
                                                    .lse = s->lse,
                                                    .qkv = s->qkv,
                                                    .documents = p->batch->documents,
@@ -76,7 +77,9 @@ static void attention_block(const Pass *p, const Layer *w, const LayerState *s) 
   run_norm(p, &s->norm1, s->input, &w->norm1, none);
   make_qkv(p, w, s); // rotated
   attend(p, w, s);   // softmax(q k^T / sqrt(D)) v
-  add_block(p, s->middle, s->input, (Operand){.x = s->attention}, &w->out, &s->norm1, &w->norm1);
+  Operand out = s->attention;
+  out.fp8.amax_known = false; // until this matmul
+  add_block(p, s->middle, s->input, out, &w->out, &s->norm1, &w->norm1);
 }
 
 // activation(norm2(m) W_up)
@@ -90,7 +93,7 @@ static void mlp_down(const Pass *p, const Layer *w, const LayerState *s) {
   add_block(p, s->output, s->middle, s->activation, &w->down, &s->norm2, &w->norm2);
 }
 
-static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx); // below
+static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx); // below
 
 // From middle to output, some tokens at a time, and nothing is kept; with dx, mlp_up again and mlp_backward.
 static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Tensor dx) {
@@ -106,7 +109,7 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     bool again = tensor_exists(dx) && tensor_exists(rows.norm2.x); // mlp_backward needs what this norm reads
     if (again) rows.output = push_activation(&part, "mlp output again", rows.middle.shape[1]);
     if (again || !tensor_exists(dx)) mlp_down(&part, w, &rows);
-    if (tensor_exists(dx)) mlp_backward(&part, w, &rows, tensor_rows(dx, first, part.rows));
+    if (tensor_exists(dx)) mlp_backward(&part, w, &rows, (Operand){.x = tensor_rows(dx, first, part.rows)});
     memory_pop_to(memory, mark);
   }
 }
@@ -156,7 +159,7 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
 // --- the loss, and backward --------------------------------------------------------------------------------
 
 // dx receives the gradient of the stream.
-static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor loss) {
+static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tensor loss) {
   const TransformerOptions *o = &p->options;
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
@@ -196,27 +199,28 @@ static void head_and_loss(Pass *p, Tensor stream, Tensor dx, float scale, Tensor
 
 // dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed
 // any more.
-static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx) {
-  Tensor dbias = w->down.bias.grad, dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
+static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx) {
+  Tensor dbias = w->down.bias.grad;
+  Operand dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
   Operand dpre = project_activated_backward(p, dout, s->activation, s->pre_activation, &w->down.weight);
   block_input_backward(p, dx, dpre, &w->up.weight, w->up.bias.grad, &s->norm2, s->middle, &w->norm2, dbias);
 }
 
 // dx: in, the gradient of the layer's middle; out, that of its input.
-static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx,
+static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx,
                                      bool recompute_norm) {
   Memory *memory = &p->backend->memory;
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
-  Tensor dattention = push_gradient(p, "d attention", s->attention.shape[1]);
+  Tensor dattention = push_gradient(p, "d attention", s->attention.x.shape[1]);
   Tensor out_dbias = w->out.bias.grad;
-  Operand dout = {.x = add_block_backward(p, dx, out_dbias, &s->norm1, &w->norm1)};
-  project_backward(p, dattention, dout, (Operand){.x = s->attention}, &w->out.weight, none, false);
+  Operand dout = add_block_backward(p, dx, out_dbias, &s->norm1, &w->norm1);
+  project_backward(p, dattention, dout, s->attention, &w->out.weight, none, false);
   bool by_attention = p->model->config.learned_positions; // no rotation changes dqkv after it
   attention_backward(p->backend, (AttentionBackward){.dqkv = dqkv,
                                                      .dbias = by_attention ? w->qkv.bias.grad : none,
                                                      .dout = dattention,
-                                                     .out = s->attention,
+                                                     .out = s->attention.x,
                                                      .lse = s->lse,
                                                      .qkv = s->qkv,
                                                      .documents = p->batch->documents,
@@ -226,9 +230,9 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   rotate(p, dqkv, true);
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.x.shape[1], k = s->k_norm.out.x.shape[1];
-    Tensor dq = tensor_columns(dqkv, 0, q), dk = tensor_columns(dqkv, q, k);
-    run_norm_backward(p, &s->q_norm, dq, dq, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
-    run_norm_backward(p, &s->k_norm, dk, dk, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
+    Operand dq = {.x = tensor_columns(dqkv, 0, q)}, dk = {.x = tensor_columns(dqkv, q, k)};
+    run_norm_backward(p, &s->q_norm, dq, dq.x, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
+    run_norm_backward(p, &s->k_norm, dk, dk.x, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
   }
   if (recompute_norm || operands_saved(p)) push_block_input(p, "norm1", &s->norm1, s->input);
   if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1, none);
@@ -249,14 +253,15 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
 }
 
 // dx: in, the gradient of the layer's output; out, that of its input.
-static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor dx) {
+static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx) {
   Memory *memory = &p->backend->memory;
   bool recompute_parts = p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP;
   MemoryMark mark = memory_mark(memory);
   if (p->recompute == RECOMPUTE_LAYER) {
     push_layer(p, s);
     attention_block(p, w, s);
-    mlp_in_chunks(p, w, s, dx);
+    mlp_in_chunks(p, w, s, dx.x);
+    dx.fp8.amax_known = false;
   } else {
     if (recompute_parts) recompute_mlp(p, w, s);
     if (operands_saved(p)) push_mlp(p, s); // for their gradients
@@ -268,7 +273,7 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Tensor 
 }
 
 // dx: in, the gradient of the stream after all layers; out, of the embedding.
-static void layers_backward(Pass *p, Tensor dx) {
+static void layers_backward(Pass *p, Operand dx) {
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
     p->recompute = recompute_of(p, l);
     layer_enter(p, l, BACKWARD);
@@ -296,11 +301,12 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin_training(backend, model, batch, options, accumulate);
   profile_phase(backend, PHASE_FORWARD);
-  Tensor dx = push_gradient(&p, "d residual", model->config.hidden_size);
+  Operand dx = {.x = push_gradient(&p, "d residual", model->config.hidden_size)};
+  push_maximum(&p, &dx);
   Tensor x = layers_forward(&p);
   head_and_loss(&p, x, dx, scale, loss);
   layers_backward(&p, dx);
-  embed_backward(&p, dx);
+  embed_backward(&p, dx.x);
   pass_end(&p);
 }
 

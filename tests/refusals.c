@@ -98,9 +98,9 @@ static const struct {
   int accepted[CHANGES];
 } free_tensors[] = {{"embedding_forward", {1}},
                     {"embedding_backward", {2}},
+                    {"norm_forward", {1}},
+                    {"norm_backward", {1}},
                     {"attention_backward", {1}},
-                    {"activation_forward", {1}},
-                    {"activation_backward", {1}},
                     {"matmul_fp8", {2, 2, 2, 2}}, // a.transposed and b.transposed, which it does not read
                     {"lce_logits_exp", {3}},
                     {"lce_logits_gradient", {0, 0, 0, 1}},

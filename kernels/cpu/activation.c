@@ -2,11 +2,21 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
+// Of the values where codes alone are wanted.
+size_t cpu_activation_forward_scratch(const ActivationForward *a) {
+  return tensor_exists(a->out) ? 0 : tensor_bytes(a->x) / (is_gated(a->activation) ? 2 : 1);
+}
+
+size_t cpu_activation_backward_scratch(const ActivationBackward *a) {
+  return tensor_exists(a->dx) ? 0 : tensor_bytes(a->x);
+}
+
 void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
-  int64_t width = a->out.shape[1];
-  EACH_PARALLEL (n, a->out.shape[0]) {
+  int64_t rows = a->x.shape[0], width = a->x.shape[1] / (is_gated(a->activation) ? 2 : 1);
+  Tensor all = tensor_exists(a->out) ? a->out : tensor_2d(a->workspace.data, DTYPE_F32, rows, width);
+  EACH_PARALLEL (n, rows) {
     const float *x = cpu_row(a->x, n), *up = x + width;
-    float *out = cpu_row(a->out, n);
+    float *out = cpu_row(all, n);
     switch (a->activation) {
     case ACTIVATION_NONE:
       break; // refused
@@ -18,15 +28,17 @@ void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
       break;
     }
   }
-  cpu_amax(a->amax, a->out);
+  cpu_quantize_made(a->fp8, all);
 }
 
 // dx may be x or dout itself: each element is read before it is written.
 void cpu_activation_backward(Backend *backend, const ActivationBackward *a) {
   int64_t width = a->dout.shape[1];
+  Tensor all = a->dx;
+  if (!tensor_exists(all)) all = tensor_2d(a->workspace.data, DTYPE_F32, a->x.shape[0], a->x.shape[1]);
   EACH_PARALLEL (n, a->dout.shape[0]) {
     const float *x = cpu_row(a->x, n), *up = x + width, *dout = cpu_row(a->dout, n);
-    float *dx = cpu_row(a->dx, n), *dup = dx + width;
+    float *dx = cpu_row(all, n), *dup = dx + width;
     switch (a->activation) {
     case ACTIVATION_NONE:
       break; // refused
@@ -42,5 +54,5 @@ void cpu_activation_backward(Backend *backend, const ActivationBackward *a) {
       break;
     }
   }
-  cpu_amax(a->amax, a->dx);
+  cpu_quantize_made(a->fp8, all);
 }

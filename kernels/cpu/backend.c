@@ -71,6 +71,8 @@ const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_byt
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
                                     .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
                                     .matmul_fp8 = cpu_matmul_fp8_scratch,
+                                    .activation_forward = cpu_activation_forward_scratch,
+                                    .activation_backward = cpu_activation_backward_scratch,
                                     .lce_target_gradient = lce_target_gradient_bytes,
                                     .sum_elements = sum_elements_bytes,
                                     .logits_stride = logits_stride};

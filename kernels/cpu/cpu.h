@@ -50,6 +50,9 @@ Tensor cpu_decode(Fp8Rows x, float *to);
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
+// fp8.c: the codes of x by the rule of an operation that makes x (kernels.h); nothing where amax is absent.
+void cpu_quantize_made(Fp8 out, Tensor x);
+
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no
 // row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch [N].
 void cpu_scatter_add(Tensor out, Tensor ids, Tensor x, const float *coefficients, float alpha,
@@ -88,6 +91,8 @@ enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elemen
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
 size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a); // likewise
 size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a);                      // fp8.c
+size_t cpu_activation_forward_scratch(const ActivationForward *a);      // activation.c
+size_t cpu_activation_backward_scratch(const ActivationBackward *a);    // likewise
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

@@ -4,17 +4,34 @@
 
 #include "kernels/cpu/cpu.h"
 
-void cpu_quantize(Backend *backend, const Quantize *a) {
-  int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  if (!a->out.amax_known) cpu_amax(a->out.amax, a->x);
-  float factor = fminf(E4M3_MAX / *(float *)a->out.amax.data, FLT_MAX);
-  uint8_t *codes = a->out.codes.data, *transposed = a->out.transposed.data;
+static void write_codes(Fp8 out, Tensor x) {
+  int64_t rows = x.shape[0], columns = x.shape[1];
+  float factor = fminf(E4M3_MAX / *(float *)out.amax.data, FLT_MAX);
+  uint8_t *codes = out.codes.data, *transposed = out.transposed.data;
   EACH_PARALLEL (n, rows)
     for (int64_t i = 0; i < columns; i++) {
-      uint8_t code = e4m3_from_f32(cpu_row(a->x, n)[i] * factor);
+      uint8_t code = e4m3_from_f32(cpu_row(x, n)[i] * factor);
       if (codes) codes[n * columns + i] = code;
       if (transposed) transposed[i * rows + n] = code;
     }
+}
+
+void cpu_quantize(Backend *backend, const Quantize *a) {
+  if (!a->out.amax_known) cpu_amax(a->out.amax, a->x);
+  write_codes(a->out, a->x);
+}
+
+void cpu_quantize_made(Fp8 out, Tensor x) {
+  if (!tensor_exists(out.amax)) return;
+  int64_t apart = fp8_rows_apart(x.shape[0]);
+  Tensor sample = x;
+  sample.shape[0] = ceil_div(x.shape[0], apart), sample.stride *= apart;
+  float limit = 0, *amax = out.amax.data;
+  cpu_amax(tensor_1d(&limit, DTYPE_F32, 1), sample);
+  if (apart > 1 && isfinite(limit * FP8_MARGIN)) limit *= FP8_MARGIN;
+  cpu_amax(out.amax, x);
+  if (*amax <= limit) *amax = limit; // where it is NaN it stays
+  write_codes(out, x);
 }
 
 void cpu_quantize_rows(Backend *backend, const QuantizeRows *a) {

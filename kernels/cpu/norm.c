@@ -45,6 +45,7 @@ void cpu_norm_forward(Backend *backend, const NormForward *a) {
       EACH_SIMD (i, hidden) out[i] = x[i] * rstd * weight[i];
     }
   }
+  cpu_amax(a->amax, a->out);
 }
 
 static void input_gradient(const NormBackward *a) {
@@ -100,4 +101,5 @@ void cpu_norm_backward(Backend *backend, const NormBackward *a) {
   SumColumns dx_sum = {.sum = a->dx_sum, .x = a->dx, .alpha = 1, .accumulate = a->accumulate};
   if (tensor_exists(a->dx_sum)) cpu_sum_columns(backend, &dx_sum);
   input_gradient(a);
+  cpu_amax(a->amax, a->dx);
 }

@@ -1,64 +1,110 @@
 // The activations: one block a row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in a
-// GEMM's epilogue (linear.cu); these recompute what was not kept or find FP8's maximum.
+// GEMM's epilogue (linear.cu); these recompute what was not kept, or write FP8 codes: of an element of SwiGLU
+// 6 bytes move, of one of its gradient 10.
 #include "kernels/cuda/activation.cuh"
+#include "kernels/cuda/fp8_codes.cuh"
 
-// out = A(x) or, BACKWARD, the gradient of x: a thread reads its elements before it writes what may take
-// their place.
-template <typename A, typename T, int W, bool AMAX, bool BACKWARD>
-static __global__ void activation_kernel(T *out, const T *dout, const T *x, unsigned *amax, int columns) {
-  constexpr int PARTS = A::GATED ? 2 : 1;
-  unsigned largest = 0;
-  out += (int64_t)blockIdx.x * (BACKWARD ? PARTS : 1) * columns;
-  dout += (int64_t)blockIdx.x * columns;
-  x += (int64_t)blockIdx.x * PARTS * columns;
-  for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+// Values of A(x) or, BACKWARD, of the gradient of x, rounded to T: W of a row, of gates and of the others.
+template <typename A, typename Type, bool BACKWARD> struct Activated {
+  using T = Type;
+  static constexpr int PARTS = BACKWARD && A::GATED ? 2 : 1;
+  const T *dout, *x;
+  int64_t columns;
+  template <int W> DEVICE void load(Group<T, W> (&out)[PARTS], int64_t row, int64_t column) const {
+    const T *from = x + row * (A::GATED ? 2 : 1) * columns + column;
     float d[W], values[W], up[W] = {};
-    if (BACKWARD) load(d, dout + i);
-    load(values, x + i);
-    if (A::GATED) load(up, x + columns + i);
+    if (BACKWARD) ::load(d, dout + row * columns + column);
+    ::load(values, from);
+    if (A::GATED) ::load(up, from + columns);
     EACH (k, W) {
       if (BACKWARD)
         A::gradient(values[k], up[k], d[k]);
       else
         values[k] = A::value(values[k], up[k]);
-      largest = max(largest, magnitude(values[k]));
-      if (BACKWARD) largest = max(largest, magnitude(up[k]));
+      out[0].at[k] = from_float<T>(values[k]);
+      if (PARTS == 2) out[PARTS - 1].at[k] = from_float<T>(up[k]);
     }
-    store(out + i, values);
-    if (BACKWARD && A::GATED) store(out + columns + i, up);
   }
-  if constexpr (AMAX) reduce_amax<T>(amax, largest);
+};
+
+// A thread reads its elements before it writes what may take their place.
+template <int W, typename Source>
+static __global__ void activation_kernel(typename Source::T *out, Source source) {
+  using Values = Group<typename Source::T, W>;
+  for (int64_t i = threadIdx.x * W; i < source.columns; i += blockDim.x * W) {
+    Values values[Source::PARTS];
+    source.load(values, blockIdx.x, i);
+    EACH (part, Source::PARTS)
+      *reinterpret_cast<Values *>(out + (blockIdx.x * (int64_t)Source::PARTS + part) * source.columns + i) =
+          values[part];
+  }
+}
+
+// The largest magnitude of rows `apart` from each other.
+template <typename Source>
+static __global__ void __launch_bounds__(256) sample_kernel(unsigned *sampled, Source source, int64_t apart) {
+  int64_t column = GROUP * (blockIdx.x * 256ll + threadIdx.x);
+  unsigned largest = 0;
+  if (column < source.columns) {
+    Group<typename Source::T, GROUP> values[Source::PARTS];
+    source.load(values, blockIdx.y * apart, column);
+    EACH (part, Source::PARTS)
+      EACH (k, GROUP) largest = max(largest, magnitude(to_float(values[part].at[k])));
+  }
+  raise_amax<typename Source::T>(sampled, largest);
+}
+
+// The last kernel ends at once where no element was larger than the sample's limit. Where the values were
+// written, perhaps over what they are made from, it reads them.
+template <typename Source>
+static void run_to_codes(Backend *backend, const char *op, const Fp8 &fp8, Tensor out, Source source,
+                         int64_t rows, Tensor sampled) {
+  using T = typename Source::T;
+  int64_t apart = fp8_rows_apart(rows);
+  float margin = apart > 1 ? FP8_MARGIN : 1;
+  cuda_fill_zero(backend, &fp8.amax);
+  cuda_fill_zero(backend, &sampled);
+  Grid grid(ceil_div(source.columns, GROUP * 256), ceil_div(rows, apart));
+  launch_kernel({op, cuda_stream(backend), grid, 256}, sample_kernel<Source>, data_of<unsigned>(sampled),
+                source, apart);
+  launch_codes<SAMPLED>(backend, op, fp8, out.data, source, sampled.data, margin, rows);
+  if (tensor_exists(out)) {
+    Stored<T> stored = {data_of<T>(out), Source::PARTS * source.columns};
+    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, stored, sampled.data, margin, rows);
+  } else {
+    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, source, sampled.data, margin, rows);
+  }
 }
 
 template <bool BACKWARD>
 static void run(Backend *backend, const char *op, Activation activation, Tensor out, Tensor dout, Tensor x,
-                Tensor amax) {
+                const Fp8 &fp8, Tensor workspace) {
   int64_t rows = x.shape[0], columns = x.shape[1] / (is_gated(activation) ? 2 : 1);
-  if (tensor_exists(amax)) cuda_fill_zero(backend, &amax);
   with_access(x.dtype, {out, dout, x}, [&](auto type, auto width) {
-    with_bool(tensor_exists(amax), [&](auto wanted) {
-      auto launch = [&](auto function) {
-        using T = decltype(type);
+    auto launch = [&](auto function) {
+      using T = decltype(type);
+      Activated<decltype(function), T, BACKWARD> source = {data_of<T>(dout), data_of<T>(x), columns};
+      if (tensor_exists(fp8.amax))
+        run_to_codes(backend, op, fp8, out, source, rows, tensor_1d(workspace.data, DTYPE_F32, 1));
+      else
         launch_kernel(per_row(backend, op, rows, ceil_div(columns, width)),
-                      activation_kernel<decltype(function), T, width, wanted, BACKWARD>, data_of<T>(out),
-                      data_of<T>(dout), data_of<T>(x), data_of<unsigned>(amax), (int)columns);
-      };
-      switch (activation) {
-      case ACTIVATION_NONE:
-        break; // refused
-      case ACTIVATION_GELU:
-        return launch(Gelu());
-      case ACTIVATION_SWIGLU:
-        return launch(SwiGlu());
-      }
-    });
+                      activation_kernel<width, decltype(source)>, data_of<T>(out), source);
+    };
+    switch (activation) {
+    case ACTIVATION_NONE:
+      break; // refused
+    case ACTIVATION_GELU:
+      return launch(Gelu());
+    case ACTIVATION_SWIGLU:
+      return launch(SwiGlu());
+    }
   });
 }
 
 void cuda_activation_forward(Backend *backend, const ActivationForward *a) {
-  run<false>(backend, "activation_forward", a->activation, a->out, {}, a->x, a->amax);
+  run<false>(backend, "activation_forward", a->activation, a->out, {}, a->x, a->fp8, a->workspace);
 }
 
 void cuda_activation_backward(Backend *backend, const ActivationBackward *a) {
-  run<true>(backend, "activation_backward", a->activation, a->dx, a->dout, a->x, a->amax);
+  run<true>(backend, "activation_backward", a->activation, a->dx, a->dout, a->x, a->fp8, a->workspace);
 }

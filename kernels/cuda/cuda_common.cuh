@@ -360,15 +360,12 @@ static DEVICE unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, all threads' largest magnitude, rounded to T), in any order. Run by the whole block.
-template <typename T> static DEVICE void reduce_amax(unsigned *amax, unsigned largest) {
-  __shared__ unsigned block_largest;
-  if (threadIdx.x == 0) block_largest = 0;
-  __syncthreads();
+// *amax = max(*amax, the warp's largest magnitude, rounded to T), in any order. Most warps' is not larger, and
+// they need no atomic.
+template <typename T> static DEVICE void raise_amax(unsigned *amax, unsigned largest) {
   largest = __reduce_max_sync(~0u, largest);
-  if (threadIdx.x % 32 == 0) atomicMax(&block_largest, largest);
-  __syncthreads();
-  if (threadIdx.x == 0) atomicMax(amax, magnitude(to_float(from_float<T>(__uint_as_float(block_largest)))));
+  largest = magnitude(to_float(from_float<T>(__uint_as_float(largest))));
+  if (threadIdx.x % 32 == 0 && largest > *(volatile unsigned *)amax) atomicMax(amax, largest);
 }
 
 // --- called from several files -----------------------------------------------------------------------------

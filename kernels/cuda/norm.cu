@@ -54,9 +54,10 @@ template <typename T, int W, int N, int THREADS, bool LAYER, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS)
     norm_forward_kernel(T *out, int64_t out_stride, float *mean, float *rstd, const T *x, int64_t x_stride,
                         const T *weight, const T *added, int64_t rows, int heads, int hidden_size,
-                        float epsilon) {
+                        float epsilon, unsigned *amax) {
   int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y, teams = (int64_t)gridDim.x * blockDim.y;
   if (row >= rows) return; // with several rows to a block, each is one warp
+  unsigned largest = 0;
   Row<T, W, N> next, w, b;
   next.read(x + row_start(row, heads, x_stride, hidden_size), hidden_size);
   w.read(weight, hidden_size);
@@ -88,10 +89,14 @@ static __global__ void __launch_bounds__(THREADS)
       int at = (threadIdx.x + g * blockDim.x) * W;
       float result[W];
       EACH (k, W) result[k] = (v(g, k) - m) * r * w(g, k) + (LAYER || RESIDUAL ? b(g, k) : 0);
-      if (at < hidden_size) store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
+      if (at < hidden_size) {
+        store(out + row_start(row, heads, out_stride, hidden_size) + at, result);
+        EACH (k, W) largest = max(largest, magnitude(result[k]));
+      }
     }
-    if (!LAYER) return;
+    if (!LAYER) break;
   }
+  if (amax) raise_amax<T>(amax, largest);
 }
 
 // Threads of an SM that the backward pass leaves registers for: 128 a thread, or 168, or 255.
@@ -107,9 +112,10 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     norm_backward_kernel(T *dx, int64_t dx_stride, float *partials, const T *dout, int64_t dout_stride,
                          const T *x, int64_t x_stride, const T *weight, const float *mean, const float *rstd,
                          int64_t rows, int heads, int hidden_size, bool accumulate, int64_t teams,
-                         int vectors) {
+                         int vectors, unsigned *amax) {
   int64_t team = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
   if (team >= teams) return;
+  unsigned largest = 0;
   Row<T, W, N> w;
   float dweight[N][W] = {}, dbias[N][W] = {}, dx_sum[N][W] = {};
   w.read(weight, hidden_size);
@@ -147,9 +153,13 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
         if (accumulate) result[k] += old(g, k);
         if (LAYER && accumulate) dx_sum[g][k] += old(g, k);
       }
-      if (at < hidden_size) store(dx_row + at, result);
+      if (at < hidden_size) {
+        store(dx_row + at, result);
+        EACH (k, W) largest = max(largest, magnitude(result[k]));
+      }
     }
   }
+  if (amax) raise_amax<T>(amax, largest);
   partials += team * vectors * hidden_size;
   EACH (g, N) {
     int at = (threadIdx.x + g * blockDim.x) * W;
@@ -212,6 +222,7 @@ template <typename Kernel> static int64_t blocks_at_once(Backend *backend, Kerne
 
 void cuda_norm_forward(Backend *backend, const NormForward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
+  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   if (rows == 0) return;
   bool layer = a->kind == NORM_LAYER;
   Tensor added = layer ? a->bias : a->residual;
@@ -226,7 +237,8 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
       launch_kernel({"norm_forward", cuda_stream(backend), blocks, block}, entry, data_of<T>(a->out),
                     a->out.stride, data_of<float>(a->mean), data_of<float>(a->rstd), data_of<T>(a->x),
                     a->x.stride, data_of<T>(a->weight), data_of<T>(added), rows,
-                    (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon);
+                    (int)(a->x.shape[1] / hidden_size), (int)hidden_size, a->epsilon,
+                    data_of<unsigned>(a->amax));
     });
   });
 }
@@ -234,6 +246,7 @@ void cuda_norm_forward(Backend *backend, const NormForward *a) {
 void cuda_norm_backward(Backend *backend, const NormBackward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0], teams = 0;
   bool layer = a->kind == NORM_LAYER;
+  if (tensor_exists(a->amax)) cuda_fill_zero(backend, &a->amax);
   float *partials = data_of<float>(a->workspace);
   int64_t vectors = layer ? tensor_exists(a->dx_sum) ? 3 : 2 : 1, stride = vectors * hidden_size;
   if (rows > 0) {
@@ -246,7 +259,7 @@ void cuda_norm_backward(Backend *backend, const NormBackward *a) {
                     data_of<T>(a->dx), a->dx.stride, partials, data_of<T>(a->dout), a->dout.stride,
                     data_of<T>(a->x), a->x.stride, data_of<T>(a->weight), data_of<float>(a->mean),
                     data_of<float>(a->rstd), rows, (int)(a->x.shape[1] / hidden_size), (int)hidden_size,
-                    a->accumulate_dx, teams, (int)vectors);
+                    a->accumulate_dx, teams, (int)vectors, data_of<unsigned>(a->amax));
     });
   }
   add_partials(backend, {a->dweight, a->dbias, a->dx_sum}, partials, teams, stride, 1.0f, a->accumulate);

@@ -43,6 +43,15 @@ size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
   return 0;
 }
 
+// The largest element of the sampled rows.
+size_t cuda_activation_forward_scratch(const ActivationForward *a) {
+  return tensor_exists(a->fp8.amax) ? sizeof(float) : 0;
+}
+
+size_t cuda_activation_backward_scratch(const ActivationBackward *a) {
+  return tensor_exists(a->fp8.amax) ? sizeof(float) : 0;
+}
+
 // At least a tile of so many rows, and never less for more rows: fewer never need more.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);

@@ -52,6 +52,21 @@ static uint8_t *codes_of(Harness *h, Tensor t) {
   return codes;
 }
 
+// Both kinds of codes, of x by amax.
+static void assert_codes(Harness *h, Fp8 fp8, const double *x, double amax, int64_t rows, int64_t columns) {
+  uint8_t *codes = codes_of(h, fp8.codes), *transposed = codes_of(h, fp8.transposed);
+  float factor = fminf(448 / (float)amax, FLT_MAX);
+  assert_true(*values_of(h, fp8.amax) == amax);
+  for (int64_t n = 0; n < rows; n++)
+    for (int64_t i = 0; i < columns; i++) {
+      uint8_t want = e4m3_from_f32((float)x[n * columns + i] * factor);
+      uint8_t got = codes[n * columns + i], turned = transposed[i * rows + n];
+      if (got != want || turned != want)
+        fail_msg("%lld x %lld: (%lld, %lld) became %02x and %02x, not %02x", (long long)rows,
+                 (long long)columns, (long long)n, (long long)i, got, turned, want);
+    }
+}
+
 static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale, double outlier) {
   double *x = random_values(h, rows * columns, scale);
   x[rows * columns / 2] = outlier;
@@ -62,16 +77,7 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
   uint8_t *codes = codes_of(h, both.codes), *transposed = codes_of(h, both.transposed);
   double amax = 0;
   for (int64_t i = 0; i < rows * columns; i++) amax = fmax(amax, fabs(x[i]));
-  assert_true(*values_of(h, both.amax) == amax);
-  float factor = fminf(448 / (float)amax, FLT_MAX);
-  for (int64_t n = 0; n < rows; n++)
-    for (int64_t i = 0; i < columns; i++) {
-      uint8_t want = e4m3_from_f32((float)x[n * columns + i] * factor);
-      uint8_t got = codes[n * columns + i], turned = transposed[i * rows + n];
-      if (got != want || turned != want)
-        fail_msg("%lld x %lld: (%lld, %lld) became %02x and %02x, not %02x", (long long)rows,
-                 (long long)columns, (long long)n, (long long)i, got, turned, want);
-    }
+  assert_codes(h, both, x, amax, rows, columns);
   // Either alone is the same.
   quantize(h->backend, (Quantize){.out = one, .x = given});
   quantize(h->backend, (Quantize){.out = other, .x = given});
@@ -108,6 +114,67 @@ HARNESS_TEST(test_not_finite) {
     double *values = values_of(h, out);
     for (int k = 0; k < 32 * 32; k++) assert_false(isfinite(values[k]));
   }
+}
+
+// By the rule of operations that make a matrix: the rows that they sample, and a margin of 8, or max |x|.
+static void assert_made(Harness *h, Fp8 fp8, Tensor made, bool sample_suffices) {
+  int64_t rows = made.shape[0], columns = made.shape[1], apart = rows < 512 ? 1 : rows / 256;
+  double *x = values_of(h, made), amax = 0, sampled = 0;
+  for (int64_t i = 0; i < rows * columns; i++) {
+    amax = fmax(amax, fabs(x[i]));
+    if (i / columns % apart == 0) sampled = fmax(sampled, fabs(x[i]));
+  }
+  if (apart > 1) sampled *= 8;
+  assert_true((amax <= sampled) == sample_suffices);
+  assert_codes(h, fp8, x, fmax(amax, sampled), rows, columns);
+}
+
+// x and dout with zeros in the rows that are sampled, or an outlier in another row.
+enum { PLAIN, OUTLIER, ZEROS, LOST, MADE_KINDS };
+
+static void check_made(Harness *h, Activation activation, int64_t rows, int64_t width, int kind) {
+  bool gated = is_gated(activation), suffices = kind == PLAIN || rows < 512;
+  int64_t columns = gated ? 2 * width : width, apart = rows < 512 ? 1 : rows / 256;
+  double *x = random_values(h, rows * columns, 1), *dout = random_values(h, rows * width, 1e-3);
+  int64_t other = rows - 1 - (rows - 1) % apart - (apart > 1); // a row that is not sampled
+  if (kind == OUTLIER || kind == LOST) {
+    x[other * columns + 3] = kind == LOST ? NAN : 200, dout[other * width + 3] = 8;
+    if (gated) x[other * columns + width + 3] = 200;
+  }
+  for (int64_t n = 0; kind == ZEROS && apart > 1 && n < rows; n += apart)
+    for (int64_t i = 0; i < columns; i++) x[n * columns + i] = dout[n * width + i % width] = 0;
+  Tensor in = tensor_from(h, h->dtype, x, rows, columns), d = tensor_from(h, h->dtype, dout, rows, width);
+  Tensor out = poisoned(h, h->dtype, rows, width), dx = poisoned(h, h->dtype, rows, columns), none = {0};
+  activation_forward(h->backend, (ActivationForward){activation, .out = out, .x = in});
+  activation_backward(h->backend, (ActivationBackward){activation, .dx = dx, .dout = d, .x = in});
+  for (int with_values = 0; with_values < 2; with_values++) {
+    Fp8 forward = poisoned_fp8(h, rows, width), backward = poisoned_fp8(h, rows, columns);
+    Tensor out_too = with_values ? poisoned(h, h->dtype, rows, width) : none;
+    Tensor dx_too = with_values ? gated ? in : d : none; // in place
+    activation_forward(h->backend, (ActivationForward){activation, .out = out_too, .x = in, .fp8 = forward});
+    activation_backward(h->backend,
+                        (ActivationBackward){activation, .dx = dx_too, .dout = d, .x = in, .fp8 = backward});
+    if (kind == LOST) {
+      assert_true(isnan(*values_of(h, forward.amax)) && isnan(*values_of(h, backward.amax)));
+      continue;
+    }
+    assert_made(h, forward, out, suffices);
+    assert_made(h, backward, dx, suffices);
+    if (!with_values) continue;
+    assert_memory_equal(values_of(h, out_too), values_of(h, out), (size_t)(rows * width) * sizeof(double));
+    assert_memory_equal(values_of(h, dx_too), values_of(h, dx), (size_t)(rows * columns) * sizeof(double));
+  }
+  memory_pop_to(&h->backend->memory, 0);
+}
+
+HARNESS_TEST(test_activations) {
+  if (h->backend->no_fp8) skip();
+  static const int64_t shapes[][2] = {{16, 16}, {144, 80}, {512, 48}, {1040, 272}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int kind = 0; kind < MADE_KINDS; kind++) {
+      check_made(h, ACTIVATION_GELU, shapes[i][0], shapes[i][1], kind);
+      check_made(h, ACTIVATION_SWIGLU, shapes[i][0], shapes[i][1], kind);
+    }
 }
 
 static double *decoded(Harness *h, Fp8 fp8) {
