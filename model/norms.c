@@ -63,10 +63,12 @@ Operand add_block_backward(const Pass *p, Operand dx, Tensor dbias, const Norm *
   return out;
 }
 
-void block_input_backward(const Pass *p, Operand dx, Operand dout, const Weight *first, Tensor dbias,
-                          const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias) {
+void block_input_backward(const Pass *p, Operand dx, Operand dout, MemoryMark kept, const Weight *first,
+                          Tensor dbias, const Norm *norm, Tensor x, const WeightAndBias *w,
+                          Tensor previous_dbias) {
   bool post_norm = p->model->config.post_norm;
   Tensor dinput = post_norm ? dx.x : norm->out.x; // else in the place of the norm's output
   project_backward(p, dinput, dout, norm->out, first, dbias, post_norm);
+  memory_pop_to(&p->backend->memory, kept);
   if (!post_norm) run_norm_backward(p, norm, dx, dinput, x, w, true, previous_dbias);
 }

@@ -93,9 +93,10 @@ void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBi
                const WeightAndBias *w);
 // From dx, the gradient of out: that of the last matmul's output, and of its bias where that is given.
 Operand add_block_backward(const Pass *p, Operand dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
-// Adds the block's part to dx, which then is the gradient of x.
-void block_input_backward(const Pass *p, Operand dx, Operand dout, const Weight *first, Tensor dbias,
-                          const Norm *norm, Tensor x, const WeightAndBias *w, Tensor previous_dbias);
+// Adds the block's part to dx, which then is the gradient of x. After its matmuls it pops to `kept`.
+void block_input_backward(const Pass *p, Operand dx, Operand dout, MemoryMark kept, const Weight *first,
+                          Tensor dbias, const Norm *norm, Tensor x, const WeightAndBias *w,
+                          Tensor previous_dbias);
 
 // transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
 // pass reads.

@@ -202,8 +202,10 @@ static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tenso
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx) {
   Tensor dbias = w->down.bias.grad;
   Operand dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
+  MemoryMark before_dpre = memory_mark(&p->backend->memory);
   Operand dpre = project_activated_backward(p, dout, s->activation, s->pre_activation, &w->down.weight);
-  block_input_backward(p, dx, dpre, &w->up.weight, w->up.bias.grad, &s->norm2, s->middle, &w->norm2, dbias);
+  block_input_backward(p, dx, dpre, before_dpre, &w->up.weight, w->up.bias.grad, &s->norm2, s->middle,
+                       &w->norm2, dbias);
 }
 
 // dx: in, the gradient of the layer's middle; out, that of its input.
@@ -236,8 +238,8 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   }
   if (recompute_norm || operands_saved(p)) push_block_input(p, "norm1", &s->norm1, s->input);
   if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1, none);
-  block_input_backward(p, dx, (Operand){.x = dqkv}, &w->qkv.weight, by_attention ? none : w->qkv.bias.grad,
-                       &s->norm1, s->input, &w->norm1, out_dbias);
+  block_input_backward(p, dx, (Operand){.x = dqkv}, memory_mark(memory), &w->qkv.weight,
+                       by_attention ? none : w->qkv.bias.grad, &s->norm1, s->input, &w->norm1, out_dbias);
 }
 
 // norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
