@@ -107,10 +107,10 @@ typedef struct {
   bool amax_known; // quantize reads amax, which the operation that made x has written
 } Fp8;
 
-// Operations that make a matrix can write its codes as well. They need a scale before they have all elements:
-// amax is then MARGIN times the largest of 256 rows or more at equal distances (of all rows: that itself), and
-// where an element is larger, the codes are made again with max |x|. A margin costs small elements bits, and
-// others none.
+// An activation function writes codes as it makes the elements, and so needs amax before it has their
+// maximum: amax is then FP8_MARGIN times the largest element of a sample of rows at equal distances or, where
+// the sample is all rows, that itself. Where an element is larger, the codes are made again with max |x|. The
+// margin costs the smallest elements bits, and the others none.
 enum { FP8_SAMPLED_ROWS = 256, FP8_MARGIN = 8 };
 static inline int64_t fp8_rows_apart(int64_t rows) {
   return max_i64(1, rows / FP8_SAMPLED_ROWS);
@@ -136,8 +136,8 @@ static inline bool is_gated(Activation activation) {
   return false;
 }
 
-// out = activation(x), as it is, as codes, or both. On its own where out was not kept or in FP8; else a part of
-// LinearForward.
+// out = activation(x), as it is, as codes, or both. On its own where out was not kept or in FP8; else a part
+// of LinearForward.
 typedef struct {
   Activation activation;
   Tensor out; // fp32/bf16 [N, F]; or absent where fp8 is given

@@ -107,8 +107,8 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 // matmul.c: the matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is
 // quantized before its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension
 // alone, so the backward pass needs those of the transpose; where nothing is recomputed, these are kept
-// instead of the operand, in half its memory. Activation functions are then operations of their own, which write
-// codes and not their values; norms bring the maximum of what they write.
+// instead of the operand, in half its memory. Activation functions are then operations of their own, which
+// write codes and not their values; norms bring the maximum of what they write.
 
 // Whether operands are saved as codes alone.
 bool operands_saved(const Pass *p);
@@ -133,8 +133,8 @@ void activate(const Pass *p, Operand out, Tensor pre_activation);
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
                       bool accumulate_dx);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
-// which replaces x (GELU) or the pre-activation (SwiGLU) or, SwiGLU's in FP8, is codes alone. In each case x is
-// overwritten.
+// which replaces x (GELU) or the pre-activation (SwiGLU) or, SwiGLU's in FP8, is codes alone. In each case x
+// is overwritten.
 Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 

@@ -360,8 +360,8 @@ static DEVICE unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, the warp's largest magnitude, rounded to T), in any order. Most warps' is not larger, and
-// they need no atomic.
+// *amax = max(*amax, the warp's largest magnitude, rounded to T), in any order. Most warps' is not larger,
+// and they need no atomic.
 template <typename T> static DEVICE void raise_amax(unsigned *amax, unsigned largest) {
   largest = __reduce_max_sync(~0u, largest);
   largest = magnitude(to_float(from_float<T>(__uint_as_float(largest))));

@@ -1,5 +1,5 @@
-// The kernel that writes a matrix's FP8 codes, as they lie and transposed, if requested. Its values come from a
-// source: memory (fp8.cu), or an activation function, which computes them on the way (activation.cu).
+// The kernel that writes a matrix's FP8 codes, as they lie and transposed, if requested. Its values come from
+// a source: memory (fp8.cu), or an activation function, which computes them on the way (activation.cu).
 //
 // A block takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes,
 // and puts the codes into shared memory as words of 4 rows of one column, from which the transposed rows are
