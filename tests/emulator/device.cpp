@@ -519,6 +519,16 @@ static float operand(const Block &block, MmaOperand o, int i, int k, bool e4m3) 
   return widened(bits, 0);
 }
 
+// As Hopper adds products of codes: to 14 bits of the largest of them and of the sum so far, without rounding.
+static float sum_of_codes(float sum, const float *a, const float (*b)[256], int j) {
+  float largest = fabsf(sum);
+  for (int k = 0; k < 32; k++) largest = fmaxf(largest, fabsf(a[k] * b[k][j]));
+  if (!(largest > 0) || std::isinf(sum) || std::isnan(sum)) largest = 1;
+  float unit = ldexpf(1, std::ilogb(largest) - 13), units = truncf(sum / unit);
+  for (int k = 0; k < 32; k++) units += truncf(a[k] * b[k][j] / unit);
+  return units * unit;
+}
+
 // A warp's 16 of the 64 rows of its oldest MMA.
 static void multiply(Warp &warp) {
   const Mma op = warp.mmas.front();
@@ -539,7 +549,10 @@ static void multiply(Warp &warp) {
     for (int j = 0; j < op.columns; j++) {
       int lane = row % 8 * 4 + j % 8 / 2;
       float &d = acc.values[(size_t)(lane * size + j / 8 * 4 + row / 8 * 2 + j % 2)];
-      d = (op.keep ? d : 0) + sum[j];
+      if (op.e4m3)
+        d = sum_of_codes(op.keep ? d : 0, a[row], b, j);
+      else
+        d = (op.keep ? d : 0) + sum[j];
     }
   }
   if (--acc.pending > 0) return;

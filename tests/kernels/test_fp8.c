@@ -337,8 +337,8 @@ static void logits_of_codes_case(Harness *h, const void *shape) {
   int64_t across = ceil_div(s.vocab, LCE_TILE_COLUMNS);
   if (!s.terms) a.tile_sums = poisoned(h, DTYPE_F32, s.rows, across);
   lce_logits_exp(h->backend, a);
-  // Hopper adds products of codes to 14 bits.
-  double error = h->backend->device == ON_CUDA && logits_of_codes(h) ? 0.02 : 3e-5;
+  // Hopper adds products of codes to 14 bits: of these logits, up to 0.03 is lost.
+  double error = h->backend->device == ON_CUDA && logits_of_codes(h) ? 0.05 : 3e-5;
   double stored = h->dtype == DTYPE_BF16 ? 0x1.02p-8 : 0;
   double *exps = values_of(h, a.exps), *sums = values_of(h, softmax.row_sum),
          *anchors = values_of(h, softmax.anchor);
