@@ -89,7 +89,7 @@ check() {
   [ "$at_once" = 1 ] || local -x OMP_NUM_THREADS=$((($(nproc) + at_once - 1) / at_once))
   for program in "${@:4}"; do
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
-    name=$(basename "$program")$suffix
+    name=${program##*tests/} name=${name//\//-}$suffix # kernels-test_fp8: trainer/ has one, too
     { run "$name" "$seconds" tests/run "$program" && row "$name" "$(tail -n 1 "$OUT/$name.log")"; } &
   done
   wait
