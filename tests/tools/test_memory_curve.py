@@ -305,6 +305,9 @@ def test_plot_run(folder):
         assert "Traceback" not in tool("plot_run", wrong, "--out", folder / "wrong.png").fails(says).err
     done = tool("plot_run", log, "--out", folder / "run.svg")
     assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens a second")
+    other = write("other.jsonl", [{**start, "device": "another"}, *steps])
+    tool("plot_run", log, other, log, "--out", folder / "two.svg").ok()
+    assert_says(folder / "two.svg", "bf16, on a machine and another")
     tool("plot_run", log, log, "--out", folder / "run.png", "--from", "100").ok()
     assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
