@@ -214,9 +214,10 @@ typedef struct {
 
 // A matrix x in FP8 with a scale for each row, or one for all: x is nearly scale codes.
 //   codes = e4m3(x E4M3_MAX / max |x|),   scale = (sum x^2 / sum x codes)
-// Such a scale makes the rounding error orthogonal to x (lce/REFERENCE.md: or else the loss shrinks). The maximum is of
-// the row, or of all; so are the sums, but of all they leave out rows where there are more than FP8_SUMMED_ROWS.
-#define FP8_SUMMED_ROWS 1024
+// Such a scale makes the rounding error orthogonal to x (lce/REFERENCE.md: or else the loss shrinks). The
+// maximum is of the row, or of all; so are the sums, but of all they leave out rows where there are more than
+// FP8_SUMMED_ROWS.
+enum { FP8_SUMMED_ROWS = 1024 };
 typedef struct {
   Tensor codes; // e4m3 [N, K]
   Tensor scale; // fp32 [N] or [1]: 1 for zeros, NaN where x has a NaN or an infinity
@@ -416,8 +417,8 @@ typedef struct {
 // Where R exceeds LCE_LARGEST_SUM (loss_row.h), or u[target] is minus infinity, the row is repaired: its anchor
 // is max_j u[j] (a GPU computes the row again), or about T log R (a CPU scales what it has), and target_e =
 // exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
-// With codes x W^T is of what they stand for; the target's logit, the rows that a GPU repairs and dx_raw are of x
-// and W. A GPU that does not run Hopper's kernels reads no codes.
+// With codes x W^T is of what they stand for; the target's logit, the rows that a GPU repairs and dx_raw are
+// of x and W. A GPU that does not run Hopper's kernels reads no codes.
 typedef struct {
   // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;

@@ -195,10 +195,10 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   if (sharding->split_head)
     m->shard = (VocabShard){.first = sharding->first_head_row, .vocab_size = config->vocab_size};
   if (dtypes.fp8 == FP8_ALL) {
-    Tensor head = model_head_shard(m);
     Memory *memory = &backend->memory;
-    void *codes = memory_reserve(memory, "FP8 head", MEMORY_WEIGHTS, (size_t)tensor_count(head));
-    m->head_codes = (Fp8Rows){.codes = tensor_2d(codes, DTYPE_E4M3, head.shape[0], head.shape[1]),
+    Tensor head = model_head_shard(m),
+           codes = memory_reserve_1d(memory, "FP8 head", MEMORY_WEIGHTS, DTYPE_E4M3, tensor_count(head));
+    m->head_codes = (Fp8Rows){.codes = tensor_reshape_2d(codes, head.shape[0], head.shape[1]),
                               .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
   }
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);

@@ -44,7 +44,8 @@ void cuda_quantize(Backend *backend, const Quantize *a) {
 
 // --- by rows -----------------------------------------------------------------------------------------------
 
-// A warp's: the codes of a row, unless they are NULL, and a lane's part of sum y^2 and sum y code, y = factor x.
+// Run by a warp: the codes of a row, unless they are NULL. Returns a lane's part of sum y^2 and sum y code,
+// y = factor x.
 template <typename T>
 static DEVICE float2 code_row(uint8_t *codes, const T *x, int64_t columns, float factor) {
   constexpr int W = 16; // columns that a lane takes at a time

@@ -1,10 +1,10 @@
 // The kernel that writes a matrix's FP8 codes, as they lie and transposed, if requested. Its values come from
 // a source: memory (fp8.cu), or an activation function, which computes them on the way (activation.cu).
 //
-// A block takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes,
-// and puts the codes into shared memory as words of 4 rows of one column, from which the transposed rows are
-// written 16 bytes at a time. Shared memory holds 32 words of a column in 8 pieces of 16 bytes, of which
-// piece p lies at p ^ (column / 8 mod 8): so neither the words' writes nor the pieces' reads meet in a bank.
+// A block takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes, and puts the codes
+// into shared memory as words of 4 rows of one column, from which the transposed rows are written 16 bytes at
+// a time. Shared memory holds 32 words of a column in 8 chunks of 16 bytes, of which chunk c lies at
+// c ^ (column / 8 mod 8): so neither the words' writes nor the chunks' reads meet in a bank.
 #pragma once
 
 #include <cfloat>
@@ -67,8 +67,8 @@ static __global__ void __launch_bounds__(256)
   uint8_t *codes = data_of<uint8_t>(out.codes), *transposed = data_of<uint8_t>(out.transposed);
   int lane = threadIdx.x % 32;
   EACH (step, 2) { // a warp takes 16 rows of 64 columns
-    int place = threadIdx.x / 32 + 8 * step, piece = place / 2, group = place % 2 * 8 + lane % 8;
-    int row_group = 4 * piece + lane / 8; // of 4 rows
+    int place = threadIdx.x / 32 + 8 * step, chunk = place / 2, group = place % 2 * 8 + lane % 8;
+    int row_group = 4 * chunk + lane / 8; // of 4 rows
     int64_t row = first_row + 4 * row_group, column = first_column + GROUP * group;
     if (row >= rows || column >= columns) continue;
     Group<typename Source::T, GROUP> made[4][PARTS];
@@ -90,7 +90,7 @@ static __global__ void __launch_bounds__(256)
         transpose_bytes(words, half[h]);
         EACH (c, 4)
           reinterpret_cast<unsigned *>(
-              &column_codes[part][GROUP * group + 4 * h + c][piece ^ (group % 8)])[lane / 8] = words[c];
+              &column_codes[part][GROUP * group + 4 * h + c][chunk ^ (group % 8)])[lane / 8] = words[c];
       }
     }
   }
@@ -98,11 +98,11 @@ static __global__ void __launch_bounds__(256)
   if (!transposed) return;
   __syncthreads();
   for (int i = threadIdx.x; i < PARTS * TILE * TILE / 16; i += 256) {
-    int part = i / (TILE * TILE / 16), column = i / (TILE / 16) % TILE, piece = i % (TILE / 16);
-    int64_t row = first_row + 16 * piece;
+    int part = i / (TILE * TILE / 16), column = i / (TILE / 16) % TILE, chunk = i % (TILE / 16);
+    int64_t row = first_row + 16 * chunk;
     if (row < rows && first_column + column < columns)
       *reinterpret_cast<uint4 *>(transposed + (part * columns + first_column + column) * rows + row) =
-          column_codes[part][column][piece ^ (column / GROUP % 8)];
+          column_codes[part][column][chunk ^ (column / GROUP % 8)];
   }
 }
 

@@ -1,8 +1,9 @@
 // The epilogue of hopper_exp.cuh for logits of FP8 codes.
 //
-// Hopper adds products of codes to 14 bits of the largest of them and of the sum so far, and cuts off the rest,
-// so a sum loses a share of its size in every instruction. It begins with minus half the target's logit: a logit
-// as large as that, which is what counts in a loss, then runs from minus to plus a half and not from 0 to 1.
+// Hopper adds products of codes to 14 bits of the largest of them and of the sum so far, and cuts off the
+// rest, so a sum loses a share of its size in every instruction. It begins with minus half the target's logit:
+// a logit as large as that, which is what counts in a loss, then runs from minus to plus a half and not from
+// 0 to 1.
 #pragma once
 
 #include "kernels/cuda/hopper_exp.cuh"
