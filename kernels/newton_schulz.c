@@ -23,6 +23,16 @@ static Matrices from(Matrices m, int64_t first) {
   return m;
 }
 
+// From A in `gram` to Q there: of the step with P, and of one with a, b, c after it.
+static void append_step(Backend *backend, Matrices gram, Matrices p, Matrices scratch, int64_t all, float a,
+                        float b, float c) {
+  Matrices none = {0};
+  batched_gemm(backend, (BatchedGemm){scratch, p, gram, none, all, .alpha = 1});
+  batched_gemm(backend, (BatchedGemm){gram, scratch, p, none, all, .alpha = 1});
+  batched_gemm(backend, (BatchedGemm){scratch, gram, gram, gram, all, .alpha = c, .beta = b});
+  batched_gemm(backend, (BatchedGemm){gram, scratch, p, p, all, .alpha = 1, .beta = a});
+}
+
 void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale) {
   enum { STEPS = 4 };
   static const float a[STEPS] = {7.9845f, 3.9641f, 3.4368f, 2.4901f},
@@ -52,12 +62,8 @@ void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count
     batched_gemm(backend, (BatchedGemm){polynomial, gram, gram, gram, all, .alpha = c[step], .beta = b[step],
                                         .diagonal = last && combines ? a[step] : 0});
     if (last && combines) {
-      Matrices p = polynomial, product = {tensor_2d(next.first.data, dtype, side, side), next.apart};
-      batched_gemm(backend, (BatchedGemm){product, p, gram, none, all, .alpha = 1});
-      batched_gemm(backend, (BatchedGemm){gram, product, p, none, all, .alpha = 1});
-      batched_gemm(backend,
-                   (BatchedGemm){product, gram, gram, gram, all, .alpha = c[step + 1], .beta = b[step + 1]});
-      batched_gemm(backend, (BatchedGemm){gram, product, p, p, all, .alpha = 1, .beta = a[step + 1]});
+      Matrices scratch = {tensor_2d(next.first.data, dtype, side, side), next.apart};
+      append_step(backend, gram, polynomial, scratch, all, a[step + 1], b[step + 1], c[step + 1]);
       polynomial = gram;
     }
     for (int i = 0; i < (last ? kinds : 1); i++) {
