@@ -626,12 +626,16 @@ typedef struct {
 //   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice
 //   all_gather        out [n R] = the ranks' x one after the other; x may be out's slice r
 //   broadcast_rank_0  out [n] = rank 0's x
-// All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
+// All ranks call the same collectives in the same order, with tensors at the same places of their reservations.
+// The order of summation depends on R and n alone.
 typedef struct {
   Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast_rank_0: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   bool async; // it overlaps the operations that follow; they leave out and x alone until collectives_join
 } Collective;
+
+// What large sums are cut into: enough for the links' full speed, and what a backend may have scratch for.
+enum { BUCKET_BYTES = 32 << 20 };
 
 // copy_in: out = x, with out in the device's memory and x reserved with memory_reserve_host; copy_out: the
 // other way. A copy begins when the operations before it are done, and overlaps those that follow, which must
@@ -780,6 +784,8 @@ typedef struct {
   size_t (*lce_kept_bytes)(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
+  // And for sums over ranks when it joins others.
+  size_t ranks_bytes;
 #define MEMBER(name, Arguments, group) size_t (*name)(const Arguments *);
   OPERATIONS(NO_OPERATION, MEMBER)
 #undef MEMBER
@@ -822,6 +828,8 @@ Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 void backend_join_ranks(Backend *backend);
 // Runs nothing and counts what the given kind of device would need.
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
+// As rank 0 of so many.
+void plan_join_ranks(Backend *plan, int ranks);
 void backend_destroy(Backend *backend);
 // What creates a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. Where a
 // failure between them is caught, backend_abandon destroys what this thread has begun.

@@ -81,10 +81,12 @@ Memory memory_create(const MemorySource *source) {
   return memory;
 }
 
-static void *source_allocate(const Memory *memory, size_t bytes) {
+static void *source_allocate(const Memory *memory, size_t bytes, bool shared) {
+  const MemorySource *source = &memory->source;
   size_t used = memory->ledger.total - memory->ledger.stack + memory->stack_capacity;
   if (memory->limit && (used > memory->limit || bytes > memory->limit - used)) return NULL;
-  return memory->source.allocate(memory->source.context, bytes);
+  return (shared && source->allocate_shared ? source->allocate_shared : source->allocate)(source->context,
+                                                                                          bytes);
 }
 
 static void source_release(Memory *memory, void *data, size_t bytes) {
@@ -150,7 +152,8 @@ void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, 
   bytes = memory_padded(bytes);
   require_countable(memory, name, bytes);
   void *data = (void *)(PLANNED_BASE + memory->ledger.total);
-  if (!memory->planning) data = source_allocate(memory, bytes);
+  bool shared = category == MEMORY_WEIGHTS || category == MEMORY_GRADIENTS; // what ranks exchange most of
+  if (!memory->planning) data = source_allocate(memory, bytes, shared);
   if (!data) out_of_memory(memory, name, bytes);
   MemoryBlock block = {.name = name, .category = category, .bytes = bytes, .data = data};
   keep_reserved(memory, block);
@@ -185,7 +188,7 @@ static bool try_stack(Memory *memory, size_t capacity) {
   memory->stack_base = NULL;
   memory->stack_capacity = 0;
   if (memory->planning || !capacity) return true;
-  memory->stack_base = source_allocate(memory, capacity);
+  memory->stack_base = source_allocate(memory, capacity, false);
   if (memory->stack_base) memory->stack_capacity = capacity;
   return memory->stack_base;
 }

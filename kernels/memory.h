@@ -40,7 +40,9 @@ size_t memory_padded(size_t bytes);
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
   void (*release)(void *context, void *data, size_t bytes);
-  // The same of the host, at addresses that the device can access too.
+  // As allocate, where other ranks' devices may reach it; NULL: allocate does.
+  void *(*allocate_shared)(void *context, size_t bytes);
+  // As allocate, of the host, at addresses that the device can access too.
   void *(*allocate_host)(void *context, size_t bytes);
   void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)

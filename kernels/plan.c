@@ -13,3 +13,9 @@ Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
     memory_reserve(&backend->memory, "GEMM workspace", MEMORY_WORKSPACE, backend->scratch->resident_bytes);
   return backend_finish(backend);
 }
+
+void plan_join_ranks(Backend *plan, int ranks) {
+  plan->ranks = ranks;
+  if (ranks > 1 && plan->scratch->ranks_bytes)
+    memory_reserve(&plan->memory, "shares of gradients", MEMORY_GRADIENTS, plan->scratch->ranks_bytes);
+}

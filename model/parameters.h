@@ -140,8 +140,6 @@ void parameters_free(ParameterSet *parameters);
 // A split head (--vocab-parallel) is one bucket with slices of whole rows, whose gradients a rank computes
 // from the tokens of all ranks. Its weights are sharded unless they are the embedding's.
 
-enum { BUCKET_BYTES = 32 << 20 }; // enough for the links' full speed; nothing hides the last one
-
 typedef struct {
   int64_t first, count; // elements of the group; a multiple of 128 x ranks
 } Bucket;

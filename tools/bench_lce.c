@@ -620,7 +620,7 @@ int main(int argc, char **argv) {
   Backend *plan = plan_backend_create(o.device, o.dtype), *backend = o.plan ? NULL : open_backend(&o);
   if (backend) {
     backend_join_ranks(backend);
-    plan->ranks = backend->ranks;
+    plan_join_ranks(plan, backend->ranks);
     plan->no_sampling = backend->no_sampling;
   }
   if (!o.json)

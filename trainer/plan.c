@@ -18,7 +18,7 @@ enum { TIMELINE_STEPS = 3 };
 static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   options->micro_steps = min_i64(options->micro_steps, 2);
   Backend *backend = plan_backend_create(device, options->dtype);
-  backend->ranks = options->ranks;
+  plan_join_ranks(backend, options->ranks);
   backend->no_sampling = options->no_sampling;
   trainer_create(t, options, backend);
 }

@@ -166,8 +166,13 @@ static void device_peak_reset(Backend *backend) {
   cuda_state(backend)->peak_bytes = device_bytes_now(backend);
 }
 
+static void *zeroed(Backend *backend, void *data, size_t bytes) {
+  cuda_check(cudaMemsetAsync(data, 0, bytes, cuda_stream(backend)), "zeroing new memory");
+  device_bytes_peak(backend);
+  return data;
+}
+
 static void *allocate(void *context, size_t bytes) {
-  Backend *backend = static_cast<Backend *>(context);
   void *data = nullptr;
   cudaError_t error = cudaMalloc(&data, bytes);
   if (error == cudaErrorMemoryAllocation) {
@@ -175,14 +180,19 @@ static void *allocate(void *context, size_t bytes) {
     return nullptr;
   }
   cuda_check(error, "allocating device memory");
-  cuda_check(cudaMemsetAsync(data, 0, bytes, cuda_stream(backend)), "zeroing new memory");
-  device_bytes_peak(backend);
-  return data;
+  return zeroed(static_cast<Backend *>(context), data, bytes);
+}
+
+static void *allocate_shared(void *context, size_t bytes) {
+  Backend *backend = static_cast<Backend *>(context);
+  void *data = cuda_shared_allocate(backend, bytes);
+  return data ? zeroed(backend, data, bytes) : allocate(context, bytes);
 }
 
 static void release(void *context, void *data, size_t bytes) {
-  synchronize(static_cast<Backend *>(context));
-  cuda_check(cudaFree(data), "freeing device memory");
+  Backend *backend = static_cast<Backend *>(context);
+  synchronize(backend);
+  if (!cuda_shared_release(backend, data)) cuda_check(cudaFree(data), "freeing device memory");
 }
 
 // Pinned pages with one address for host and device: kernels access AdamW's state, say, over PCIe.
@@ -311,6 +321,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
   CudaState *state = cuda_state(backend);
   MemorySource source = {.allocate = allocate,
+                         .allocate_shared = allocate_shared,
                          .release = release,
                          .allocate_host = allocate_host,
                          .release_host = release_host,

@@ -2,10 +2,11 @@
 //
 // They run on a stream of their own with the highest priority. A collective waits for what was queued before
 // it; what follows waits for it at once or, if asynchronous, at collectives_join. So a bucket of gradients
-// travels while the layers below compute theirs. NCCL may take 16 SMs.
+// travels while the layers below compute theirs.
 //
-// NCCL adds in an order that follows from the number of ranks, the size and the machine's links, so runs
-// repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
+// Where copy engines can carry gradients and weights they do (copy_engines.cu). All else is up to NCCL's kernels,
+// on 16 SMs at most. They add in an order that follows from the number of ranks, the size and the machine's
+// links, so runs repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,25 +14,39 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/ranks/ranks.h"
 
-// out[i] += x[i].
-template <typename T> static __global__ void add_kernel(T *out, const T *x, int64_t count) {
-  int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < count) out[i] = from_float<T>(to_float(out[i]) + to_float(x[i]));
+template <typename T, int W>
+static __global__ void sum_shares_kernel(T *out, const T *shares, int ranks, int64_t count, bool accumulate) {
+  int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
+  if (i >= count) return;
+  float sum[W], next[W];
+  load(sum, shares + i);
+  for (int r = 1; r < ranks; r++) {
+    load(next, shares + r * count + i);
+    EACH (k, W) sum[k] += next[k];
+  }
+  if (accumulate) {
+    load(next, out + i);
+    EACH (k, W) sum[k] = next[k] + to_float(from_float<T>(sum[k]));
+  }
+  store(out + i, sum);
 }
 
-static void add(cudaStream_t stream, Tensor out, const void *x) {
+// Short blocks all over the GPU: few long ones would hold up the CTAs of a GEMM that starts beside them.
+void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate) {
   int64_t count = tensor_count(out);
-  with_float(out.dtype, [&](auto type) {
+  Tensor all = tensor_2d(const_cast<void *>(shares), out.dtype, ranks, count);
+  with_access(out.dtype, {out, all}, [&](auto type, auto width) {
     using T = decltype(type);
-    launch_kernel({"reduce_scatter's sum", stream, ceil_div(count, 256), 256}, add_kernel<T>, data_of<T>(out),
-                  static_cast<const T *>(x), count);
+    constexpr int W = decltype(width)::value;
+    launch_kernel({"the sum over ranks", stream, ceil_div(count, 256 * W), 256}, sum_shares_kernel<T, W>,
+                  data_of<T>(out), data_of<T>(all), ranks, count, accumulate);
   });
 }
 
 // With one rank every collective is a copy, or a sum with what is there.
 static void copy_or_add(Backend *backend, const Collective *a) {
   if (a->accumulate)
-    add(cuda_stream(backend), a->out, a->x.data);
+    sum_shares(cuda_stream(backend), a->out, a->x.data, 1, true);
   else if (a->out.data != a->x.data)
     cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDeviceToDevice,
                                cuda_stream(backend)),
@@ -39,17 +54,7 @@ static void copy_or_add(Backend *backend, const Collective *a) {
 }
 
 #ifdef HAVE_NCCL
-#include <nccl.h>
-
-static void nccl_check(ncclResult_t result, ncclComm_t comm, const char *doing) {
-  if (result != ncclSuccess && result != ncclInProgress)
-    fail("NCCL failed in %s: %s (%s); NCCL_DEBUG=WARN says more", doing, ncclGetErrorString(result),
-         ncclGetLastError(comm));
-}
-
-static ncclDataType_t type_of(Dtype dtype) {
-  return dtype == DTYPE_F32 ? ncclFloat32 : dtype == DTYPE_BF16 ? ncclBfloat16 : ncclInt32;
-}
+#include "kernels/cuda/nccl_calls.cuh"
 
 // Queues on the collectives' stream what `start` starts, given the count and type of x's elements.
 template <typename F>
@@ -57,7 +62,7 @@ static void collective(Backend *backend, const Collective *a, const char *name, 
   ncclComm_t comm = cuda_state(backend)->comm;
   if (!comm) return copy_or_add(backend, a);
   cudaStream_t stream = side_begin(backend, STREAM_COLLECTIVES);
-  nccl_check(start((size_t)tensor_count(a->x), type_of(a->x.dtype), comm, stream), comm, name);
+  nccl_check(start((size_t)tensor_count(a->x), nccl_type(a->x.dtype), comm, stream), comm, name);
   side_end(backend, STREAM_COLLECTIVES);
   if (!a->async) side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), 0);
 }
@@ -81,21 +86,29 @@ static bool poll_nccl(void *context, char *text, size_t size) {
   return false;
 }
 
-// One of each collective that a step uses: NCCL connects, and takes its memory, at the first call.
-static void warm_up(Backend *backend) {
-  int ranks = backend->ranks;
-  int64_t part = (8 << 20) / ranks / 128 * 128, whole = part * ranks;
-  void *data = nullptr;
-  cuda_check(cudaMalloc(&data, (size_t)whole * sizeof(float)), "allocating memory to try the links with");
-  cuda_check(cudaMemsetAsync(data, 0, (size_t)whole * sizeof(float), cuda_stream(backend)),
-             "zeroing new memory");
-  Tensor all = tensor_1d(data, DTYPE_F32, whole), local = tensor_rows(all, part * backend->rank, part);
+// One of each collective that a step uses, with `bytes` of zeros.
+static void try_links(Backend *backend, void *data, int64_t bytes) {
+  int64_t part = bytes / (int64_t)sizeof(float) / backend->ranks / 128 * 128;
+  Tensor all = tensor_1d(data, DTYPE_F32, part * backend->ranks),
+         local = tensor_rows(all, part * backend->rank, part);
   all_reduce(backend, Collective{.out = all, .x = all});
   reduce_scatter(backend, Collective{.out = local, .x = all});
   all_gather(backend, Collective{.out = all, .x = local});
   broadcast_rank_0(backend, Collective{.out = all, .x = all});
   backend_synchronize(backend);
+}
+
+// NCCL connects, and takes its memory, at the first call; by kernels and by copy engines.
+static void warm_up(Backend *backend) {
+  const int64_t bytes = 32 << 20;
+  void *data = nullptr;
+  cuda_check(cudaMalloc(&data, (size_t)bytes), "allocating memory to try the links with");
+  cuda_check(cudaMemsetAsync(data, 0, (size_t)bytes, cuda_stream(backend)), "zeroing new memory");
+  try_links(backend, data, bytes);
   cuda_check(cudaFree(data), "freeing device memory");
+  copy_engines_try(backend);
+  const CudaState *state = cuda_state(backend);
+  if (state->sharing) try_links(backend, state->shares + BUCKET_BYTES / 2, BUCKET_BYTES / 2);
 }
 
 // NCCL's id of the job: from rank 0 by MPI, else from NCCL_COMM_ID=ADDRESS:PORT of a common subnet, where
@@ -122,16 +135,27 @@ void cuda_join_ranks(Backend *backend) {
   const Launch *l = ranks_self();
   CudaState *state = cuda_state(backend);
   size_t held = backend->ops->device_bytes_now(backend);
-  ncclUniqueId id = job_id(l);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.maxCTAs = 16; // so many SMs do not compute while it runs
+#ifdef NCCL_CTA_POLICY_ZERO
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  state->sharing = l->local_ranks == l->ranks && driver >= 12050; // all that NCCL's copy engines need
+  if (state->sharing) {
+    config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+    setenv("NCCL_NVLS_ENABLE", "0", 0); // sharing would use NVLink multicast, which not every machine grants
+  }
+#endif
+  ncclUniqueId id = job_id(l);
   ranks_enter("ncclCommInitRank");
   nccl_check(ncclCommInitRankConfig(&state->comm, l->ranks, id, l->rank, &config), nullptr,
              "ncclCommInitRank");
   ranks_leave();
   ranks_watch_device(poll_nccl, state);
+  state->shares = static_cast<char *>(memory_reserve(&backend->memory, "shares of gradients",
+                                                     MEMORY_GRADIENTS, backend->scratch->ranks_bytes));
   warm_up(backend);
-  size_t now = backend->ops->device_bytes_now(backend);
+  size_t now = backend->ops->device_bytes_now(backend) - backend->scratch->ranks_bytes;
   if (now > held) backend->device_overhead += now - held;
   backend->ops->device_peak_reset(backend);
 }
@@ -157,24 +181,27 @@ void cuda_join_ranks(Backend *backend) {
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
   collective(backend, a, "all_reduce", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    if (copied_sum(backend, a, stream)) return ncclSuccess;
     return ncclAllReduce(a->x.data, a->out.data, count, type, ncclSum, comm, stream);
   });
 }
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
   collective(backend, a, "reduce_scatter", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    if (copied_sum(backend, a, stream)) return ncclSuccess;
     // What is to be added to `out` is summed where it lies in x.
     void *slice = data_of<char>(a->x) + backend->rank * tensor_bytes(a->out);
     void *out = a->accumulate ? slice : a->out.data;
     ncclResult_t result =
         ncclReduceScatter(a->x.data, out, count / backend->ranks, type, ncclSum, comm, stream);
-    if (a->accumulate) add(stream, a->out, out);
+    if (a->accumulate) sum_shares(stream, a->out, out, 1, true);
     return result;
   });
 }
 
 void cuda_all_gather(Backend *backend, const Collective *a) {
   collective(backend, a, "all_gather", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
+    copy_engines_reach(backend, a); // which then carry it
     return ncclAllGather(a->x.data, a->out.data, count, type, comm, stream);
   });
 }

@@ -30,7 +30,14 @@ struct SideStream {
   std::atomic<int64_t> count;     // of operations; the watchdog's thread reads it too
 };
 
-enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20 };
+// A reservation that the copy engines of all ranks can reach, once all ranks have registered theirs.
+struct SharedBlock {
+  char *data; // NULL: a free place of the table
+  size_t bytes;
+  struct ncclWindow_vidmem *window; // NULL until a collective first needs it
+};
+
+enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20, SHARED_BLOCKS = 16 };
 
 struct CudaState {
   cudaStream_t stream;            // every operation runs in its order
@@ -46,6 +53,9 @@ struct CudaState {
   int64_t uploads;
   Hopper *hopper;
   struct ncclComm *comm; // NULL while there is one rank
+  bool sharing;          // weights and gradients become shared blocks
+  SharedBlock shared[SHARED_BLOCKS];
+  char *shares; // BUCKET_BYTES of a shared block: what the ranks send this one to sum
 };
 
 static inline CudaState *cuda_state(Backend *backend) {
@@ -425,3 +435,17 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 // holds cuda_segment_bytes(N). Rows that no id names stay, or become 0 without accumulate.
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
+
+// collectives.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it is
+// added to out.
+void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate);
+
+// copy_engines.cu. Memory for weights and gradients; NULL where ranks do not share it, or there is too little.
+void *cuda_shared_allocate(Backend *backend, size_t bytes);
+bool cuda_shared_release(Backend *backend, void *data); // false: it is other memory
+// With all ranks: clears state->sharing unless the copy engines reach state->shares.
+void copy_engines_try(Backend *backend);
+// Whether they reach out and x, so that NCCL's all-gather lets them carry it.
+bool copy_engines_reach(Backend *backend, const Collective *a);
+// An all-reduce or a reduce-scatter by copy engines; false where they do not reach what it takes.
+bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream);

@@ -142,6 +142,7 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 const BackendScratch cuda_scratch = {.logits_stride = logits_stride,
                                      .lce_kept_bytes = lce_kept_bytes,
                                      .resident_bytes = CUDA_GEMM_WORKSPACE_BYTES,
+                                     .ranks_bytes = BUCKET_BYTES,
 #define ENTRY(name, Arguments, group) .name = cuda_##name##_scratch,
                                      OPERATIONS(NO_OPERATION, ENTRY)
 #undef ENTRY

@@ -1,0 +1,139 @@
+// Sums of gradients over the ranks, and weights for all, without SMs for the transfers.
+//
+// Our GEMMs have a CTA on every SM and give it its tiles beforehand, so an SM that a kernel of NCCL holds delays
+// the whole GEMM. From 2.28 on, NCCL has copy engines carry an all-to-all or an all-gather between GPUs of one
+// machine, where both tensors lie in memory that every rank has registered. So a sum over R ranks is:
+//
+//   all-to-all   every rank sends slice r of x to rank r, which receives R of them in state->shares
+//   sum          a kernel adds them in fp32, in the order of the ranks, and rounds once
+//   all-gather   of the sums, in place; of an all-reduce alone
+//
+// All run on the collectives' stream. A transfer begins when all ranks have come to it and ends when all have
+// what they should, so the next one may overwrite the shares.
+#ifdef HAVE_NCCL
+#include "kernels/cuda/nccl_calls.cuh"
+#else
+#include "kernels/cuda/cuda_common.cuh"
+#endif
+
+#ifdef NCCL_CTA_POLICY_ZERO
+
+static SharedBlock *block_of(CudaState *state, const void *data) {
+  for (SharedBlock &b : state->shared)
+    if (b.data && (uintptr_t)data - (uintptr_t)b.data < b.bytes) return &b;
+  return nullptr;
+}
+
+void *cuda_shared_allocate(Backend *backend, size_t bytes) {
+  CudaState *state = cuda_state(backend);
+  void *data = nullptr;
+  for (SharedBlock &b : state->shared) {
+    if (b.data) continue;
+    if (!state->sharing || ncclMemAlloc(&data, bytes) != ncclSuccess) break;
+    b = {static_cast<char *>(data), bytes, nullptr};
+    return data;
+  }
+  return nullptr;
+}
+
+bool cuda_shared_release(Backend *backend, void *data) {
+  CudaState *state = cuda_state(backend);
+  SharedBlock *b = block_of(state, data);
+  if (!b) return false;
+  if (b->window) nccl_check(ncclCommWindowDeregister(state->comm, b->window), state->comm, "deregistering");
+  nccl_check(ncclMemFree(data), state->comm, "ncclMemFree");
+  *b = {};
+  return true;
+}
+
+// False where the memory is not shared. The first time for a block all ranks come here and register theirs,
+// which have one size.
+static bool reach(CudaState *state, Tensor t) {
+  SharedBlock *b = state->sharing ? block_of(state, t.data) : nullptr;
+  if (!b) return false;
+  if (!b->window)
+    nccl_check(ncclCommWindowRegister(state->comm, b->data, b->bytes, &b->window, NCCL_WIN_COLL_SYMMETRIC),
+               state->comm, "ncclCommWindowRegister");
+  return true;
+}
+
+bool copy_engines_reach(Backend *backend, const Collective *a) {
+  CudaState *state = cuda_state(backend);
+  bool both = state->sharing && block_of(state, a->x.data) && block_of(state, a->out.data);
+  return both && reach(state, a->x) && reach(state, a->out);
+}
+
+// A window is a device's memory, unless NCCL cannot use it: then NULL or, before 2.29, the host's.
+void copy_engines_try(Backend *backend) {
+  CudaState *state = cuda_state(backend);
+  cudaPointerAttributes window = {};
+  if (!reach(state, tensor_1d(state->shares, DTYPE_F32, 1))) return;
+  const void *address = block_of(state, state->shares)->window;
+  state->sharing = address && cudaPointerGetAttributes(&window, address) == cudaSuccess &&
+                   window.type == cudaMemoryTypeDevice;
+}
+
+static void gather(const CudaState *state, const void *x, void *out, int64_t count, Dtype dtype,
+                   cudaStream_t stream) {
+  nccl_check(ncclAllGather(x, out, (size_t)count, nccl_type(dtype), state->comm, stream), state->comm,
+             "ncclAllGather");
+}
+
+// out (+)= the sum over all ranks of their slice `rank` of x.
+static void sum_slices(Backend *backend, Tensor out, const void *x, bool accumulate, cudaStream_t stream) {
+  const CudaState *state = cuda_state(backend);
+  nccl_check(
+      ncclAlltoAll(x, state->shares, (size_t)tensor_count(out), nccl_type(out.dtype), state->comm, stream),
+      state->comm, "ncclAlltoAll");
+  sum_shares(stream, out, state->shares, backend->ranks, accumulate);
+}
+
+// In slices of whole 16-byte accesses; each rank sums all of the few elements that are left.
+static void sum_and_gather(Backend *backend, Tensor out, Tensor x, cudaStream_t stream) {
+  const CudaState *state = cuda_state(backend);
+  int64_t count = tensor_count(x), width = (int64_t)dtype_bytes(x.dtype), ranks = backend->ranks;
+  int64_t step = 16 / width * ranks, whole = count / step * step, most = BUCKET_BYTES / width / step * step;
+  for (int64_t at = 0, slice; at < whole; at += slice * ranks) {
+    slice = min_i64(whole - at, most) / ranks;
+    Tensor mine = tensor_rows(out, at + backend->rank * slice, slice);
+    sum_slices(backend, mine, tensor_rows(x, at, slice * ranks).data, false, stream);
+    gather(state, mine.data, tensor_rows(out, at, slice * ranks).data, slice, x.dtype, stream);
+  }
+  if (whole == count) return;
+  Tensor rest = tensor_rows(out, whole, count - whole);
+  gather(state, tensor_rows(x, whole, count - whole).data, state->shares, count - whole, x.dtype, stream);
+  sum_shares(stream, rest, state->shares, backend->ranks, false);
+}
+
+bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream) {
+  bool whole = tensor_count(a->out) == tensor_count(a->x); // of an all-reduce
+  if (whole && copy_engines_reach(backend, a))
+    sum_and_gather(backend, tensor_flat(a->out), tensor_flat(a->x), stream);
+  else if (!whole && tensor_bytes(a->x) <= BUCKET_BYTES && reach(cuda_state(backend), a->x))
+    sum_slices(backend, a->out, a->x.data, a->accumulate, stream);
+  else
+    return false;
+  return true;
+}
+
+#else // no NCCL, or an older one
+
+void *cuda_shared_allocate(Backend *backend, size_t bytes) {
+  return nullptr;
+}
+
+bool cuda_shared_release(Backend *backend, void *data) {
+  return false;
+}
+
+void copy_engines_try(Backend *backend) {}
+
+bool copy_engines_reach(Backend *backend, const Collective *a) {
+  return false;
+}
+
+bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream) {
+  return false;
+}
+
+#endif
