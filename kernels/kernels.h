@@ -626,8 +626,9 @@ typedef struct {
 //   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice
 //   all_gather        out [n R] = the ranks' x one after the other; x may be out's slice r
 //   broadcast_rank_0  out [n] = rank 0's x
-// All ranks call the same collectives in the same order, with tensors at the same places of their reservations.
-// The order of summation depends on R and n alone.
+// All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
+// Where x of a sum, or out of an all_reduce or all_gather, lies in a reservation of weights or gradients, all
+// ranks have it at the same place of one of the same size.
 typedef struct {
   Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast_rank_0: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost

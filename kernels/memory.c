@@ -85,8 +85,8 @@ static void *source_allocate(const Memory *memory, size_t bytes, bool shared) {
   const MemorySource *source = &memory->source;
   size_t used = memory->ledger.total - memory->ledger.stack + memory->stack_capacity;
   if (memory->limit && (used > memory->limit || bytes > memory->limit - used)) return NULL;
-  return (shared && source->allocate_shared ? source->allocate_shared : source->allocate)(source->context,
-                                                                                          bytes);
+  if (shared && source->allocate_shared) return source->allocate_shared(source->context, bytes);
+  return source->allocate(source->context, bytes);
 }
 
 static void source_release(Memory *memory, void *data, size_t bytes) {

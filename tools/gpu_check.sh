@@ -99,7 +99,7 @@ if wants tests; then
   # These compare what the whole device holds: nothing else may run.
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
   mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} pytorch/test_{log_probs,batch_invariant} tools/test_lce_ladder |
-    grep -v 'kernels/test_memory\|vocabulary_parallel')
+    grep -v 'kernels/test_memory\|vocabulary_parallel\|collectives')
   check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   # Attention and LM head + loss as a GPU before Hopper computes them.
@@ -218,7 +218,7 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   # Sums in the order of a ring: the switches' own need NVLink multicast, which not every machine grants.
   export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
   [ "$DEVICE" != cuda ] || export LCE_GPU_RANKS=$ranks
-  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs kernels/test_vocabulary_parallel model/test_masked_loss) tests/trainer/test_ranks*.py
+  TEST_TIMEOUT=560 check 1 570 "-$ranks-gpus" $(test_programs kernels/test_{collectives,vocabulary_parallel} model/test_masked_loss) tests/trainer/test_ranks*.py
   unset LCE_GPU_RANKS
   on "$ranks"
   layer split 16384 4096 128256 --chunk 4096,2048,1024

@@ -321,8 +321,8 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
   CudaState *state = cuda_state(backend);
   MemorySource source = {.allocate = allocate,
-                         .allocate_shared = allocate_shared,
                          .release = release,
+                         .allocate_shared = allocate_shared,
                          .allocate_host = allocate_host,
                          .release_host = release_host,
                          .poison = poison,

@@ -4,9 +4,9 @@
 // it; what follows waits for it at once or, if asynchronous, at collectives_join. So a bucket of gradients
 // travels while the layers below compute theirs.
 //
-// Where copy engines can carry gradients and weights they do (copy_engines.cu). All else is up to NCCL's kernels,
-// on 16 SMs at most. They add in an order that follows from the number of ranks, the size and the machine's
-// links, so runs repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
+// Where copy engines can carry gradients and weights they do (copy_engines.cu). All else is up to NCCL's
+// kernels, on 16 SMs at most. They add in an order that follows from the number of ranks, the size and the
+// machine's links, so runs repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

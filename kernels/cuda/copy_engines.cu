@@ -1,8 +1,8 @@
 // Sums of gradients over the ranks, and weights for all, without SMs for the transfers.
 //
-// Our GEMMs have a CTA on every SM and give it its tiles beforehand, so an SM that a kernel of NCCL holds delays
-// the whole GEMM. From 2.28 on, NCCL has copy engines carry an all-to-all or an all-gather between GPUs of one
-// machine, where both tensors lie in memory that every rank has registered. So a sum over R ranks is:
+// Our GEMMs have a CTA on every SM, whose tiles are given beforehand, so an SM that a kernel of NCCL holds
+// delays the whole GEMM. From 2.28 on, NCCL has copy engines carry an all-to-all or an all-gather between
+// GPUs of one machine, where both tensors lie in memory that all ranks have registered. A sum over R ranks is
 //
 //   all-to-all   every rank sends slice r of x to rank r, which receives R of them in state->shares
 //   sum          a kernel adds them in fp32, in the order of the ranks, and rounds once

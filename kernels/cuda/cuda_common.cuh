@@ -436,11 +436,11 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 
-// collectives.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it is
-// added to out.
+// collectives.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it
+// is added to out.
 void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate);
 
-// copy_engines.cu. Memory for weights and gradients; NULL where ranks do not share it, or there is too little.
+// copy_engines.cu. Memory for weights and gradients; NULL where ranks do not share it, or it is too much.
 void *cuda_shared_allocate(Backend *backend, size_t bytes);
 bool cuda_shared_release(Backend *backend, void *data); // false: it is other memory
 // With all ranks: clears state->sharing unless the copy engines reach state->shares.

@@ -245,6 +245,13 @@ TEST(test_plan_backend) {
     fill_zero(plan, t); // nothing happens
     backend_to_device(plan, t, NULL);
     backend_synchronize(plan);
+    for (int ranks = 1; ranks < 3; ranks++) { // GPUs receive shares of gradients
+      size_t before = plan->memory.ledger.total, more = ranks > 1 && i ? BUCKET_BYTES : 0;
+      plan_join_ranks(plan, ranks);
+      assert_int_equal(plan->ranks, ranks);
+      assert_int_equal(plan->memory.ledger.total, before + more);
+      assert_int_equal(plan->memory.ledger.now[MEMORY_GRADIENTS], more);
+    }
     backend_destroy(plan);
   }
 }
