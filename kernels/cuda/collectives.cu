@@ -106,7 +106,6 @@ static void warm_up(Backend *backend) {
   cuda_check(cudaMemsetAsync(data, 0, (size_t)bytes, cuda_stream(backend)), "zeroing new memory");
   try_links(backend, data, bytes);
   cuda_check(cudaFree(data), "freeing device memory");
-  copy_engines_try(backend);
   const CudaState *state = cuda_state(backend);
   if (state->sharing) try_links(backend, state->shares + BUCKET_BYTES / 2, BUCKET_BYTES / 2);
 }
@@ -181,14 +180,14 @@ void cuda_join_ranks(Backend *backend) {
 
 void cuda_all_reduce(Backend *backend, const Collective *a) {
   collective(backend, a, "all_reduce", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
-    if (copied_sum(backend, a, stream)) return ncclSuccess;
+    if (by_copy_engines(backend, a, stream)) return ncclSuccess;
     return ncclAllReduce(a->x.data, a->out.data, count, type, ncclSum, comm, stream);
   });
 }
 
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
   collective(backend, a, "reduce_scatter", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
-    if (copied_sum(backend, a, stream)) return ncclSuccess;
+    if (by_copy_engines(backend, a, stream)) return ncclSuccess;
     // What is to be added to `out` is summed where it lies in x.
     void *slice = data_of<char>(a->x) + backend->rank * tensor_bytes(a->out);
     void *out = a->accumulate ? slice : a->out.data;
@@ -201,7 +200,7 @@ void cuda_reduce_scatter(Backend *backend, const Collective *a) {
 
 void cuda_all_gather(Backend *backend, const Collective *a) {
   collective(backend, a, "all_gather", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
-    copy_engines_reach(backend, a); // which then carry it
+    if (by_copy_engines(backend, a, stream)) return ncclSuccess;
     return ncclAllGather(a->x.data, a->out.data, count, type, comm, stream);
   });
 }

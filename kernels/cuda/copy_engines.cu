@@ -46,31 +46,15 @@ bool cuda_shared_release(Backend *backend, void *data) {
   return true;
 }
 
-// False where the memory is not shared. The first time for a block all ranks come here and register theirs,
-// which have one size.
-static bool reach(CudaState *state, Tensor t) {
-  SharedBlock *b = state->sharing ? block_of(state, t.data) : nullptr;
-  if (!b) return false;
-  if (!b->window)
-    nccl_check(ncclCommWindowRegister(state->comm, b->data, b->bytes, &b->window, NCCL_WIN_COLL_SYMMETRIC),
-               state->comm, "ncclCommWindowRegister");
-  return true;
-}
-
-bool copy_engines_reach(Backend *backend, const Collective *a) {
-  CudaState *state = cuda_state(backend);
-  bool both = state->sharing && block_of(state, a->x.data) && block_of(state, a->out.data);
-  return both && reach(state, a->x) && reach(state, a->out);
-}
-
-// A window is a device's memory, unless NCCL cannot use it: then NULL or, before 2.29, the host's.
-void copy_engines_try(Backend *backend) {
-  CudaState *state = cuda_state(backend);
+// Whether copy engines reach the block. The first time all ranks come here and register theirs, of one size.
+// A window is device memory, unless NCCL cannot share any: then NULL or, before 2.29, on the host.
+static bool reach(CudaState *state, SharedBlock *b) {
   cudaPointerAttributes window = {};
-  if (!reach(state, tensor_1d(state->shares, DTYPE_F32, 1))) return;
-  const void *address = block_of(state, state->shares)->window;
-  state->sharing = address && cudaPointerGetAttributes(&window, address) == cudaSuccess &&
-                   window.type == cudaMemoryTypeDevice;
+  if (!b || b->window) return b;
+  nccl_check(ncclCommWindowRegister(state->comm, b->data, b->bytes, &b->window, NCCL_WIN_COLL_SYMMETRIC),
+             state->comm, "ncclCommWindowRegister");
+  if (b->window) cuda_check(cudaPointerGetAttributes(&window, b->window), "querying a window");
+  return state->sharing = window.type == cudaMemoryTypeDevice;
 }
 
 static void gather(const CudaState *state, const void *x, void *out, int64_t count, Dtype dtype,
@@ -105,14 +89,19 @@ static void sum_and_gather(Backend *backend, Tensor out, Tensor x, cudaStream_t 
   sum_shares(stream, rest, state->shares, backend->ranks, false);
 }
 
-bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream) {
-  bool whole = tensor_count(a->out) == tensor_count(a->x); // of an all-reduce
-  if (whole && copy_engines_reach(backend, a))
-    sum_and_gather(backend, tensor_flat(a->out), tensor_flat(a->x), stream);
-  else if (!whole && tensor_bytes(a->x) <= BUCKET_BYTES && reach(cuda_state(backend), a->x))
+bool by_copy_engines(Backend *backend, const Collective *a, cudaStream_t stream) {
+  CudaState *state = cuda_state(backend);
+  int64_t count = tensor_count(a->x), out_count = tensor_count(a->out);
+  SharedBlock *x = block_of(state, a->x.data), *out = block_of(state, a->out.data);
+  bool scatter = out_count < count;
+  if (!state->sharing || (scatter ? tensor_bytes(a->x) > BUCKET_BYTES : !out)) return false;
+  if (!reach(state, x) || (!scatter && !reach(state, out))) return false;
+  if (scatter)
     sum_slices(backend, a->out, a->x.data, a->accumulate, stream);
+  else if (out_count == count)
+    sum_and_gather(backend, tensor_flat(a->out), tensor_flat(a->x), stream);
   else
-    return false;
+    gather(state, a->x.data, a->out.data, count, a->x.dtype, stream);
   return true;
 }
 
@@ -126,13 +115,7 @@ bool cuda_shared_release(Backend *backend, void *data) {
   return false;
 }
 
-void copy_engines_try(Backend *backend) {}
-
-bool copy_engines_reach(Backend *backend, const Collective *a) {
-  return false;
-}
-
-bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream) {
+bool by_copy_engines(Backend *backend, const Collective *a, cudaStream_t stream) {
   return false;
 }
 

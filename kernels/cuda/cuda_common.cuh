@@ -443,9 +443,5 @@ void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, 
 // copy_engines.cu. Memory for weights and gradients; NULL where ranks do not share it, or it is too much.
 void *cuda_shared_allocate(Backend *backend, size_t bytes);
 bool cuda_shared_release(Backend *backend, void *data); // false: it is other memory
-// With all ranks: clears state->sharing unless the copy engines reach state->shares.
-void copy_engines_try(Backend *backend);
-// Whether they reach out and x, so that NCCL's all-gather lets them carry it.
-bool copy_engines_reach(Backend *backend, const Collective *a);
-// An all-reduce or a reduce-scatter by copy engines; false where they do not reach what it takes.
-bool copied_sum(Backend *backend, const Collective *a, cudaStream_t stream);
+// An all_reduce, reduce_scatter or all_gather by copy engines; false where they do not reach the tensors.
+bool by_copy_engines(Backend *backend, const Collective *a, cudaStream_t stream);
