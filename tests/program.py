@@ -258,7 +258,7 @@ def assert_planned(line, peak):
     train(f"{line} --plan --device-memory {(peak - 1) / 2**30!r}").fails("this run needs ")
 
 
-def main(names, at_once=1 if GPUS else 3):
+def main(names, at_once=3):
     """Runs the functions called test_* among `names`, each with a temporary folder of its own if it takes one."""
     with tempfile.TemporaryDirectory(prefix="lce-test-") as root:
         def call(name, test):

@@ -4,7 +4,7 @@
 #
 #   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how
-#                                     training scales, llama-8b on two
+#                                     training scales, llama-8b
 #
 # DEPS_ROOT=folder in the environment is make's. DEVICE=cpu tries the script itself without a GPU: tiny
 # shapes, and rows that fail where the CPU lacks what they ask for.
@@ -231,13 +231,15 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
     figures "$OUT/agree-$n.jsonl" step '{loss}' >"$OUT/agree-$n.losses"
     [ $n = 1 ] || row "agree-$n" "$(paste "$OUT/agree-1.losses" "$OUT/agree-$n.losses" | awk '{d = $1 > $2 ? $1 - $2 : $2 - $1; if (d > most) most = d} END {print NR " losses, at most " most " from those of one GPU"}')"
   done
-  # A model whose state fits no single GPU, and whether the plan knew what each of two would hold.
-  on 2
-  for split in "" -vocab-parallel; do
-    eight=(--model llama-8b --zero 1 ${split:+-$split} --batch 1 --seq-len 8192)
-    run "llama-8b$split-plan" 60 ./train --device "$DEVICE" "${eight[@]}" --ranks 2 --plan --log "$OUT/llama-8b$split-plan.jsonl" "${tiny[@]}" &&
-      show "llama-8b$split-plan" "llama-8b$split-plan.jsonl" plan '{loss_mode}: {peak_bytes / 2**30:.2f} GiB'
-    train "llama-8b$split" 400 '{tokens_per_second:,.0f} tokens/s, ledger {peak_bytes / 2**30:.2f} GiB, device {(device_peak_bytes - device_overhead_bytes) / 2**30:.2f} GiB more than before' "${eight[@]}" --steps 6
+  # A model whose state fits no single GPU, and whether the plan knew what each would hold.
+  on "$ranks"
+  for way in "--zero 2" "--zero 2 --vocab-parallel" "--zero 1" "--zero 1 --vocab-parallel"; do
+    [[ $ranks -gt 2 || $way != *1* ]] || continue # two H100s hold no more than `--zero 2`
+    name=llama-8b${way// /}
+    read -ra eight <<<"--model llama-8b $way --recompute layer --batch 1 --seq-len 8192"
+    run "$name-plan" 60 ./train --device "$DEVICE" "${eight[@]}" --ranks "$ranks" --plan --log "$OUT/$name-plan.jsonl" "${tiny[@]}" &&
+      show "$name-plan" "$name-plan.jsonl" plan '{loss_mode}: {peak_bytes / 2**30:.2f} GiB'
+    train "$name" 400 '{tokens_per_second:,.0f} tokens/s, ledger {peak_bytes / 2**30:.2f} GiB, device {(device_peak_bytes - device_overhead_bytes) / 2**30:.2f} GiB more than before' "${eight[@]}" --steps 6
   done
 fi
 

@@ -202,7 +202,7 @@ static void check_cases(Harness *h, const Case *c, size_t count, Slabs s) {
 
 static void rank_cases(Harness *h) {
   Backend *b = h->backend;
-  const int64_t most = (BUCKET_BYTES + BUCKET_BYTES / 2) / (int64_t)dtype_bytes(h->dtype);
+  const int64_t most = (BUCKET_BYTES + (1 << 20)) / (int64_t)dtype_bytes(h->dtype);
   const Case large = {"more than the scratch", most / b->ranks, 5, 3},
              again = {"again", small_shapes() ? 1001 : 65549, 1, 3};
   Slabs s = {memory_reserve_1d(&b->memory, "gradients", MEMORY_GRADIENTS, h->dtype, most + 64),
@@ -211,7 +211,7 @@ static void rank_cases(Harness *h) {
   check_cases(h, cases, sizeof cases / sizeof *cases, s);
   if (b->device == ON_CUDA && !small_shapes()) check_cases(h, on_gpus, sizeof on_gpus / sizeof *on_gpus, s);
   check_repeats(h, b->device == ON_CUDA ? &again : &cases[4], s);
-  if (b->device == ON_CUDA) check_case(h, &large, s, "reserved");
+  if (b->device == ON_CUDA) check_all_reduce(h, &large, s, "reserved");
 }
 
 TEST(collectives_over_ranks) {
