@@ -37,7 +37,7 @@ struct SharedBlock {
   struct ncclWindow_vidmem *window; // NULL until a collective first needs it
 };
 
-enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20, SHARED_BLOCKS = 16 };
+enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20, SHARED_BLOCKS = 24 };
 
 struct CudaState {
   cudaStream_t stream;            // every operation runs in its order
