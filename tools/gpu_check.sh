@@ -22,7 +22,7 @@ parts=" ${*:-all} "
 rm -f "$OUT/table.txt"
 tiny=()
 [ "$DEVICE" = cuda ] || tiny=(--vocab 1000 --hidden-size 32 --intermediate-size 64 --num-layers 1 --num-attention-heads 2
-  --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 256)
+  --num-key-value-heads 2 --head-dim 16 --batch 2 --seq-len 32 --total-batch 1024)
 
 wants() { [[ $parts == *" $1 "* || $parts == *" all "* ]]; }
 row() { printf '%-44s %s\n' "$1" "$2" | tee -a "$OUT/table.txt"; }
