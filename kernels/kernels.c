@@ -316,7 +316,7 @@ NEEDS(attention_decode, AttentionDecode, ATTENTION_SIZES, FIELD(out, "T [N, O]")
 SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count) {
   SoftmaxStatistics range = *softmax;
   for (size_t i = 0; i < sizeof range.all / sizeof *range.all; i++)
-    if (tensor_exists(range.all[i])) range.all[i] = tensor_rows(range.all[i], first, count);
+    range.all[i] = tensor_rows(range.all[i], first, count);
   return range;
 }
 

@@ -33,7 +33,8 @@ size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
 bool tensor_is_dense(Tensor t); // rows follow one another without a gap
 bool tensor_same_shape(Tensor a, Tensor b);
 
-// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix.
+// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix. Rows
+// of an absent tensor are absent.
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
 Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
 Tensor tensor_flat(Tensor t);

@@ -62,9 +62,9 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first) {
   LayerState rows = {.middle = tensor_rows(s->middle, first, p->rows),
                      .output = tensor_rows(s->output, first, p->rows),
-                     .norm2.rstd = tensor_rows(s->norm2.rstd, first, p->rows)};
-  if (tensor_exists(s->norm2.mean)) rows.norm2.mean = tensor_rows(s->norm2.mean, first, p->rows);
-  if (tensor_exists(s->norm2.x)) rows.norm2.x = tensor_rows(s->norm2.x, first, p->rows);
+                     .norm2.mean = tensor_rows(s->norm2.mean, first, p->rows),
+                     .norm2.rstd = tensor_rows(s->norm2.rstd, first, p->rows),
+                     .norm2.x = tensor_rows(s->norm2.x, first, p->rows)};
   push_pre_activation(p, &rows);
   push_mlp(p, &rows);
   return rows;

@@ -43,13 +43,17 @@ void push_activation_operand(const Pass *p, Operand *operand) {
   operand->fp8.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
 }
 
+// The same, with the codes of x.
+static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
+  Fp8 fp8 = push_fp8(p, x.fp8, x.x.shape[1], codes, transposed);
+  quantize(p->backend, (Quantize){.out = fp8, .x = x.x});
+  return fp8;
+}
+
 static void project_fp8(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {
   MemoryMark mark = memory_mark(&p->backend->memory);
-  Fp8 weight = w->weight.fp8, in = x.fp8;
-  if (!tensor_exists(in.codes)) {
-    in = push_fp8(p, in, x.x.shape[1], true, false);
-    quantize(p->backend, (Quantize){.out = in, .x = x.x});
-  }
+  Fp8 weight = w->weight.fp8;
+  Fp8 in = tensor_exists(x.fp8.codes) ? x.fp8 : quantized(p, x, true, false);
   matmul_fp8(p->backend, (MatmulFp8){.out = out,
                                      .a = in,
                                      .b = p->model->config.in_out_layout ? transposed(weight) : weight,
@@ -78,11 +82,10 @@ void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tenso
 
 void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, int64_t first,
                      int64_t count) {
-  WeightAndBias part = {.weight.value = tensor_rows(w->weight.value, first, count)};
-  if (tensor_exists(w->bias.value)) part.bias.value = tensor_rows(w->bias.value, first, count);
   const Fp8 *fp8 = &w->weight.fp8;
-  if (tensor_exists(fp8->codes))
-    part.weight.fp8 = (Fp8){.codes = tensor_rows(fp8->codes, first, count), .amax = fp8->amax};
+  WeightAndBias part = {.weight.value = tensor_rows(w->weight.value, first, count),
+                        .weight.fp8 = {.codes = tensor_rows(fp8->codes, first, count), .amax = fp8->amax},
+                        .bias.value = tensor_rows(w->bias.value, first, count)};
   project(p, out, x, &part, none);
 }
 
@@ -109,15 +112,8 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
                                  Tensor dbias, bool accumulate_dx) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   bool in_out_layout = p->model->config.in_out_layout;
-  Fp8 d = dout.fp8, in = x.fp8;
-  if (!tensor_exists(d.codes)) {
-    d = push_fp8(p, d, dout.x.shape[1], true, true);
-    quantize(p->backend, (Quantize){.out = d, .x = dout.x});
-  }
-  if (!tensor_exists(in.transposed)) {
-    in = push_fp8(p, in, x.x.shape[1], false, true);
-    quantize(p->backend, (Quantize){.out = in, .x = x.x});
-  }
+  Fp8 d = tensor_exists(dout.fp8.codes) ? dout.fp8 : quantized(p, dout, true, true);
+  Fp8 in = tensor_exists(x.fp8.transposed) ? x.fp8 : quantized(p, x, false, true);
   Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
   matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
                                      .a = transposed(rows),
@@ -132,18 +128,18 @@ static void project_backward_fp8(const Pass *p, Tensor dx, Operand dout, Operand
   memory_pop_to(&p->backend->memory, mark);
 }
 
-static void backward_weight(const Pass *p, Tensor dout, Tensor x, const Weight *weight, Tensor dbias) {
+// The gradients of weight, bias and input; `input` has all but the weight.
+static void linear_backward(const Pass *p, LinearBackwardInput input, Tensor x, const Weight *weight,
+                            Tensor dbias) {
+  input.weight = weight->value;
+  input.in_out_layout = p->model->config.in_out_layout;
   linear_backward_weight(p->backend, (LinearBackwardWeight){.dweight = weight->grad,
                                                             .dbias = dbias,
-                                                            .dout = dout,
+                                                            .dout = input.dout,
                                                             .x = x,
-                                                            .in_out_layout = p->model->config.in_out_layout,
+                                                            .in_out_layout = input.in_out_layout,
                                                             .accumulate = p->accumulate});
-}
-
-static LinearBackwardInput backward_input_of(const Pass *p, Tensor dx, Tensor dout, const Weight *weight) {
-  return (LinearBackwardInput){
-      .dx = dx, .dout = dout, .weight = weight->value, .in_out_layout = p->model->config.in_out_layout};
+  linear_backward_input(p->backend, input);
 }
 
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
@@ -152,10 +148,8 @@ void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const W
     project_backward_fp8(p, dx, dout, x, weight, dbias, accumulate_dx);
     return;
   }
-  LinearBackwardInput input = backward_input_of(p, dx, dout.x, weight);
-  input.accumulate = accumulate_dx;
-  backward_weight(p, dout.x, x.x, weight, dbias);
-  linear_backward_input(p->backend, input);
+  LinearBackwardInput input = {.dx = dx, .dout = dout.x, .accumulate = accumulate_dx};
+  linear_backward(p, input, x.x, weight, dbias);
 }
 
 Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
@@ -163,12 +157,12 @@ Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tenso
   bool gated = is_gated(p->model->config.activation);
   Operand dpre = {.x = gated ? pre_activation : x.x};
   if (!p->fp8) {
-    LinearBackwardInput input = backward_input_of(p, dpre.x, dout.x, weight);
-    input.activation = p->model->config.activation;
-    input.pre_activation = pre_activation;
-    input.dactivation = gated ? x.x : none;
-    backward_weight(p, dout.x, x.x, weight, none);
-    linear_backward_input(p->backend, input);
+    LinearBackwardInput input = {.dx = dpre.x,
+                                 .dout = dout.x,
+                                 .activation = p->model->config.activation,
+                                 .pre_activation = pre_activation,
+                                 .dactivation = gated ? x.x : none};
+    linear_backward(p, input, x.x, weight, none);
     return dpre;
   }
   project_backward_fp8(p, x.x, dout, x, weight, none, false);

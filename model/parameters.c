@@ -271,7 +271,6 @@ bool shards_hold_part(const ParameterSet *p, const Tensor *role, ParameterGroup 
 
 Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
   int64_t slice = b.count / p->sharding.parts;
-  if (!tensor_exists(role[group])) return role[group];
   return tensor_rows(role[group],
                      shards_hold_part(p, role, group) ? b.first / p->sharding.parts
                                                       : b.first + p->sharding.part * slice,

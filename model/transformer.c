@@ -18,14 +18,13 @@
 // --- forward -----------------------------------------------------------------------------------------------
 
 static Tensor positions_of(const Pass *p) {
-  Tensor documents = p->batch->documents;
-  return tensor_exists(documents) ? tensor_flat(tensor_rows(documents, 0, 1)) : none;
+  return tensor_flat(tensor_rows(p->batch->documents, 0, 1));
 }
 
 static Tensor embed(const Pass *p) {
   Tensor out = push_activation(p, "residual", p->model->config.hidden_size);
   Tensor positions = p->model->position_embedding.value;
-  if (tensor_exists(positions)) positions = tensor_rows(positions, p->past, positions.shape[0] - p->past);
+  positions = tensor_rows(positions, p->past, positions.shape[0] - p->past);
   embedding_forward(p->backend, (EmbeddingForward){.out = out,
                                                    .tokens = p->batch->tokens,
                                                    .token_weight = p->model->token_embedding.value,
@@ -172,7 +171,6 @@ static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tenso
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   profile_phase(p->backend, PHASE_LOSS);
-  Fp8Rows codes = head_enter(p);
   masked_linear_cross_entropy(
       p->backend,
       (LinearCrossEntropy){.mode = o->mode,
@@ -185,7 +183,7 @@ static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tenso
                            .dweight = model->head.grad,
                            .x = norm.out.x,
                            .weight = model_head_shard(model),
-                           .weight_codes = codes,
+                           .weight_codes = head_enter(p),
                            .shard = model->shard,
                            .targets = p->batch->targets,
                            .scale = scale,

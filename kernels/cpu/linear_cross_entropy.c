@@ -71,6 +71,7 @@ size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   return (size_t)(scratch_rows(a->exps.shape[0], a->exps.shape[1]) * a->weight.shape[1]) * sizeof(float);
 }
 
+// The parts of the workspace; codes are decoded into the last.
 static Scratch split_scratch(const LceLogitsExp *a) {
   double *sums = a->workspace.data;
   int64_t rows = scratch_rows(a->x.shape[0], a->weight.shape[0]);
@@ -79,14 +80,11 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   if (tensor_exists(a->softmax.e_distance)) s.distances = sums += rows;
   if (tensor_exists(a->softmax.e_squared)) s.squares = sums += rows;
   if (tensor_exists(a->softmax.max)) s.max = sums + rows, s.best = sums + 2 * rows;
+  if (!tensor_exists(a->weight_codes.codes)) return s;
+  float *decoded = s.wide + rows * wide_columns(a);
+  s.x = cpu_decode(a->x_codes, decoded);
+  s.weight = cpu_decode(a->weight_codes, decoded + tensor_count(a->x));
   return s;
-}
-
-// Decodes the codes, in the last part of the workspace.
-static void decode_operands(const LceLogitsExp *a, Scratch *s) {
-  float *x = s->wide + scratch_rows(a->x.shape[0], a->weight.shape[0]) * wide_columns(a);
-  s->x = cpu_decode(a->x_codes, x);
-  s->weight = cpu_decode(a->weight_codes, x + tensor_count(a->x));
 }
 
 // Part `part` of `parts` of `count` floats, into the second-level cache.
@@ -263,7 +261,6 @@ void cpu_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0];
   Grid g = make_grid(backend, rows, a->weight.shape[0]);
   Scratch scratch = split_scratch(a);
-  if (tensor_exists(a->weight_codes.codes)) decode_operands(a, &scratch);
   const int32_t *targets = a->targets.data;
   const float *target_z = a->softmax.target_z.data;
   float *target_e = a->softmax.target_e.data, *anchor = a->softmax.anchor.data;

@@ -46,7 +46,7 @@ Call lce_begin(Backend *backend, const LinearCrossEntropy *a) {
   if (a->shard.vocab_size) {
     c.ranks = backend->ranks;
     c.vocab_size = a->shard.vocab_size;
-    c.class_weights = first_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
+    c.class_weights = tensor_rows(a->terms.class_weights, a->shard.first, a->weight.shape[0]);
   }
   if (tensor_exists(a->sampling.stats)) fill_zero(backend, a->sampling.stats);
   bool smoothing = a->terms.label_smoothing > 0;

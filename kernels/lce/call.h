@@ -71,14 +71,9 @@ static inline Tensor as_column(Tensor vector) {
   return tensor_reshape_2d(vector, vector.shape[0], 1);
 }
 
-// Rows of a tensor that may be absent.
-static inline Tensor first_rows(Tensor t, int64_t first, int64_t count) {
-  return tensor_exists(t) ? tensor_rows(t, first, count) : t;
-}
-
 static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count) {
   Tokens range;
-  for (int i = 0; i < TOKENS_ALL; i++) range.all[i] = first_rows(t->all[i], first, count);
+  for (int i = 0; i < TOKENS_ALL; i++) range.all[i] = tensor_rows(t->all[i], first, count);
   return range;
 }
 

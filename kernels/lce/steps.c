@@ -45,7 +45,7 @@ Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting) {
 
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows) {
   return (Chunk){.softmax = softmax_statistics_range(&buffers->softmax, 0, rows),
-                 .exps = first_rows(buffers->exps, 0, rows)};
+                 .exps = tensor_rows(buffers->exps, 0, rows)};
 }
 
 Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first) {
@@ -54,7 +54,7 @@ Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first) {
   k.tokens = tokens_range(&c->tokens, first, count);
   k.targets = k.tokens.targets;
   k.softmax.target_z = tensor_rows(buffers->softmax.target_z, first, count);
-  k.softmax.scale_target = first_rows(buffers->softmax.scale_target, first, count);
+  k.softmax.scale_target = tensor_rows(buffers->softmax.scale_target, first, count);
   return k;
 }
 

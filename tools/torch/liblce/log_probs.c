@@ -90,7 +90,7 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
                                   .softcap = a->terms.softcap,
                                   .temperature = a->terms.temperature};
     if (!kept) gradient.x = a->x, gradient.weight = weight, gradient.anchor = anchor;
-    if (!kept) gradient.bias = first_rows(a->bias, first, count);
+    if (!kept) gradient.bias = tensor_rows(a->bias, first, count);
     lce_logits_gradient(backend, gradient);
     if (ids) {
       LceIdGradients entries = *ids;
@@ -103,7 +103,7 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
           (LinearBackwardInput){.dx = dx, .dout = dlogits, .weight = weight, .accumulate = first > 0});
     if (tensor_exists(a->dweight))
       linear_backward_weight(backend, (LinearBackwardWeight){.dweight = tensor_rows(a->dweight, first, count),
-                                                             .dbias = first_rows(a->dbias, first, count),
+                                                             .dbias = tensor_rows(a->dbias, first, count),
                                                              .dout = dlogits,
                                                              .x = a->x,
                                                              .accumulate = a->accumulate});
@@ -170,7 +170,7 @@ static void split_gradients(const Call *c, const LogProbGradients *known) {
     Call chunk = *c;
     chunk.a = &all.call;
     gradients_of_tokens(&chunk, &all);
-    Collective sum = {.out = first_rows(a->dx, first, count), .x = all.call.dx};
+    Collective sum = {.out = tensor_rows(a->dx, first, count), .x = all.call.dx};
     if (tensor_exists(a->dx)) reduce_scatter(c->backend, sum);
     memory_pop_to(memory, mark);
     if (memory->planning) break; // the chunks after the first need no more
