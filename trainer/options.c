@@ -276,11 +276,9 @@ const char *options_words(const Options *o, const char *name, char words[64]) {
 }
 
 Text options_recompute(const Options *o) {
-  Text text;
   char words[64];
-  snprintf(text.text, sizeof text.text, o->pass.recompute_layers ? "%s in %lld layers" : "%s",
-           options_words(o, "recompute", words), (long long)o->pass.recompute_layers);
-  return text;
+  return text_of(o->pass.recompute_layers ? "%s in %lld layers" : "%s", options_words(o, "recompute", words),
+                 (long long)o->pass.recompute_layers);
 }
 
 void options_free(Options *o) {

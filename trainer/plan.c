@@ -332,8 +332,7 @@ void plan_compare_modes(Trainer *trainer) {
     Ledger plan = plan_run(o, device, mode);
     bool fits = !usable || plan.peak <= usable;
     columns[i] = fits ? measure_mode(trainer, mode) : (MemoryColumn){.memory = plan};
-    snprintf(columns[i].title.text, sizeof columns[i].title.text, "%s, %s", lce_mode_name(mode),
-             fits ? "measured" : "planned");
+    columns[i].title = text_of("%s, %s", lce_mode_name(mode), fits ? "measured" : "planned");
     if (!fits) printf("the %s mode does not fit here: it is planned, not measured\n", lce_mode_name(mode));
   }
   putchar('\n');

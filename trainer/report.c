@@ -351,11 +351,9 @@ static MemoryColumn largest_peak(Trainer *trainer) {
 
 // What a group reaches, in TFLOP/s or GB/s; "" where neither is counted.
 static Text rate_text(double flops, double bytes, double seconds) {
-  Text t = {""};
   double rate = (flops > 0 ? 1e-12 * flops : 1e-9 * bytes) / seconds;
-  if (rate > 0 && isfinite(rate))
-    snprintf(t.text, sizeof t.text, rate < 100 ? "%.3g %s" : "%.0f %s", rate, flops > 0 ? "TFLOP/s" : "GB/s");
-  return t;
+  if (!(rate > 0 && isfinite(rate))) return (Text){""};
+  return text_of(rate < 100 ? "%.3g %s" : "%.0f %s", rate, flops > 0 ? "TFLOP/s" : "GB/s");
 }
 
 // A table, and for the log an object of each group, all of a step; NULL without --profile.

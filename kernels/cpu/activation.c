@@ -2,15 +2,6 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 
-// Of the values where codes alone are wanted.
-size_t cpu_activation_forward_scratch(const ActivationForward *a) {
-  return tensor_exists(a->out) ? 0 : tensor_bytes(a->x) / (is_gated(a->activation) ? 2 : 1);
-}
-
-size_t cpu_activation_backward_scratch(const ActivationBackward *a) {
-  return tensor_exists(a->dx) ? 0 : tensor_bytes(a->x);
-}
-
 void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
   int64_t rows = a->x.shape[0], width = a->x.shape[1] / (is_gated(a->activation) ? 2 : 1);
   Tensor all = tensor_exists(a->out) ? a->out : tensor_2d(a->workspace.data, DTYPE_F32, rows, width);

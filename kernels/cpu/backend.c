@@ -61,6 +61,19 @@ static size_t sum_elements_bytes(const SumElements *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
+static size_t matmul_fp8_bytes(const MatmulFp8 *a) { // the codes' values
+  return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
+}
+
+// The values where codes alone are wanted.
+static size_t activation_forward_bytes(const ActivationForward *a) {
+  return tensor_exists(a->out) ? 0 : tensor_bytes(a->x) / (is_gated(a->activation) ? 2 : 1);
+}
+
+static size_t activation_backward_bytes(const ActivationBackward *a) {
+  return tensor_exists(a->dx) ? 0 : tensor_bytes(a->x);
+}
+
 // Rows start on a cache line, and are no multiple of 4096 bytes: a column would fall into few cache sets.
 static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
   int64_t line = 64 / (int64_t)dtype_bytes(dtype);
@@ -70,9 +83,9 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
                                     .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
-                                    .matmul_fp8 = cpu_matmul_fp8_scratch,
-                                    .activation_forward = cpu_activation_forward_scratch,
-                                    .activation_backward = cpu_activation_backward_scratch,
+                                    .matmul_fp8 = matmul_fp8_bytes,
+                                    .activation_forward = activation_forward_bytes,
+                                    .activation_backward = activation_backward_bytes,
                                     .lce_target_gradient = lce_target_gradient_bytes,
                                     .sum_elements = sum_elements_bytes,
                                     .logits_stride = logits_stride};

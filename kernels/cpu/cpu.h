@@ -44,14 +44,13 @@ const char *cpu_blas(void); // the library's name; NULL: there is none
 
 // What x stands for, in `to`.
 Tensor cpu_decode(Fp8Rows x, float *to);
+// The codes of x by the rule of an operation that makes x (kernels.h); nothing where amax is absent.
+void cpu_quantize_made(Fp8 out, Tensor x);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
 // amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
-
-// fp8.c: the codes of x by the rule of an operation that makes x (kernels.h); nothing where amax is absent.
-void cpu_quantize_made(Fp8 out, Tensor x);
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no
 // row. Sorted by id, then each row's terms are summed in the order of n, in double. `keys` is scratch [N].
@@ -90,9 +89,6 @@ static inline void cpu_store(Tensor output, int64_t n, double value) {
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
 size_t cpu_lce_sampled_gradients_scratch(const LceSampledGradients *a); // likewise
-size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a);                      // fp8.c
-size_t cpu_activation_forward_scratch(const ActivationForward *a);      // activation.c
-size_t cpu_activation_backward_scratch(const ActivationBackward *a);    // likewise
 
 // --- the operations, as kernels.h describes them -----------------------------------------------------------
 

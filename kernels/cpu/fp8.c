@@ -56,10 +56,6 @@ void cpu_quantize_rows(Backend *backend, const QuantizeRows *a) {
   }
 }
 
-size_t cpu_matmul_fp8_scratch(const MatmulFp8 *a) {
-  return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
-}
-
 Tensor cpu_decode(Fp8Rows x, float *to) {
   int64_t columns = x.codes.shape[1];
   const uint8_t *from = x.codes.data;

@@ -58,21 +58,21 @@ static __global__ void __launch_bounds__(256) sample_kernel(unsigned *sampled, S
 // written, perhaps over what they are made from, it reads them.
 template <typename Source>
 static void run_to_codes(Backend *backend, const char *op, const Fp8 &fp8, Tensor out, Source source,
-                         int64_t rows, Tensor sampled) {
+                         int64_t rows, Tensor workspace) {
   using T = typename Source::T;
   int64_t apart = fp8_rows_apart(rows);
   float margin = apart > 1 ? FP8_MARGIN : 1;
+  unsigned *sampled = data_of<unsigned>(workspace); // one element
   cuda_fill_zero(backend, &fp8.amax);
-  cuda_fill_zero(backend, &sampled);
+  cuda_fill_zero(backend, &workspace);
   Grid grid(ceil_div(source.columns, GROUP * 256), ceil_div(rows, apart));
-  launch_kernel({op, cuda_stream(backend), grid, 256}, sample_kernel<Source>, data_of<unsigned>(sampled),
-                source, apart);
-  launch_codes<SAMPLED>(backend, op, fp8, out.data, source, sampled.data, margin, rows);
+  launch_kernel({op, cuda_stream(backend), grid, 256}, sample_kernel<Source>, sampled, source, apart);
+  launch_codes<SAMPLED>(backend, op, fp8, data_of<T>(out), source, sampled, margin, rows);
   if (tensor_exists(out)) {
     Stored<T> stored = {data_of<T>(out), Source::PARTS * source.columns};
-    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, stored, sampled.data, margin, rows);
+    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, stored, sampled, margin, rows);
   } else {
-    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, source, sampled.data, margin, rows);
+    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, source, sampled, margin, rows);
   }
 }
 
@@ -85,7 +85,7 @@ static void run(Backend *backend, const char *op, Activation activation, Tensor 
       using T = decltype(type);
       Activated<decltype(function), T, BACKWARD> source = {data_of<T>(dout), data_of<T>(x), columns};
       if (tensor_exists(fp8.amax))
-        run_to_codes(backend, op, fp8, out, source, rows, tensor_1d(workspace.data, DTYPE_F32, 1));
+        run_to_codes(backend, op, fp8, out, source, rows, workspace);
       else
         launch_kernel(per_row(backend, op, rows, ceil_div(columns, width)),
                       activation_kernel<width, decltype(source)>, data_of<T>(out), source);

@@ -107,10 +107,9 @@ static __global__ void __launch_bounds__(256)
 }
 
 template <Scale SCALE, typename Source>
-static void launch_codes(Backend *backend, const char *op, const Fp8 &out, void *values, Source source,
-                         const void *sampled, float margin, int64_t rows) {
-  using T = typename Source::T;
+static void launch_codes(Backend *backend, const char *op, const Fp8 &out, typename Source::T *values,
+                         Source source, const unsigned *sampled, float margin, int64_t rows) {
   Grid grid(ceil_div(source.columns, TILE), ceil_div(rows, TILE));
-  launch_kernel({op, cuda_stream(backend), grid, 256}, codes_kernel<SCALE, Source>, out,
-                static_cast<T *>(values), source, static_cast<const unsigned *>(sampled), margin, rows);
+  launch_kernel({op, cuda_stream(backend), grid, 256}, codes_kernel<SCALE, Source>, out, values, source,
+                sampled, margin, rows);
 }

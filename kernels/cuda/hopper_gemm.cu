@@ -83,8 +83,7 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
 
 // Logits of x and weight: of codes, or as they are, without scales.
 template <typename Epilogue>
-static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Rows weight, void *parts,
-                       float inv_temperature) {
+static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Rows weight, void *parts) {
   using K = KernelTraits<Epilogue>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
@@ -93,7 +92,7 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Ro
               out_map = store ? tma_map(backend, a->exps, STORE_ROWS) : x_map;
   EpilogueParams params = {.anchor = data_of<float>(a->softmax.target_z),
                            .targets = data_of<int32_t>(a->targets),
-                           .scale = LOG2_E * inv_temperature,
+                           .scale = LOG2_E * inverse_temperature(a->temperature),
                            .parts = row_parts(a, parts, rows),
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
@@ -106,7 +105,7 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Ro
             params);
 }
 
-bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature) {
+bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts) {
   if (a->x.dtype != DTYPE_BF16 || !hopper_runs(backend)) return false;
   if (!tma_takes(a->x) || !tma_takes(a->weight) || (tensor_exists(a->exps) && !tma_takes(a->exps)))
     return false;
@@ -114,8 +113,7 @@ bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, flo
   bool codes = tensor_exists(a->weight_codes.codes);
   auto run = codes ? (terms ? logits_exp<LogitsExpOfCodes<true>> : logits_exp<LogitsExpOfCodes<false>>)
                    : (terms ? logits_exp<LogitsExp<true>> : logits_exp<LogitsExp<false>>);
-  run(backend, a, codes ? a->x_codes : Fp8Rows{a->x}, codes ? a->weight_codes : Fp8Rows{a->weight}, parts,
-      inv_temperature);
+  run(backend, a, codes ? a->x_codes : Fp8Rows{a->x}, codes ? a->weight_codes : Fp8Rows{a->weight}, parts);
   return true;
 }
 

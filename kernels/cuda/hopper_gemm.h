@@ -19,7 +19,7 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows);
 
 // E of LceLogitsExp with target_z as anchor, written to exps where given, and its row_parts. Tensors are bf16
 // with rows that start on 16 bytes.
-bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts, float inv_temperature);
+bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts);
 
 // out [C, H] (bf16 or fp32) = exps [C, V] weight [V, H], both bf16 with rows that start on 16 bytes. Split-K
 // partials go through `scratch`, added in a fixed order. Unless `always`, only where faster than cuBLASLt.

@@ -285,13 +285,12 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
     using T = decltype(type);
     bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
     float *parts = keep ? data_of<float>(a->tile_sums) : s.tile;
-    float inv_temperature = inverse_temperature(a->temperature);
     FinalizeParams params = {.op = *a,
-                             .inv_temperature = inv_temperature,
+                             .inv_temperature = inverse_temperature(a->temperature),
                              .shares = s.tile,
                              .distance_shares = s.tile + rows * blocks,
                              .square_shares = s.tile + 2 * rows * blocks};
-    bool on_hopper = hopper_logits_exp(backend, a, parts, inv_temperature);
+    bool on_hopper = hopper_logits_exp(backend, a, parts);
     hopper_require(backend, on_hopper);
     if (on_hopper) {
       params.parts = row_parts(a, parts, rows), params.across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS);

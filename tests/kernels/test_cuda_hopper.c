@@ -60,7 +60,7 @@ static void logits_run(Harness *h, Logits *l, bool keep) {
   int64_t across = ceil_div(l->vocab, LCE_TILE_COLUMNS);
   Tensor scratch = poisoned_vector(h, DTYPE_F32, l->rows * across);
   LceLogitsExp call = call_of(l, keep);
-  assert_true(hopper_logits_exp(b, &call, scratch.data, 1));
+  assert_true(hopper_logits_exp(b, &call, scratch.data));
   double *parts = values_of(h, scratch);
   for (int64_t n = 0; n < l->rows; n++) {
     l->sums[n] = 0;
@@ -284,7 +284,7 @@ HARNESS_TEST(test_refuses) {
   for (int i = 0; i < 2; i++) {
     LceLogitsExp call = {
         .softmax = {.target_z = anchor}, .x = unfit[i], .weight = unfit[i], .targets = targets};
-    assert_false(hopper_logits_exp(h->backend, &call, full.data, 1));
+    assert_false(hopper_logits_exp(h->backend, &call, full.data));
   }
   assert_false(hopper_dx(h->backend, even, odd, even, full.data, 1 << 12, true));
   assert_false(hopper_swiglu(h->backend, even, poisoned(h, DTYPE_BF16, 100, 64), even,
