@@ -5,9 +5,29 @@
 #include "kernels/cuda/cuda_ops.h"
 #include "kernels/torch_operations.h"
 
-size_t cuda_embedding_backward_scratch(const EmbeddingBackward *a) {
-  return cuda_segment_bytes(a->dout.shape[0]);
+static size_t column_bytes(Tensor x) {
+  return (size_t)(cuda_column_slices(x.shape[0]) * x.shape[1]) * sizeof(float);
 }
+
+// The largest element of the sampled rows, where codes are made.
+static size_t sample_bytes(Fp8 fp8) {
+  return tensor_exists(fp8.amax) ? sizeof(float) : 0;
+}
+
+#define SCRATCH(operation, Arguments, bytes)                                                                 \
+  size_t cuda_##operation##_scratch(const Arguments *a) {                                                    \
+    return bytes;                                                                                            \
+  }
+SCRATCH(embedding_backward, EmbeddingBackward, cuda_segment_bytes(a->dout.shape[0]))
+SCRATCH(activation_forward, ActivationForward, sample_bytes(a->fp8))
+SCRATCH(activation_backward, ActivationBackward, sample_bytes(a->fp8))
+SCRATCH(linear_backward_weight, LinearBackwardWeight, tensor_exists(a->dbias) ? column_bytes(a->dout) : 0)
+SCRATCH(sum_columns, SumColumns, column_bytes(a->x))
+SCRATCH(matmul_fp8, MatmulFp8, 0)
+SCRATCH(attention_forward, AttentionForward, MEMORY_ALIGNMENT) // a counter of work
+SCRATCH(lce_target_gradient, LceTargetGradient, cuda_segment_bytes(a->x.shape[0]))
+SCRATCH(sum_elements, SumElements, CUDA_SUM_BLOCKS * sizeof(double))
+#undef SCRATCH
 
 size_t cuda_norm_backward_scratch(const NormBackward *a) {
   int64_t rows = a->rstd.shape[0], hidden_size = a->weight.shape[0];
@@ -15,41 +35,11 @@ size_t cuda_norm_backward_scratch(const NormBackward *a) {
   return (size_t)(cuda_norm_teams(rows, hidden_size) * vectors * hidden_size) * sizeof(float);
 }
 
-// A counter of work.
-size_t cuda_attention_forward_scratch(const AttentionForward *a) {
-  return MEMORY_ALIGNMENT;
-}
-
 size_t cuda_attention_backward_scratch(const AttentionBackward *a) {
   size_t bytes = cuda_attention_statistics_bytes(a->shape) + MEMORY_ALIGNMENT;
   if (tensor_exists(a->dbias))
     bytes += (size_t)(cuda_attention_slices(a->shape) * a->dqkv.shape[1]) * sizeof(float);
   return bytes;
-}
-
-static size_t column_bytes(Tensor x) {
-  return (size_t)(cuda_column_slices(x.shape[0]) * x.shape[1]) * sizeof(float);
-}
-
-size_t cuda_linear_backward_weight_scratch(const LinearBackwardWeight *a) {
-  return tensor_exists(a->dbias) ? column_bytes(a->dout) : 0;
-}
-
-size_t cuda_sum_columns_scratch(const SumColumns *a) {
-  return column_bytes(a->x);
-}
-
-size_t cuda_matmul_fp8_scratch(const MatmulFp8 *a) {
-  return 0;
-}
-
-// The largest element of the sampled rows.
-size_t cuda_activation_forward_scratch(const ActivationForward *a) {
-  return tensor_exists(a->fp8.amax) ? sizeof(float) : 0;
-}
-
-size_t cuda_activation_backward_scratch(const ActivationBackward *a) {
-  return tensor_exists(a->fp8.amax) ? sizeof(float) : 0;
 }
 
 // At least a tile of so many rows, and never less for more rows: fewer never need more.
@@ -123,14 +113,6 @@ static size_t lce_kept_bytes(Tensor weight, Tensor dx, Tensor dweight, int64_t r
       !rows_start_aligned(dx, 16) || !rows_start_aligned(dweight, 16))
     return 0;
   return cuda_kept_tiles(NULL, rows, weight.shape[0], weight.shape[1], full_mass).bytes;
-}
-
-size_t cuda_lce_target_gradient_scratch(const LceTargetGradient *a) {
-  return cuda_segment_bytes(a->x.shape[0]);
-}
-
-size_t cuda_sum_elements_scratch(const SumElements *a) {
-  return CUDA_SUM_BLOCKS * sizeof(double);
 }
 
 // Rows that start on a multiple of 128 bytes: whole cache lines, and what the fastest GEMMs need.
