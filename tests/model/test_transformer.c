@@ -135,35 +135,6 @@ static void check_agreement(Case *c, TransformerOptions options, float scale, Re
   check_gradients_agree(c, want.gradients);
 }
 
-// Losses while training and alone, and gradients; the other mode sums the same terms in another order.
-TEST(test_losses_and_gradients) {
-  static const struct {
-    LceMode mode, other;
-    Recompute recompute;
-    int ignore_every;
-  } cases[] = {[GPT2] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_NONE, 0},
-               [LLAMA] = {LCE_MATERIALIZED, LCE_FUSED, RECOMPUTE_NONE, 3},
-               [LLAMA_UNTIED] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_LAYER, 4},
-               [QWEN] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_ELEMENTWISE, 3},
-               [OLMO] = {LCE_FUSED, LCE_MATERIALIZED, RECOMPUTE_MLP, 3}};
-  for (int f = 0; f < FAMILIES; f++) {
-    Case *c = case_open(tiny(f), 2, 5, cases[f].ignore_every);
-    TransformerOptions options = options_of(cases[f].mode, 4, cases[f].recompute),
-                       other = options_of(cases[f].other, 3, RECOMPUTE_NONE);
-    float scale = (float)(1.0 / (double)c->counted);
-    double *want = model_losses(c->h, &c->model, c->tokens, c->targets, c->batch, c->seq_len);
-    Tolerance rounding = within(64, 1);
-    evaluate(c, options);
-    check_values(c->h, "loss alone", c->loss, want, rounding);
-    evaluate(c, other);
-    check_values(c->h, "loss alone", c->loss, want, rounding);
-    Result trained = train_once(c, options, scale);
-    check_values(c->h, "loss while training", c->loss, want, rounding);
-    check_agreement(c, other, scale, trained);
-    case_close(c);
-  }
-}
-
 // Each level holds less than the one before, and in some layers alone it holds something between.
 TEST(test_recompute_saves) {
   for (int f = 0; f < FAMILIES; f++) {
@@ -202,7 +173,8 @@ TEST(test_mlp_chunks) {
     }
 }
 
-// Windows of documents and padding give the losses and gradients of the documents alone.
+// A document alone has the losses that its logits say; windows of documents and padding have the documents'
+// losses and gradients, in either mode, with whatever is recomputed.
 TEST(test_documents) {
   enum { BATCH = 2, SEQ_LEN = 70, ROWS = BATCH * SEQ_LEN };
   static const int64_t lengths[] = {3, 1, 60, 6, 66, 2, 1, 1}; // the last two are padding
@@ -222,6 +194,8 @@ TEST(test_documents) {
       one.tokens += first, one.targets += first;
       upload_batch(&one);
       transformer_train(c->h->backend, &c->model, &one.on_device, &options, 1.f / ROWS, d > 0, one.loss);
+      check_values(c->h, "loss of a document", one.loss,
+                   model_losses(c->h, &c->model, one.tokens, one.targets, 1, one.seq_len), within(64, 1));
       memcpy(want.loss + first, values_of(c->h, one.loss), (size_t)one.rows * sizeof *want.loss);
       for (int64_t i = 0; i < one.rows; i++) {
         documents[first + i] = (int32_t)i;
@@ -236,8 +210,11 @@ TEST(test_documents) {
       options.mlp_chunk = recompute == RECOMPUTE_LAYER ? 33 : 0;
       check_agreement(c, options, 1.f / ROWS, want);
     }
-    evaluate(c, options);
-    check_values(c->h, "evaluated loss of packed documents", c->loss, want.loss, within(32, 1));
+    for (int mode = 0; mode < 2; mode++) {
+      options = options_of((LceMode)mode, 9, RECOMPUTE_NONE);
+      evaluate(c, options);
+      check_values(c->h, "evaluated loss of packed documents", c->loss, want.loss, within(32, 1));
+    }
     c->on_device.documents = (Tensor){0}; // what the test would not see otherwise
     assert_true(fabs(evaluate(c, options)[SEQ_LEN - 1] - want.loss[SEQ_LEN - 1]) > 1e-3);
     case_close(c);
