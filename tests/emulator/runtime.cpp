@@ -82,8 +82,6 @@ const char *cudaGetErrorName(cudaError_t) {
 RUNTIME(cudaDeviceGetStreamPriorityRange, (int *lowest, int *highest), *lowest = 0, *highest = -1)
 RUNTIME(cudaStreamCreateWithPriority, (cudaStream_t * out, unsigned, int),
         *out = static_cast<cudaStream_t>(malloc(1)))
-RUNTIME(cudaStreamCreateWithFlags, (cudaStream_t * out, unsigned flags),
-        cudaStreamCreateWithPriority(out, flags, 0))
 RUNTIME(cudaStreamDestroy, (cudaStream_t stream), free(stream))
 RUNTIME(cudaStreamSynchronize, (cudaStream_t))
 RUNTIME(cudaStreamWaitEvent, (cudaStream_t, cudaEvent_t, unsigned))

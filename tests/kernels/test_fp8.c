@@ -380,12 +380,6 @@ HARNESS_TEST(test_logits_of_codes) {
   RUN_CASES(h, logits_of_codes_case, shapes);
 }
 
-static double distance(const double *a, const double *b, int64_t count) {
-  double squares = 0, size = 0;
-  for (int64_t i = 0; i < count; i++) squares += (a[i] - b[i]) * (a[i] - b[i]), size += b[i] * b[i];
-  return sqrt(squares / size);
-}
-
 // The layer, in chunks: near the exact one, in the mean without a trend; a NaN stays in its row.
 HARNESS_TEST(test_loss_of_codes) {
   if (h->backend->no_fp8) skip();
@@ -407,7 +401,8 @@ HARNESS_TEST(test_loss_of_codes) {
   }
   assert_true(fabs(loss[1][REPAIRED] / loss[0][REPAIRED] - 1) < 0.01 && loss[0][REPAIRED] > 80);
   bool codes = logits_of_codes(h);
-  double off[] = {distance(dx[1], dx[0], ROWS * HIDDEN), distance(dweight[1], dweight[0], VOCAB * HIDDEN)};
+  double off[] = {relative_distance(dx[1], dx[0], ROWS * HIDDEN),
+                  relative_distance(dweight[1], dweight[0], VOCAB * HIDDEN)};
   if (!(fabs(mean[1] / mean[0] - 1) <= (codes ? 4e-3 : 0) && off[0] <= 0.05 && off[1] <= 0.05))
     fail_msg("the mean loss is %.6g, not %.6g; dx is off by %.3g, dweight by %.3g", mean[1], mean[0], off[0],
              off[1]);
