@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import operator
 import os
@@ -183,6 +184,12 @@ def together(function, cases):
     """Calls it for all cases at the same time: they wait more than they compute."""
     with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
         return list(pool.map(lambda case: function(*case), cases))
+
+
+def need(*packages):
+    for name in packages:
+        if not importlib.util.find_spec(name):
+            raise Skip(f"{sys.executable} has no {name}: pip install {name}")
 
 
 @once

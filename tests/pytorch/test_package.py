@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The sdist and the wheel of tools/torch: built from themselves, and installed into an empty environment."""
+"""tools/torch installed: from the tree, and as a wheel from the sdist in an empty environment."""
 import ast
 import glob
 import inspect
@@ -62,6 +62,15 @@ def types_are_the_functions():
             assert got == want, (name, set(got) ^ set(want))
 
 
+def pip_install():
+    """From the tree into a folder, with a library that this machine's other CPUs could run."""
+    needs()
+    with tempfile.TemporaryDirectory() as folder:
+        output(sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--target", folder,
+               os.path.join(ROOT, "tools", "torch"), LCE_MAKE="CUDA=0")
+        assert os.path.join(folder, "lce", "__init__.py") in output(sys.executable, "-c", PROGRAM, PYTHONPATH=folder)
+
+
 def wheel_from_sdist():
     needs()
     with tempfile.TemporaryDirectory() as folder:
@@ -101,4 +110,4 @@ def works_where_installed(wheel, empty):
     assert "LCE_BLAS: /none is no library with" in output(python, "-c", PROGRAM, LCE_BLAS="/none", status=1)
 
 
-sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, wheel_from_sdist)}))
+sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, pip_install, wheel_from_sdist)}))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/torch in training: Hugging Face's models, DDP and FSDP2, the README's examples, and pip."""
+"""tools/torch in training: Hugging Face's models, DDP and FSDP2, and the README's examples."""
 import copy
 import inspect
 import io
@@ -8,13 +8,11 @@ import math
 import os
 import re
 import socket
-import subprocess
-import sys
 import tempfile
 import types
 import warnings
 
-from setting import DEVICE, ROOT, all_close, calls_of_the_operator, close, raises, readme_examples, run, torch
+from setting import DEVICE, all_close, calls_of_the_operator, close, raises, readme_examples, run, torch
 from tap import Skip
 
 if torch:
@@ -167,32 +165,41 @@ def copies():
             close("its own head", again.eval()(**batch).loss, torch.tensor(math.log(211), device=DEVICE), 1e-5)
 
 
-def models_that_are_refused():
-    """With a sentence, and as they were."""
-    llama, batch = model_of("llama"), batch_of(0)
+def odd_model(**changes):
+    """A Llama with a forward of its own, which changes labels before the head, logits, labels after, or the loss."""
+    llama = model_of("llama")
 
     class Odd(type(llama)):
-        def forward(self, input_ids, labels=None, **_):
-            logits = self.lm_head(self.model(input_ids).last_hidden_state)
-            logits = self.change(logits)
-            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+        def forward(self, input_ids, labels=None, **kwargs):
+            labels, kwargs = self.before(labels, kwargs)
+            logits = self.change(self.lm_head(self.model(input_ids).last_hidden_state))
+            labels, kwargs = self.after(labels, kwargs)
+            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+    odd = Odd(llama.config).to(DEVICE)
+    odd.before = odd.after = lambda labels, kwargs: (labels, kwargs)
+    odd.change = lambda logits: logits
+    for name, change in changes.items():
+        setattr(odd, name, change)
+    return odd
 
+
+def models_that_are_refused():
+    """With a sentence, and as they were."""
+    llama = model_of("llama")
     cross_entropy = torch.nn.functional.cross_entropy
     losses = (lambda z, y, **_: cross_entropy(z.flatten(0, 1), y.flatten()),
               lambda z, y, **_: cross_entropy(z.flatten(0, 1)[:-1], y.flatten()[1:]),
               lambda z, y, **_: cross_entropy(z[:, :-1].flatten(0, 1), y[:, 1:].flatten(), label_smoothing=0.01))
-    for told, change in (("it does more to its logits than", lambda z: z.clamp(-5, 5)),
-                         ("it does more to its logits than", lambda z: -z),
-                         ("does not give the head's logits", lambda z: z[..., :100]),
-                         *((r"its loss_function makes \d.* of known logits, not \d", loss) for loss in losses)):
-        odd = Odd(llama.config).to(DEVICE)
-        odd.change = change
-        if change in losses:
-            odd.change, odd.loss_function = torch.nn.Identity(), change
+    for told, change in (("it does more to its logits than", dict(change=lambda z: z.clamp(-5, 5))),
+                         ("it does more to its logits than", dict(change=lambda z: -z)),
+                         ("does not give the head's logits", dict(change=lambda z: z[..., :100])),
+                         *((r"its loss_function makes \d.* of known logits, not \d", dict(loss_function=loss)) for loss in losses)):
+        odd = odd_model(**change)
+        own = type(odd)
         said = raises(TypeError, "a Odd cannot be patched", lambda: lce.patch_transformers(odd))
         assert re.search(told, said), said
-        assert type(odd) is Odd and type(odd.lm_head) is torch.nn.Linear and odd.training
+        assert type(odd) is own and type(odd.lm_head) is torch.nn.Linear and odd.training
     for options, told in ((dict(smoothing=0.1), "'smoothing' is no option of patch_transformers; these are: chunk"),
                           (dict(reduction="sum"), "'reduction' is no option"), (dict(chunk=-1), "a chunk of -1"),
                           (dict(label_smoothing=7.0), "label_smoothing is 7")):
@@ -211,14 +218,6 @@ def models_that_are_refused():
 
 def forwards_that_change_what_they_hand_on():
     """The patched loss is the unpatched one, or TypeError, or NaN where code is compiled."""
-    class Odd(type(model_of("llama"))):
-        def forward(self, input_ids, labels=None, **kwargs):
-            labels, kwargs = self.before(labels, kwargs)
-            logits = self.lm_head(self.model(input_ids).last_hidden_state)
-            labels, kwargs = self.after(labels, kwargs)
-            loss = None if labels is None else self.loss_function(logits, labels, logits.shape[-1], **kwargs)
-            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
     def masked(labels, kwargs):
         return labels.masked_fill(labels > 99, -100), kwargs
 
@@ -230,10 +229,9 @@ def forwards_that_change_what_they_hand_on():
 
     def shifted(labels, kwargs):
         return labels, dict(kwargs, shift_labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
+
     def both(when, change):
-        plain = Odd(model_of("llama").config).to(DEVICE)
-        plain.before = plain.after = lambda labels, kwargs: (labels, kwargs)
-        setattr(plain, when, change)
+        plain = odd_model(**{when: change})
         return lce.patch_transformers(copy.deepcopy(plain)), plain
     tokens, items = batch_of(1)["input_ids"], dict(num_items_in_batch=59)
     for case in (("before", masked_in_place), ("after", shifted), ("after", lambda labels, kwargs: (labels, {})),
@@ -539,23 +537,6 @@ def examples_of_the_readme():
     assert names["x"].grad.norm() > 0 and names["weight"].grad.norm() > 0
 
 
-def pip_install():
-    """Into a folder, with a library that this machine's other CPUs could run, and a call from there."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index",
-                               "--target", folder, os.path.join(ROOT, "tools", "torch")],
-                              env={**os.environ, "LCE_MAKE": "CUDA=0"}, capture_output=True, text=True)
-        if "No module named" in done.stderr:
-            raise Skip(done.stderr.strip().splitlines()[-1])
-        assert done.returncode == 0, done.stdout + done.stderr
-        call = ("import torch, lce; x, w = torch.randn(3, 4), torch.randn(5, 4); print(lce.__file__); "
-                "print(lce.linear_cross_entropy(x, w, torch.arange(3)).isfinite().item())")
-        env = {name: value for name, value in os.environ.items() if name != "LCE_LIBRARY"}
-        told = subprocess.run([sys.executable, "-c", call], env={**env, "PYTHONPATH": folder}, cwd=folder,
-                              capture_output=True, text=True)
-        assert told.stdout.split() == [os.path.join(folder, "lce", "__init__.py"), "True"], told.stdout + told.stderr
-
-
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
              all_models=all_models, evaluation=evaluation,
@@ -564,5 +545,4 @@ if __name__ == "__main__":
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
              fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),
-             a_head_split_over_ranks=a_head_split_over_ranks, examples_of_the_readme=examples_of_the_readme,
-             pip_install=pip_install))
+             a_head_split_over_ranks=a_head_split_over_ranks, examples_of_the_readme=examples_of_the_readme))

@@ -10,8 +10,7 @@ import signal
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TEXT, TINY, TOOLS, TRAIN, Process, main, once, run, train  # noqa: E402
-from tap import Skip  # noqa: E402
+from program import ROOT, TEXT, TINY, TOOLS, TRAIN, Process, main, need, once, run, train  # noqa: E402
 
 GOLDEN = ROOT / "tests/golden"
 DIGITS = GOLDEN / "llama"  # its 61 tokens are bytes
@@ -20,14 +19,6 @@ GENERATE = [sys.executable, ROOT / "tools/generate", "--device", "cpu"]
 
 def text(model, *words, **how):
     return run(*GENERATE, "--init", model, *words, **{"LCE_TRAIN": str(TRAIN), **how})
-
-
-def need_tokenizers():
-    try:
-        import tokenizers
-        return tokenizers
-    except ImportError:
-        raise Skip("pip install tokenizers") from None
 
 
 @once
@@ -57,13 +48,14 @@ def test_characters_stay_whole(folder):
     prompt = ["--prompt", "a\x1b[2J é€😀", "--tokens", "1", "--temperature", "0"]
     text(trained(folder)[0], *prompt).ok("a\x1b[2J é€😀")
     text(trained(folder)[0], *prompt, terminal=True).ok("a\\x1B[2J é€😀")
-    need_tokenizers()
+    need("tokenizers")
     text(trained(folder)[1], *prompt).ok("<|begin_of_text|>a\x1b[2J é€😀")
     text(trained(folder)[1], *prompt, terminal=True).ok("<|begin_of_text|>a\\x1B[2J é€😀")
 
 
 def test_pieces_make_the_whole_text(folder):
-    tokenizers = need_tokenizers()
+    need("tokenizers")
+    import tokenizers
     loader = importlib.machinery.SourceFileLoader("generate", str(ROOT / "tools/generate"))
     generate = importlib.util.module_from_spec(importlib.util.spec_from_loader("generate", loader))
     loader.exec_module(generate)
@@ -117,7 +109,7 @@ def test_refusals(folder):
     # Without the package a tokenizer.json cannot be read, and none can be read that is none.
     (folder / "tokenizers.py").write_text("raise ImportError")
     text(trained(folder)[1], PYTHONPATH=str(folder)).refused("tokenizer.json needs the Python package tokenizers", "-m pip install tokenizers")
-    need_tokenizers()
+    need("tokenizers")
     text(DIGITS, "--tokenizer", folder).refused("is no tokenizer.json", "tokenizer.json")
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, Skip, main, run  # noqa: E402
+from program import ROOT, TRAIN, main, need, run  # noqa: E402
 
 BUILD = ROOT / "build/release" if TRAIN.parent == ROOT else TRAIN.parent
 LADDER = ROOT / "tools/ladder"
@@ -70,10 +70,8 @@ def test_differences(folder):
 
 def test_pytorch(folder):
     """ladder.py's gradients are those of the C rungs, and two of its functions the page's."""
-    try:
-        import torch
-    except ImportError:
-        raise Skip(f"{sys.executable} has no PyTorch") from None
+    need("torch")
+    import torch
     sys.path.insert(0, str(LADDER))
     import ladder
     assert max(len(inspect.getsource(rung).splitlines()) for rung in (ladder.matmuls, *ladder.RUNGS.values())) <= 15

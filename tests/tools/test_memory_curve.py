@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """tools/memory_curve and tools/plot_run: figures by hand, plan against ledger, sweeps that stop, pictures."""
 import csv
-import importlib.util
 import json
 import os
 import pathlib
@@ -11,8 +10,7 @@ import sys
 import xml.etree.ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TINY, TRAIN, keep, main, once, read_log, run, train, Process  # noqa: E402
-from tap import Skip  # noqa: E402
+from program import ROOT, TINY, TRAIN, keep, main, need, once, read_log, run, train, Process  # noqa: E402
 
 GIB = 2**30
 MODEL = TINY.replace("--device cpu ", "")
@@ -64,8 +62,7 @@ def plans(folder, options):
 
 def assert_says(path, *parts):
     """An SVG, if one can be drawn."""
-    if not importlib.util.find_spec("matplotlib"):
-        raise Skip("there is no matplotlib")
+    need("matplotlib")
     root = xml.etree.ElementTree.parse(path).getroot()
     said = ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
     for part in parts:
@@ -335,8 +332,7 @@ print(figure.legends[0].get_window_extent().overlaps(figure.axes[0].get_tightbbo
 
 
 def test_a_schedule_is_drawn_as_it_is(folder):
-    if not importlib.util.find_spec("matplotlib"):
-        raise Skip("there is no matplotlib")
+    need("matplotlib")
     rates, speeds = ([scale * min(k / 20, 1) for k in range(1, 201)] for scale in (2e-3, 100.0))
     (folder / "log").write_text("".join(json.dumps({"event": "step", "step": k, "loss": 1, "grad_norm": 1, "learning_rate": rate,
                                                     "tokens_per_second": speed}) + "\n" for k, (rate, speed) in enumerate(zip(rates, speeds))))

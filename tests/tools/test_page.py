@@ -2,7 +2,6 @@
 """kernels/lce/page.html in headless Chromium, and its numbers beside ./train --plan's."""
 import csv
 import html
-import importlib.util
 import json
 import pathlib
 import re
@@ -10,7 +9,7 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, main, read_log, run, train  # noqa: E402
+from program import ROOT, main, need, read_log, run, train  # noqa: E402
 from tap import Skip  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -80,8 +79,7 @@ def test_screenshots(folder):
 
 
 def test_still_pictures(folder):
-    if not importlib.util.find_spec("matplotlib"):
-        raise Skip("there is no matplotlib")
+    need("matplotlib")
     run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
     text = "".join((PAGE.parent / name).read_text() for name in ("LCE.md", "REFERENCE.md"))
     assert all((PAGE.parent / path.name).exists() and f"]({path.name})" in text for path in folder.glob("*.png"))

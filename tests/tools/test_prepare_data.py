@@ -262,10 +262,8 @@ def test_records_are_documents(folder):
 
 
 def test_parquet(folder):
-    try:
-        import pyarrow.parquet
-    except ImportError as missing:
-        raise Skip(str(missing))
+    program.need("pyarrow")
+    import pyarrow.parquet
     path = folder / "table.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS, "n": list(range(len(DOCUMENTS)))}), path, row_group_size=37)
     assert_documents(folder / "out", path, DOCUMENTS)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """tools/real_run.sh on a model that takes no time, and tools/plot_run --groups on figures by hand."""
-import importlib.util
 import json
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, main, run  # noqa: E402
+from program import ROOT, TRAIN, main, need, run  # noqa: E402
 from tap import Skip  # noqa: E402
 
 
@@ -42,8 +41,7 @@ def test_a_table_of_groups(folder):
 
 
 def test_a_whole_run(folder):
-    if not all(map(importlib.util.find_spec, ("numpy", "tokenizers"))):
-        raise Skip("pip install tokenizers numpy")
+    need("numpy", "tokenizers")
     model = "--model gpt2-tiny --hidden-size 16 --num-layers 1 --num-attention-heads 2 --batch 2 --seq-len 16"
 
     def real_run(vocab=300):

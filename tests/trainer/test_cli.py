@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
 """./train's command line: what it refuses, in one sentence, what it prints, and what short runs write."""
-import importlib.util
 import json
 import math
 import os
@@ -12,9 +11,8 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, once, read_log, run, start, tensors,  # noqa: E402
-                     train, write_mask, write_shard)
-from tap import Skip  # noqa: E402
+from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
+                     tensors, train, write_mask, write_shard)
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
@@ -279,8 +277,7 @@ def test_prompts_of_tokens(folder):
     assert sample("", "text").startswith("\n")
     assert sample("--prompt 39,68,0", "text").startswith("He!")
     said = train(line + "--prompt Hello").refused("gpt2/tokenizer.json 'TEXT'").err
-    if not importlib.util.find_spec("tokenizers"):
-        raise Skip("pip install tokenizers")
+    need("tokenizers")
     command = said[said.index("python3 -c"):said.index(" prints")].replace("python3", sys.executable).replace("'TEXT'", "'Hello world'")
     ids = run("sh", "-c", command).ok().out
     assert sample(f"--prompt {ids}", "text").startswith("Hello world")
