@@ -100,6 +100,32 @@ void put_token16(const char *name, long position, uint16_t id) {
   assert_int_equal(fclose(file), 0);
 }
 
+int make_masked(void **state) {
+  enum { TOKENS = 3000 };
+  if (make_words(state)) return -1;
+  uint16_t tokens[TOKENS];
+  uint8_t mask[TOKENS / 8] = {0}, ends[TOKENS / 8] = {0}, none[TOKENS / 8] = {0};
+  bool counts = false;
+  for (int i = 0, left = 0; i < TOKENS; i++, left--) {
+    if (left <= 0) {
+      counts = !counts;
+      left = 1 + (int)(random_bits(5, 1, (uint64_t)i) % (counts ? 20 : 60));
+    }
+    tokens[i] = (uint16_t)(i % 7 == 0 ? random_bits(5, 2, (uint64_t)i) % 61 : (uint64_t)(3 * i % 61));
+    mask[i / 8] |= (uint8_t)(counts << i % 8);
+  }
+  for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
+    ends[i / 8] |= (uint8_t)(1 << i % 8);
+  write_shard16("masked.bin", tokens, TOKENS);
+  write_shard16("packed.bin", tokens, TOKENS);
+  write_shard16("nothing.bin", tokens, TOKENS);
+  write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
+  write_shard("packed.mask", 20261120, 1, TOKENS, mask, sizeof mask);
+  write_shard("nothing.mask", 20261120, 1, TOKENS, none, sizeof none);
+  write_shard("packed.ends", 20261121, 1, TOKENS, ends, sizeof ends);
+  return 0;
+}
+
 Source *open_counting(const char *name, int64_t count) {
   uint32_t *tokens = malloc((size_t)count * sizeof *tokens);
   for (int64_t i = 0; i < count; i++) tokens[i] = (uint32_t)i;

@@ -9,6 +9,9 @@ int make_temp_dir(void **state);
 int remove_temp_dir(void **state);
 // A set-up that writes words.txt, too: 40 KB of words that, unlike the source tree, never change.
 int make_words(void **state);
+// And shards of 3000 tokens. masked.bin: runs of tokens count, runs do not; packed.bin: so in short documents;
+// nothing.bin: none counts.
+int make_masked(void **state);
 
 // The path of `name` in the temporary directory, in one of eight buffers used in turn.
 const char *temp_path(const char *name);

@@ -208,19 +208,4 @@ TEST(test_budget) {
       }
 }
 
-// Tokens of which every third counts, now and then none for a while.
-static int make_masked(void **state) {
-  enum { TOKENS = 3000 };
-  if (make_temp_dir(state)) return -1;
-  uint16_t tokens[TOKENS];
-  uint8_t mask[TOKENS / 8] = {0};
-  for (int i = 0; i < TOKENS; i++) {
-    tokens[i] = (uint16_t)(3 * i % 61);
-    mask[i / 8] |= (uint8_t)((i % 3 == 0 && i / 40 % 4) << i % 8);
-  }
-  write_shard16("masked.bin", tokens, TOKENS);
-  write_shard("masked.mask", 20261120, 1, TOKENS, mask, sizeof mask);
-  return 0;
-}
-
 TEST_MAIN(tests_run("plan", make_masked, remove_temp_dir))

@@ -202,12 +202,9 @@ def test_the_same_number_of_ranks_repeats_bitwise(folder):
 # Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.
 @once
 def masked():
-    draw, tokens, mask = random.Random(5), [], 0
-    for i in range(3400):
-        tokens.append(3 * i % 61 if i % 5 else draw.randrange(61))
-        mask |= (i // 17 % 4 == 3 and i % 3 > 0) << i  # windows are 17 tokens long
-    path = write_shard(pathlib.Path(keep.name, "masked.bin"), tokens)
-    write_shard(path.with_suffix(".mask"), mask.to_bytes(len(tokens) // 8, "little"), magic=20261120, count=len(tokens))
+    draw = random.Random(5)
+    path = write_shard(pathlib.Path(keep.name, "masked.bin"), [3 * i % 61 if i % 5 else draw.randrange(61) for i in range(3400)])
+    write_mask(path.with_suffix(".mask"), [i // 17 % 4 == 3 and i % 3 > 0 for i in range(3400)])  # windows are 17 tokens long
     return LLAMA.replace(str(TEXT), str(path))
 
 

@@ -56,8 +56,6 @@ static Run *open(const char *model, const char *options) {
   return run_open("%s--data %s %s", model, temp_path("words.txt"), options);
 }
 
-enum { TOKENS = 3000 };
-
 static void write_letters(const char *name, int count, int first, int distinct) {
   char text[512];
   assert_in_range(count, 1, (int)sizeof text - 1);
@@ -66,31 +64,10 @@ static void write_letters(const char *name, int count, int first, int distinct) 
   write_text(name, text);
 }
 
-// masked.bin: runs of tokens count, runs do not; packed.bin: so in short documents; nothing.bin: none counts.
 static int make_data(void **state) {
-  if (make_words(state)) return -1;
-  uint16_t tokens[TOKENS];
-  uint8_t mask[(TOKENS + 7) / 8] = {0}, ends[sizeof mask] = {0}, none[sizeof mask] = {0};
-  bool counts = false;
-  for (int i = 0, left = 0; i < TOKENS; i++, left--) {
-    if (left <= 0) {
-      counts = !counts;
-      left = 1 + (int)(random_bits(5, 1, (uint64_t)i) % (counts ? 20 : 60));
-    }
-    tokens[i] = (uint16_t)(i % 7 == 0 ? random_bits(5, 2, (uint64_t)i) % 61 : (uint64_t)(3 * i % 61));
-    mask[i / 8] |= (uint8_t)(counts << i % 8);
-  }
-  for (int i = 0; i < TOKENS; i += 1 + (int)(random_bits(6, 1, (uint64_t)i) % 40))
-    ends[i / 8] |= (uint8_t)(1 << i % 8);
-  static const char *const shards[] = {"masked", "packed", "nothing"};
-  for (int i = 0; i < 3; i++) {
-    char name[32];
-    snprintf(name, sizeof name, "%s.bin", shards[i]);
-    write_shard16(name, tokens, TOKENS);
-    snprintf(name, sizeof name, "%s.mask", shards[i]);
-    write_shard(name, 20261120, 1, TOKENS, i == 2 ? none : mask, sizeof mask);
-  }
-  write_shard("packed.ends", 20261121, 1, TOKENS, ends, sizeof ends);
+  if (make_masked(state)) return -1;
+  uint16_t tokens[60];
+  for (int i = 0; i < 60; i++) tokens[i] = (uint16_t)(3 * i % 61);
   write_shard16("short.bin", tokens, 60);
   write_shard16("other.bin", tokens, 60);
   write_letters("held_back.txt", 150, 'a', 23);
