@@ -28,6 +28,13 @@ static Slabs slabs_on_stack(Harness *h, int64_t count) {
   return (Slabs){poisoned_vector(h, h->dtype, count), poisoned_vector(h, h->dtype, count)};
 }
 
+// Until the next call.
+static const char *described(const Backend *b, const char *operation, const Case *c, const char *where) {
+  static char text[96];
+  snprintf(text, sizeof text, "%s, %s, %s, rank %d of %d", operation, c->name, where, b->rank, b->ranks);
+  return text;
+}
+
 static void poison(Harness *h, Tensor t) {
   const MemorySource *source = &h->backend->memory.source;
   source->poison(source->context, t.data, tensor_bytes(t));
@@ -74,8 +81,7 @@ static void check_all_reduce(Harness *h, const Case *c, Slabs s, const char *whe
   double *values[b->ranks];
   int64_t count = c->count * b->ranks + c->more;
   Tensor x = tensor_rows(s.x, c->first, count), out = tensor_rows(s.out, c->first, count);
-  char what[96];
-  snprintf(what, sizeof what, "all_reduce, %s, %s, rank %d of %d", c->name, where, b->rank, b->ranks);
+  const char *what = described(b, "all_reduce", c, where);
   draw(h, x, values);
   poison(h, out);
   all_reduce(b, (Collective){.out = out, .x = x});
@@ -95,8 +101,7 @@ static void check_reduce_scatter(Harness *h, const Case *c, Slabs s, const char 
   if (!c->count) return;
   Tensor x = tensor_rows(s.x, c->first, c->count * b->ranks), out = tensor_rows(s.out, c->first, c->count),
          slice = tensor_rows(x, b->rank * c->count, c->count);
-  char what[96];
-  snprintf(what, sizeof what, "reduce_scatter, %s, %s, rank %d of %d", c->name, where, b->rank, b->ranks);
+  const char *what = described(b, "reduce_scatter", c, where);
   draw(h, x, values);
   poison(h, out);
   reduce_scatter(b, (Collective){.out = out, .x = x});
@@ -124,8 +129,7 @@ static void check_all_gather(Harness *h, const Case *c, Slabs s, const char *whe
     const double *got = values_of(h, out);
     for (int64_t i = 0; i < c->count * b->ranks; i++)
       if (got[i] != values[i / c->count][i % c->count])
-        fail_msg("all_gather, %s, %s, rank %d of %d: element %lld is %g", c->name, where, b->rank, b->ranks,
-                 (long long)i, got[i]);
+        fail_msg("%s: element %lld is %g", described(b, "all_gather", c, where), (long long)i, got[i]);
   }
 }
 
