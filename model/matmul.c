@@ -17,6 +17,13 @@ static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool tr
   return fp8;
 }
 
+// The same, with the codes of x.
+static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
+  Fp8 fp8 = push_fp8(p, x.fp8, x.x.shape[1], codes, transposed);
+  quantize(p->backend, (Quantize){.out = fp8, .x = x.x});
+  return fp8;
+}
+
 bool operands_saved(const Pass *p) {
   return p->fp8 && p->recompute == RECOMPUTE_NONE;
 }
@@ -41,13 +48,6 @@ void push_activation_operand(const Pass *p, Operand *operand) {
     operand->fp8.transposed = tensor_2d(bytes + p->rows * columns, DTYPE_E4M3, columns, p->rows);
   }
   operand->fp8.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
-}
-
-// The same, with the codes of x.
-static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
-  Fp8 fp8 = push_fp8(p, x.fp8, x.x.shape[1], codes, transposed);
-  quantize(p->backend, (Quantize){.out = fp8, .x = x.x});
-  return fp8;
 }
 
 static void project_fp8(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual) {

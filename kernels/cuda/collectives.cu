@@ -100,11 +100,10 @@ static void try_links(Backend *backend, void *data, int64_t bytes) {
 
 // NCCL connects, and takes its memory, at the first call; by kernels and by copy engines.
 static void warm_up(Backend *backend) {
-  const int64_t bytes = 32 << 20;
   void *data = nullptr;
-  cuda_check(cudaMalloc(&data, (size_t)bytes), "allocating memory to try the links with");
-  cuda_check(cudaMemsetAsync(data, 0, (size_t)bytes, cuda_stream(backend)), "zeroing new memory");
-  try_links(backend, data, bytes);
+  cuda_check(cudaMalloc(&data, BUCKET_BYTES), "allocating memory to try the links with");
+  cuda_check(cudaMemsetAsync(data, 0, BUCKET_BYTES, cuda_stream(backend)), "zeroing new memory");
+  try_links(backend, data, BUCKET_BYTES);
   cuda_check(cudaFree(data), "freeing device memory");
   const CudaState *state = cuda_state(backend);
   if (state->sharing) try_links(backend, state->shares + BUCKET_BYTES / 2, BUCKET_BYTES / 2);
