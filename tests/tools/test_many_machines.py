@@ -85,7 +85,7 @@ def test_two_hosts_train_as_one(folder):
 
 
 def test_the_link_carries_what_the_run_says(folder):
-    for options in ([], ["--zero", 1], ["--zero", 2, "--vocab-parallel", "--lce-chunk", 48]):
+    for options in (["--zero", 0], [], ["--zero", 2, "--vocab-parallel", "--lce-chunk", 48]):
         with Hosts(folder) as hosts:
             hosts.run(1, "true").ok()
             start = hosts.sent()

@@ -171,7 +171,7 @@ REFUSED = [
     ("--keep 2", "--keep says how many checkpoints to keep, and not where: add --save DIR"),
     ("--save-every 2", "--save-every says when to save, and not where: add --save DIR"),
     ("--save-dtype fp32", "--save-dtype says how to save, and not where: add --save DIR"),
-    ("--vocab-parallel", "add --zero 1 or --zero 2"),
+    ("--zero 0 --vocab-parallel", "add --zero 1 or --zero 2"),
     ("--logit-softcap 30 --label-smoothing 0.1", "none together with llama-tiny's logit soft-cap of 30; train with --materialized-logits"),
     ("--logit-softcap 30 --label-smoothing 0.1 --materialized-logits --compare-modes", "with --materialized-logits alone, or"),
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
