@@ -165,6 +165,12 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
   if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
 }
 
+void parameters_gather(Backend *backend, const ParameterSet *p) {
+  for (UpdateRange range = {.order = order_of_updates}; next_range(p, &range);)
+    gather_weights(backend, p, range.group, range.bucket);
+  collectives_join(backend, 0);
+}
+
 void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
   for (UpdateRange range = {.order = order_of_updates}; next_range(p, &range);) {
     if (p->update_layers && range.group == GROUP_MATRICES) continue;

@@ -212,6 +212,12 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
 
 // --- first values ------------------------------------------------------------------------------------------
 
+// Where the bucket with the element before `stop` ends.
+static int64_t end_of_bucket(const ParameterSet *p, ParameterGroup group, int64_t stop) {
+  int64_t end = p->group_elements[group];
+  return end - (end - stop) / p->bucket[group] * p->bucket[group];
+}
+
 enum { DRAWN_AT_ONCE = 1 << 22 }; // elements: bounds the host memory that initialisation takes
 
 static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t first, int64_t count,
@@ -232,17 +238,25 @@ const void *parameters_round(Dtype dtype, const float *values, int64_t count, ui
 void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed) {
   float *values = host_alloc(DRAWN_AT_ONCE, sizeof *values, "the initial weights");
   uint16_t *rounded = host_alloc(DRAWN_AT_ONCE, sizeof *rounded, "the initial weights");
+  const Sharding *s = &parameters->sharding;
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
-    for (int64_t first = 0, total = parameter_elements(p); first < total; first += DRAWN_AT_ONCE) {
-      int64_t count = min_i64(total - first, DRAWN_AT_ONCE);
-      draw(p, seed, (uint64_t)i, first, count, values);
-      const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
-      shards_write(parameters, backend, parameters->value, p, first, count, weights);
-      shards_write(parameters, backend, parameters->master, p, first, count, values);
-      ranks_alive();
+    int64_t begin = p->offset, end = begin + parameter_elements(p);
+    for (Bucket b = {end_of_bucket(parameters, p->group, end), 0}; b.first > begin;) {
+      b = shards_bucket(parameters, p->group, b.first);
+      int64_t slice = b.count / s->parts, local = b.first + s->part * slice;
+      int64_t from = max_i64(begin, local), to = min_i64(end, local + slice);
+      for (int64_t count; from < to; from += count) {
+        count = min_i64(to - from, DRAWN_AT_ONCE);
+        draw(p, seed, (uint64_t)i, from - begin, count, values);
+        const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
+        shards_write(parameters, backend, parameters->value, p, from - begin, count, weights);
+        shards_write(parameters, backend, parameters->master, p, from - begin, count, values);
+        ranks_alive();
+      }
     }
   }
+  parameters_gather(backend, parameters);
   free(values);
   free(rounded);
 }
@@ -291,12 +305,6 @@ Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket 
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------
-
-// Where the bucket with the element before `stop` ends.
-static int64_t end_of_bucket(const ParameterSet *p, ParameterGroup group, int64_t stop) {
-  int64_t end = p->group_elements[group];
-  return end - (end - stop) / p->bucket[group] * p->bucket[group];
-}
 
 void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
                   int64_t first, int64_t count, const void *values) {

@@ -115,7 +115,7 @@ void parameters_allocate(ParameterSet *parameters, Memory *memory, ParameterDtyp
 Tensor parameters_layer(const ParameterSet *parameters, const Tensor role[GROUP_COUNT], int64_t layer);
 Tensor parameters_layer_buffer(const ParameterSet *parameters, Tensor buffer, int64_t layer);
 
-// First values, drawn on the host from (seed, tensor, element) alone.
+// First values, drawn on the host from (seed, tensor, element) alone: each rank draws its slices.
 void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed);
 
 // fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
@@ -173,3 +173,5 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);
 bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *backend);
 // Updates all weights; of what is sharded each rank updates its part, and the new weights are gathered.
 void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
+// Weights of which each rank has its slices alone, to all ranks.
+void parameters_gather(Backend *backend, const ParameterSet *parameters);
