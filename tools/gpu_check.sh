@@ -204,13 +204,21 @@ on() {
   LAUNCHER=(tools/launch "$1")
   [ "$DEVICE" = cuda ] || LAUNCHER=(mpirun --allow-run-as-root --oversubscribe --bind-to none -n "$1")
 }
-# scaling NAME OPTIONS...: weak scaling from one GPU to all
+# scaling NAME OPTIONS...: weak scaling from one GPU to all. What each does alone is measured on all at once.
 scaling() {
-  local name=$1 alone=0 n
-  for ((n = 1; n <= ranks; n = n < ranks && 2 * n > ranks ? ranks : 2 * n)); do
+  local name=$1 alone n i gpus
+  IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((ranks - 1)))}"
+  rm -f "$OUT/scaling-$name-alone-"*
+  on 1
+  for ((i = 0; i < ranks; i++)); do
+    CUDA_VISIBLE_DEVICES=${gpus[i]} train "scaling-$name-alone-$i" 200 '{tokens_per_second:,.0f} tokens/s, {peak_bytes / 2**30:.2f} GiB' "${@:2}" &
+  done
+  wait
+  cat "$OUT/scaling-$name-alone-"*.jsonl >"$OUT/scaling-$name.jsonl"
+  alone=$(figures "$OUT/scaling-$name.jsonl" summary '{tokens_per_second}' | awk '{sum += $1} END {print sum / NR}')
+  for ((n = 2; n <= ranks; n = n < ranks && 2 * n > ranks ? ranks : 2 * n)); do
     on $n
-    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / ('"$alone"' or tokens_per_second):.1f}% of one GPU, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "${@:2}"
-    [ $n -gt 1 ] || alone=$(figures "$OUT/scaling-$name-1.jsonl" summary '{tokens_per_second}') || alone=0
+    train "scaling-$name-$n" 200 '{tokens_per_second:,.0f} tokens/s, {100 * tokens_per_second / ranks / '"$alone"':.1f}% of as many alone, {wire_bytes_per_step / 2**20:.1f} MiB sent a step by each, {peak_bytes / 2**30:.2f} GiB' "${@:2}"
   done
 }
 

@@ -11,7 +11,7 @@ from program import MPIRUN, ROOT, TRAIN, column, main, read_log, run  # noqa: E4
 from tap import Skip  # noqa: E402
 
 STEPS = 4
-JOB = (f"--device cpu --model llama-tiny --vocab 1000 --batch 2 --seq-len 64 --total-batch 1024 --steps {STEPS} --eval-every 0 "
+JOB = ("--device cpu --model llama-tiny --vocab 1000 --batch 2 --seq-len 64 --total-batch 1024 --eval-every 0 "
        "--sample-every 0 --data README.md").split()
 LINK = "lce0"
 LAUNCH = [*MPIRUN[:-1], *"-x OMP_NUM_THREADS=1 -x ASAN_OPTIONS".split()]  # then -n and the ranks, or the hosts
@@ -78,8 +78,8 @@ def test_two_hosts_train_as_one(folder):
     with Hosts(folder) as hosts:
         names = hosts.run(2, "hostname").ok().out.split()
         assert sorted(names) == sorted(2 * hosts.names), names
-        hosts.run(2, TRAIN, *JOB, "--zero", 2, "--log", folder / "two").ok("4, started by mpirun")
-    call(*LAUNCH, "-n", 4, TRAIN, *JOB, "--zero", 2, "--log", folder / "one").ok()
+        hosts.run(2, TRAIN, *JOB, "--steps", STEPS, "--zero", 2, "--log", folder / "two").ok("4, started by mpirun")
+    call(*LAUNCH, "-n", 4, TRAIN, *JOB, "--steps", STEPS, "--zero", 2, "--log", folder / "one").ok()
     one, two = (column(read_log(folder / name), "loss", "step") for name in ("one", "two"))
     assert len(one) > 0 and one == two, (one, two)
 
@@ -87,13 +87,13 @@ def test_two_hosts_train_as_one(folder):
 def test_the_link_carries_what_the_run_says(folder):
     for options in (["--zero", 0], [], ["--zero", 2, "--vocab-parallel", "--lce-chunk", 48]):
         with Hosts(folder) as hosts:
-            hosts.run(1, "true").ok()
-            start = hosts.sent()
-            hosts.run(1, TRAIN, *JOB, *options, "--log", folder / "log").ok()
-            # The start and the end send some kilobytes, too, and TCP adds headers.
-            sent = (hosts.sent() - start) / STEPS
-        said = read_log(folder / "log")[-1]["wire_bytes_per_step"]
-        (folder / "log").unlink()
+            sent = []
+            for steps in 0, STEPS:  # the start sends the first weights
+                start = hosts.sent()
+                hosts.run(1, TRAIN, *JOB, *options, "--steps", steps, "--log", folder / "log").ok()
+                sent.append(hosts.sent() - start)
+        sent, said = (sent[1] - sent[0]) / STEPS, read_log(folder / "log")[-1]["wire_bytes_per_step"]
+        # TCP adds headers.
         assert 0.98 * said < sent < 1.05 * said + 50e3, (options, said, sent)
 
 

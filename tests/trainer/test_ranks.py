@@ -96,9 +96,9 @@ def patient(seconds):
     return math.ceil(seconds * pace())
 
 
-# An endless run, once it has saved something, and its --timeout.
+# An endless run, once it has saved something, and its --timeout: GPUs take long to start many runs at once.
 def endless(folder):
-    timeout, often = patient(3), "--steps 100000000 --eval-every 0 --sample-every 0 --save-every 20 --keep 2"
+    timeout, often = patient(12 if GPUS else 3), "--steps 100000000 --eval-every 0 --sample-every 0 --save-every 20 --keep 2"
     p = start(LLAMA + f"{often} --save {folder} --timeout {timeout}", ranks=2)
     p.wait_for("saved in")
     return p, timeout
