@@ -260,7 +260,7 @@ def test_a_split_head_trains_the_same(folder):
         for ranks in counts:
             split = options + f"--vocab-parallel --zero {1 + ranks % 2} "
             job(0, options).same_training(job(ranks, split))
-    split = smoothed + "--vocab-parallel --zero 1 "
+    split = smoothed + "--vocab-parallel "
     job(2, split).same_bits(job(2, split, 2))
 
 
