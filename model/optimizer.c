@@ -131,7 +131,7 @@ typedef struct {
 } UpdateRange;
 
 static const ParameterGroup order_of_sums[] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD, GROUP_VECTORS};
-// Weights of gradients in fp32, whose updates take less time than their gathers, come first.
+// The head first: its gathers take longer than its updates, and end beside the layers' updates.
 static const ParameterGroup order_of_updates[] = {GROUP_HEAD, GROUP_EMBEDDINGS, GROUP_VECTORS,
                                                   GROUP_MATRICES};
 
