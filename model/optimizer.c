@@ -124,21 +124,15 @@ UpdateLayers *const optimizers[] = {NULL, update_layers_muon};
 // What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
 // the rest of a group.
 typedef struct {
-  const ParameterGroup *order; // of the groups
-  int place;                   // in it
+  int place; // of the group, in the order of the updates
   ParameterGroup group;
   Bucket bucket;
 } UpdateRange;
 
-static const ParameterGroup order_of_sums[] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD, GROUP_VECTORS};
-// The head first: its gathers take longer than its updates, and end beside the layers' updates.
-static const ParameterGroup order_of_updates[] = {GROUP_HEAD, GROUP_EMBEDDINGS, GROUP_VECTORS,
-                                                  GROUP_MATRICES};
-
-// Steps to the next range, from its order alone to the first; false after the last. A group's last elements
-// come first.
+// Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
 static bool next_range(const ParameterSet *p, UpdateRange *range) {
-  const ParameterGroup *order = range->order;
+  static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
+                                                    GROUP_VECTORS};
   int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
   while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
   if (range->place == GROUP_COUNT) return false;
@@ -155,7 +149,7 @@ bool squares_summed_by_layer(const ParameterSet *p, const Backend *backend) {
 void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
   profile_phase(backend, PHASE_UPDATE);
   bool started = false;
-  for (UpdateRange range = {.order = order_of_sums}; next_range(p, &range); started = true) {
+  for (UpdateRange range = {0}; next_range(p, &range); started = true) {
     if (range.group == GROUP_MATRICES && squares_summed_by_layer(p, backend)) continue;
     sum_elements(backend, (SumElements){.sum = p->squares,
                                         .x = shards_reduced_grads(p, range.group, range.bucket),
@@ -166,17 +160,17 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
 }
 
 void parameters_gather(Backend *backend, const ParameterSet *p) {
-  for (UpdateRange range = {.order = order_of_updates}; next_range(p, &range);)
+  for (UpdateRange range = {0}; next_range(p, &range);)
     gather_weights(backend, p, range.group, range.bucket);
   collectives_join(backend, 0);
 }
 
 void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
-  for (UpdateRange range = {.order = order_of_updates}; next_range(p, &range);) {
+  if (p->update_layers) p->update_layers(backend, p, settings);
+  for (UpdateRange range = {0}; next_range(p, &range);) {
     if (p->update_layers && range.group == GROUP_MATRICES) continue;
     adamw(backend, slice_update(p, range.group, range.bucket, settings));
     gather_weights(backend, p, range.group, range.bucket);
   }
-  if (p->update_layers) p->update_layers(backend, p, settings);
   collectives_join(backend, 0);
 }
