@@ -16,7 +16,7 @@ static Update slice_update(const ParameterSet *p, ParameterGroup group, Bucket b
   u.v = shards_part(p, p->state[1], group, bucket);
   u.grad = shards_reduced_grads(p, group, bucket);
   u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
-  u.first = bucket.first + p->sharding.part * (bucket.count / p->sharding.parts);
+  u.first = shards_slice(p, bucket).first;
   if (group == GROUP_VECTORS) u.weight_decay = 0;
   return u;
 }
@@ -65,8 +65,8 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
 
 // This rank's part of a bucket's updates.
 static Tensor part_of(const ParameterSet *p, Tensor whole) {
-  int64_t count = whole.shape[0] / p->sharding.parts;
-  return tensor_rows(whole, p->sharding.part * count, count);
+  Bucket mine = shards_slice(p, (Bucket){0, whole.shape[0]});
+  return tensor_rows(whole, mine.first, mine.count);
 }
 
 // A rank makes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others, so
@@ -160,8 +160,7 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
 }
 
 void parameters_gather(Backend *backend, const ParameterSet *p) {
-  for (UpdateRange range = {0}; next_range(p, &range);)
-    gather_weights(backend, p, range.group, range.bucket);
+  for (UpdateRange range = {0}; next_range(p, &range);) gather_weights(backend, p, range.group, range.bucket);
   collectives_join(backend, 0);
 }
 

@@ -238,20 +238,19 @@ const void *parameters_round(Dtype dtype, const float *values, int64_t count, ui
 void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed) {
   float *values = host_alloc(DRAWN_AT_ONCE, sizeof *values, "the initial weights");
   uint16_t *rounded = host_alloc(DRAWN_AT_ONCE, sizeof *rounded, "the initial weights");
-  const Sharding *s = &parameters->sharding;
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
     int64_t begin = p->offset, end = begin + parameter_elements(p);
     for (Bucket b = {end_of_bucket(parameters, p->group, end), 0}; b.first > begin;) {
       b = shards_bucket(parameters, p->group, b.first);
-      int64_t slice = b.count / s->parts, local = b.first + s->part * slice;
-      int64_t from = max_i64(begin, local), to = min_i64(end, local + slice);
-      for (int64_t count; from < to; from += count) {
-        count = min_i64(to - from, DRAWN_AT_ONCE);
-        draw(p, seed, (uint64_t)i, from - begin, count, values);
+      Bucket mine = shards_slice(parameters, b);
+      int64_t first = max_i64(mine.first - begin, 0), stop = min_i64(mine.first + mine.count, end) - begin;
+      for (int64_t count; first < stop; first += count) {
+        count = min_i64(stop - first, DRAWN_AT_ONCE);
+        draw(p, seed, (uint64_t)i, first, count, values);
         const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
-        shards_write(parameters, backend, parameters->value, p, from - begin, count, weights);
-        shards_write(parameters, backend, parameters->master, p, from - begin, count, values);
+        shards_write(parameters, backend, parameters->value, p, first, count, weights);
+        shards_write(parameters, backend, parameters->master, p, first, count, values);
         ranks_alive();
       }
     }
@@ -279,16 +278,19 @@ Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
   return (Bucket){end - count, count};
 }
 
+Bucket shards_slice(const ParameterSet *p, Bucket b) {
+  int64_t count = b.count / p->sharding.parts;
+  return (Bucket){b.first + p->sharding.part * count, count};
+}
+
 bool shards_hold_part(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
   return tensor_count(role[group]) != p->group_elements[group];
 }
 
 Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
-  int64_t slice = b.count / p->sharding.parts;
-  return tensor_rows(role[group],
-                     shards_hold_part(p, role, group) ? b.first / p->sharding.parts
-                                                      : b.first + p->sharding.part * slice,
-                     slice);
+  Bucket mine = shards_slice(p, b);
+  return tensor_rows(role[group], shards_hold_part(p, role, group) ? b.first / p->sharding.parts : mine.first,
+                     mine.count);
 }
 
 bool shards_double_buffered(const ParameterSet *p, ParameterGroup group) {
@@ -317,10 +319,10 @@ void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, c
   }
   for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
     b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->sharding.parts, local = b.first + p->sharding.part * slice;
-    int64_t from = max_i64(begin, local), to = min_i64(stop, local + slice);
+    Bucket mine = shards_slice(p, b);
+    int64_t from = max_i64(begin, mine.first), to = min_i64(stop, mine.first + mine.count);
     if (from < to)
-      backend_to_device(backend, tensor_rows(shards_part(p, role, group, b), from - local, to - from),
+      backend_to_device(backend, tensor_rows(shards_part(p, role, group, b), from - mine.first, to - from),
                         (const char *)values + (size_t)(from - begin) * dtype_bytes(role[group].dtype));
   }
 }

@@ -147,6 +147,9 @@ typedef struct {
 // The bucket of `group` that ends before element `end` (the group's length for the first of them).
 Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
 
+// This rank's slice of a bucket.
+Bucket shards_slice(const ParameterSet *parameters, Bucket bucket);
+
 // Whether a role (parameters->value, ...) of the group is sharded.
 bool shards_hold_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group);
 // The rank's slice of a bucket in a role, whole or sharded; absent where the role is.
