@@ -10,7 +10,7 @@ MPI       ?= 1
 CUDA_HOME ?=
 # The CPU that -march names; empty: any of the architecture.
 MARCH     ?= native
-# Runs the tests in Python; those of tools/torch need PyTorch, and are skipped without.
+# Runs the tests in Python; those of a package need what it needs, and are skipped without.
 PYTHON    ?= python3
 # A folder with unpacked packages (DEPS_ROOT/usr/include, ...), for machines without apt.
 DEPS_ROOT ?=
@@ -30,9 +30,13 @@ Q := $(if $(V),,@)# `make V=1` shows whole commands
 GOALS := $(or $(MAKECMDGOALS),all)
 # These install what is missing, then start make over with build-and-GOAL.
 RUNS  := run real-run test bench curves exercise
+# A package beside the trainer has its rules in a file of its own, which is read here for its goals and again for
+# the rules; without the file the rest builds as it does with it.
+PACKAGES := $(wildcard tools/*/package.mk)
+include $(PACKAGES)
 
 .PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
-.PHONY: liblce.so build-library sdist wheel fuzz build-and-fuzz matplotlib
+.PHONY: fuzz build-and-fuzz matplotlib
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -56,12 +60,8 @@ else ifeq ($(VARIANT),fuzz)
   CUDA     := 0
 else ifeq ($(VARIANT),emulated)
   OPTIMIZE := -O2
-else ifeq ($(VARIANT),library)
-  OPTIMIZE := -O3 -fPIC -fvisibility=hidden
-  CUFLAGS  += -Xcompiler=-fPIC,-fvisibility=hidden
-  MPI      := 0# lce_join takes the ranks' collectives
 else
-  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, emulated, fuzz, library)
+  $(error VARIANT=$(VARIANT) is not known; it is one of release, debug, asan, clang, emulated or fuzz)
 endif
 # What a table calls has the table's parameters, whether it reads them or not.
 WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VARIANT)),-Wno-pass-failed)
@@ -69,7 +69,7 @@ WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VAR
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only start another make, or need no compiler: they skip the search.
-SEARCH := $(filter-out $(RUNS) build-and-exercise liblce.so sdist wheel fuzz check format clean help,$(GOALS))
+SEARCH := $(filter-out $(RUNS) $(PACKAGE_GOALS) build-and-exercise fuzz check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -92,11 +92,8 @@ HAVE_CMOCKA := $(call try,cmocka.h,-lcmocka)
 HAVE_STB    := $(call try,stdio.h stb/stb_ds.h)
 HAVE_ZLIB   := $(call try,zlib.h,-lz)
 
-# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. OpenBLAS with OpenMP's threads comes first. liblce.so
-# looks for one when it is loaded (kernels/cpu/found_blas.c).
-ifeq ($(origin BLAS_LIBS)$(VARIANT),undefinedlibrary)
-  HAVE_FOUND_BLAS := yes
-else ifeq ($(origin BLAS_LIBS),undefined)
+# BLAS_LIBS names another CBLAS; BLAS_LIBS= does without. OpenBLAS with OpenMP's threads comes first.
+ifeq ($(origin BLAS_LIBS),undefined)
   OPENMP_BLAS := $(foreach d,$(firstword $(wildcard $(DEPS_LIB:%=%/$(MULTIARCH)/openblas-openmp) \
                    /usr/lib/$(MULTIARCH)/openblas-openmp)),-L$(d) -Wl$(comma)-rpath$(comma)$(d)) -lopenblas
   BLAS_LIBS := $(strip $(or $(if $(call try,cblas.h,$(OPENMP_BLAS)),$(OPENMP_BLAS)),\
@@ -136,7 +133,7 @@ else
 endif
 ifeq ($(NO_CUDA),)
   HAVE_CUDA := yes
-  HAVE_NCCL := $(if $(filter library,$(VARIANT)),,$(call try,nccl.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lnccl))
+  HAVE_NCCL := $(call try,nccl.h,$(CUDA_INCLUDE) $(CUDA_LIBS) -lnccl)
   CUDA_LIBS += $(if $(HAVE_NCCL),-lnccl) -lstdc++
   # For the GPUs here if nvcc knows them (90a: Hopper with its own instructions), else for a portable set.
   GPUS  := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
@@ -161,7 +158,7 @@ endif
 
 # What `make deps` would install, as pairs package=reason; what tests alone need comes last.
 MISSING := $(if $(HAVE_CC),,gcc=the_C_compiler libc6-dev=headers_of_the_C_library) \
-	$(if $(HAVE_CBLAS)$(HAVE_FOUND_BLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
+	$(if $(HAVE_CBLAS),,libopenblas-openmp-dev=fast_GEMMs_on_the_CPU) \
 	$(if $(HAVE_CJSON),,libcjson-dev=logs_and_settings_in_JSON) \
 	$(if $(HAVE_STB),,libstb-dev=arrays_that_grow) \
 	$(if $(HAVE_ZLIB),,zlib1g-dev=checksums_of_checkpoints) \
@@ -180,7 +177,7 @@ MISSING := $(strip $(MISSING))
 # Under -std=c11 GCC leaves out fused multiply-adds, and errno from sqrtf keeps loops from becoming vectors.
 # What is promised is equal bits for equal builds on one machine; neither option touches that.
 FOUND        := $(if $(HAVE_CBLAS),$(BLAS_LIBS)) $(if $(HAVE_MPI),$(MPI_LIBS))
-HAVES        := $(foreach h,CBLAS FOUND_BLAS CUDA NCCL MPI,$(if $(HAVE_$(h)),-DHAVE_$(h)))
+HAVES        := $(foreach h,CBLAS CUDA NCCL MPI,$(if $(HAVE_$(h)),-DHAVE_$(h)))
 ALL_CPPFLAGS := -D_GNU_SOURCE -I. $(HAVES) $(DEPS_CPPFLAGS) $(if $(HAVE_CUDA),$(CUDA_INCLUDE)) \
 	$(patsubst -I%,-isystem %,$(filter -I%,$(FOUND))) $(CPPFLAGS)
 ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -fno-math-errno -fopenmp \
@@ -188,11 +185,11 @@ ALL_CFLAGS   := -std=c11 -g $(OPTIMIZE) $(MARCH:%=-march=%) -ffp-contract=fast -
 # CUDA code meets neither BLAS nor MPI: with and without them it stays built.
 CU_CPPFLAGS  := -D_GNU_SOURCE -I. $(foreach h,CUDA NCCL,$(if $(HAVE_$(h)),-DHAVE_$(h))) $(DEPS_CPPFLAGS) \
 	$(CUDA_INCLUDE) $(CPPFLAGS)
-ALL_CUFLAGS  := -std=c++17 -O3 $(if $(filter library,$(VARIANT)),,-lineinfo) --expt-relaxed-constexpr \
+ALL_CUFLAGS  := -std=c++17 -O3 -lineinfo --expt-relaxed-constexpr \
 	$(foreach g,$(GPU_CODES),-gencode=arch=compute_$(g),code=sm_$(g)) $(PTX) -Werror all-warnings \
 	-Xcompiler=-g,-Wall,-Wextra,-Wno-unused-parameter,-Wno-missing-field-initializers,-Werror $(CUFLAGS)
 ALL_LDFLAGS  := $(DEPS_LDFLAGS) -Wl,--as-needed $(LDFLAGS)
-ALL_LIBS     := $(if $(filter library,$(VARIANT)),-ldl,-lcjson -lz) $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
+ALL_LIBS     := -lcjson -lz $(if $(HAVE_CUDA),$(CUDA_LIBS)) $(filter-out -I%,$(FOUND)) -lm
 
 # --- What was found, printed when it changed and by `make info` --------------------------------------------
 
@@ -211,7 +208,7 @@ define TABLE
 lce.c, the $(VARIANT) build, with $(or $(COMPILER),no working compiler):
   CUDA        $(call found,CUDA,nvcc $(CUDA_VERSION) with cuBLASLt$(comma) $(GPU_TEXT),the CPU only ($(NO_CUDA)))
   NCCL        $(if $(HAVE_CUDA),$(call found,NCCL,found: one GPU or many,one GPU only),not looked for without CUDA)
-  CBLAS       $(if $(HAVE_FOUND_BLAS),looked for when it is loaded,$(call found,CBLAS,$(BLAS_NAMES),plain loops instead$(comma) many times slower on the CPU))
+  CBLAS       $(call found,CBLAS,$(BLAS_NAMES),plain loops instead$(comma) many times slower on the CPU)
   MPI         $(call found,MPI,found: mpirun starts ranks,one CPU process only)
   stb         $(call found,STB,found,cannot build)
   cJSON       $(call found,CJSON,found,cannot build)
@@ -234,7 +231,7 @@ ifneq ($(or $(strip $(CHANGED)),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  NEEDED := $(if $(HAVE_CC),$(if $(filter library,$(VARIANT)),,$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb) $(if $(HAVE_ZLIB),,zlib)),A working C compiler ($(CC)))
+  NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb) $(if $(HAVE_ZLIB),,zlib),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)
   endif
@@ -246,13 +243,9 @@ endif # SEARCH
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
 SOURCES  := $(wildcard $(addsuffix /*.c,data kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
-	tools/ladder tools/torch/liblce trainer)) $(if $(HAVE_CUDA),\
+	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))
-# What liblce.so is made of; the archive leaves out what it does not need.
-ifeq ($(VARIANT),library)
-  SOURCES := $(filter kernels/% tools/torch/liblce/%,$(SOURCES))
-endif
 PROGRAMS := $(wildcard train.c tools/*.c)
 TESTS    := $(wildcard tests/*/test_*.c)
 HELPERS  := $(wildcard tests/*.c)
@@ -263,7 +256,7 @@ ifeq ($(VARIANT),emulated)
   SOURCES  += $(wildcard tests/emulator/*.cpp)
   TESTS    := $(wildcard $(addprefix tests/kernels/test_,attention.c cuda*.c fp8.c kernels_*.c \
     linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
-    tests/model/test_masked_loss.c $(addprefix tests/pytorch/test_,batch_invariant.c ids.c log_probs.c) tests/tools/test_lce_ladder.c)
+    tests/model/test_masked_loss.c tests/tools/test_lce_ladder.c)
   PROGRAMS :=
   PYTHON_TESTS :=
   export LCE_SMALL_SHAPES := 1
@@ -276,6 +269,7 @@ endif
 LIBRARY       := $(BUILD)/liblce.a
 objects        = $(patsubst %,$(BUILD)/%.o,$(1))
 programs       = $(addprefix $(BIN),$(basename $(1)))
+include $(PACKAGES)
 TEST_PROGRAMS := $(TESTS:%.c=$(BUILD)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(BUILD)/%)
 
@@ -321,34 +315,6 @@ $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRAR
 
 $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 	$(call LINK,-fsanitize=fuzzer)
-
-# The shared library: its objects are compiled separately, as position-independent code. WHEEL=1: without debugging
-# symbols and folders to search.
-LIBLCE ?= liblce.so
-WHEEL  ?=
-for_wheel = $(if $(WHEEL),-s $(filter-out -Wl$(comma)-rpath%,$(1)),$(1))
-liblce.so:
-	@$(MAKE) VARIANT=library build-library
-
-build-library: $(LIBRARY)
-	@echo "  link  $(LIBLCE)"
-	$(Q)$(CC) -shared -Wl,-z,defs $(ALL_CFLAGS) $(call for_wheel,$(ALL_LDFLAGS) $(BUILD)/tools/torch/liblce/liblce.c.o $(LIBRARY) \
-	  $(ALL_LIBS)) -o $(LIBLCE)
-
-# tools/torch as one file of sources, which builds by itself, and as a wheel that is built from it; for any CPU of
-# the architecture and, with nvcc, for GPUs from sm_80 on. They need pip and setuptools 77.
-DIST ?= dist
-SDIST = $(DIST)/lce_torch-$(shell sed -n 's/__version__ = "\(.*\)"/\1/p' tools/torch/lce/__init__.py).tar.gz
-sdist:
-	@mkdir -p $(DIST)
-	@cd tools/torch && $(PYTHON) -c 'import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])' \
-	  $(abspath $(DIST)) >/dev/null
-	@echo "  sdist $(SDIST)"
-
-wheel: sdist
-	@env -u MAKEFLAGS -u MAKELEVEL LCE_MAKE="GPUS=any $(LCE_MAKE) $(MAKEOVERRIDES)" \
-	  $(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(SDIST)
-	@ls -sh $(DIST)/lce_torch-*.whl
 
 -include $(patsubst %.o,%.d,$(call objects,$(SOURCES) $(PROGRAMS) $(TESTS) $(HELPERS) $(FUZZERS)))
 
@@ -446,16 +412,14 @@ format:
 	clang-format -i $(CODE)
 
 clean:
-	rm -rf build dist tools/torch/build tools/torch/*.egg-info
-	for file in liblce.so $(basename $(PROGRAMS)); do [ ! -f $$file ] || rm $$file; done
+	rm -rf build dist
+	for file in $(basename $(PROGRAMS)); do [ ! -f $$file ] || rm $$file; done
 
 help:
-	@sed -n 's/^#: \?//p' Makefile
+	@sed -n 's/^#: \?//p' Makefile $(PACKAGES)
 
 #: make                 builds ./train and the programs of tools/, and prints what was found on this machine
 #: make tests           builds the test programs
-#: make liblce.so       builds linear_cross_entropy as a shared library (tools/torch/liblce/liblce.h)
-#: make sdist wheel     packs tools/torch as dist/lce_torch-*.tar.gz, and builds the wheel from that
 #: make run             installs what is missing, builds, and trains the demonstration;
 #:                      RUN_ARGS="..." for other options
 #: make real-run        fetches text, trains fused, materialized and sampled, and draws the comparison
@@ -477,6 +441,6 @@ help:
 #: CUDA=0  MPI=0  BLAS_LIBS=          build without;  BLAS_LIBS="-L... -lname" links another CBLAS
 #: CUDA_HOME=/usr/local/cuda-13.0     selects the CUDA toolkit;  CUFLAGS=... more flags for nvcc
 #: GPUS="80 90"  MARCH=               for these GPUs, not those here; for any CPU (default -march=native)
-#: PYTHON=...                         runs the tests of the programs; with PyTorch also those of tools/torch
+#: PYTHON=...                         runs the tests of the programs and packages
 #: DEPS_ROOT=folder                   also searches unpacked packages there for headers and libraries
 #: V=1                                prints whole commands

@@ -10,43 +10,11 @@
 
 #include "kernels/alloc.h"
 #include "kernels/fail.h"
+#include "kernels/needs.h"
 #include "kernels/profile.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/torch_operations.h"
 
 // --- what is checked ---------------------------------------------------------------------------------------
-
-// A field of an operation and the form it must have, in the notation of kernels.h:
-//
-//   "fp32 [N, H]"    its type and shape. A letter is one size in all fields: the first field's, or SIZE's
-//   "fp32|bf16 [3]"  one of several types. "T": fp32 or bf16, the same in all fields
-//   "any [...]"      any type, any shape
-//   "... strided"    its rows may lie apart; without this word it is dense
-//   "... or absent"  it may be absent
-//   "absent: why"    it must be absent
-//
-// or what the fields before it leave to be refused: a sentence with up to five numbers.
-typedef struct {
-  const char *name;
-  Tensor tensor;
-  const char *form;
-  int64_t size; // of the letter `name`, where form is NULL
-  const char *refused;
-  long long numbers[5];
-} Field;
-
-#define NAMED(text, value, needed)                                                                           \
-  { .name = text, .tensor = value, .form = needed }
-#define FIELD(field, needed) NAMED(#field, a->field, needed)
-#define SIZE(letter, count)                                                                                  \
-  { .name = #letter, .size = count }
-#define REFUSE(condition, sentence, ...)                                                                     \
-  {                                                                                                          \
-    .name = "", .refused = (condition) ? sentence : "", .numbers = { __VA_ARGS__ }                           \
-  }
-#define CHECK(...) check_fields(op, (const Field[]){__VA_ARGS__, {0}})
-
-typedef const char *Op; // the operation's name, for messages
 
 enum { LETTERS = 32 }; // sizes[letter % LETTERS]; -1: not known yet
 
@@ -107,7 +75,7 @@ static void fail_refused(Op op, const Field *f) {
 }
 
 // Called for every operation of every step, so it only walks short strings.
-static void check_fields(Op op, const Field *fields) {
+void check_fields(Op op, const Field *fields) {
   int64_t sizes[LETTERS];
   memset(sizes, -1, sizeof sizes);
   Dtype operand = DTYPE_COUNT; // T; not known yet
@@ -134,11 +102,6 @@ static void check_fields(Op op, const Field *fields) {
 }
 
 // --- what each operation needs: check_NAME of every operation, in the order of kernels.h -------------------
-
-#define NEEDS(operation, Arguments, ...)                                                                     \
-  static void check_##operation(Op op, Backend *backend, Arguments *a) {                                     \
-    CHECK(__VA_ARGS__);                                                                                      \
-  }
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
@@ -366,7 +329,7 @@ NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
       SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
       SOFTMAX(ROW_SUMS ", rescale"))
 
-static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
+void check_loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
   // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
 #define IN_RANGE(name, lowest, highest, needed)                                                              \
   if (a->name != 0 && !(a->name >= lowest && a->name <= highest))                                            \
@@ -385,7 +348,7 @@ static void loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
       FIELD(outputs.predicted, "int32 [N] or absent"), FIELD(outputs.correct, "fp32 [N] or absent")
 
 static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
-  loss_terms(op, &a->terms, a->vocab_size);
+  check_loss_terms(op, &a->terms, a->vocab_size);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
         FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
@@ -427,7 +390,7 @@ NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweigh
       FIELD(scale_target, "fp32 [C] or absent"), FIELD(targets, "int32 [C]"))
 
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
-  loss_terms(op, &a->terms, a->logits.shape[1]);
+  check_loss_terms(op, &a->terms, a->logits.shape[1]);
   CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
         FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
         FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "T [V] or absent"), TOKEN_OUTPUTS);
@@ -512,53 +475,6 @@ COLLECTIVE(broadcast_rank_0, "any [...]", 1, 1, 1)
 NEEDS(copy_in, Copy, COPIED)
 NEEDS(copy_out, Copy, COPIED)
 
-// --- what tools/torch alone calls --------------------------------------------------------------------------
-
-#define GRADIENT_FACTORS                                                                                     \
-  NAMED("log_total", a->factors.log_total, "fp32 [N]"), NAMED("per_p", a->factors.per_p, "fp32 [N]"),        \
-      NAMED("per_distance", a->factors.per_distance, "fp32 [N]"),                                            \
-      NAMED("at_target", a->factors.at_target, "fp32 [N]"), FIELD(targets, "int32 [N]")
-
-static void check_lce_gradient_factors(Op op, Backend *backend, LceGradientFactors *a) {
-  loss_terms(op, &a->terms, a->vocab_size);
-  CHECK(REFUSE(a->terms.label_smoothing > 0, "label smoothing does not follow from log_prob"),
-        GRADIENT_FACTORS, FIELD(target_z, "fp32 [N]"), FIELD(log_prob, "fp32 [N]"),
-        FIELD(row_sum, "fp32 [N] or absent"),
-        FIELD(entropy, tensor_exists(a->entropy_weights) ? "fp32 [N]" : "fp32 [N] or absent"),
-        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
-        FIELD(factor, "fp32 [1] or absent"));
-}
-
-NEEDS(lce_logits_gradient, LceLogitsGradient, GRADIENT_FACTORS, FIELD(x, "T [N, H] or absent"),
-      FIELD(weight, tensor_exists(a->x) ? "T [V, H]" : "absent: x is absent, so dlogits holds exponentials"),
-      FIELD(bias, tensor_exists(a->x) ? "T [V] or absent" : "absent: x is absent"),
-      FIELD(anchor, tensor_exists(a->x) ? "fp32 [N]" : "absent: x is absent"),
-      REFUSE(a->softcap > 0 && !tensor_exists(a->x), "exponentials under a soft-cap"),
-      FIELD(dlogits, "T [N, V] strided"))
-
-#define GIVEN_IDS(rows)                                                                                      \
-  FIELD(log_probs, "fp32 [M]"), FIELD(ids, "int32 [M]"), SIZE(O, (rows) + 1),                                \
-      FIELD(offsets, "int64 [O] or absent"),                                                                 \
-      REFUSE(!tensor_exists(a->offsets) && a->ids.shape[0] % max_i64(1, rows), "%lld ids for %lld rows",     \
-             a->ids.shape[0], rows)
-#define ID_LOG_PROBS                                                                                         \
-  FIELD(x, "T [N, H]"), FIELD(weight, "T [V, H]"), FIELD(bias, "T [V] or absent"),                           \
-      FIELD(anchors, "int32 [N]"), FIELD(anchor_nll, "fp32 [N]"), GIVEN_IDS(a->x.shape[0])
-NEEDS(lce_id_logits, LceIdLogProbs, ID_LOG_PROBS)
-NEEDS(lce_id_log_probs, LceIdLogProbs, ID_LOG_PROBS)
-
-#define ID_GRADIENTS                                                                                         \
-  FIELD(lse, "fp32 [N]"), FIELD(per_p, "fp32 [N]"), FIELD(targets, "int32 [N]"), GIVEN_IDS(a->lse.shape[0]), \
-      FIELD(dlog_probs, "fp32 [M]"), FIELD(dlse, "fp32 [N] or absent")
-NEEDS(lce_id_factors, LceIdGradients, ID_GRADIENTS)
-NEEDS(lce_id_gradients, LceIdGradients, ID_GRADIENTS, FIELD(dlogits, "fp32|bf16 [N, W] strided"))
-
-NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
-      FIELD(loss, "fp32 [N] or absent"))
-
-#define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
-NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
-
 // --- the entry points --------------------------------------------------------------------------------------
 
 // The watchdog reports where a rank waits for others.
@@ -614,14 +530,6 @@ void backend_synchronize(Backend *backend) {
   ranks_enter("a device synchronization");
   if (backend->ops->synchronize) backend->ops->synchronize(backend);
   ranks_leave();
-}
-
-void backend_follow(Backend *backend, void *stream) {
-  if (backend->ops->follow) backend->ops->follow(backend, stream);
-}
-
-void backend_precede(Backend *backend, void *stream) {
-  if (backend->ops->precede) backend->ops->precede(backend, stream);
 }
 
 void backend_join_ranks(Backend *backend) {

@@ -696,26 +696,8 @@ typedef struct {
   X(all_gather, Collective, COMMUNICATION) \
   X(broadcast_rank_0, Collective, COMMUNICATION) \
   X(copy_in, Copy, COPIES) \
-  X(copy_out, Copy, COPIES) \
-  TORCH_OPERATIONS(X, S)
-
-// What tools/torch alone calls; kernels/torch_operations.h defines the structs.
-#define TORCH_OPERATIONS(X, S) \
-  X(lce_gradient_factors, LceGradientFactors, HEAD_LOSS) \
-  S(lce_logits_gradient, LceLogitsGradient, HEAD_LOSS) \
-  X(lce_id_logits, LceIdLogProbs, HEAD_LOSS) \
-  X(lce_id_log_probs, LceIdLogProbs, HEAD_LOSS) \
-  X(lce_id_factors, LceIdGradients, HEAD_LOSS) \
-  X(lce_id_gradients, LceIdGradients, HEAD_LOSS) \
-  X(read_targets, ReadTargets, HEAD_LOSS) \
-  X(scale_by, ScaleBy, HEAD_LOSS)
+  X(copy_out, Copy, COPIES)
 // clang-format on
-typedef struct LceGradientFactors LceGradientFactors;
-typedef struct LceLogitsGradient LceLogitsGradient;
-typedef struct LceIdLogProbs LceIdLogProbs;
-typedef struct LceIdGradients LceIdGradients;
-typedef struct ReadTargets ReadTargets;
-typedef struct ScaleBy ScaleBy;
 
 // Stands for S or X where a list leaves those operations out.
 #define NO_OPERATION(name, Arguments, group)
@@ -740,12 +722,6 @@ void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
 
-// For callers with a stream of their own (a cudaStream_t of the backend's device; NULL: the default one).
-// Operations after backend_follow wait for what the stream holds by then, and what it is given after
-// backend_precede waits for the operations before it: on the device, not the host. The CPU has no streams.
-void backend_follow(Backend *backend, void *stream);
-void backend_precede(Backend *backend, void *stream);
-
 // --- what a backend is -------------------------------------------------------------------------------------
 
 // Where operations run: in the order of all, or concurrently with them.
@@ -759,8 +735,6 @@ typedef struct {
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
   void (*synchronize)(Backend *);
-  void (*follow)(Backend *, void *stream);
-  void (*precede)(Backend *, void *stream);
   // For profile.c; all NULL on the CPU, whose clock serves. *event (NULL: a new one) keeps the time at which
   // a stream has done what it holds; false where there is no such stream. event_seconds waits.
   bool (*event_record)(Backend *, void **event, StreamKind stream);
@@ -810,7 +784,7 @@ struct Backend {
   Dtype dtype;            // of weights and activations
   bool no_fp8;            // the GPU has no FP8
   bool no_sampling;       // it does not run the Hopper kernels: LceSampledGradients and codes are not for it
-  bool batch_invariant;   // the loss gives a row the same bits whatever rows are beside it; off by default
+  bool fixed_order;       // the loss sums a row in an order that other rows do not change; off by default
   int rank, ranks;        // 0 of 1 without a launcher
   double wire_bytes;      // what collectives have sent from this rank so far, as a ring sends it
   size_t device_capacity; // bytes that the device has for this rank; 0 when unknown

@@ -9,7 +9,6 @@
 
 #include "kernels/alloc.h"
 #include "kernels/system.h"
-#include "kernels/torch_operations.h"
 
 // With what else takes time on the compute stream.
 #define ALL(X)                                                                                               \
@@ -102,8 +101,6 @@ static Amount amount_of(int op, const void *arguments) {
     OF(sum_columns, SumColumns, 0, bytes_of(a->x))
     OF(matmul_fp8, MatmulFp8, gemm(a->a.codes, a->b.codes), 0)
     OF(lce_logits_exp, LceLogitsExp, gemm(a->x, a->weight) * (1 + tensor_exists(a->dx_raw)), 0)
-    OF(lce_logits_gradient, LceLogitsGradient, tensor_exists(a->x) ? gemm(a->x, a->weight) : 0,
-       tensor_exists(a->x) ? 0 : 2 * bytes_of(a->dlogits))
     OF(lce_sampled_gradients, LceSampledGradients, gemm(a->exps, a->weight) * (1 + tensor_exists(a->dweight)),
        0)
     OF(attention_forward, AttentionForward, attention(a->shape), 0)

@@ -1,5 +1,7 @@
 #include "tests/loss_problem.h"
 
+#include "kernels/lce/call.h"
+
 ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
   ReferenceLoss r = {.rows = rows, .hidden = hidden, .vocab = vocab, .scale = 0.5};
   r.x = random_values(h, rows * hidden, 1);
@@ -289,4 +291,11 @@ double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), Li
     }
   }
   return dropped;
+}
+
+void loss_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor entropy_weights) {
+  lce_check(backend, &a);
+  Call c = lce_begin(backend, &a);
+  lce_materialized(&c, entropy_weights);
+  lce_end(&c);
 }

@@ -86,3 +86,6 @@ double check_unbiased(Harness *h, void (*run)(Backend *, LinearCrossEntropy), Li
     change;                                                                                                  \
     assert_fails(h, part, linear_cross_entropy((h)->backend, a));                                            \
   } while (0)
+
+// The materialized mode with the gradients of entropies, too.
+void loss_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor entropy_weights);

@@ -217,10 +217,9 @@ static State read_state(Settings *o) {
 typedef struct {
   char name[64];
   LinearCrossEntropy call;
-  int rung;         // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
-  int base;         // what it alternates with
-  const char *term; // of the loss, or NULL
-  bool batch_invariant;
+  int rung;                            // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
+  int base;                            // what it alternates with
+  const char *term;                    // of the loss, or NULL
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
   double certain_error;                // of a rung on the CPU; 0: none
@@ -359,9 +358,6 @@ static void add_terms(Bench *b) {
   add_term(b, "squared probabilities")->outputs.log_sum_sq_probs = stats;
   add_term(b, "largest logit")->outputs.max_logit = stats;
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
-  if (b->backend->device == ON_CPU || b->backend->no_sampling || b->settings->dtype != DTYPE_BF16) return;
-  add_term(b, "batch invariant");
-  b->works[b->count - 1].batch_invariant = true;
 }
 
 // This rank's rows of the head.
@@ -486,7 +482,6 @@ static void run_work(const Bench *b, const Work *w) {
 
 static double seconds_of(const Bench *b, const Work *work) {
   double start = clock_seconds(b);
-  b->backend->batch_invariant = work->batch_invariant;
   run_work(b, work);
   double seconds = clock_seconds(b) - start;
   machine_broadcast(b->backend, &seconds, sizeof seconds); // how often they run follows from it

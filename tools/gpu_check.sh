@@ -98,14 +98,12 @@ check() {
 if wants tests; then
   # These compare what the whole device holds: nothing else may run.
   alone='kernels/test_kernels_update$|trainer/test_cuda_training$'
-  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} pytorch/test_{log_probs,batch_invariant} tools/test_lce_ladder |
+  mapfile -t programs < <(test_programs 'kernels/test_*' 'trainer/test_'{'cuda*',fp8,profile,same_bits} model/test_{golden,generate,masked_loss} tools/test_lce_ladder |
     grep -v 'kernels/test_memory\|vocabulary_parallel\|collectives')
   check 4 400 "" $(printf '%s\n' "${programs[@]}" | grep -vE "$alone")
   check 1 240 "" $(printf '%s\n' "${programs[@]}" | grep -E "$alone")
   # Attention and LM head + loss as a GPU before Hopper computes them.
-  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling} pytorch/test_log_probs)
-  # Builds liblce.so with CUDA before it runs.
-  check 1 570 "" tests/pytorch/test_{liblce,functions,training}.py
+  LCE_HOPPER=0 check 4 400 -portable $(test_programs kernels/test_{attention,linear_cross_entropy,loss_terms,tile_sampling})
 fi
 
 # sanitize TOOL PROGRAM...: all at once. racecheck does not support mbarriers and bulk copies: it reports
@@ -189,13 +187,8 @@ if wants bench; then
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
 fi
 
-# The layer through PyTorch and C, beside others that are installed; `all` leaves it out without PyTorch.
-if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda' 2>/dev/null; }; then
-  shapes=()
-  [ "$DEVICE" = cuda ] || shapes=(--shapes 64x64x2000)
-  run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --json --no-errors --rounds 3 --device "$DEVICE" "${shapes[@]}" &&
-    show peers peers.log peer 'N {tokens} H {hidden_size} V {vocab_size}, {peer}: {r.get("why") or f"{ms:.2f} ms, {ratio:.3f}, {(held_bytes or 0) / 2**20:.0f} MiB"}'
-fi
+# What packages beside the trainer check.
+for part in tools/*/gpu_check.sh; do [ ! -e "$part" ] || . "$part"; done
 
 # --- several GPUs -------------------------------------------------------------------------------------------
 

@@ -5,16 +5,12 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/fail.h"
 
-#if defined(HAVE_FOUND_BLAS)
-#include "kernels/cpu/found_blas.h"
-#elif defined(HAVE_CBLAS)
+#if defined(HAVE_CBLAS)
 #include <cblas.h>
 #endif
 
 const char *cpu_blas(void) {
-#if defined(HAVE_FOUND_BLAS)
-  return found_blas();
-#elif defined(OPENBLAS_VERSION)
+#if defined(OPENBLAS_VERSION)
   return "OpenBLAS";
 #elif defined(HAVE_CBLAS)
   return "CBLAS";
@@ -49,22 +45,18 @@ static void plain_gemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b
 
 void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
               float alpha, bool accumulate) {
-#if defined(HAVE_CBLAS) || defined(HAVE_FOUND_BLAS)
+#if defined(HAVE_CBLAS)
   // An sgemm's rows may be summed in an order that depends on how many there are.
-  bool rows_matter = backend->batch_invariant && !a_transposed;
+  bool rows_matter = backend->fixed_order && !a_transposed;
   if (!((const CpuState *)backend->state)->no_blas && !rows_matter) {
     int64_t m = out.shape[0], n = out.shape[1], k = a.shape[!a_transposed];
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
         out.stride > INT_MAX)
       fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,
            (long long)k);
-#ifdef HAVE_FOUND_BLAS
-    found_sgemm(out, a, a_transposed, b, b_transposed, alpha, accumulate);
-#else
     cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
                 b_transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
                 (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, out.data, (int)out.stride);
-#endif
     return;
   }
 #endif

@@ -29,7 +29,7 @@ typedef struct {
 
 static Grid make_grid(const Backend *backend, int64_t rows, int64_t vocab) {
   Grid g = {.blocks = ceil_div(rows, LCE_TILE_ROWS), .tiles = ceil_div(vocab, LCE_TILE_COLUMNS)};
-  int64_t slices = backend->batch_invariant ? 1 : ceil_div(UNITS, g.blocks);
+  int64_t slices = backend->fixed_order ? 1 : ceil_div(UNITS, g.blocks);
   g.tiles_of_slice = ceil_div(g.tiles, min_i64(g.tiles, slices));
   g.slices = ceil_div(g.tiles, g.tiles_of_slice);
   return g;

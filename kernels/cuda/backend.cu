@@ -35,8 +35,7 @@ static cudaStream_t new_stream(bool urgent) {
 }
 
 static void let_wait(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
-  cuda_check(cudaEventRecord(event, earlier),
-             "recording an event on a stream, which must be of the context's device");
+  cuda_check(cudaEventRecord(event, earlier), "recording an event");
   cuda_check(cudaStreamWaitEvent(later, event, 0), "letting a stream wait");
 }
 
@@ -103,22 +102,6 @@ static void to_device(Backend *backend, Tensor destination, const void *host) {
 static void synchronize(Backend *backend) {
   join_copies(backend, 0, 0);
   cuda_check(cudaStreamSynchronize(cuda_stream(backend)), "running the kernels queued so far");
-}
-
-static void follow(Backend *backend, void *stream) {
-  int current = -1, ordinal = cuda_state(backend)->ordinal;
-  cuda_check(cudaGetDevice(&current), "querying the thread's current device");
-  if (current != ordinal)
-    fail("the calling thread's current CUDA device is %d, and that of the backend is %d; call "
-         "cudaSetDevice(%d) first",
-         current, ordinal, ordinal);
-  // What a caller's calls left behind (cudaErrorNotReady, say) would look like a launch that failed.
-  cudaGetLastError();
-  let_wait(cuda_stream(backend), static_cast<cudaStream_t>(stream), cuda_state(backend)->handed);
-}
-
-static void precede(Backend *backend, void *stream) {
-  let_wait(static_cast<cudaStream_t>(stream), cuda_stream(backend), cuda_state(backend)->handed);
 }
 
 static void to_host(Backend *backend, void *host, Tensor source) {
@@ -259,7 +242,6 @@ static void destroy(Backend *backend) {
   gemms_destroy(state->gemms);
   cudaFreeHost(state->staging);
   for (cudaEvent_t event : state->uploaded) cudaEventDestroy(event);
-  cudaEventDestroy(state->handed);
   hopper_destroy(state->hopper);
   cudaStreamDestroy(state->stream);
   cudaGetLastError(); // of what an unfinished backend does not have
@@ -271,8 +253,6 @@ static const BackendOps operations = {.join_ranks = cuda_join_ranks,
                                       .to_device = to_device,
                                       .to_host = to_host,
                                       .synchronize = synchronize,
-                                      .follow = follow,
-                                      .precede = precede,
                                       .event_record = event_record,
                                       .event_seconds = event_seconds,
                                       .event_destroy = event_destroy,
@@ -334,7 +314,6 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
   state->multiprocessors = properties.multiProcessorCount;
   backend->no_fp8 = 10 * properties.major + properties.minor < 89;
   state->stream = new_stream(false);
-  state->handed = new_event();
   cuda_check(cudaMallocHost(reinterpret_cast<void **>(&state->staging), STAGING_SLOTS * STAGING_SLOT_BYTES),
              "allocating 16 MiB of pinned host memory");
   for (cudaEvent_t &event : state->uploaded) event = new_event();

@@ -42,7 +42,6 @@ enum { STAGING_SLOTS = 16, STAGING_SLOT_BYTES = 1 << 20, SHARED_BLOCKS = 24 };
 struct CudaState {
   cudaStream_t stream;            // every operation runs in its order
   SideStream concurrent[STREAMS]; // by StreamKind
-  cudaEvent_t handed;             // between the first stream and a caller's own
   int ordinal, multiprocessors;
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;

@@ -1,5 +1,4 @@
-// The epilogue of the GEMM on Hopper that turns logits into the loss's exponentials and sums their rows; and
-// what it shares with that of their gradient (hopper_logits_gradient.cu).
+// The epilogue of the GEMM on Hopper that turns logits into the loss's exponentials and sums their rows.
 #pragma once
 
 #include <math.h>

@@ -157,7 +157,6 @@ static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
 
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always) {
-  if (backend->batch_invariant) return hopper_invariant_dx(backend, out, exps, weight, false, scratch, bytes);
   if (!dx_runs(backend, out, exps, weight)) return false;
   TileScheduler s =
       schedule<KernelTraits<Store<false>>>(backend, exps.shape[0], weight.shape[1], weight.shape[0]);

@@ -26,13 +26,6 @@ bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts);
 bool hopper_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, void *scratch, size_t bytes,
                bool always);
 
-// The same for a backend whose batches do not matter (Backend.batch_invariant); accumulate: added to `out`, in
-// fp32 alone. Without scratch, V is not cut.
-bool hopper_invariant_dx(Backend *backend, Tensor out, Tensor exps, Tensor weight, bool accumulate,
-                         void *scratch, size_t bytes);
-// Fails for such a backend, where `runs` is false.
-void hopper_require(const Backend *backend, bool runs);
-
 // out [rows, H] = the chunk's kept tiles times weight. `scratch` begins with cuda_lce_dx_list_bytes of lists.
 void hopper_sampled_dx(Backend *backend, Tensor out, const KeptTiles *kept, int64_t rows, Tensor weight,
                        void *scratch, size_t bytes);

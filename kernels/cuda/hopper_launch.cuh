@@ -57,9 +57,9 @@ template <typename K> static TileScheduler schedule(Backend *backend, int64_t m,
                               : ceil_div((int64_t)s.m_tiles * s.n_tiles, hopper(backend).clusters);
   s.group = (int)ceil_div(s.m_tiles, max_i64(1, min_i64(s.m_tiles, groups)));
   s.whole = s.work_tiles = s.m_tiles * s.n_tiles;
-  s.splits = s.segments = 1;
+  s.splits = 1;
   bool all_stays = K::KEEPS_A && s.group == s.m_tiles;
-  s.throttle = all_stays || K::SAMPLED || backend->batch_invariant ? nullptr : hopper(backend).throttle;
+  s.throttle = all_stays || K::SAMPLED || backend->fixed_order ? nullptr : hopper(backend).throttle;
   return s;
 }
 

@@ -17,34 +17,26 @@ struct TileScheduler {
   int m, n;
   int rows, columns, m_tiles, n_tiles, k_steps, group;
   int whole, splits, work_tiles;
-  int segments;                 // SEGMENTED: those of K of a whole tile; 1 elsewhere
   unsigned long long *throttle; // ClusterThrottle's counter; NULL: no throttle, and K always forward
 };
 
-// GradientFactors (torch_operations.h).
-struct GradientFactorsOf {
-  const float *log_total, *per_p, *per_distance, *at_target; // [m]
-};
-
 struct EpilogueParams {
-  const float *anchor;       // logits: [m]; read as infinite where the target is IGNORE_INDEX
-  const int32_t *targets;    // logits: [m]
-  float scale;               // logits: log2(e) / T; dW: alpha
-  RowParts parts;            // logits: [m, n_tiles]
-  const bf16 *bias;          // logits: [n], or NULL
-  float softcap;             // logits: 0 for none
-  bool store;                // logits: whether E is kept
-  GradientFactorsOf factors; // logits' gradient
-  float *out;                // dX in fp32: [m, n]
+  const float *anchor;    // logits: [m]; read as infinite where the target is IGNORE_INDEX
+  const int32_t *targets; // logits: [m]
+  float scale;            // logits: log2(e) / T; dW: alpha
+  RowParts parts;         // logits: [m, n_tiles]
+  const bf16 *bias;       // logits: [n], or NULL
+  float softcap;          // logits: 0 for none
+  bool store;             // logits: whether E is kept
+  float *out;             // dX in fp32: [m, n]
   int64_t out_stride;
   float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
-  float *segment_sums;       // SEGMENTED: [clusters, rows x columns of a cluster's tile]
-  bool add;                  // SEGMENTED: to `out`
   const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
   const KStep *steps;        // sampled: that the lists name
   const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
   const int32_t *accumulate; // dW
   float unit;                // logits: what z is a multiple of where squares are summed, or 0 without them
+  float *own[4];             // an epilogue's own
   const float *x_scale, *weight_scale; // logits of codes: [m] and [1]
 };
 
@@ -53,7 +45,6 @@ struct WorkTile {
   int row, column;    // of the tile's first entry
   int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
-  int segment;        // of K; 0 where it is not cut
   bool reverse;       // from the last k-step to the first
   DEVICE int steps() const { return k_end - k_begin; }
   DEVICE int step(int i) const { return reverse ? k_end - 1 - i : k_begin + i; }
@@ -77,8 +68,7 @@ static DEVICE int work_stride() {
 }
 
 template <typename K> static DEVICE int work_count(const TileScheduler &s, const EpilogueParams &params) {
-  if (K::SEGMENTED && s.splits == 1) // one cluster may have a tile more than another
-    return (s.whole - first_work() + work_stride() - 1) / work_stride() * s.segments * work_stride();
+  if constexpr (K::OWN_WORK) return K::work_count(s, params);
   return K::COLUMN_LISTS ? params.columns[0] * s.m_tiles : s.work_tiles;
 }
 
@@ -86,13 +76,7 @@ template <typename K> static DEVICE int work_count(const TileScheduler &s, const
 template <typename K>
 static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &params, int w, int rank) {
   int tile = w, part = 0, parts = 1, split_index = w - s.whole;
-  if (K::SEGMENTED) { // a cluster makes all segments of a tile one after the other
-    int round = w / work_stride();
-    tile = round / s.segments * work_stride() + w % work_stride();
-    part = round % s.segments;
-    parts = s.segments;
-    split_index = s.splits > 1 ? w - s.whole * s.segments : -1;
-  }
+  if constexpr (K::OWN_WORK) K::work_part(s, params, w, tile, part, parts, split_index);
   if (split_index >= 0) {
     int rest = s.m_tiles * s.n_tiles - s.whole;
     tile = s.whole + split_index % rest;
@@ -114,7 +98,6 @@ static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &p
   work.k_begin = list.first + (int)((int64_t)list.count * part / parts);
   work.k_end = list.first + (int)((int64_t)list.count * (part + 1) / parts);
   work.split = split_index >= 0 ? split_index : -1;
-  work.segment = part;
   work.reverse = s.throttle && w / work_stride() % 2;
   return work;
 }
@@ -166,8 +149,8 @@ struct Epilogue {
   static constexpr bool KEEPS_A = false;
   // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
   static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
-  // Whether a tile's K is cut into segments, which are summed in their order.
-  static constexpr bool SEGMENTED = false;
+  // Whether it shares out its work itself: by work_count(), and by work_part(), which part of which tile is work w.
+  static constexpr bool OWN_WORK = false;
   // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
   static constexpr bool SHARE_A = false;
   // Whether B's tile is half gates and half ups, the ups N columns of W further on.

@@ -452,9 +452,6 @@ void cuda_linear_forward(Backend *backend, const LinearForward *a) {
 }
 
 void cuda_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
-  if (backend->batch_invariant)
-    return hopper_require(backend,
-                          hopper_invariant_dx(backend, a->dx, a->dout, a->weight, a->accumulate, nullptr, 0));
   bool fused = a->activation == ACTIVATION_GELU;
   if (a->activation == ACTIVATION_SWIGLU && !a->in_out_layout &&
       hopper_swiglu_gradient(backend, a->dx, a->pre_activation, a->dout, a->weight))

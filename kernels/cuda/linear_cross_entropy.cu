@@ -291,7 +291,6 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
                              .distance_shares = s.tile + rows * blocks,
                              .square_shares = s.tile + 2 * rows * blocks};
     bool on_hopper = hopper_logits_exp(backend, a, parts);
-    hopper_require(backend, on_hopper);
     if (on_hopper) {
       params.parts = row_parts(a, parts, rows), params.across = (int)ceil_div(vocab_size, LCE_TILE_COLUMNS);
     } else {
@@ -312,7 +311,6 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   });
   if (!tensor_exists(a->dx_raw)) return;
   if (hopper_dx(backend, a->dx_raw, a->exps, a->weight, s.tile, tile_bytes, false)) return;
-  hopper_require(backend, false);
   Gemm g = gemm_of(a->dx_raw, a->exps, false, a->weight, false);
   cuda_gemm(backend, &g);
 }

@@ -3,7 +3,6 @@
 #include <math.h>
 
 #include "kernels/cuda/cuda_ops.h"
-#include "kernels/torch_operations.h"
 
 static size_t column_bytes(Tensor x) {
   return (size_t)(cuda_column_slices(x.shape[0]) * x.shape[1]) * sizeof(float);
@@ -59,11 +58,6 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   size_t tiles = CUDA_LCE_TILES * tile_bytes(rows, a->weight.shape[0]) +
                  memory_padded((size_t)(rows * vectors) * sizeof(double));
   return tiles > parts ? tiles : parts;
-}
-
-// A tile of logits.
-size_t cuda_lce_logits_gradient_scratch(const LceLogitsGradient *a) {
-  return tensor_exists(a->x) ? tile_bytes(a->x.shape[0], a->weight.shape[0]) : 0;
 }
 
 // dX's lists of k-steps, then sums over parts of V.

@@ -190,15 +190,6 @@ HARNESS_TEST(test_gradient) {
     }
 }
 
-// On the emulator: a wave of tiles in segments, and slices of one more.
-HARNESS_TEST(test_gradient_of_any_batch) {
-  static const Gradient shapes[] = {{5, 392, 12300, DTYPE_BF16, SCRATCH_BYTES},
-                                    {5, 392, 12300, DTYPE_F32, 4096}};
-  h->backend->batch_invariant = true;
-  RUN_CASES(h, gradient_case, shapes);
-  h->backend->batch_invariant = false;
-}
-
 // More tiles than run at once, with a remainder: whole tiles and slices in one call.
 HARNESS_TEST(test_gradient_of_many_tiles) {
   static const Gradient small[] = {{700, 600, 130, DTYPE_BF16, SCRATCH_BYTES}};

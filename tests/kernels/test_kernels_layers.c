@@ -1,6 +1,5 @@
 // The layers' operations against tests/reference.c and its finite differences; on a GPU against the CPU, too.
 
-#include "kernels/torch_operations.h"
 #include "tests/harness.h"
 
 // What an objective reads and writes.
@@ -519,8 +518,6 @@ HARNESS_TEST(test_refusals) {
   REFUSED("this is the forward pass alone", lce_logits_exp, LceLogitsExp, .dx_raw = m34,
           .softmax = {.row_sum = v3, .target_e = v3, .target_z = v3, .anchor = v3}, .x = m34, .weight = m54,
           .targets = ids);
-  REFUSED("ids is fp32 [3] where int32 or int64", read_targets, ReadTargets, .targets = ids, .ids = v3,
-          .vocab_size = 5);
   REFUSED("the rows of out and x differ", gather_rows, MoveRows, .out = m34, .x = m35, .indices = ids);
   REFUSED("steps count from 1", adamw, Update, .weight = v3, .m = v3, .v = v3, .grad = v3, .grad_scale = one);
   REFUSED("lie 12 elements apart", aol_scale, AolScale, .out = {m34, 12}, .x = {m34, 12}, .count = 2);

@@ -1,6 +1,5 @@
 // What surrounds the layers: rows and targets, the optimizer, copies, and the memory that is counted.
 
-#include "kernels/torch_operations.h"
 #include "tests/harness.h"
 
 static void rows_case(Harness *h, const void *shape) {
@@ -29,32 +28,6 @@ static void rows_case(Harness *h, const void *shape) {
 HARNESS_TEST(test_rows) {
   static const int64_t widths[] = {1, 3, 6, 64, 2056};
   RUN_CASES(h, rows_case, widths);
-}
-
-HARNESS_TEST(test_read_targets) {
-  enum { TOKENS = 300, VOCAB = 7 };
-  // Of the wide ones two are wrong only above their lower 32 bits.
-  const int64_t few[] = {0, 6, -100, 7, -1, -99, INT32_MAX, INT32_MIN, 1LL << 32, (1LL << 33) + 3};
-  enum { FEW = sizeof few / sizeof *few };
-  for (int wide = 0; wide < 2; wide++) {
-    int64_t ids[TOKENS];
-    int32_t narrow[TOKENS];
-    for (int n = 0; n < TOKENS; n++) narrow[n] = (int32_t)(ids[n] = few[n % (wide ? FEW : FEW - 2)]);
-    Tensor given =
-        memory_push_1d(&h->backend->memory, "ids", MEMORY_TABLES, wide ? DTYPE_I64 : DTYPE_I32, TOKENS);
-    backend_to_device(h->backend, given, wide ? (void *)ids : narrow);
-    double *ones = host_values(h, TOKENS);
-    for (int n = 0; n < TOKENS; n++) ones[n] = 1;
-    Tensor targets = poisoned_vector(h, DTYPE_I32, TOKENS), loss = vector_from(h, DTYPE_F32, ones, TOKENS);
-    read_targets(h->backend, (ReadTargets){.targets = targets, .ids = given, .vocab_size = VOCAB});
-    read_targets(h->backend, (ReadTargets){.loss = loss, .ids = given, .vocab_size = VOCAB});
-    double *got = values_of(h, targets), *losses = values_of(h, loss);
-    for (int n = 0; n < TOKENS; n++) {
-      bool counts = ids[n] >= 0 && ids[n] < VOCAB;
-      assert_true(got[n] == (counts ? (double)ids[n] : IGNORE_INDEX));
-      assert_true(counts || ids[n] == IGNORE_INDEX ? losses[n] == 1 : isnan(losses[n]));
-    }
-  }
 }
 
 typedef struct {
@@ -240,23 +213,6 @@ HARNESS_TEST(test_sum_elements) {
                                          {9000001, 0, true, true},  {9000001, 1, true, false}};
   RUN_CASES(h, reduce_case, shapes);
   RUN_MIRRORED(h, reduce_case, mirrored);
-}
-
-// From every dtype to every other, in place too, in pieces of 8 elements and one by one.
-HARNESS_TEST(test_scale_by) {
-  const Dtype dtypes[] = {DTYPE_F32, h->dtype};
-  for (int i = 0; i < 32; i++) {
-    int64_t count = i & 1 ? 1013 : 1024;
-    Dtype from = dtypes[i >> 1 & 1], to = dtypes[i >> 2 & 1];
-    bool in_place = i & 8;
-    double factor = i & 16 ? -0.75 : 1, *values = random_values(h, count, 1);
-    if (in_place && from != to) continue;
-    Tensor x = vector_from(h, from, values, count), out = in_place ? x : poisoned_vector(h, to, count);
-    Tensor by = vector_from(h, DTYPE_F32, &factor, 1);
-    scale_by(h->backend, (ScaleBy){.out = out, .x = x, .factor = by});
-    for (int64_t n = 0; n < count; n++) values[n] *= factor;
-    check_values(h, "scale_by", out, values, within(1, 1));
-  }
 }
 
 HARNESS_TEST(test_clip_scale) {

@@ -3,7 +3,7 @@
 #include <omp.h>
 
 #include "kernels/cpu/vector_math.h"
-#include "tests/log_prob_call.h"
+#include "tests/loss_problem.h"
 
 static ReferenceLoss make_problem(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, double deviation) {
   ReferenceLoss p = loss_problem(h, rows, hidden, vocab, deviation);
@@ -99,15 +99,6 @@ HARNESS_TEST(test_worked_example) {
   for (int j = 0; j < VOCAB; j++) check_row(h, "dW", values_of(h, a.dweight) + j * HIDDEN, dw[j], HIDDEN);
 }
 
-// The gradients again, from log-probabilities, and maybe from exponentials that the forward pass has kept.
-static LinearCrossEntropy by_log_probs(Harness *h, LinearCrossEntropy a, bool kept) {
-  a.dx = poisoned(h, a.dx.dtype, a.x.shape[0], a.x.shape[1]);
-  a.dweight = poisoned(h, DTYPE_F32, a.weight.shape[0], a.weight.shape[1]);
-  log_prob_gradients(h->backend, log_prob_call(h, &a, (Tensor){0}, kept));
-  a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
-  return a;
-}
-
 HARNESS_TEST(test_overflow_repair) {
   ReferenceLoss p = make_problem(h, 9, 31, 1511, 1);
   for (int64_t n = 0; n < p.rows; n++) {
@@ -121,16 +112,12 @@ HARNESS_TEST(test_overflow_repair) {
   loss_problem_lead(&p, 7, 0, 60); // no overflow
   loss_problem_lead(&p, 8, 0, 0);
   p.weight[p.targets[8] * p.hidden + 8] = 500; // every E is 0
-  LinearCrossEntropy a = fused(h, &p), with_entropy = a,
-                     again[] = {by_log_probs(h, a, false), by_log_probs(h, a, true)};
+  LinearCrossEntropy a = fused(h, &p), with_entropy = a;
   reference_loss(&p);
   with_entropy.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   with_entropy.outputs.log_sum_sq_probs = poisoned_vector(h, DTYPE_F32, p.rows);
   linear_cross_entropy(h->backend, with_entropy);
   Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
-  for (int kept = 0; kept < 2; kept++)
-    check_loss(h, kept ? "repaired rows, kept" : "repaired rows, again", &again[kept], &p, 0, (LossBefore){0},
-               gradients, gradients);
   double *loss = values_of(h, a.loss);
   assert_true(fabs(loss[1] - 500) < 4 && fabs(loss[6] - 1e4) < 100);
   check_loss(h, "repaired rows", &with_entropy, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
@@ -159,14 +146,9 @@ HARNESS_TEST(test_overflow_on_the_way) {
   reference_loss(&p);
   a.outputs.entropy = poisoned_vector(h, DTYPE_F32, p.rows);
   a.outputs.log_sum_sq_probs = poisoned_vector(h, DTYPE_F32, p.rows);
-  for (int invariant = 0; invariant < (h->backend->device == ON_CPU ? 2 : 1); invariant++) {
-    h->backend->batch_invariant = invariant; // one slice
-    linear_cross_entropy(h->backend, a);
-    Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
-    check_loss(h, "repaired on the way", &a, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
-               gradients);
-  }
-  h->backend->batch_invariant = false;
+  linear_cross_entropy(h->backend, a);
+  check_loss(h, "repaired on the way", &a, &p, 0, (LossBefore){0}, with_size(within(8, terms_of(&p)), 1),
+             with_size(within_stored(h, 8, 0), p.scale));
 }
 
 // Targets from 100 above all other logits to 100 below one, in the plain row of squares and in repaired rows.
@@ -204,16 +186,12 @@ HARNESS_TEST(test_nearly_certain) {
   LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   double *loss = values_of(h, a.loss), *dweight = values_of(h, a.dweight);
-  double *again[] = {values_of(h, by_log_probs(h, a, false).dweight),
-                     values_of(h, by_log_probs(h, a, true).dweight)};
   for (int64_t n = 0; n < p.rows; n++) {
     // exp(z - a) has the relative error of z - a, which is 20 ulp of fp32 here.
     double relative = 32 * dtype_epsilon(DTYPE_F32), want = p.loss[n];
     int64_t entry = n * p.hidden + n;
     assert_true(want > 1e-9 && want < 1e-7 && fabs(loss[n] - want) <= relative * want);
     assert_true(fabs(dweight[entry] / p.dweight[entry] - 1) <= relative);
-    for (int kept = 0; kept < 2; kept++)
-      assert_true(fabs(again[kept][entry] / p.dweight[entry] - 1) <= relative + dtype_epsilon(h->dtype));
   }
 }
 
@@ -222,12 +200,11 @@ HARNESS_TEST(test_common_offset) {
   ReferenceLoss p = make_problem(h, 9, 21, 333, 1);
   for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 64;
   for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 100;
-  LinearCrossEntropy a = fused(h, &p), kept = by_log_probs(h, a, true);
+  LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   Tolerance outputs = with_size(within(8, terms_of(&p)), 6400),
             gradients = with_size(within_stored(h, 8, 0), 1600 * p.scale);
   check_loss(h, "a common offset", &a, &p, 0, (LossBefore){0}, outputs, gradients);
-  check_loss(h, "a common offset, kept", &kept, &p, 0, (LossBefore){0}, outputs, gradients);
   double *loss = values_of(h, a.loss);
   for (int64_t n = 0; n < p.rows; n++) assert_true(fabs(loss[n] - p.loss[n]) < 0.02);
 }
@@ -244,13 +221,10 @@ HARNESS_TEST(test_low_temperature) {
   for (int v = 0; v < VOCAB; v += 7) p.weight[v * HIDDEN] = 1, p.weight[v * HIDDEN + 1] = v % 5;
   reference_gradients(h, &p);
   Tensor entropy_weights = vector_from(h, DTYPE_F32, p.entropy_weights, ROWS);
-  for (int way = 0; way < (h->dtype == DTYPE_F32 ? 3 : 2); way++) { // bf16 cannot store such logits
-    LinearCrossEntropy a = loss_call(h, &p, way == 2 ? LCE_MATERIALIZED : LCE_FUSED, ROWS);
+  if (h->dtype == DTYPE_F32) { // bf16 cannot store such logits
+    LinearCrossEntropy a = loss_call(h, &p, LCE_MATERIALIZED, ROWS);
     loss_call_all_outputs(h, &a, &p);
-    if (way == 2)
-      materialized_with_entropies(h->backend, a, entropy_weights);
-    else
-      log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, way));
+    loss_with_entropies(h->backend, a, entropy_weights);
     reference_loss(&p);
     check_loss(h, "a low temperature", &a, &p, 0, (LossBefore){0}, with_size(within(16, 1), 1),
                with_size(within_stored(h, 8, 0), p.scale));
@@ -262,24 +236,18 @@ HARNESS_TEST(test_low_temperature) {
 HARNESS_TEST(test_lowest_temperature) {
   ReferenceLoss p = make_problem(h, 40, 16, 300, 30);
   p.temperature = 0x1p-19;
-  LinearCrossEntropy a = fused(h, &p), again[] = {a, by_log_probs(h, a, false), by_log_probs(h, a, true), a};
-  again[3].dx = poisoned(h, h->dtype, p.rows, p.hidden);
-  LogProbGradients wrong = log_prob_call(h, &again[3], (Tensor){0}, false);
-  wrong.log_prob = vector_from(h, DTYPE_F32, host_values(h, p.rows), p.rows);
-  log_prob_gradients(h->backend, wrong);
+  LinearCrossEntropy a = fused(h, &p);
   reference_loss(&p);
   check_values(h, "loss", a.loss, p.loss, within(8, (double)p.hidden));
-  for (int way = 0; way < 4; way++) {
-    const double *dx = values_of(h, again[way].dx), *dweight = values_of(h, again[way].dweight);
-    for (int64_t i = 0; i < p.rows * p.hidden; i++) assert_true(isfinite(dx[i]) && isfinite(dweight[i]));
-  }
+  const double *dx = values_of(h, a.dx), *dweight = values_of(h, a.dweight);
+  for (int64_t i = 0; i < p.rows * p.hidden; i++) assert_true(isfinite(dx[i]) && isfinite(dweight[i]));
 }
 
 // A bias of minus infinity at every second target: that loss is infinite, and all else as with a bias of a
 // large number.
 HARNESS_TEST(test_masked_targets) {
   enum { ROWS = 21, HIDDEN = 16, VOCAB = 611 };
-  for (int way = 0; way < 3; way++) { // fused, materialized, and log-probabilities with E kept
+  for (int way = 0; way < 2; way++) { // fused, materialized
     ReferenceLoss p = make_problem(h, ROWS, HIDDEN, VOCAB, 1);
     loss_problem_add(h, &p, TERM_BIAS | (way ? TERM_ENTROPY : 0) | (way < 2 ? TERM_Z_LOSS : 0));
     for (int n = 0; n < ROWS; n++) p.targets[n] = 4 * n;
@@ -291,10 +259,8 @@ HARNESS_TEST(test_masked_targets) {
     a.bias = vector_from(h, h->dtype, bias, VOCAB);
     loss_call_all_outputs(h, &a, &p);
     Tensor entropy_weights = way ? vector_from(h, DTYPE_F32, p.entropy_weights, ROWS) : (Tensor){0};
-    if (way == 2)
-      log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, true));
-    else if (way == 1)
-      materialized_with_entropies(h->backend, a, entropy_weights);
+    if (way == 1)
+      loss_with_entropies(h->backend, a, entropy_weights);
     else
       linear_cross_entropy(h->backend, a);
     reference_loss(&p);
@@ -356,11 +322,6 @@ HARNESS_TEST(test_masked_and_saturated) {
       assert_true((int)predicted[n] % 3);
       if (capped && first >= 0 && !unsure) assert_true(predicted[n] == first);
     }
-    Tensor entropy_weights = a.loss;
-    a.dweight = poisoned(h, h->dtype, VOCAB, HIDDEN), a.dbias = poisoned_vector(h, DTYPE_F32, VOCAB);
-    log_prob_gradients(h->backend, log_prob_call(h, &a, entropy_weights, false));
-    const double *dbias = values_of(h, a.dbias);
-    for (int v = 0; v < VOCAB; v++) assert_true(v % 3 ? isfinite(dbias[v]) : dbias[v] == 0);
   }
 }
 

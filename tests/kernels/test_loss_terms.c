@@ -3,7 +3,7 @@
 
 #include <cjson/cJSON.h>
 
-#include "tests/log_prob_call.h"
+#include "tests/loss_problem.h"
 #include "tests/process.h"
 
 enum { TERM_IGNORED = 512, TERMS = 10 }; // some targets are ignored
@@ -93,19 +93,13 @@ typedef struct {
   int64_t chunk;
   bool forward_only, accumulate, outputs;
   bool apart;     // each gradient in a call of its own
-  bool log_probs; // gradients by log_prob_gradients
   bool narrow;    // dweight in W's dtype
-  bool kept;      // log_probs, with the exponentials that the forward pass has kept
   double softcap; // or 0: the problem's
 } Way;
 
-static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights, LogProbGradients gradients) {
-  LinearCrossEntropy *call = &gradients.call;
-  call->dx = a->dx, call->dweight = a->dweight, call->dbias = a->dbias;
-  if (tensor_exists(gradients.log_prob))
-    log_prob_gradients(h->backend, gradients);
-  else if (tensor_exists(entropy_weights))
-    materialized_with_entropies(h->backend, *a, entropy_weights);
+static void run(Harness *h, const LinearCrossEntropy *a, Tensor entropy_weights) {
+  if (tensor_exists(entropy_weights))
+    loss_with_entropies(h->backend, *a, entropy_weights);
   else
     linear_cross_entropy(h->backend, *a);
 }
@@ -121,20 +115,18 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   if (way.accumulate && !way.forward_only) loss_call_adds(h, &a, &before);
   Tensor entropy_weights = {0};
   if (r->entropy_weights) entropy_weights = vector_from(h, DTYPE_F32, r->entropy_weights, rows);
-  LogProbGradients gradients = {0};
-  if (way.log_probs) gradients = log_prob_call(h, &a, entropy_weights, way.kept);
   if (way.narrow) a.dweight = poisoned(h, h->dtype, vocab, hidden);
   LinearCrossEntropy x_alone = a, weight_alone = a;
   x_alone.dweight = x_alone.dbias = weight_alone.dx = (Tensor){0};
-  run(h, way.apart ? &x_alone : &a, entropy_weights, gradients);
-  if (way.apart) run(h, &weight_alone, entropy_weights, gradients);
+  run(h, way.apart ? &x_alone : &a, entropy_weights);
+  if (way.apart) run(h, &weight_alone, entropy_weights);
   reference_loss(r);
   // Where logits are stored their rounding shows; the anchored form and fp32 have none.
   bool stored = way.mode == LCE_MATERIALIZED;
   Tolerance outputs = stored ? within_stored(h, 16, (double)hidden) : within(16, (double)(hidden + vocab));
   char what[64];
   snprintf(what, sizeof what, "terms %d, %s", terms, lce_mode_name(way.mode));
-  check_loss(h, what, &a, r, 0, before, with_size(outputs, way.log_probs ? 8 : 8 + 64 * r->z_loss),
+  check_loss(h, what, &a, r, 0, before, with_size(outputs, 8 + 64 * r->z_loss),
              with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
@@ -146,16 +138,6 @@ static bool is_fused(int terms) {
 static void check_both_modes(Harness *h, int terms, int64_t rows, int64_t hidden, int64_t vocab, Way way) {
   for (int mode = is_fused(terms) ? LCE_FUSED : LCE_MATERIALIZED; mode <= LCE_MATERIALIZED; mode++) {
     way.mode = (LceMode)mode;
-    check_case(h, terms, rows, hidden, vocab, way);
-    harness_clear(h);
-  }
-  way.mode = LCE_FUSED;
-  way.narrow = !way.accumulate;
-  way.log_probs = !(terms & TERM_SMOOTHING);
-  if (way.forward_only || !way.log_probs) return;
-  bool may_keep = !way.apart && !(terms & TERM_SOFTCAP); // the exponentials serve once
-  for (int kept = 0; kept < 1 + may_keep; kept++) {
-    way.kept = kept;
     check_case(h, terms, rows, hidden, vocab, way);
     harness_clear(h);
   }
@@ -176,17 +158,12 @@ HARNESS_TEST(test_all_at_once) {
       {1, 1, 1, 1}, {7, 13, 1, 5}, {5, 3, 1031, 2}, {131, 40, 515, 37}, {67, 33, 2053, 64}};
   const int everything = (1 << TERMS) - 1;
   const int forward = everything & ~TERM_ENTROPY; // what gives gradients in the forward pass
-  const int log_probs = everything & ~TERM_SMOOTHING;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int variant = 0; variant < 12; variant++) {
+    for (int variant = 0; variant < 8; variant++) {
       Way way = {.chunk = shapes[i][3], .accumulate = variant & 1};
-      int terms = (const int[]){everything,
-                                forward,
-                                forward & ~TERM_SOFTCAP,
-                                forward & ~TERM_SMOOTHING,
-                                log_probs,
-                                log_probs & ~TERM_SOFTCAP}[variant / 2];
-      way.outputs = variant < 8;
+      int terms =
+          (const int[]){everything, forward, forward & ~TERM_SOFTCAP, forward & ~TERM_SMOOTHING}[variant / 2];
+      way.outputs = variant < 6;
       way.apart = i % 2;
       check_both_modes(h, terms, shapes[i][0], shapes[i][1], shapes[i][2], way);
     }
@@ -233,8 +210,7 @@ static double objective(LinearCrossEntropy a, Harness *h) {
   return sum;
 }
 
-static void check_term(Harness *h, const char *name, size_t offset, const char *which, Way way,
-                       const char *refused) {
+static void check_term(Harness *h, const char *name, size_t offset, const char *which, Way way) {
   enum { ROWS = 3, HIDDEN = 5, VOCAB = 11 };
   const double step = 1. / 64;
   ReferenceLoss p = loss_problem(h, ROWS, HIDDEN, VOCAB, 1);
@@ -243,14 +219,7 @@ static void check_term(Harness *h, const char *name, size_t offset, const char *
   double without = objective(a, h);
   const float value = strcmp(name, "label_smoothing") ? 1.5f : 0.5f;
   memcpy((char *)&a.terms + offset, &value, sizeof value);
-  LogProbGradients gradients = {0};
-  if (strstr(refused, name)) {
-    assert_fails(
-        h, "", (gradients = log_prob_call(h, &a, (Tensor){0}, way.kept), run(h, &a, (Tensor){0}, gradients)));
-    return;
-  }
-  if (way.log_probs) gradients = log_prob_call(h, &a, (Tensor){0}, way.kept);
-  run(h, &a, (Tensor){0}, gradients);
+  run(h, &a, (Tensor){0});
   const double *dx = copied_values(h, values_of(h, a.dx), ROWS * HIDDEN);
   if (fabs(objective(a, h) - without) < 1e-3) fail_msg("LossTerms.%s changes no loss (%s)", name, which);
   for (int i = 0; i < ROWS * HIDDEN; i++) {
@@ -271,15 +240,12 @@ static void check_term(Harness *h, const char *name, size_t offset, const char *
 HARNESS_TEST(test_every_number_alone) {
   if (h->dtype != DTYPE_F32) skip(); // a difference of bf16 x is none
   static const struct {
-    const char *name, *refused; // refused: what log-probabilities of an earlier pass do not say
+    const char *name;
     Way way;
-  } ways[] = {{"fused", "", {.mode = LCE_FUSED}},
-              {"materialized", "", {.mode = LCE_MATERIALIZED}},
-              {"known log-probabilities", "label_smoothing", {.log_probs = true}},
-              {"kept exponentials", "label_smoothing softcap", {.log_probs = true, .kept = true}}};
+  } ways[] = {{"fused", {.mode = LCE_FUSED}}, {"materialized", {.mode = LCE_MATERIALIZED}}};
   for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
 #define CHECK_TERM(term, ...)                                                                                \
-  check_term(h, #term, offsetof(LossTerms, term), ways[i].name, ways[i].way, ways[i].refused);               \
+  check_term(h, #term, offsetof(LossTerms, term), ways[i].name, ways[i].way);                                \
   harness_clear(h);
     LOSS_TERMS(CHECK_TERM)
   }

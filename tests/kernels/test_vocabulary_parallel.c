@@ -1,7 +1,7 @@
 // linear_cross_entropy with its head split over ranks: each draws all, takes its part and checks its results.
 
 #include "model/masked_loss.h"
-#include "tests/log_prob_call.h"
+#include "tests/loss_problem.h"
 #include "tests/process.h"
 
 typedef struct {
@@ -12,7 +12,6 @@ typedef struct {
   bool masked;  // these are left out of the call
   bool accumulate, forward_only, wide_dx;
   bool apart;   // each gradient in a call of its own
-  bool known;   // gradients by log_prob_gradients, which may be of entropies
   bool uneven;  // V / G + 1 rows a rank, so that the last ones have fewer or none
   int hopeless; // logits that beat the target's by hundreds: 1 in the target's part, 2 elsewhere, 3 both
 } Case;
@@ -21,9 +20,7 @@ enum {
   SMOOTHED =
       TERM_SMOOTHING | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS | TERM_BIAS,
   CAPPED = TERM_SOFTCAP | TERM_TEMPERATURE | TERM_BIAS | TERM_MEAN,
-  MASKED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_BIAS,
-  ENTROPY = TERM_ENTROPY | TERM_TOKEN_WEIGHTS | TERM_TEMPERATURE | TERM_BIAS,
-  KNOWN = ENTROPY | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_MEAN | TERM_SOFTCAP
+  MASKED = TERM_SMOOTHING | TERM_Z_LOSS | TERM_CLASS_WEIGHTS | TERM_BIAS
 };
 static const Case cases[] = {
     {"plain", 29, 17, 101, 7, .terms = 0},
@@ -50,12 +47,6 @@ static const Case cases[] = {
     {"uneven", 29, 17, 101, 7, .terms = SMOOTHED, .apart = true, .uneven = true},
     {"without rows", 5, 8, 3, 2, .terms = SMOOTHED, .ignores = true, .uneven = true},
     {"without rows, capped", 40, 8, 0, 16, .terms = CAPPED, .uneven = true},
-    {"known", 29, 17, 101, 7, .terms = ENTROPY, .known = true},
-    {"known, log p alone", 29, 17, 101, 7, .terms = TERM_BIAS, .known = true},
-    {"known, all terms", 31, 40, 515, 16, .terms = KNOWN, .known = true, .ignores = true, .accumulate = true},
-    {"known, one gradient at a time", 200, 64, 2049, 128, .terms = KNOWN, .known = true, .apart = true},
-    {"known, uneven", 29, 17, 101, 100, .terms = KNOWN, .known = true, .uneven = true},
-    {"known, without rows", 5, 8, 3, 2, .terms = ENTROPY, .known = true, .apart = true, .uneven = true},
 };
 
 static int64_t rows_of_part(const Case *c, int64_t vocab, int ranks) {
@@ -90,18 +81,6 @@ static LinearCrossEntropy local_call(Harness *h, const Case *c, const ReferenceL
   return loss_call_of_rank(h->backend, a, c->rows, rows_of_part(c, p->vocab, h->backend->ranks));
 }
 
-// The gradients of log-probabilities and, where the problem has weights of theirs, of entropies.
-static void run_known(Harness *h, const Case *c, const ReferenceLoss *p, LinearCrossEntropy *a) {
-  Tensor weights = {0};
-  if (p->entropy_weights)
-    weights = vector_from(h, DTYPE_F32, p->entropy_weights + h->backend->rank * c->rows, c->rows);
-  LogProbGradients both = log_prob_call(h, a, weights, false), x_alone = both;
-  x_alone.call.dweight = x_alone.call.dbias = (Tensor){0};
-  if (c->apart) both.call.dx = (Tensor){0};
-  log_prob_gradients(h->backend, both);
-  if (c->apart) log_prob_gradients(h->backend, x_alone);
-}
-
 static void check_case(Harness *h, const void *shape) {
   const Case *c = shape;
   Backend *b = h->backend;
@@ -120,12 +99,8 @@ static void check_case(Harness *h, const void *shape) {
     if (rank == b->rank) positions = of_rank;
     most = max_i64(most, counted);
   }
-  if (c->known) {
-    run_known(h, c, &p, &a);
-  } else {
-    masked_linear_cross_entropy(b, c->apart ? x_alone : a, positions, most);
-    if (c->apart) linear_cross_entropy(b, weight_alone);
-  }
+  masked_linear_cross_entropy(b, c->apart ? x_alone : a, positions, most);
+  if (c->apart) linear_cross_entropy(b, weight_alone);
   reference_loss(&p);
   double size = (c->hopeless ? 300 : 8) + 64 * p.z_loss;
   char what[96];

@@ -1,4 +1,4 @@
-#include "tests/log_prob_call.h"
+#include "tests/pytorch/log_prob_call.h"
 
 LogProbGradients log_prob_call(Harness *h, LinearCrossEntropy *a, Tensor entropy_weights, bool kept) {
   int64_t rows = a->x.shape[0], vocab = a->weight.shape[0];

@@ -35,8 +35,7 @@ def address(elements):
 
 def build(folder, *settings):
     """The path of a library built in the folder."""
-    done = subprocess.run(["make", "-s", "VARIANT=library", *settings, f"BUILD={folder}", f"LIBLCE={folder}/liblce.so",
-                           "build-library"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "-s", *settings, f"LIBLCE_BUILD={folder}", f"LIBLCE={folder}/liblce.so", "liblce.so"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return os.path.join(ROOT, folder, "liblce.so")
 

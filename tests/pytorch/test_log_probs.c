@@ -1,6 +1,6 @@
 // What log_probs.h refuses and holds. test_loss_terms.c and test_linear_cross_entropy.c test the values.
 
-#include "tests/log_prob_call.h"
+#include "tests/pytorch/log_prob_call.h"
 
 HARNESS_TEST(test_refusals) {
   ReferenceLoss p = loss_problem(h, 3, 4, 5, 1);

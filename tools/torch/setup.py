@@ -26,7 +26,7 @@ class BuildLibrary(build_py):
         # Not for this machine's CPU alone, since pip keeps what it has built; x86-64-v3 has AVX2 and FMA.
         march = "x86-64-v3" if platform.machine() == "x86_64" else ""
         subprocess.check_call(["make", "-s", "-C", SOURCE, f"MARCH={march}", *shlex.split(os.environ.get("LCE_MAKE", "")),
-                               "VARIANT=library", "BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "build-library"])
+                               "LIBLCE_BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "liblce.so"])
 
 
 class WithSource(sdist):
@@ -34,7 +34,7 @@ class WithSource(sdist):
         super().make_release_tree(base_dir, files)
         shutil.copy(os.path.join(SOURCE, "LICENSE"), base_dir)
         kinds = [os.path.join("kernels", "**", f"*.{kind}") for kind in ("c", "h", "cu", "cuh")]
-        for pattern in ("Makefile", *kinds, os.path.join("tools", "torch", "liblce", "*")):
+        for pattern in ("Makefile", *kinds, os.path.join("tools", "torch", "package.mk"), os.path.join("tools", "torch", "liblce", "**", "*.*")):
             for path in sorted(glob.glob(pattern, root_dir=SOURCE, recursive=True)):
                 copy = os.path.join(base_dir, "source", path)
                 os.makedirs(os.path.dirname(copy), exist_ok=True)

@@ -1,13 +1,13 @@
-// The operations that tools/torch alone calls, on the CPU.
-#include "kernels/torch_operations.h"
+// The package's operations on the CPU.
+#include "tools/torch/liblce/operations.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
-#include "kernels/given_ids.h"
-#include "kernels/log_prob_factors.h"
+#include "tools/torch/liblce/given_ids.h"
+#include "tools/torch/liblce/log_prob_factors.h"
 
 void cpu_lce_gradient_factors(Backend *backend, const LceGradientFactors *a) {
   const int32_t *targets = a->targets.data;

@@ -1,8 +1,8 @@
-// What a row's given ids make (torch_operations.h). One formula for the CPU and a GPU, as loss_row.h has it.
+// What a row's given ids make (operations.h). One formula for the CPU and a GPU, as loss_row.h has it.
 #pragma once
 
 #include "kernels/lce/loss_row.h"
-#include "kernels/torch_operations.h"
+#include "tools/torch/liblce/operations.h"
 
 // Those of row n: entries [first, end), within `ids` whatever the offsets hold.
 typedef struct {

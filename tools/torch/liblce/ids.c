@@ -8,8 +8,8 @@
 #include "tools/torch/liblce/ids.h"
 
 #include "kernels/lce/call.h"
-#include "kernels/torch_operations.h"
 #include "tools/torch/liblce/log_probs.h"
+#include "tools/torch/liblce/operations.h"
 
 void id_log_probs(Backend *backend, IdLogProbs a) {
   LinearCrossEntropy call = a.call;

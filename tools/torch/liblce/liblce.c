@@ -9,15 +9,17 @@
 #include "kernels/fail.h"
 #include "kernels/integers.h"
 #include "kernels/text.h"
-#include "kernels/torch_operations.h"
+#include "tools/torch/liblce/blas/found_blas.h"
 #include "tools/torch/liblce/ids.h"
 #include "tools/torch/liblce/log_probs.h"
+#include "tools/torch/liblce/operations.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 
 struct lce_context {
   Backend *backend;
-  BackendOps ops;            // lce_join: the backend's own, but for collectives
+  BackendOps ops; // the backend's; after lce_join but for collectives, for batch_invariant but for some
+  void *handed;   // between the backend's stream and the caller's
   lce_collective collective; // the caller's, on the stream of the call
   void *user, *stream;
   Backend *plan; // checks each call before the backend begins with it
@@ -102,11 +104,12 @@ static void start(lce_context *context, void *stream) {
     fail("the context is in use by the call that this collective is part of; give the collective its own");
   context->queued = true;
   context->stream = stream;
-  backend_follow(context->backend, stream); // first of all: it refuses another device's thread
+  backend_follow(context->backend, stream,
+                 &context->handed); // first of all: it refuses another device's thread
 }
 
 static void end(lce_context *context) {
-  backend_precede(context->backend, context->stream);
+  backend_precede(context->backend, context->stream, &context->handed);
   context->queued = false;
 }
 
@@ -125,7 +128,11 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
     fail("lce_create: dtype is \"%.40s\", which is neither \"bf16\" nor \"fp32\"", dtype);
   if (!strcmp(device, "cpu")) {
     if (!fp32) fail("lce_create: the CPU computes in fp32 only; give \"fp32\" as its dtype");
+#ifdef FOUND_BLAS
+    return cpu_backend_create(!found_blas());
+#else
     return cpu_backend_create(false);
+#endif
   }
   if (strcmp(device, "cuda") != 0)
     fail("lce_create: device is \"%.40s\", which is neither \"cpu\" nor \"cuda\"", device);
@@ -138,6 +145,8 @@ static Backend *open_backend(const char *device, int ordinal, const char *dtype)
 static int open_context(lce_context *context, const char *device, int ordinal, const char *dtype) {
   ENTER(context);
   Backend *backend = context->backend = open_backend(device, ordinal, dtype);
+  context->ops = *backend->ops;
+  backend->ops = &context->ops;
   context->plan = plan_backend_create(backend->device, backend->dtype);
   context->plan->no_sampling = backend->no_sampling;
   memory_set_advice("a smaller chunk, or fewer tokens in one call, needs less");
@@ -159,6 +168,7 @@ static int close_backend(lce_context *context) {
   ENTER(context);
   Backend *backend = context->backend;
   context->backend = NULL;
+  hand_over_end(backend, &context->handed);
   backend_destroy(backend);
   return leave(0);
 }
@@ -185,11 +195,11 @@ EXPORTED int64_t lce_held_bytes(const lce_context *context) {
 static void exchange(Backend *backend, const Collective *a, lce_collective_kind kind) {
   lce_context *c = frame->context;
   int dtype = a->x.dtype == DTYPE_F32 ? 0 : a->x.dtype == DTYPE_BF16 ? 1 : 2;
-  backend_precede(backend, c->stream);
+  backend_precede(backend, c->stream, &c->handed);
   if (c->collective(c->user, (int)kind, a->out.data, a->x.data, tensor_count(a->x), dtype))
     fail("lce_linear_cross_entropy: the caller's collective failed on rank %d of %d", backend->rank,
          backend->ranks);
-  backend_follow(backend, c->stream);
+  backend_follow(backend, c->stream, &c->handed);
 }
 
 #define COLLECTIVE(name, kind)                                                                               \
@@ -208,12 +218,10 @@ EXPORTED int lce_join(lce_context *context, int rank, int ranks, lce_collective 
   Backend *backend = context->backend;
   context->collective = collective;
   context->user = user;
-  context->ops = *backend->ops;
   context->ops.collectives_join = NULL; // nothing is left running
   context->ops.all_reduce = all_reduce_by_caller;
   context->ops.reduce_scatter = reduce_scatter_by_caller;
   context->ops.all_gather = all_gather_by_caller;
-  backend->ops = &context->ops;
   backend->rank = rank;
   backend->ranks = context->plan->ranks = ranks;
   return leave(0);
@@ -468,7 +476,7 @@ EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args
   ENTER(context);
   Backend *backend = context->backend;
   const LogProbGradients request = checked_request(args, backend);
-  backend->batch_invariant = context->plan->batch_invariant = args->batch_invariant;
+  batch_invariant(backend, &context->ops, context->plan->fixed_order = args->batch_invariant);
   size_t bytes = planned_bytes(context->plan, request);
   start(context, args->stream);
   make_room(backend, bytes);
@@ -548,7 +556,7 @@ EXPORTED int lce_ids_log_probs(lce_context *context, const lce_ids_args *args) {
   ENTER(context);
   Backend *backend = context->backend, *plan = context->plan;
   const IdLogProbs request = checked_ids(args, backend);
-  backend->batch_invariant = plan->batch_invariant = args->batch_invariant;
+  batch_invariant(backend, &context->ops, plan->fixed_order = args->batch_invariant);
   ledger_reset_peak(&plan->memory.ledger);
   run_ids(plan, request);
   size_t bytes = plan->memory.ledger.stack_peak;

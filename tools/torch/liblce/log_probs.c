@@ -60,7 +60,7 @@ enum { INVARIANT_TILES = 64 };
 // matter always as many, since they say how dX is summed.
 static int64_t block_rows(const Backend *backend, const LinearCrossEntropy *a) {
   int64_t vocab_size = a->weight.shape[0], chunk = lce_used_chunk(a->x.shape[0], a->chunk);
-  if (backend->batch_invariant) return min_i64(vocab_size, INVARIANT_TILES * LCE_TILE_COLUMNS);
+  if (backend->fixed_order) return min_i64(vocab_size, INVARIANT_TILES * LCE_TILE_COLUMNS);
   int64_t tiles = chunk * ceil_div(vocab_size, LCE_TILE_COLUMNS) / (2 * a->x.shape[0]);
   return min_i64(vocab_size, max_i64(1, tiles) * LCE_TILE_COLUMNS);
 }

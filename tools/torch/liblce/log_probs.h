@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/lce/call.h"
-#include "kernels/torch_operations.h"
+#include "tools/torch/liblce/operations.h"
 
 // E and R of all tokens, as LceLogitsExp defines them. log_prob_gradients overwrites E.
 typedef struct {

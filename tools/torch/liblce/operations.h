@@ -1,8 +1,11 @@
-// The operations that tools/torch alone calls: the gradients of log-probabilities, which a backward pass of
-// its own makes, and what a caller's tensors need. kernels.h ("the loss") defines the terms.
+// The package's operations: the gradients of log-probabilities, which a backward pass of its own makes, and what
+// a caller's tensors need. kernels.h ("the loss") defines the terms. As the core's they check what they are given,
+// run on the backend's device, and do nothing on a plan but count.
 #pragma once
 
 #include "kernels/kernels.h"
+
+__BEGIN_DECLS
 
 // What makes the gradients of a token's logits, from log_prob = log p[y] and entropy of an earlier forward
 // pass. With nll = -log_prob, s = alpha factor[0] token_weights[n] / T and t = alpha factor[0]
@@ -19,7 +22,7 @@ typedef union {
   Tensor all[4];
 } GradientFactors;
 
-struct LceGradientFactors {
+typedef struct {
   GradientFactors factors;               // written
   Tensor target_z, log_prob;             // fp32 [N]; target_z as LceTargetLogits leaves it
   Tensor row_sum;                        // fp32 [N], as LceLogitsExp leaves it with E, or absent
@@ -30,7 +33,7 @@ struct LceGradientFactors {
   LossTerms terms;                       // label_smoothing is 0
   int64_t vocab_size;
   float alpha;
-};
+} LceGradientFactors;
 
 // The gradient of the logits of some of W's rows, each entry final as soon as its logit is there:
 //   dlogits[n, j] = p (per_p[n] + per_distance[n] d) du/dz,  d = (u - anchor[n]) / T - log_total[n]
@@ -39,7 +42,7 @@ struct LceGradientFactors {
 // Without x, weight, bias and soft-cap dlogits holds E (LceLogitsExp) and becomes the gradient in place: p =
 // E exp(-log_total[n]), d = log E - log_total[n]. E's rounding to bf16, by at most 2^-8 of it, moves d by as
 // much.
-struct LceLogitsGradient {
+typedef struct {
   Tensor dlogits;          // fp32/bf16 [N, V], may be strided; zeros may follow, as in LceLogitsExp
   GradientFactors factors; // read
   Tensor x, weight;        // fp32/bf16 [N, H] and [V, H], or both absent
@@ -48,7 +51,7 @@ struct LceLogitsGradient {
   Tensor targets;          // int32 [N], each in [0, V), ELSEWHERE or IGNORE_INDEX
   float softcap, temperature;
   Tensor workspace;
-};
+} LceLogitsGradient;
 
 // Log-probabilities of given ids: ids[m] in [0, V), or IGNORE_INDEX, which does not count. Those of row n are
 // entries offsets[n] to offsets[n + 1] - 1, or without offsets M / N for every row. An id may repeat.
@@ -57,13 +60,13 @@ struct LceLogitsGradient {
 //   anchors[n] = the id of the row's largest u, the first of several; 0 where no id counts
 // lce_id_log_probs: log_probs[m] = (u - u of the anchor) / T - anchor_nll[n], from those u, so that an id
 //   that is nearly certain keeps its digits
-struct LceIdLogProbs {
+typedef struct {
   Tensor log_probs, anchors; // fp32 [M], int32 [N]
   Tensor anchor_nll;         // fp32 [N]: -log p of the anchor
   Tensor x, weight, bias;    // fp32/bf16 [N, H], [V, H], and [V] or absent
   Tensor ids, offsets;       // int32 [M], int64 [N + 1] or absent
   float softcap, temperature;
-};
+} LceIdLogProbs;
 
 // Their gradients, from upstream gradients dlog_probs and dlse.
 //
@@ -72,7 +75,7 @@ struct LceIdLogProbs {
 // lce_id_gradients writes the entries of given ids into the gradient of the logits of W's rows from `first`
 //   on. With p and g the id's probability and the sum of its own dlog_probs:
 //     dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs)) / T du/dz
-struct LceIdGradients {
+typedef struct {
   Tensor per_p, targets;   // fp32 [N], int32 [N]; written by lce_id_factors
   Tensor dlogits;          // fp32/bf16 [N, W], may be strided; lce_id_factors: absent
   Tensor log_probs, lse;   // fp32 [M], fp32 [N]
@@ -80,19 +83,54 @@ struct LceIdGradients {
   Tensor ids, offsets;     // int32 [M], int64 [N + 1] or absent
   int64_t first;
   float softcap, temperature;
-};
+} LceIdGradients;
 
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
-struct ScaleBy {
+typedef struct {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
   Tensor factor; // fp32 [1], or absent: 1
-};
+} ScaleBy;
 
 // A caller's token ids: targets[n] = ids[n] where that is in [0, V), else IGNORE_INDEX. And once the losses
 // are written: loss[n] = NaN where ids[n] is neither, so that the mistake shows in every sum.
-struct ReadTargets {
+typedef struct {
   Tensor targets; // int32 [N], or absent
   Tensor loss;    // fp32 [N], or absent; of other tokens it is left alone
   Tensor ids;     // int32 or int64 [N]
   int64_t vocab_size;
-};
+} ReadTargets;
+
+// S: with scratch of its own.
+#define TORCH_OPERATIONS(X, S)                                                                               \
+  X(lce_gradient_factors, LceGradientFactors)                                                                \
+  S(lce_logits_gradient, LceLogitsGradient)                                                                  \
+  X(lce_id_logits, LceIdLogProbs)                                                                            \
+  X(lce_id_log_probs, LceIdLogProbs)                                                                         \
+  X(lce_id_factors, LceIdGradients)                                                                          \
+  X(lce_id_gradients, LceIdGradients)                                                                        \
+  X(read_targets, ReadTargets)                                                                               \
+  X(scale_by, ScaleBy)
+#define DECLARE(name, Arguments)                                                                             \
+  void name(Backend *backend, Arguments a);                                                                  \
+  void cpu_##name(Backend *backend, const Arguments *a);                                                     \
+  void cuda_##name(Backend *backend, const Arguments *a);
+TORCH_OPERATIONS(DECLARE, DECLARE)
+#undef DECLARE
+
+// For callers with a stream of their own (a cudaStream_t of the backend's device; NULL: the default one).
+// Operations after backend_follow wait for what the stream holds by then, and what it is given after
+// backend_precede waits for the operations before it: on the device, not the host. The CPU has no streams.
+// *event is the caller's, NULL before the first call; hand_over_end destroys it.
+void backend_follow(Backend *backend, void *stream, void **event);
+void backend_precede(Backend *backend, void *stream, void **event);
+void hand_over_end(Backend *backend, void **event);
+void cuda_follow(Backend *backend, void *stream, void **event);
+void cuda_precede(Backend *backend, void *stream, void **event);
+void cuda_hand_over_end(void **event);
+
+// From here on a row gets the same bits whatever rows are beside it, or not. `ops` is the backend's own copy of its
+// operations, of which some are others then.
+void batch_invariant(Backend *backend, BackendOps *ops, bool on);
+void cuda_batch_invariant(BackendOps *ops, bool on);
+
+__END_DECLS

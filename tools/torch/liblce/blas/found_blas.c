@@ -1,11 +1,13 @@
-#include "kernels/cpu/found_blas.h"
+#include "tools/torch/liblce/blas/found_blas.h"
 
 #include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
 #include "kernels/fail.h"
+#include "tools/torch/liblce/blas/cblas.h"
 
 // Of Fortran, which every BLAS has: column-major, all arguments by address, then the texts' lengths.
 typedef void Sgemm(const char *transposed_a, const char *transposed_b, const int *m, const int *n,
@@ -60,15 +62,13 @@ const char *found_blas(void) {
   return found.name;
 }
 
-void found_sgemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
-                 bool accumulate) {
-  int rows = (int)out.shape[0], columns = (int)out.shape[1], terms = (int)a.shape[!a_transposed];
-  int a_stride = (int)a.stride, b_stride = (int)b.stride, stride = (int)out.stride;
-  float beta = accumulate ? 1.0f : 0.0f;
+void cblas_sgemm(int order, int transposed_a, int transposed_b, int m, int n, int k, float alpha,
+                 const float *a, int a_stride, const float *b, int b_stride, float beta, float *c,
+                 int c_stride) {
   bool alone = found.set_threads && omp_in_parallel();
   int threads = alone ? found.set_threads(1) : 0;
-  // By columns what is here by rows: out^T = b^T a^T.
-  found.sgemm(b_transposed ? "T" : "N", a_transposed ? "T" : "N", &columns, &rows, &terms, &alpha, b.data,
-              &b_stride, a.data, &a_stride, &beta, out.data, &stride, 1, 1);
+  // By columns what is here by rows: c^T = b^T a^T.
+  found.sgemm(transposed_b == CblasTrans ? "T" : "N", transposed_a == CblasTrans ? "T" : "N", &n, &m, &k,
+              &alpha, b, &b_stride, a, &a_stride, &beta, c, &c_stride, 1, 1);
   if (alone) found.set_threads(threads);
 }

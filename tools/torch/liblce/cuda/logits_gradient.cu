@@ -1,9 +1,11 @@
 // The gradient of logits in the epilogue of their GEMM on Hopper (hopper_kernel.cuh), for LceLogitsGradient.
-#include "kernels/cuda/hopper_logits_gradient.h"
+#include "tools/torch/liblce/cuda/hopper.h"
 
 #include "kernels/cuda/hopper_exp.cuh"
 #include "kernels/cuda/hopper_launch.cuh"
 #include "kernels/cuda/hopper_store.cuh"
+
+enum { LOG_TOTAL, PER_P, PER_DISTANCE, AT_TARGET }; // of EpilogueParams.own: GradientFactors [m]
 
 // In place: with t = (v - lse) / ln 2, 2^min(t, 0) (per_p + per_distance ln 2 t) du/dz. Two rows a thread.
 template <bool TERMS>
@@ -20,10 +22,10 @@ static DEVICE void epilogue_gradient(float (&z)[TILE_N / 2], const TileScheduler
     target[i] = row_target - first_column;
     counts[i] = row_target != IGNORE_INDEX;
     anchor[i] = params.anchor[n];
-    shift[i] = -params.factors.log_total[n] * LOG2_E;
-    per_p[i] = params.factors.per_p[n];
-    per_t[i] = params.factors.per_distance[n] * LN_2;
-    at_target[i] = params.factors.at_target[n];
+    shift[i] = -params.own[LOG_TOTAL][n] * LOG2_E;
+    per_p[i] = params.own[PER_P][n];
+    per_t[i] = params.own[PER_DISTANCE][n] * LN_2;
+    at_target[i] = params.own[AT_TARGET][n];
   }
   EACH (j, TILE_N / 2) {
     int at = j / 4 * 8 + column + j % 2, i = j / 2 % 2;
@@ -62,9 +64,9 @@ static void logits_gradient(Backend *backend, const LceLogitsGradient *a, float 
                            .scale = LOG2_E * inv_temperature,
                            .bias = data_of<bf16>(a->bias),
                            .softcap = a->softcap,
-                           .factors = {data_of<float>(a->factors.log_total), data_of<float>(a->factors.per_p),
-                                       data_of<float>(a->factors.per_distance),
-                                       data_of<float>(a->factors.at_target)}};
+                           .own = {data_of<float>(a->factors.log_total), data_of<float>(a->factors.per_p),
+                                   data_of<float>(a->factors.per_distance),
+                                   data_of<float>(a->factors.at_target)}};
   launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
             tma_map(backend, a->dlogits, STORE_ROWS),
             schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);

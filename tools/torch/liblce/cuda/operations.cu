@@ -1,11 +1,10 @@
-// The operations that tools/torch alone calls; on Hopper with the GEMM of hopper_logits_gradient.cu.
-#include "kernels/torch_operations.h"
+// The package's operations on a GPU; on Hopper with the GEMM of logits_gradient.cu.
+#include "tools/torch/liblce/operations.h"
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/hopper_gemm.h"
-#include "kernels/cuda/hopper_logits_gradient.h"
-#include "kernels/given_ids.h"
-#include "kernels/log_prob_factors.h"
+#include "tools/torch/liblce/cuda/hopper.h"
+#include "tools/torch/liblce/given_ids.h"
+#include "tools/torch/liblce/log_prob_factors.h"
 
 static __global__ void gradient_factors_kernel(const __grid_constant__ LceGradientFactors a,
                                                float inv_temperature) {
@@ -87,7 +86,7 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   };
   if (!tensor_exists(a->x)) return run(nullptr, 0, vocab_size);
   if (hopper_logits_gradient(backend, a, inv_temperature)) return;
-  hopper_require(backend, false);
+  require_hopper(backend, false);
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   for (int64_t first = 0; first < vocab_size; first += columns) {
     columns = min_i64(columns, vocab_size - first);
