@@ -242,7 +242,7 @@ endif # SEARCH
 # --- Sources, by directory ----------------------------------------------------------------------------------
 
 # Without CUDA, kernels/cuda/ still computes how much scratch its operations need, for the plan.
-SOURCES  := $(wildcard $(addsuffix /*.c,data kernels kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
+SOURCES  := $(wildcard $(addsuffix /*.c,data kernels kernels/base kernels/cpu kernels/lce kernels/ranks model model/checkpoint \
 	tools/ladder trainer)) $(if $(HAVE_CUDA),\
 	$(filter-out %/absent.c,$(wildcard kernels/cuda/*.c)) $(wildcard kernels/cuda/*.cu tools/ladder/*.cu),\
 	$(wildcard kernels/cuda/absent.c kernels/cuda/*scratch.c))

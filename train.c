@@ -13,11 +13,11 @@
 // defines: backend_join_ranks, clip_scale, ClipScale, Update
 #include "kernels/kernels.h"
 // defines: profile_begin
-#include "kernels/profile.h"
+#include "kernels/base/profile.h"
 // defines: ranks_begin
 #include "kernels/ranks/ranks.h"
 // defines: now_seconds
-#include "kernels/system.h"
+#include "kernels/base/system.h"
 // defines: transformer_train, TransformerOptions, Batch
 #include "model/transformer.h"
 // defines: run_data_open, prompt_open, prompt_token_bytes

@@ -1,7 +1,7 @@
 // The code of stb_ds.h: arrays that grow (arrput, arrlen, arrfree). Without memory they fail.
 #include <stdlib.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 static void *resize(void *memory, size_t size) {
   void *resized = realloc(memory, size);

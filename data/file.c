@@ -14,8 +14,8 @@
 
 #include <zlib.h>
 
-#include "kernels/alloc.h"
-#include "kernels/integers.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/integers.h"
 #include "kernels/ranks/ranks.h"
 
 Path path_in(const char *folder, const char *name) {

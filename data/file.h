@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <sys/mman.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 typedef struct {
   char text[4096]; // PATH_MAX

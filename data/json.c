@@ -7,8 +7,8 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "kernels/alloc.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/text.h"
 
 // The first name that stands twice in an object, of which cJSON finds the first and Python the last; or NULL.
 static const char *repeated_name(const cJSON *json) {

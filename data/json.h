@@ -4,7 +4,7 @@
 #include <cjson/cJSON.h>
 #include <stddef.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 // An object from `length` bytes of text (no terminator needed), or NULL with a reason. The caller deletes it.
 cJSON *json_parse(const char *text, size_t length, Reason *reason);

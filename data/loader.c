@@ -8,10 +8,10 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "kernels/alloc.h"
-#include "kernels/integers.h"
-#include "kernels/random.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/random.h"
+#include "kernels/base/text.h"
 
 // --- packing -----------------------------------------------------------------------------------------------
 

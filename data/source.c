@@ -16,9 +16,9 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/alloc.h"
-#include "kernels/integers.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/text.h"
 
 enum {
   BINARY_PROBE_BYTES = 8 << 10,

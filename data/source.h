@@ -23,7 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 // IGNORED_TARGET: a target that does not count; kernels.h's IGNORE_INDEX.
 enum { END_OF_TEXT = 256, IGNORED_TARGET = -100 };

@@ -8,8 +8,8 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/alloc.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/text.h"
 
 enum {
   MAX_ID = 1 << 22, // of a valid tokenizer; what a damaged file claims stays within memory

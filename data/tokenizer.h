@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 typedef struct Tokenizer Tokenizer;
 

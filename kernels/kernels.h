@@ -18,9 +18,9 @@
 // `accumulate`; they may be fp32 where the operands are bf16. Sums run in fp32 or wider.
 #pragma once
 
-#include "kernels/integers.h"
-#include "kernels/memory.h"
-#include "kernels/tensor.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/memory.h"
+#include "kernels/base/tensor.h"
 
 __BEGIN_DECLS
 

@@ -1,7 +1,7 @@
 // The choices and sizes by which model families differ, with Hugging Face's names.
 #pragma once
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 #include "kernels/kernels.h"
 
 // What is accepted, from the command line as from a file.

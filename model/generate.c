@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
-#include "kernels/random.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/random.h"
 
 enum { PREFILL_CHUNK = 64, SAMPLE_STREAM = 7 };
 

@@ -8,7 +8,7 @@
 // In training x' lies where dx will be, and dx' where x was.
 #include "model/masked_loss.h"
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 // The ledger must not depend on the data: it sees the call for all tokens, on a backend that runs nothing.
 static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {

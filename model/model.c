@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 
 // --- the parameters of all families ------------------------------------------------------------------------
 

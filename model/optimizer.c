@@ -5,7 +5,7 @@
 // scalable"; "match_rms_adamw" of torch.optim.Muon).
 #include <math.h>
 
-#include "kernels/profile.h"
+#include "kernels/base/profile.h"
 #include "model/parameters.h"
 
 // The settings with the tensors of this rank's slice of a bucket.

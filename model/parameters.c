@@ -5,9 +5,9 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/random.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/random.h"
 #include "kernels/ranks/ranks.h"
 
 int64_t parameter_elements(const Parameter *p) {

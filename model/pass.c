@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options) {
   const ModelConfig *c = &model->config;

@@ -11,7 +11,7 @@
 // these lines from the bottom up with one gradient of the stream, dx, which it adds to in place.
 // layer_state.c has what a layer keeps for it, matmul.c the matmuls, norms.c the norms and the sums (some
 // models' norms come after attention and the MLP), and layer_door.c what happens before and after a layer.
-#include "kernels/profile.h"
+#include "kernels/base/profile.h"
 #include "model/masked_loss.h"
 #include "model/pass.h"
 

@@ -1,6 +1,6 @@
 #include "tests/data_files.h"
 
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

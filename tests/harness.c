@@ -2,8 +2,8 @@
 
 #include <float.h>
 
-#include "kernels/alloc.h"
-#include "kernels/random.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/random.h"
 #include "kernels/ranks/ranks.h"
 
 enum { STACK_BYTES = 256 << 20, SEED = 20240520, SAMPLES = 48 };

@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
-#include "kernels/random.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/random.h"
 
 void reference_embedding(double *out, const int32_t *tokens, const double *token_weight,
                          const double *position_weight, int64_t rows, int64_t hidden, int64_t seq_len) {

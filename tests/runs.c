@@ -1,6 +1,6 @@
 #include "tests/runs.h"
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 
 // `more` is appended to the line.
 static Options options_of(DeviceKind device, const char *more, const char *format, va_list arguments) {

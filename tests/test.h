@@ -17,7 +17,7 @@
 #undef fail
 #undef fail_msg
 #define fail_msg(...) (print_error(__VA_ARGS__), print_error("\n"), _fail(__FILE__, __LINE__), abort())
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 // TEST(test_name) { ... } runs in its place of the file. `state` is the group's.
 #define TEST(name)                                                                                           \

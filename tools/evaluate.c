@@ -11,9 +11,9 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/system.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
 #include "trainer/data.h"
 #include "trainer/plan.h"
 #include "trainer/report.h"

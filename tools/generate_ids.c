@@ -12,10 +12,10 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/fail.h"
-#include "kernels/integers.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/system.h"
 #include "kernels/ranks/launch.h"
-#include "kernels/system.h"
 #include "model/checkpoint/hf_config.h"
 #include "model/checkpoint/weights.h"
 #include "model/generate.h"

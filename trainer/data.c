@@ -9,9 +9,9 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/text.h"
 
 // Shards that tools/prepare_data.py made must be of the tokenizer of the model that they are for.
 static void require_tokenizer(const Options *o, const Source *source) {

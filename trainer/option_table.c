@@ -8,9 +8,9 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
 

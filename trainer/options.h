@@ -2,7 +2,7 @@
 #pragma once
 
 #include "data/loader.h"
-#include "kernels/text.h"
+#include "kernels/base/text.h"
 #include "model/generate.h"
 #include "model/transformer.h"
 #include "trainer/option_table.h"

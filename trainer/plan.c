@@ -5,11 +5,11 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/fail.h"
-#include "kernels/integers.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/system.h"
+#include "kernels/base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
-#include "kernels/text.h"
 #include "trainer/report.h"
 
 enum { TIMELINE_STEPS = 3 };

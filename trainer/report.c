@@ -8,11 +8,11 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/profile.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/profile.h"
+#include "kernels/base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/text.h"
 
 // --- the log -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "kernels/system.h" // now_seconds
+#include "kernels/base/system.h" // now_seconds
 #include "trainer/data.h"
 #include "trainer/resume.h"
 #include "trainer/trainer.h"

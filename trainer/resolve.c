@@ -6,8 +6,8 @@
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
-#include "kernels/fail.h"
-#include "kernels/memory.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/memory.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/options.h"

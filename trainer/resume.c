@@ -7,8 +7,8 @@
 #include <stb/stb_ds.h>
 
 #include "data/json.h"
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
 #include "trainer/report.h"
 
 // Some rows are settings only where they have an effect.

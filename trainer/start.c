@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernels/system.h"
+#include "kernels/base/system.h"
 
 extern int openblas_get_parallel(void) __attribute__((weak));
 

@@ -1,6 +1,6 @@
 // The batches of train.c's step: from the loader to the host, all of a step at once, then to the device.
-#include "kernels/integers.h"
-#include "kernels/random.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/random.h"
 #include "trainer/trainer.h"
 
 enum { STREAM_TILES = 8 }; // of random numbers: --lce-sample's seeds

@@ -5,10 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/integers.h"
-#include "kernels/profile.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/profile.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 

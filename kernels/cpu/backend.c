@@ -5,10 +5,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "kernels/base/fail.h"
+#include "kernels/base/system.h"
 #include "kernels/cpu/cpu.h"
-#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
 
 static size_t bytes_now(Backend *backend) {
   return system_bytes("/proc/self/status", "VmRSS");

@@ -7,11 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/system.h"
 #include "kernels/cpu/cpu.h"
-#include "kernels/fail.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
 
 // With one rank every collective is a copy, or a sum with what is there.
 static void copy_or_add(const Collective *a) {

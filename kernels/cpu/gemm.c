@@ -2,8 +2,8 @@
 #include <limits.h>
 #include <string.h>
 
+#include "kernels/base/fail.h"
 #include "kernels/cpu/cpu.h"
-#include "kernels/fail.h"
 
 #if defined(HAVE_CBLAS)
 #include <cblas.h>

@@ -13,10 +13,10 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/base/random.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
 #include "kernels/lce/loss_row.h"
-#include "kernels/random.h"
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
 

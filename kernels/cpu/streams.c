@@ -1,8 +1,8 @@
 // What is asynchronous on a GPU, copies and collectives, waits in a queue on the CPU until it is joined.
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/system.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/system.h"
 
 void cpu_defer(Backend *backend, Deferred deferred) {
   CpuState *state = backend->state;

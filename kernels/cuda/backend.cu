@@ -6,9 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "kernels/base/system.h"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/hopper_gemm.h"
-#include "kernels/system.h"
 
 #if __has_include(<nvtx3/nvToolsExt.h>) // headers alone: they look for a profiler, and else do nothing
 #include <nvtx3/nvToolsExt.h>

@@ -7,9 +7,9 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "kernels/base/fail.h"
+#include "kernels/base/random.h"
 #include "kernels/cuda/cuda_ops.h"
-#include "kernels/fail.h"
-#include "kernels/random.h"
 
 typedef __nv_bfloat16 bf16;
 

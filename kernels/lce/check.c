@@ -1,7 +1,7 @@
 // What linear_cross_entropy refuses; kernels.c checks what it gives to the operations.
 #include <math.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 #include "kernels/lce/call.h"
 
 // The operations get only a chunk's part, so what belongs to all tokens is measured here.

@@ -8,7 +8,7 @@
 // leaves and the next x arrives while dW is computed.
 #include <math.h>
 
-#include "kernels/integers.h"
+#include "kernels/base/integers.h"
 #include "kernels/lce/call.h"
 
 // A chunk: this rank's C tokens, and in `all` those of the G ranks, with this rank's part of dx.

@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/fail.h"
-#include "kernels/random.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/random.h"
 
 // An environment variable as a number; `otherwise` where it is not set.
 static int number(const char *name, int otherwise) {

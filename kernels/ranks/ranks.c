@@ -12,8 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kernels/fail.h"
-#include "kernels/system.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/system.h"
 
 #ifdef HAVE_MPI
 #include <mpi.h>

@@ -14,8 +14,8 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/alloc.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/text.h"
 #include "model/checkpoint/hf_config.h"
 
 // --- our names ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 
 #include "data/file.h"
 #include "data/json.h"
-#include "kernels/text.h"
+#include "kernels/base/text.h"
 
 typedef enum {
   SIZE,   // int64_t

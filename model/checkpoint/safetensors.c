@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 
 // The values after the length are little-endian, as are the machines this program runs on.
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are read as they lie");

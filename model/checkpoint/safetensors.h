@@ -8,7 +8,7 @@
 #pragma once
 
 #include "data/json.h"
-#include "kernels/tensor.h"
+#include "kernels/base/tensor.h"
 
 enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };
 

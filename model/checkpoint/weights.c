@@ -8,9 +8,9 @@
 
 #include <stb/stb_ds.h>
 
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/text.h"
 #include "kernels/ranks/ranks.h"
-#include "kernels/text.h"
 
 static const char head_name[] = "lm_head.weight";
 

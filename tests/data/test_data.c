@@ -2,8 +2,8 @@
 #include "data/file.h"
 #include "data/loader.h"
 #include "data/tokenizer.h"
-#include "kernels/random.h"
-#include "kernels/text.h"
+#include "kernels/base/random.h"
+#include "kernels/base/text.h"
 #include "tests/data_files.h"
 
 #include <stb/stb_ds.h>

@@ -1,6 +1,6 @@
 // The loader: which tokens stand in which batch.
 #include "data/loader.h"
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 #include "tests/data_files.h"
 
 #include <stb/stb_ds.h>

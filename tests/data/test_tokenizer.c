@@ -1,8 +1,8 @@
 // The tokenizer against Hugging Face's `tokenizers` (golden files), how bytes are shown, and refused files.
 #include "data/source.h"
 #include "data/tokenizer.h"
-#include "kernels/random.h"
-#include "kernels/text.h"
+#include "kernels/base/random.h"
+#include "kernels/base/text.h"
 #include "tests/data_files.h"
 #include "tests/process.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 extern "C" {
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 }
 
 namespace emulator {

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "data/loader.h"
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 // Smaller files would be copied when they are opened.
 enum { VOCABULARY = 300, TOKENS = 33000, SEQ_LEN = 255, BATCH = 3 };

@@ -1,6 +1,6 @@
 // Collectives over ranks: of gradients and weights, which copy engines may carry, and of tensors on the
 // stack. Each rank draws what all of them have, and checks its results.
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 #include "tests/process.h"
 
 typedef struct {

@@ -1,5 +1,5 @@
 // The memory that cgroups, here of made-up machines, and `ulimit -v` leave to a process.
-#include "kernels/system.h"
+#include "kernels/base/system.h"
 
 #include <sys/resource.h>
 

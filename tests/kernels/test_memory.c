@@ -1,8 +1,8 @@
 // The foundations: named memory and its ledger, tensors as views, bf16, random numbers, text, failing.
+#include "kernels/base/random.h"
+#include "kernels/base/system.h"
+#include "kernels/base/text.h"
 #include "kernels/kernels.h"
-#include "kernels/random.h"
-#include "kernels/system.h"
-#include "kernels/text.h"
 #include "tests/harness.h"
 
 #include <unistd.h>

@@ -2,7 +2,7 @@
 
 #include <omp.h>
 
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 #include "tests/loss_problem.h"
 
 typedef struct {

@@ -1,5 +1,5 @@
 // Generation: cached logits, texts against the plain loop, draws against their distributions, memory.
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 #include "model/generate.h"
 #include "model/transformer.h"
 #include "tests/runs.h"

@@ -1,5 +1,5 @@
 // The whole transformer's losses, and what changes neither them nor gradients, which test_golden.c checks.
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 #include "model/transformer.h"
 #include "tests/runs.h"
 

@@ -1,5 +1,5 @@
 // Every rung of the ladder against float64, on shapes and chunks that nothing divides; on a GPU in bf16.
-#include "kernels/integers.h"
+#include "kernels/base/integers.h"
 #include "tests/loss_problem.h"
 #include "tools/ladder/ladder.h"
 

@@ -1,5 +1,5 @@
 // Training on a GPU: steps against the CPU, bf16 against fp32, same bits, the ledger against the device.
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 #include "tests/runs.h"
 
 // Random tokens, the same for every run.

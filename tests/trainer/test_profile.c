@@ -1,6 +1,6 @@
 // --profile and MFU: what is counted where, with and without streams. test_profile.py has whole runs.
 #include "data/json.h"
-#include "kernels/profile.h"
+#include "kernels/base/profile.h"
 #include "tests/process.h"
 #include "tests/runs.h"
 #include "trainer/report.h"

@@ -1,5 +1,5 @@
 // Training: schedules, steps, masked and packed data, validation, samples. test_plan.c has the memory.
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 #include "tests/runs.h"
 
 static void assert_rate(const Schedule *s, int64_t step, double want) {

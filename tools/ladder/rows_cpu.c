@@ -2,11 +2,11 @@
 #include <math.h>
 #include <string.h>
 
+#include "kernels/base/integers.h"
+#include "kernels/base/random.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
-#include "kernels/integers.h"
 #include "kernels/lce/loss_row.h"
-#include "kernels/random.h"
 #include "tools/ladder/ladder.h"
 
 // Row n of x times row j of W.

@@ -1,8 +1,8 @@
 #include "tools/ladder/ladder.h"
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/random.h"
 #include "kernels/lce/call.h"
-#include "kernels/random.h"
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 

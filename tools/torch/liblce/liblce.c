@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/fail.h"
-#include "kernels/integers.h"
-#include "kernels/text.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/text.h"
 #include "tools/torch/liblce/blas/found_blas.h"
 #include "tools/torch/liblce/ids.h"
 #include "tools/torch/liblce/log_probs.h"

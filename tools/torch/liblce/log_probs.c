@@ -13,8 +13,8 @@
 // takes E's place, and the GEMMs are two.
 #include "tools/torch/liblce/log_probs.h"
 
-#include "kernels/fail.h"
-#include "kernels/integers.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
 
 void keep_exponentials(Backend *backend, LinearCrossEntropy a, Exponentials kept) {
   lce_check(backend, &a);

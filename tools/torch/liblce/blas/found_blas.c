@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 #include "tools/torch/liblce/blas/cblas.h"
 
 // Of Fortran, which every BLAS has: column-major, all arguments by address, then the texts' lengths.

@@ -4,7 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernels/memory.h"
+#include "kernels/base/memory.h"
 
 static const size_t HUGE_PAGE = (size_t)2 << 20;
 

@@ -1,12 +1,12 @@
-#include "kernels/memory.h"
+#include "kernels/base/memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
-#include "kernels/fail.h"
-#include "kernels/text.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/text.h"
 
 // Planned addresses start here: never NULL, never handed to anything that would follow them.
 static const uintptr_t PLANNED_BASE = (uintptr_t)1 << 44, PLANNED_HOST_BASE = (uintptr_t)1 << 46;

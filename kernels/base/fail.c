@@ -1,4 +1,4 @@
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "kernels/text.h"
+#include "kernels/base/text.h"
 
 static FailHandler fail_handler;
 static _Thread_local FailHandler thread_handler;

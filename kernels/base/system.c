@@ -1,4 +1,4 @@
-#include "kernels/system.h"
+#include "kernels/base/system.h"
 
 #include <limits.h>
 #include <stdint.h>

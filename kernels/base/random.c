@@ -1,4 +1,4 @@
-#include "kernels/random.h"
+#include "kernels/base/random.h"
 
 #include <math.h>
 

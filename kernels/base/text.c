@@ -1,4 +1,4 @@
-#include "kernels/text.h"
+#include "kernels/base/text.h"
 
 #include <ctype.h>
 #include <limits.h>

@@ -1,14 +1,14 @@
 // A table of operations that calls the backend's own between two events, which profile_collect reads. An
 // operation on a stream of its own has a third event there: it begins when the compute stream gets to the
 // call and its own stream has done what it was given before.
-#include "kernels/profile.h"
+#include "kernels/base/profile.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/alloc.h"
-#include "kernels/system.h"
+#include "kernels/base/alloc.h"
+#include "kernels/base/system.h"
 
 // With what else takes time on the compute stream.
 #define ALL(X)                                                                                               \

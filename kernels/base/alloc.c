@@ -1,10 +1,10 @@
-#include "kernels/alloc.h"
+#include "kernels/base/alloc.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 void *host_alloc(int64_t count, size_t size, const char *what) {
   void *memory = calloc(count ? (size_t)count : 1, size);

@@ -10,7 +10,7 @@
 // the same stream order, so nothing has to wait.
 #pragma once
 
-#include "kernels/tensor.h"
+#include "kernels/base/tensor.h"
 
 __BEGIN_DECLS
 

@@ -1,10 +1,10 @@
-#include "kernels/tensor.h"
+#include "kernels/base/tensor.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/fail.h"
+#include "kernels/base/fail.h"
 
 size_t dtype_bytes(Dtype dtype) {
   static const size_t bytes[DTYPE_COUNT] = {4, 2, 4, 8, 1};
