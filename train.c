@@ -117,7 +117,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
                                      .sum_of_squares = t->squares,
                                      .max_norm = (float)o->max_grad_norm});
 
-  // Update by AdamW or Muon.
+  // Update the weights.
   Update update = o->update;
   update.grad_scale = t->scale;
   update.lr = (float)rate;

@@ -21,13 +21,6 @@ static Update slice_update(const ParameterSet *p, ParameterGroup group, Bucket b
   return u;
 }
 
-static void gather_weights(Backend *backend, const ParameterSet *p, ParameterGroup group, Bucket bucket) {
-  if (p->sharding.parts == 1 || shards_hold_part(p, p->value, group)) return;
-  Tensor whole = tensor_rows(p->value[group], bucket.first, bucket.count);
-  all_gather(backend,
-             (Collective){.out = whole, .x = shards_part(p, p->value, group, bucket), .async = true});
-}
-
 // --- Muon --------------------------------------------------------------------------------------------------
 
 // Bound of the updates of layers that are updated together: small GEMMs alone would leave a GPU idle.
@@ -101,7 +94,7 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
     u.m = (Tensor){0};
     if (parts > 1) reduce_scatter(backend, (Collective){.out = u.grad, .x = whole});
     sgd(backend, u);
-    gather_weights(backend, p, group, b);
+    shards_gather(p, backend, group, b);
   }
   collectives_join(backend, 0);
   memory_pop_to(&backend->memory, mark);
@@ -115,9 +108,6 @@ static void update_layers_muon(Backend *backend, const ParameterSet *p, Update s
     update_some(backend, p, first, end, settings);
   }
 }
-
-const OptimizerState optimizer_states[] = {{"m", "first moments"}, {"v", "second moments"}};
-UpdateLayers *const optimizers[] = {NULL, update_layers_muon};
 
 // --- a step ------------------------------------------------------------------------------------------------
 
@@ -159,17 +149,12 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
   if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
 }
 
-void parameters_gather(Backend *backend, const ParameterSet *p) {
-  for (UpdateRange range = {0}; next_range(p, &range);) gather_weights(backend, p, range.group, range.bucket);
-  collectives_join(backend, 0);
-}
-
 void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
-  if (p->update_layers) p->update_layers(backend, p, settings);
+  if (p->muon) update_layers_muon(backend, p, settings);
   for (UpdateRange range = {0}; next_range(p, &range);) {
-    if (p->update_layers && range.group == GROUP_MATRICES) continue;
+    if (p->muon && range.group == GROUP_MATRICES) continue;
     adamw(backend, slice_update(p, range.group, range.bucket, settings));
-    gather_weights(backend, p, range.group, range.bucket);
+    shards_gather(p, backend, range.group, range.bucket);
   }
   collectives_join(backend, 0);
 }

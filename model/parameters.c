@@ -66,7 +66,7 @@ enum {
 // A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
-  if (role == p->state[1] && group == GROUP_MATRICES && p->update_layers) count = 0;
+  if (role == p->state[1] && group == GROUP_MATRICES && p->muon) count = 0;
   if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
   if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
     count = min_i64(count, 2 * p->sharding.layer);
@@ -107,7 +107,7 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     size_t width = dtype_bytes(g == GROUP_HEAD ? DTYPE_F32 : grad);
     int64_t usual = BUCKET_BYTES / (int64_t)width / alignment(p) * alignment(p);
     if (usual == 0) usual = alignment(p);
-    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->update_layers);
+    bool by_layer = g == GROUP_MATRICES && (p->sharding.zero == 2 || p->muon);
     p->bucket[g] = by_layer ? bucket_of_layer(p, usual) : usual;
   }
   if (p->sharding.split_head)
@@ -167,6 +167,8 @@ static void reserve_fp8(ParameterSet *p, Memory *memory) {
   }
 }
 
+const OptimizerState optimizer_states[] = {{"m", "first moments"}, {"v", "second moments"}};
+
 // Master weights, gradients and the optimizer's states.
 static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   const Sharding *s = &p->sharding;
@@ -191,7 +193,7 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
 
 void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
-  p->update_layers = optimizers[d.optimizer];
+  p->muon = d.optimizer == OPTIMIZER_MUON;
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight,
                p->sharding.split_head_weights ? HEAD : NO_GROUP, weights_on_host ? MATRICES : NO_GROUP,
@@ -255,9 +257,14 @@ void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t 
       }
     }
   }
-  parameters_gather(backend, parameters);
   free(values);
   free(rounded);
+  for (int g = 0; g < GROUP_COUNT; g++)
+    for (Bucket b = {parameters->group_elements[g], 0}; b.first > 0;) {
+      b = shards_bucket(parameters, (ParameterGroup)g, b.first);
+      shards_gather(parameters, backend, (ParameterGroup)g, b);
+    }
+  collectives_join(backend, 0);
 }
 
 Parameter *parameters_find(ParameterSet *parameters, const char *name) {
@@ -304,6 +311,12 @@ Tensor shards_local_grads(const ParameterSet *p, ParameterGroup group, Bucket b)
 
 Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
   return shards_part(p, tensor_exists(p->grad_shard[group]) ? p->grad_shard : p->grad, group, b);
+}
+
+void shards_gather(const ParameterSet *p, Backend *backend, ParameterGroup group, Bucket b) {
+  if (p->sharding.parts == 1 || shards_hold_part(p, p->value, group)) return;
+  Tensor all = tensor_rows(p->value[group], b.first, b.count);
+  all_gather(backend, (Collective){.out = all, .x = shards_part(p, p->value, group, b), .async = true});
 }
 
 // --- elements to and from the host -------------------------------------------------------------------------

@@ -48,33 +48,29 @@ enum {
   OFFLOAD_PARAMETERS = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS | OFFLOAD_OPTIMIZER
 };
 
+typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON } Optimizer;
+
 typedef enum { FP8_NONE, FP8_ALL, FP8_LAYERS } Fp8Use; // all: the logits of the loss, too
 
 typedef struct {
-  Dtype weight;        // what the GEMMs read
-  bool master;         // keep an fp32 copy (only where weight is bf16)
-  bool weights_only;   // for evaluation and text: no master, gradients or states
-  Dtype grad;          // of all gradients but the head's
-  Dtype moment;        // of the optimizer's states
-  int optimizer;       // of optimizers[]
+  Dtype weight;      // what the GEMMs read
+  bool master;       // keep an fp32 copy (only where weight is bf16)
+  bool weights_only; // for evaluation and text: no master, gradients or states
+  Dtype grad;        // of all gradients but the head's
+  Dtype moment;      // of the optimizer's states
+  Optimizer optimizer;
   int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
   Fp8Use fp8;          // FP8 codes of the layers' matrices, too; with `offload` in memory that layers share
 } ParameterDtypes;
 
-// What an optimizer keeps for every weight.
+// Each weight has these; under Muon the layers' matrices have only the first.
 enum { OPTIMIZER_STATES = 2 };
 typedef struct {
   const char *name, *label; // "NAME.PARAMETER" in a checkpoint; a plan's name
 } OptimizerState;
 extern const OptimizerState optimizer_states[OPTIMIZER_STATES];
-
-// Updates the layers' matrices, all at once, and without the second state. `settings` has no tensor but
-// grad_scale, and the run's seed.
-typedef struct ParameterSet ParameterSet;
-typedef void UpdateLayers(Backend *backend, const ParameterSet *parameters, Update settings);
-extern UpdateLayers *const optimizers[]; // AdamW: NULL, as it updates them like the others; Muon
 
 // How the parameters are sharded over ranks (below). {0, 0, 1} shards nothing.
 typedef struct {
@@ -85,7 +81,7 @@ typedef struct {
   int64_t first_head_row, head_rows;   // the local ones; the last part may have fewer
 } Sharding;
 
-struct ParameterSet {
+typedef struct {
   Sharding sharding;
   Parameter *items; // in the order of the forward pass; an array of stb_ds.h
   int64_t count;
@@ -93,13 +89,13 @@ struct ParameterSet {
   int64_t bucket[GROUP_COUNT];         // elements of the ranges that collectives send gradients in
   // Whole groups, flat, or this rank's shards of them.
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
-  UpdateLayers *update_layers; // of optimizers[]
+  bool muon; // updates the layers' matrices
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_shard[GROUP_COUNT];   // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
   Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
   bool fp8_by_layer;                // whether the layers' FP8 codes share the memory of one layer's
-};
+} ParameterSet;
 
 // Comes before parameters_add, which pads groups so that every tensor begins at a multiple of 128 x parts.
 void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
@@ -161,6 +157,9 @@ Tensor shards_local_grads(const ParameterSet *parameters, ParameterGroup group, 
 // The rank's slice of the gradients' sum over all ranks.
 Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
 
+// Gathers the weights of a bucket, of which each rank has its slice alone, on all ranks; collectives_join waits.
+void shards_gather(const ParameterSet *parameters, Backend *backend, ParameterGroup group, Bucket bucket);
+
 // Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role, or to
 // this rank's part of them. Does nothing where the role is absent.
 void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
@@ -175,6 +174,5 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);
 // Whether layer_leave sums those of the layers, before the offloaded gradients leave the device.
 bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *backend);
 // Updates all weights; of what is sharded each rank updates its part, and the new weights are gathered.
+// `settings` has no tensor but grad_scale, and the run's seed.
 void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
-// Weights of which each rank has its slices alone, to all ranks.
-void parameters_gather(Backend *backend, const ParameterSet *parameters);
