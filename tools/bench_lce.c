@@ -69,9 +69,9 @@ typedef struct {
 
 #define OPTION_VALUES Settings
 static const Option option_rows[] = {
-    {WHOLE("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
-    {WHOLE("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
-    {WHOLE("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
+    {INTEGER("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
+    {INTEGER("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
+    {INTEGER("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
     {TEXT("chunk", "C[,C...]", chunk_list), HELP("Tokens per chunk (default as for ./train --lce-chunk)")},
     {TEXT("checkpoint", "DIR", checkpoint), NEEDS("data", "reads text or shards"),
      EXCLUDES("hidden-size, vocab", "the model has its own sizes"),
@@ -79,13 +79,13 @@ static const Option option_rows[] = {
           "Hugging Face (default: x and W are random)")},
     {LIST("data", "PATH", data), NEEDS("checkpoint", "is what a model reads"),
      HELP("With --checkpoint: what the model reads, as for ./train: text or shards; may be given again")},
-    {WHOLE("seq-len", "T", seq_len, 1, INT32_MAX), NEEDS("checkpoint", "is what a model reads"),
+    {INTEGER("seq-len", "T", seq_len, 1, INT32_MAX), NEEDS("checkpoint", "is what a model reads"),
      HELP("With --checkpoint: tokens in a sequence (default that of ./train)")},
     {TEXT("sample", "M0[,M0...]", sample_list),
      HELP("Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample")},
     {CHOICE("device", "cpu|cuda", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run")},
     {CHOICE("dtype", "TYPE", dtype, "fp32 or bf16"), HELP("Of x, W and dX (default bf16 on cuda)")},
-    {WHOLE("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
+    {INTEGER("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
     {FLAG("fp8", fp8, true),
      HELP("Also time these with logits of FP8 codes: those of W are made once a call")},
     {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
@@ -122,7 +122,7 @@ static Settings parse(int argc, char **argv) {
   if (o.device == ON_CPU && o.dtype == DTYPE_BF16)
     fail("the CPU computes in fp32 only; leave out --dtype, or give --device cuda");
   if (o.dtype == DTYPE_COUNT) o.dtype = o.device == ON_CUDA ? DTYPE_BF16 : DTYPE_F32;
-  o.chunk_count = parse_list(o.chunk_list, (Option){WHOLE("chunk", "C", chunks[0], 1, INT32_MAX)}, &o);
+  o.chunk_count = parse_list(o.chunk_list, (Option){INTEGER("chunk", "C", chunks[0], 1, INT32_MAX)}, &o);
   o.sample_count = parse_list(o.sample_list, (Option){NUMBER("sample", "M0", samples[0], 1e-30, 1e6)}, &o);
   if (!o.chunk_count) o.chunks[o.chunk_count++] = lce_default_chunk(o.device, o.tokens);
   return o;

@@ -38,9 +38,9 @@ static const char *const train_options[] = {"init", "temperature", "top-k", "top
 static const Option own[] = {
     {TEXT("prompt", "IDS", train.prompt),
      HELP("Ids such as 15496,995 that the text begins with; - reads them from standard input")},
-    {WHOLE("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
+    {INTEGER("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
      HELP("Tokens to add; the model may end the text earlier")},
-    {WHOLE("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
+    {INTEGER("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
     {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
     {.type = OPTION_END}};
 enum { TRAIN_OPTIONS = sizeof train_options / sizeof *train_options };

@@ -1,5 +1,5 @@
 // Short forms for the rows of an option table, after `#define OPTION_VALUES Settings` (the struct of values):
-// {WHOLE("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
+// {INTEGER("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
 #pragma once
 
 #include "trainer/option_table.h"
@@ -9,8 +9,8 @@
 
 #define GROUP(title)             OPTION_GROUP, .help = title
 #define FLAG(name, field, value) OPTION_FLAG, name, OPTION_FIELD(field), .min = value
-#define WHOLE(name, argument, field, from, to)                                                               \
-  OPTION_WHOLE, name, argument, OPTION_FIELD(field), .min = from, .max = to
+#define INTEGER(name, argument, field, from, to)                                                             \
+  OPTION_INTEGER, name, argument, OPTION_FIELD(field), .min = from, .max = to
 #define NUMBER(name, argument, field, from, to)                                                              \
   OPTION_NUMBER, name, argument, OPTION_FIELD(field), .min = from, .max = to
 #define CHOICE(name, argument, field, words)                                                                 \

@@ -39,7 +39,7 @@ static void store(const Option *o, void *field, int64_t value) {
     *(int64_t *)field = value;
 }
 
-static bool set_whole(const Option *o, void *field, const char *text, Reason *reason) {
+static bool set_integer(const Option *o, void *field, const char *text, Reason *reason) {
   char *end;
   errno = 0;
   long long value = strtoll(text, &end, 10), min = (int64_t)o->min,
@@ -84,7 +84,7 @@ static int64_t stored(const Option *o, const void *field) {
 
 bool option_try_set(const Option *o, void *values, const char *text, Reason *reason) {
   void *field = (char *)values + o->offset;
-  if (o->type == OPTION_WHOLE) return set_whole(o, field, text, reason);
+  if (o->type == OPTION_INTEGER) return set_integer(o, field, text, reason);
   if (o->type == OPTION_NUMBER) return set_number(o, field, text, reason);
   if (o->type == OPTION_CHOICE || o->type == OPTION_SET) return set_words(o, field, text, reason);
   if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
@@ -109,7 +109,7 @@ bool option_text(const Option *o, const void *values, char text[64]) {
   size_t length = 0, at = 0;
   *text = 0;
   if (o->type == OPTION_FLAG) return value == (int64_t)o->min;
-  if (o->type == OPTION_WHOLE) snprintf(text, 64, "%lld", (long long)value);
+  if (o->type == OPTION_INTEGER) snprintf(text, 64, "%lld", (long long)value);
   if (o->type == OPTION_NUMBER) snprintf(text, 64, "%s", text_number(option_number(o, values)).text);
   if (o->type != OPTION_CHOICE && o->type != OPTION_SET) return true;
   int place = 0;
@@ -135,7 +135,7 @@ static bool excludes(const Option *a, const Option *b) {
 
 // 0 is "none" of a number and of a choice.
 static bool in_force(const Option *o, const void *values) {
-  bool counts = o->type == OPTION_NUMBER || o->type == OPTION_WHOLE || o->type == OPTION_CHOICE;
+  bool counts = o->type == OPTION_NUMBER || o->type == OPTION_INTEGER || o->type == OPTION_CHOICE;
   return !counts || option_number(o, values) != 0;
 }
 
@@ -158,7 +158,7 @@ bool option_needs_met(const Option *rows, const void *values, int row) {
   snprintf(name, sizeof name, "%.*s", (int)length, needs);
   const Option *needed = &rows[option_row(rows, name)];
   if (needed->type == OPTION_TEXT) return *(const char *const *)((const char *)values + needed->offset);
-  if (needed->type == OPTION_WHOLE || !needs[length]) return option_number(needed, values) != 0;
+  if (needed->type == OPTION_INTEGER || !needs[length]) return option_number(needed, values) != 0;
   option_text(needed, values, now);
   return !strcmp(now, needs + length + 1);
 }

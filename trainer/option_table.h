@@ -10,14 +10,14 @@
 
 typedef enum {
   OPTION_END,
-  OPTION_GROUP,  // a heading of --help: its text is `help`
-  OPTION_FLAG,   // takes no value and writes `min` into a bool, int or enum
-  OPTION_WHOLE,  // a whole number: int or int64_t
-  OPTION_NUMBER, // a double
-  OPTION_CHOICE, // one of the words of `choices`: writes its place in the list into an enum
-  OPTION_SET,    // some of them, with commas between: writes a bit of each place into an unsigned
-  OPTION_TEXT,   // const char *, the argument itself
-  OPTION_LIST    // const char **, an array of stb_ds.h, which the caller frees: may be given several times
+  OPTION_GROUP,   // a heading of --help: its text is `help`
+  OPTION_FLAG,    // takes no value and writes `min` into a bool, int or enum
+  OPTION_INTEGER, // a whole number: int or int64_t
+  OPTION_NUMBER,  // a double
+  OPTION_CHOICE,  // one of the words of `choices`: writes its place in the list into an enum
+  OPTION_SET,     // some of them, with commas between: writes a bit of each place into an unsigned
+  OPTION_TEXT,    // const char *, the argument itself
+  OPTION_LIST     // const char **, an array of stb_ds.h, which the caller frees: may be given several times
 } OptionType;
 
 typedef struct {

@@ -52,7 +52,7 @@ static void require_agreement(const Options *o, const Options *requested) {
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_WHOLE))) continue;
+    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_INTEGER))) continue;
     double wanted = option_number(row, requested), have = option_number(row, o);
     if (wanted != have && row->type == OPTION_FLAG)
       fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
