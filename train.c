@@ -22,7 +22,7 @@
 #include "model/transformer.h"
 // defines: run_data_open, prompt_open, prompt_token_bytes
 #include "trainer/data.h"
-// defines: plan_print, plan_print_fit, plan_require, plan_set_mode, plan_compare_modes, plan_record
+// defines: plan_set_step, plan_print, plan_print_fit, plan_require, plan_set_mode, plan_compare_modes, ...
 #include "trainer/plan.h"
 // defines: report_open, report_due, report_collect, report_validation, report_sample, report_summary, ...
 #include "trainer/report.h"
@@ -242,7 +242,7 @@ int main(int argc, char **argv) {
   options_read(&options, argc, argv);
   resume_find(&options);
   options_resolve(&options);
-  options.train_step = train_step; // for the plan, which takes it, too
+  plan_set_step(train_step); // a plan is this step on a backend that counts bytes and computes nothing
   if (options.plan) {
     plan_print(&options);
   } else if (options.fit) {

@@ -157,7 +157,7 @@ Tensor shards_local_grads(const ParameterSet *parameters, ParameterGroup group, 
 // The rank's slice of the gradients' sum over all ranks.
 Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
 
-// Gathers the weights of a bucket, of which each rank has its slice alone, on all ranks; collectives_join waits.
+// Gathers the weights of a bucket, of which each rank has a slice, on all ranks. Asynchronous.
 void shards_gather(const ParameterSet *parameters, Backend *backend, ParameterGroup group, Bucket bucket);
 
 // Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role, or to

@@ -17,7 +17,7 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   options_read(&options, argc, argv);
   resume_find(&options);
   options_resolve(&options);
-  options.train_step = train_step;
+  plan_set_step(train_step);
   options_resolve_dtypes(&options, device == ON_CUDA);
   plan_resolve_chunk(&options, device);
   return options;

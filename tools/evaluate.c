@@ -38,7 +38,6 @@ static void read_options(Options *o, int argc, char **argv) {
   if (!o->init) fail("there is no model to evaluate; name its folder with --init DIR");
   if (!o->data) // nothing is trained on
     for (int64_t i = 0; i < arrlen(o->val_data); i++) arrput(o->data, o->val_data[i]);
-  o->dtypes.weights_only = true;
   resume_find(o);
   options_resolve(o);
 }

@@ -68,10 +68,10 @@ static void go_on(const Options *o, RunData *d) {
 
 RunData run_data_open(const Options *o) {
   int64_t vocab_size = o->model.vocab_size;
-  SourceSplit split = o->train_step || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
+  SourceSplit split = o->trains || !o->val_data ? SPLIT_TRAIN : SPLIT_VALIDATION;
   RunData d = {.source = source_open(o->data, arrlen(o->data), vocab_size, split)};
   if (o->val_data) d.val_source = source_open(o->val_data, arrlen(o->val_data), vocab_size, SPLIT_VALIDATION);
-  const char *shared = o->train_step && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
+  const char *shared = o->trains && d.val_source ? source_shared_file(d.source, d.val_source) : NULL;
   if (shared)
     fail("%s is both in --data and in --val-data; leave it out of one, to validate on what is not trained on",
          shared);

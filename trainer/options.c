@@ -259,6 +259,7 @@ void options_read(Options *o, int argc, char **argv) {
     if (!strcmp(argv[i], "--eval-only"))
       fail("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR --val-data PATH");
   options_parse(o, &table, argc, argv);
+  o->trains = true;
 }
 
 int64_t options_used_chunk(const Options *o) {

@@ -22,15 +22,10 @@ typedef struct {
   int64_t total_steps;
 } Schedule;
 
-struct Trainer;
-
-// A training step: train.c's. The plan calls it too, on a backend that counts bytes and computes nothing.
-typedef void TrainStep(struct Trainer *trainer, const Loader *loader, int64_t step);
-
 typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
 typedef struct {
-  TrainStep *train_step;       // NULL: nothing is trained (tools/evaluate)
+  bool trains;                 // false: tools/evaluate, which has weights alone
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   const char *preset;          // NULL: none was named
   ModelConfig model;

@@ -14,6 +14,12 @@
 
 enum { TIMELINE_STEPS = 3 };
 
+static TrainStep *step_to_plan;
+
+void plan_set_step(TrainStep *step) {
+  step_to_plan = step;
+}
+
 // A trainer that allocates nothing. Two micro-batches a step need as much memory as more.
 static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   options->micro_steps = min_i64(options->micro_steps, 2);
@@ -30,13 +36,13 @@ Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
   o.pass.mode = mode;
   Trainer trainer;
   open_planned(&trainer, &o, device);
-  if (o.train_step) {
+  if (o.trains) {
     int64_t count;
-    o.train_step(&trainer, NULL, 0);
+    step_to_plan(&trainer, NULL, 0);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
-  if (!o.train_step || o.val_data || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
-  if (o.save && o.train_step) // as a rank that writes no files
+  if (!o.trains || o.val_data || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (o.save && o.trains) // as a rank that writes no files
     weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
   Ledger plan = trainer.backend->memory.ledger;
   trainer_destroy(&trainer);
@@ -109,7 +115,7 @@ static bool batch_fits(const Budget *b, int64_t batch) {
 // The end of a refusal: up to three changes of the command line that lower any model's peak.
 static const char *remedies(const Options *o, DeviceKind device, char text[160]) {
   int64_t tokens = o->batch * o->seq_len;
-  bool trains = o->train_step, chunks = lce_default_chunk(device, tokens) < tokens;
+  bool trains = o->trains, chunks = lce_default_chunk(device, tokens) < tokens;
   const struct {
     bool possible;
     const char *change;
@@ -184,7 +190,7 @@ static void plan_timeline(const Options *given, DeviceKind device) {
   Ledger *ledger = &trainer.backend->memory.ledger;
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
-    o.train_step(&trainer, NULL, ledger->step - 1);
+    step_to_plan(&trainer, NULL, ledger->step - 1);
   write_timeline(o.timeline, ledger, KEEP);
   trainer_destroy(&trainer);
   backend_destroy(trainer.backend);
@@ -280,7 +286,7 @@ void plan_print_fit(Options *o) {
   const unsigned offloads[] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
                                OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
   int count = o->pass.recompute == RECOMPUTE_LAYER ? 4 : 3;
-  if (o->dtypes.offload || device == ON_CPU || !o->train_step) count = 1;
+  if (o->dtypes.offload || device == ON_CPU || !o->trains) count = 1;
   int64_t most = 0, batches[2];
   for (int i = 0; i < count; i++) {
     char words[64];

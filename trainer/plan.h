@@ -4,8 +4,11 @@
 #include "data/file.h"
 #include "trainer/trainer.h"
 
+// Names the training step that plans run, before all else here. A program that trains nothing has none.
+void plan_set_step(TrainStep *step);
+
 // The ledger of a training step of `options` (resolved) in `mode` on `device`, and of a validation batch and
-// a sampled token where the options have them; without a train_step of the validation batch alone.
+// a sampled token where the options have them; where nothing is trained of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);

@@ -115,7 +115,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
   char words[64];
-  if (o->train_step)
+  if (o->trains)
     printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
@@ -149,7 +149,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
   else if (o->origin)
     printf("weights  %s\n", o->origin);
   if (*o->changes) printf("         with %s\n", o->changes);
-  if (o->train_step) print_saving(o);
+  if (o->trains) print_saving(o);
 }
 
 Report report_open(const Options *o, const Backend *backend) {

@@ -220,6 +220,7 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
   o->dtypes.weight = o->dtype;
+  o->dtypes.weights_only = !o->trains;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
 }

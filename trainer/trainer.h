@@ -79,6 +79,7 @@ void trainer_destroy(Trainer *trainer);
 double schedule_rate(const Schedule *schedule, int64_t step);
 // In train.c: an optimizer step on the loader's batches (a plan has no loader). Asynchronous: up to
 // TRAINER_PENDING results wait on the device.
+typedef void TrainStep(Trainer *trainer, const Loader *loader, int64_t step);
 TrainStep train_step;
 
 // --- what train.c's step is made of ------------------------------------------------------------------------

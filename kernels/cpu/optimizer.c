@@ -1,4 +1,4 @@
-// AdamW, Nesterov's momentum and SGD over a slab, the sum under the global norm, and the factor that clips it.
+// AdamW, Nesterov momentum and SGD over a slab, the sum under the global norm, and the factor that clips it.
 //
 // AdamW moves 28 bytes for a weight (reads weight, gradient, m, v; writes weight, m, v), its limit. Sums are
 // cut into blocks of fixed length, so that the order of summation depends on the size alone.

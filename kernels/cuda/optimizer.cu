@@ -1,5 +1,5 @@
-// AdamW, Nesterov's momentum and SGD over a slab, batched GEMMs for orthogonalize, the sum under the global norm,
-// and the factor that clips it.
+// AdamW, Nesterov momentum and SGD over a slab, batched GEMMs for orthogonalize, the sum under the global
+// norm, and the factor that clips it.
 //
 // AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
 // with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200 4.2

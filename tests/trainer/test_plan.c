@@ -170,7 +170,7 @@ TEST(test_saving_a_split_head) {
 static void check_budget(DeviceKind device, const char *job, bool masked, bool trains, int mebibytes) {
   Options o = options_on(device, "%s --lce-memory %d", job, mebibytes);
   o.masked = masked; // as data with a mask would have it
-  if (!trains) o.train_step = NULL, o.dtypes = (ParameterDtypes){.weight = o.dtype, .weights_only = true};
+  if (!trains) o.trains = false, o.dtypes = (ParameterDtypes){.weight = o.dtype, .weights_only = true};
   plan_resolve_chunk(&o, device);
   size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
   if (held > budget)
