@@ -168,7 +168,7 @@ void trainer_gradient_pass(Trainer *t) {
 void trainer_dump(const Trainer *t) {
   Reason reason;
   if (!*t->host_max_counted) fail("--dump: no target of the first step counts; raise --batch or --seq-len");
-  Folder folder = folder_begin(t->options->dump, "first-step", NULL);
+  Folder folder = folder_begin(t->options->dump, "first-step");
   const ParameterSet *p = &t->model.parameters;
   const TensorToStore per_token[] = {{.name = "tokens", .tensor = t->tokens, .dtype = DTYPE_I32},
                                      {.name = "targets", .tensor = t->targets, .dtype = DTYPE_I32},

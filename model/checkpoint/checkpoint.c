@@ -28,8 +28,6 @@
 #define GENERATION_CONFIG "generation_config.json"
 #define TOKENIZER         "tokenizer.json"
 #define TRAINER_STATE     "trainer_state.json"
-#define NEW_STATE         TRAINER_STATE ".new" // until it is renamed
-#define LIST              "checksums.json"     // of checkpoints from before they went without
 #define LATEST            "latest"
 #define NEW_LATEST        ".latest" // until it is renamed
 #define CHECKSUMS         "crc32"   // in TRAINER_STATE: {"FILE": its CRC-32}
@@ -50,9 +48,7 @@ static const char *const our_files[] = {
     CONFIG,
     GENERATION_CONFIG,
     TRAINER_STATE,
-    NEW_STATE,
-    LIST,
-    LIST ".new",
+    "@(checksums|trainer_state).json?(.new)", // of earlier versions
     "@(" MODEL_STEM "|" STATE_STEM "|first_step)?(-" DIGITS "-of-" DIGITS ").safetensors?(.index.json)",
 };
 enum { OUR_FILES = sizeof our_files / sizeof *our_files, WITH_TOKENIZER = 8 };
@@ -137,25 +133,19 @@ static bool sync_folder(const char *path) {
   return synced;
 }
 
-// Whether a folder holds the trainer_state.json of its step or, hidden, what a killed run leaves of it.
-static bool is_marked(const char *path, Listing l) {
-  const char *name = strrchr(path, '/') + 1;
+// Whether a folder holds the trainer_state.json of the step that its name says.
+static bool is_marked(const char *path) {
   Reason reason;
   cJSON *state = json_read(path_in(path, TRAINER_STATE).text, &reason);
-  bool marked = is_state_of(state, name);
+  bool marked = is_state_of(state, strrchr(path, '/') + 1);
   cJSON_Delete(state);
-  return marked || (*name == '.' && (path_exists(path_in(path, LIST).text) || l.count == 0 ||
-                                     (l.count == 1 && !strcmp(l.entries[0]->d_name, NEW_STATE))));
+  return marked;
 }
 
-typedef enum {
-  LOOK,       // only checks that a folder may be removed
-  REMOVE,     // removes it where it may be
-  REMOVE_MADE // which this process made
-} Removal;
-
-// Removes a folder of ours, if it exists, its mark last. False with a reason: it is another's, and stays.
-static bool remove_folder(const char *path, Removal removal, Reason *reason) {
+// Removes a hidden folder, if it exists; of any other only checks that it may go. False with a reason: it is
+// another's, or something in it cannot be removed.
+static bool remove_folder(const char *path, Reason *reason) {
+  bool hidden = strrchr(path, '/')[1] == '.';
   int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (folder < 0 && errno == ENOENT) return true;
   if (folder < 0) return refuse(reason, "%s is left: it is a link, no folder, or cannot be opened", path);
@@ -167,22 +157,20 @@ static bool remove_folder(const char *path, Removal removal, Reason *reason) {
     if (!is_ours(name) || fstatat(folder, name, &status, AT_SYMLINK_NOFOLLOW) || !S_ISREG(status.st_mode))
       ok = refuse(reason, "%s is left: it holds %s, which this program did not write", path, name);
   }
-  if (ok && removal != REMOVE_MADE && !is_marked(path, l))
+  if (ok && !hidden && !is_marked(path))
     ok = refuse(reason, "%s is left: it has no " TRAINER_STATE " of that step", path);
-  for (int last = 0; last < 2 && removal != LOOK; last++)
-    for (int i = 0; i < l.count && ok; i++)
-      if ((strcmp(l.entries[i]->d_name, TRAINER_STATE) == 0) == last)
-        unlinkat(folder, l.entries[i]->d_name, 0);
-  if (ok && removal != LOOK && rmdir(path))
-    ok = refuse(reason, "cannot remove %s: %s", path, strerror(errno));
+  for (int i = 0; i < l.count && ok && hidden; i++)
+    if (unlinkat(folder, l.entries[i]->d_name, 0))
+      ok = refuse(reason, "cannot remove %s/%s: %s", path, l.entries[i]->d_name, strerror(errno));
+  if (ok && hidden && rmdir(path)) ok = refuse(reason, "cannot remove %s: %s", path, strerror(errno));
   list_free(l);
   close(folder);
   return ok;
 }
 
-static void remove_or_warn(const char *path, Removal removal) {
+static void remove_or_warn(const char *path) {
   Reason reason;
-  if (!remove_folder(path, removal, &reason)) warn("%s", reason.text);
+  if (!remove_folder(path, &reason)) warn("%s", reason.text);
 }
 
 static Path hidden_path(const char *parent, const char *prefix, const char *name) {
@@ -194,7 +182,7 @@ static Path hidden_path(const char *parent, const char *prefix, const char *name
 // Removes the checkpoint parent/name; the folder `fresh` (or NULL) takes its place at once for every reader.
 static bool retire(const char *parent, const char *name, const char *fresh, Reason *reason) {
   Path path = path_in(parent, name), away = hidden_path(parent, REMOVING, name);
-  if (!remove_folder(path.text, LOOK, reason) || !remove_folder(away.text, REMOVE, reason)) return false;
+  if (!remove_folder(path.text, reason) || !remove_folder(away.text, reason)) return false;
   if (fresh && !renameat2(AT_FDCWD, fresh, AT_FDCWD, path.text, RENAME_EXCHANGE)) { // both at once
     rename(fresh, away.text);
   } else if (rename(path.text, away.text)) {
@@ -205,31 +193,20 @@ static bool retire(const char *parent, const char *name, const char *fresh, Reas
     return false;
   }
   if (fresh && !sync_folder(parent)) return refuse(reason, "cannot sync %s: %s", parent, strerror(errno));
-  remove_or_warn(away.text, REMOVE);
+  remove_or_warn(away.text);
   return true;
 }
 
-// Writes a folder's trainer_state.json, or replaces it, at once.
-static void mark(Folder *f, const char *state) {
-  Path path = path_in(f->hidden.text, TRAINER_STATE);
-  folder_add(f, NEW_STATE, 0666, state, strlen(state));
-  folder_end_file(f);
-  if (f->ok && (rename(path_in(f->hidden.text, NEW_STATE).text, path.text) || !sync_folder(f->hidden.text)))
-    folder_give_up(f, path.text);
-}
-
-Folder folder_begin(const char *parent, const char *name, const char *state) {
+Folder folder_begin(const char *parent, const char *name) {
   Folder f = {.ok = true, .hidden = hidden_path(parent, SAVING, name)};
   snprintf(f.parent.text, sizeof f.parent.text, "%s", parent);
   snprintf(f.name, sizeof f.name, "%s", name);
-  if (state) remove_or_warn(f.hidden.text, REMOVE);
+  remove_or_warn(f.hidden.text); // left by a killed run
   if (mkdir(f.hidden.text, 0777)) {
     folder_give_up(&f, f.hidden.text);
     f.hidden.text[0] = 0; // it is another's
   }
-  if (!state || !f.ok) return f;
-  mark(&f, state);
-  f.checksums = cJSON_CreateObject();
+  if (f.ok) f.checksums = cJSON_CreateObject();
   return f;
 }
 
@@ -243,7 +220,7 @@ bool folder_finish(Folder *f, Reason *reason) {
             refuse(&f->reason, "cannot write %s: %s", path.text, why.text);
   else if (f->ok && (rename(f->hidden.text, path.text) || !sync_folder(f->parent.text)))
     folder_give_up(f, path.text);
-  if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text, REMOVE_MADE);
+  if (!f->ok && *f->hidden.text) remove_or_warn(f->hidden.text);
   cJSON_Delete(f->checksums);
   f->checksums = NULL;
   if (!f->ok) *reason = f->reason;
@@ -286,10 +263,14 @@ static bool is_own_link(const char *directory, const char *name) {
 // Fails on another program's files by our names, which would be mixed with ours or lost, and on another run's
 // checkpoints: `own` says that those up to first_step are this run's.
 static void refuse_foreign(const char *directory, int64_t first_step, bool own, bool may_replace) {
+  Reason reason;
   Listing l = list(AT_FDCWD, directory);
   for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
-    if (is_step(name) && !may_replace && step_of(name) > first_step)
+    bool ahead = is_step(name) && step_of(name) > first_step;
+    if (ahead && may_replace && !remove_folder(path_in(directory, name).text, &reason))
+      fail("--save %s: %s; move it away", directory, reason.text);
+    if (ahead && !may_replace)
       fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
            "another directory",
            directory, name);
@@ -308,10 +289,13 @@ static void refuse_foreign(const char *directory, int64_t first_step, bool own, 
 static void clean(const char *directory) {
   Reason reason;
   Listing l = list(AT_FDCWD, directory);
-  for (int i = 0; i < l.count; i++)
-    if (is_left_over(l.entries[i]->d_name) &&
-        !remove_folder(path_in(directory, l.entries[i]->d_name).text, REMOVE, &reason))
+  for (int i = 0; i < l.count; i++) {
+    const char *name = l.entries[i]->d_name;
+    if (!is_left_over(name) || remove_folder(path_in(directory, name).text, &reason)) continue;
+    if (!strncmp(name, SAVING, strlen(SAVING))) // in the way of that step's checkpoint
       fail("--save %s: %s; move it away", directory, reason.text);
+    warn("--save %s: %s", directory, reason.text);
+  }
   list_free(l);
   Path trial = path_in(directory, SAVING STEP "0");
   if (mkdir(trial.text, 0777) || rmdir(trial.text))
@@ -363,20 +347,6 @@ static void take_along(CheckpointStore *store, const char *origin, const char *t
   arrput(store->companions, c);
 }
 
-CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
-                                      int64_t first_step, bool may_replace) {
-  CheckpointStore store = {.shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
-  Reason reason;
-  store.directory = text_format("%s", directory);
-  store.unfinished =
-      origin && first_step >= 0 && path_is_same(origin, path_in(directory, step_name(first_step).text).text);
-  refuse_foreign(directory, first_step, store.unfinished, may_replace);
-  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
-  clean(directory);
-  take_along(&store, origin, tokenizer);
-  return store;
-}
-
 // --- saving ------------------------------------------------------------------------------------------------
 
 // Makes the link directory/name, or replaces our own.
@@ -422,21 +392,37 @@ static void delete_older(const CheckpointStore *store, int64_t step) {
   list_free(l);
 }
 
-// What follows a checkpoint that is in its place.
-static void finish_step(CheckpointStore *store) {
-  store->unfinished = false;
+// Points to a checkpoint that is in its place, then deletes older ones.
+static void finish_step(const CheckpointStore *store) {
   point_to(store->directory, step_name(store->last_step).text);
   if (store->keep) delete_older(store, store->last_step); // only now: `latest` never leads to one that goes
 }
 
-// Adds to the state the checksums of all files, and of itself without them.
-static void add_checksums(Folder *f, cJSON *state) {
+CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
+                                      int64_t keep, int64_t first_step, bool may_replace) {
+  CheckpointStore store = {
+      .keep = keep, .shard_bytes = CHECKPOINT_SHARD_BYTES, .last_step = first_step, .lock = -1};
+  Reason reason;
+  store.directory = text_format("%s", directory);
+  bool own =
+      origin && first_step >= 0 && path_is_same(origin, path_in(directory, step_name(first_step).text).text);
+  refuse_foreign(directory, first_step, own, may_replace);
+  if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
+  clean(directory);
+  take_along(&store, origin, tokenizer);
+  if (own) finish_step(&store); // the run that saved it may have been killed before
+  return store;
+}
+
+// Writes trainer_state.json with the checksums of all files before it, and of itself without them.
+static void add_state(Folder *f, cJSON *state) {
   char *text = json_print(state, true);
   folder_end_file(f);
   cJSON_AddNumberToObject(f->checksums, TRAINER_STATE, checksum(0, text, strlen(text)));
   cJSON_AddItemReferenceToObject(state, CHECKSUMS, f->checksums);
   free(text);
-  mark(f, text = json_print(state, true));
+  text = json_print(state, true);
+  folder_add(f, TRAINER_STATE, 0666, text, strlen(text));
   free(text);
   cJSON_DeleteItemFromObjectCaseSensitive(state, CHECKSUMS);
 }
@@ -445,11 +431,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
                      cJSON *trainer_state, Reason *reason) {
   Folder folder = {0};
   Text name = step_name(step);
-  if (store->directory && enter(store, &folder.reason)) {
-    char *state = json_print(trainer_state, true);
-    folder = folder_begin(store->directory, name.text, state);
-    free(state);
-  }
+  if (store->directory && enter(store, &folder.reason)) folder = folder_begin(store->directory, name.text);
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
@@ -458,7 +440,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   char *config = hf_config_write(&model->config, store->dtype, store->config.text);
   folder_add(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
   free(config);
-  if (folder.checksums) add_checksums(&folder, trainer_state);
+  if (folder.checksums) add_state(&folder, trainer_state);
   if (!folder_finish(&folder, reason)) {
     if (store->last_step < 0)
       return refuse(reason, "%s; there is no checkpoint of this run yet", reason->text);
@@ -472,7 +454,6 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
 
 void checkpoint_store_close(CheckpointStore *store) {
   if (!store->directory) return;
-  if (store->unfinished) finish_step(store);
   if (store->lock >= 0) close(store->lock);
   for (int i = 0; i < arrlen(store->companions); i++) free(store->companions[i].text);
   arrfree(store->companions);

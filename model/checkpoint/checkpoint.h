@@ -8,8 +8,9 @@
 // and the folder is synced and renamed; a later run removes what a killed one left. Nothing in it depends on
 // the number of ranks: every random number follows from the step and the seed; the place in the data is kept.
 //
-// Only a folder with one of these names is removed that holds nothing but regular files with these names and
-// a trainer_state.json of that step. Links are not followed; anything else stays, with a warning.
+// An old DIR/step-000100 is renamed to DIR/.removing-step-000100 before its files go. It is removed only if it
+// holds nothing but regular files with these names and a trainer_state.json of that step, a hidden folder only
+// if it holds no other files. Links are not followed; anything else stays, with a warning.
 //
 // trainer_state.json has zlib's CRC-32 of every file, and of itself without them: a changed file is named.
 #pragma once
@@ -17,10 +18,9 @@
 #include "data/json.h"
 #include "model/checkpoint/weights.h"
 
-// Begins the folder parent/name: `parent` exists, `name` is plain. `state`: its trainer_state.json, written
-// first, which marks it as this program's; NULL: it has none, and replaces nothing.
-Folder folder_begin(const char *parent, const char *name, const char *state);
-// Puts the folder in its place, or that of an old checkpoint. False with a reason: nothing is left.
+// Begins the folder parent/name: `parent` exists, `name` is plain. Removes what a killed run left of it.
+Folder folder_begin(const char *parent, const char *name);
+// Puts the folder in its place; a checkpoint replaces an old one. False with a reason: nothing is left.
 bool folder_finish(Folder *folder, Reason *reason);
 // Makes `parent`; fails where parent/name exists.
 void folder_require_new(const char *option, const char *parent, const char *name);
@@ -42,7 +42,6 @@ typedef struct {
   Companion *companions; // an array of stb_ds.h
   int lock;              // descriptor: one run writes here at a time
   int64_t last_step;     // newest checkpoint of this run, -1 before there is one
-  bool unfinished;       // it was there already: checkpoint_store_close
 } CheckpointStore;
 
 // Hugging Face's default of many years.
@@ -53,15 +52,15 @@ typedef struct {
 // folder with one; or NULL) replaces its tokenizer. Fails where another run writes there, where it holds a
 // model that is no checkpoint, checkpoints after `first_step`, which the run resumes from (-1: none), unless
 // `may_replace`: they are damaged; or older ones while `origin` is not one of them: they are another run's.
+// Applies `latest` and `keep` to `origin` where it is one of them: the run that saved it may have been killed
+// before that.
 CheckpointStore checkpoint_store_open(const char *directory, const char *origin, const char *tokenizer,
-                                      int64_t first_step, bool may_replace);
+                                      int64_t keep, int64_t first_step, bool may_replace);
 // Writes the checkpoint of a step, then deletes the oldest beyond `keep`. False with a reason that names the
 // last good one; nothing is then left or deleted. `trainer_state` has the "step". Call it on all ranks: rank
 // 0 has opened its store, those of the others hold the same dtype alone.
 bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backend, int64_t step,
                      cJSON *trainer_state, Reason *reason);
-// First applies `latest` and `keep` to the store's own checkpoint where the run resumed from it and saved
-// none.
 void checkpoint_store_close(CheckpointStore *store);
 
 // The newest whole checkpoint, which the caller frees, or NULL; warns of damaged ones. *any: there is one.

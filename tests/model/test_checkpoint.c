@@ -59,7 +59,7 @@ static Tampered tamper(const char *more) {
 // Stores what there is and loads it.
 static void load_tampered(Tampered *t, size_t shard_bytes) {
   shell("rm -rf %s", temp_path("tampered"));
-  Folder folder = folder_begin(temp_path("."), "tampered", NULL);
+  Folder folder = folder_begin(temp_path("."), "tampered");
   tensor_set_write(&folder, "model", t->list, t->count, t->run->h->backend, shard_bytes);
   Reason reason;
   assert_true(folder_finish(&folder, &reason));
@@ -201,7 +201,7 @@ TEST(options_that_contradict_the_model_are_refused) {
 // The C library's calls that make a checkpoint, noted in order; the program may be killed before any of them.
 static char events[65536];
 static int event_count, kill_before = -1;
-static bool read_only, no_exchange, no_entry; // what the file system cannot do
+static bool read_only, no_exchange, no_entry, no_unlink; // what the file system cannot do
 static jmp_buf killed;
 
 static const char *in_store(const char *path) {
@@ -226,7 +226,7 @@ int fsync(int file) {
 
 int rename(const char *from, const char *to) {
   event("rename", from, to);
-  if (no_entry && strstr(from, "/.saving-") && !strstr(from, ".new")) return errno = EIO, -1;
+  if (no_entry && strstr(from, "/.saving-")) return errno = EIO, -1;
   return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
 
@@ -248,6 +248,7 @@ int unlink(const char *path) {
 
 int unlinkat(int folder, const char *name, int flags) {
   event("unlink", name, "");
+  if (no_unlink && !strcmp(name, "model.safetensors")) return errno = EIO, -1;
   return (int)syscall(SYS_unlinkat, folder, name, flags);
 }
 
@@ -272,29 +273,22 @@ static void save_steps(Run *run, CheckpointStore *store, const int64_t *steps, i
 }
 
 static CheckpointStore open_store(const char *name, int64_t keep) {
-  CheckpointStore store = checkpoint_store_open(temp_path(name), NULL, NULL, -1, true);
-  store.keep = keep;
-  return store;
+  return checkpoint_store_open(temp_path(name), NULL, NULL, keep, -1, true);
 }
 
 #define NEW_STEP                                                                                             \
-  "mkdir .saving-step-000002\nsync .saving-step-000002/trainer_state.json.new\n"                             \
-  "rename .saving-step-000002/trainer_state.json.new .saving-step-000002/trainer_state.json\n"               \
-  "sync .saving-step-000002\nsync .saving-step-000002/model.safetensors\n"                                   \
+  "mkdir .saving-step-000002\nsync .saving-step-000002/model.safetensors\n"                                  \
   "sync .saving-step-000002/training_state.safetensors\n"                                                    \
   "sync .saving-step-000002/generation_config.json\nsync .saving-step-000002/config.json\n"                  \
-  "sync .saving-step-000002/trainer_state.json.new\n"                                                        \
-  "rename .saving-step-000002/trainer_state.json.new .saving-step-000002/trainer_state.json\n"               \
-  "sync .saving-step-000002\n"                                                                               \
-  "sync .saving-step-000002\n"
+  "sync .saving-step-000002/trainer_state.json\nsync .saving-step-000002\n"
 #define LATEST                                                                                               \
   "link .latest\nrename .latest latest\nlink config.json\nlink generation_config.json\n"                     \
   "link model.safetensors\nlink trainer_state.json\nlink training_state.safetensors\nsync \n"
 #define GONE                                                                                                 \
   "unlink config.json\nunlink generation_config.json\nunlink model.safetensors\n"                            \
-  "unlink training_state.safetensors\nunlink trainer_state.json\n"
+  "unlink trainer_state.json\nunlink training_state.safetensors\n"
 
-// All is on disk before it has its name, `latest` moves before anything goes, a folder's mark goes last.
+// All is on disk before it has its name, and `latest` moves before anything goes.
 TEST(a_checkpoint_is_saved_in_this_order) {
   Run *run = open_tiny("");
   CheckpointStore store = open_store("order/store", 1);
@@ -373,9 +367,9 @@ TEST(a_full_disk_leaves_what_was_there) {
     limit = (struct rlimit){.rlim_cur = most, .rlim_max = before.rlim_max};
     setrlimit(RLIMIT_FSIZE, &limit);
     Reason reason;
-    Folder folder = folder_begin(temp_path("full"), "step-000007", "{\"step\": 7}");
+    Folder folder = folder_begin(temp_path("full"), "step-000007");
     folder_add(&folder, "model.safetensors", 0666, text, strlen(text));
-    folder_add(&folder, "config.json", 0666, "", 0);
+    folder_add(&folder, "trainer_state.json", 0666, "{\"step\": 7}", 11);
     bool finished = folder_finish(&folder, &reason);
     setrlimit(RLIMIT_FSIZE, &before);
     made = finished && most != 100;
@@ -432,14 +426,12 @@ TEST(damage_is_noticed_and_passed_over) {
   shell("cd %s && ln -sfn step-000005 latest && cp -r step-1000000 ../copy", temp_path("damaged"));
   for (int own = 0; own < 2; own++) {
     snprintf(at, sizeof at, "%s", temp_path(own ? "damaged/step-1000000" : "copy"));
-    store = checkpoint_store_open(temp_path("damaged"), at, NULL, 1000000, true);
-    store.keep = 1;
+    store = checkpoint_store_open(temp_path("damaged"), at, NULL, 1, 1000000, true);
     checkpoint_store_close(&store);
     shell("cd %s && test $(readlink latest) = %s && test %s -e step-000005", temp_path("damaged"),
           own ? "step-1000000" : "step-000005", own ? "!" : "");
   }
-  store = checkpoint_store_open(temp_path("damaged"), NULL, NULL, 1000000, true);
-  store.keep = 1;
+  store = checkpoint_store_open(temp_path("damaged"), NULL, NULL, 1, 1000000, true);
   save_steps(run, &store, (const int64_t[]){1000001}, 1);
   shell("cd %s && test $(ls -d step-*) = step-1000001",
         temp_path("damaged")); // the list of before is ours, too
@@ -474,12 +466,31 @@ TEST(the_newest_are_kept) {
   shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-1000001 step-2000000'", directory);
   shell("mv %s %s.away && mkdir %s", directory, directory, directory); // made anew, it is locked anew
   save_steps(run, &store, (const int64_t[]){1000002}, 1);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 999999, true), "another run is writing");
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, 2000000, true), "another run is writing");
   checkpoint_store_close(&store);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, -1, false), "step-1000002 is there",
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, -1, false), "step-1000002 is there",
                "--resume auto");
-  ASSERT_FAILS(checkpoint_store_open(directory, temp_path("elsewhere"), NULL, 2000000, false),
+  ASSERT_FAILS(checkpoint_store_open(directory, temp_path("elsewhere"), NULL, 0, 2000000, false),
                "step-1000002 is there, which is not of this run"); // and which --keep would remove
+  run_close(run);
+}
+
+// A checkpoint that a failing disk, or NFS, does not let go is no checkpoint, and no later run fails by it.
+TEST(what_cannot_be_removed_is_tried_again) {
+  Run *run = open_tiny("");
+  CheckpointStore store = open_store("stuck/store", 1);
+  save_steps(run, &store, (const int64_t[]){1}, 1);
+  no_unlink = true;
+  save_steps(run, &store, (const int64_t[]){2}, 1); // warns, and the next start, too
+  checkpoint_store_close(&store);
+  store = open_store("stuck/store", 1);
+  shell("cd %s && test $(ls -d step-*) = step-000002 && test -e .removing-step-000001/model.safetensors",
+        temp_path("stuck/store"));
+  checkpoint_store_close(&store);
+  no_unlink = false;
+  store = open_store("stuck/store", 1);
+  shell("cd %s && test $(ls -A | grep step) = step-000002", temp_path("stuck/store"));
+  checkpoint_store_close(&store);
   run_close(run);
 }
 
@@ -527,13 +538,17 @@ TEST(foreign_files_are_never_removed) {
   shell("cd %s && test -e step-000003/model.safetensors && ! ls -A | grep saving",
         temp_path("foreign/store"));
   checkpoint_store_close(&store);
-  shell("cd %s && mkdir .saving-step-000009 .saving-mine && touch .saving-step-000009/config.json",
-        temp_path("foreign/store"));
-  ASSERT_FAILS(open_store("foreign/store", 2), ".saving-step-000009 is left: it has no trainer_state.json",
+  ASSERT_FAILS(open_store("foreign/store", 2), "step-000003 is left: it holds notes", "move it away");
+  shell("cd %s/step-000003 && rm notes trainer_state.json", temp_path("foreign/store"));
+  ASSERT_FAILS(open_store("foreign/store", 2), "step-000003 is left: it has no trainer_state.json",
                "move it away");
-  shell("test -e %s/.saving-step-000009/config.json", temp_path("foreign/store"));
+  shell("cd %s && rm -r step-000003 && mkdir .saving-step-000009 .saving-mine && "
+        "touch .saving-step-000009/notes",
+        temp_path("foreign/store"));
+  ASSERT_FAILS(open_store("foreign/store", 2), ".saving-step-000009 is left: it holds notes", "move it away");
+  shell("test -e %s/.saving-step-000009/notes", temp_path("foreign/store"));
   make_directory("dumped");
-  Folder folder = folder_begin(temp_path("."), "dumped", NULL);
+  Folder folder = folder_begin(temp_path("."), "dumped");
   folder_add(&folder, "first_step.safetensors", 0666, "x", 1);
   assert_false(folder_finish(&folder, &reason));
   assert_non_null(strstr(reason.text, "dumped: it exists; name another directory"));
@@ -553,12 +568,12 @@ TEST(where_checkpoints_cannot_go_is_said_at_once) {
   for (volatile size_t i = 0; i < 2 * sizeof foreign / sizeof *foreign; i++) {
     shell("rm -rf %s; mkdir %s; cd %s && %s %s", temp_path("mixed"), temp_path("mixed"), temp_path("mixed"),
           i % 2 ? "ln -s ../elsewhere" : "touch", foreign[i / 2]);
-    ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, -1, false),
+    ASSERT_FAILS(checkpoint_store_open(temp_path("mixed"), NULL, NULL, 0, -1, false),
                  "it holds a model that is no checkpoint", foreign[i / 2]);
   }
   write_text("file", "");
   ASSERT_FAILS(open_store("file/store", 0), "cannot make");
-  ASSERT_FAILS(checkpoint_store_open("", NULL, NULL, -1, false), "the name of the folder is empty");
+  ASSERT_FAILS(checkpoint_store_open("", NULL, NULL, 0, -1, false), "the name of the folder is empty");
   read_only = true;
   ASSERT_FAILS(open_store("read-only", 0), "read-only: nothing can be written there", strerror(EROFS));
   read_only = false;
@@ -596,7 +611,7 @@ TEST(companions_travel_along) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     const char *origin = cases[i].origin ? temp_path(cases[i].origin) : NULL;
     const char *tokenizer = cases[i].tokenizer ? temp_path(cases[i].tokenizer) : NULL;
-    CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, -1, false);
+    CheckpointStore store = checkpoint_store_open(temp_path(cases[i].store), origin, tokenizer, 0, -1, false);
     if (!strcmp(cases[i].store, "by-model")) shell("rm -r %s", temp_path("base"));
     save_steps(run, &store, (const int64_t[]){1}, 1);
     checkpoint_store_close(&store);
@@ -623,10 +638,10 @@ TEST(companions_travel_along) {
         "by-model/trainer_state.json no-model/config.json | tr -d '\n') = 600600640644644",
         temp_path("."));
   WRITE_TEXTS({"given/generation_config.json", "{\"top_k\": 3"}, {"given/vocab.json", "[1]"});
-  ASSERT_FAILS(checkpoint_store_open(temp_path("cut"), NULL, temp_path("given"), -1, false),
+  ASSERT_FAILS(checkpoint_store_open(temp_path("cut"), NULL, temp_path("given"), 0, -1, false),
                "given/generation_config.json cannot go into checkpoints: it is no JSON object (see byte 11)");
   shell("rm %s", temp_path("given/generation_config.json"));
-  ASSERT_FAILS(checkpoint_store_open(temp_path("invalid"), NULL, temp_path("given"), -1, false),
+  ASSERT_FAILS(checkpoint_store_open(temp_path("invalid"), NULL, temp_path("given"), 0, -1, false),
                "vocab.json cannot go into checkpoints", "repair or remove it");
   run_close(run);
 }

@@ -226,7 +226,7 @@ static void check_round_trip(const GoldenModel *m) {
   char before[256], saved[256];
   snprintf(before, sizeof before, "tests/golden/%s", m->name);
   snprintf(saved, sizeof saved, "%s", temp_path(m->name));
-  CheckpointStore store = checkpoint_store_open(saved, before, NULL, -1, false);
+  CheckpointStore store = checkpoint_store_open(saved, before, NULL, 0, -1, false);
   store.dtype = m->dtype;
   store.shard_bytes = m->shard_bytes;
   cJSON *nothing = cJSON_CreateObject();
