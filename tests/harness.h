@@ -116,9 +116,31 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
 
 // --- refusals ----------------------------------------------------------------------------------------------
 
-// From now on calls every operation with wrong arguments, too (refusals.c). Prints and counts those accepted.
+// What an operation accepts of a test's calls with one tensor changed. Of its arguments, in words of 8 bytes: which
+// tensor was ever absent, which changes passed (bits).
+enum { REFUSALS = 4, REFUSAL_WORDS = 160 };
+typedef struct {
+  const char *name;
+  void (*enter)(Backend *backend, const void *a); // the operation, which must not run if it accepts
+  size_t bytes, workspace;                        // of the arguments; where its scratch is among them
+  int calls;
+  bool absent[REFUSAL_WORDS];
+  unsigned accepted[REFUSAL_WORDS];
+} Refusals;
+// Rows of a table of operations; enter_NAME calls the operation NAME.
+#define REFUSALS_ROW(operation, Arguments, scratch)                                                          \
+  {.name = #operation, .enter = enter_##operation, .bytes = sizeof(Arguments), .workspace = scratch},
+#define REFUSALS_PLAIN(name, Arguments, ...)   REFUSALS_ROW(name, Arguments, SIZE_MAX)
+#define REFUSALS_SCRATCH(name, Arguments, ...) REFUSALS_ROW(name, Arguments, offsetof(Arguments, workspace))
+
+// Calls the operation with each tensor missing, of a wrong type or rank, and wider.
+void refusals_try(Backend *backend, Refusals *r, const void *a);
+// Prints and counts the changes that more tensors were accepted with than are allowed.
+int refusals_missed(const Refusals *r, const int allowed[REFUSALS]);
+
+// From now on tries so every operation of the backend before it runs.
 void refusals_watch(Backend *backend);
-int refusals_missed(void);
+int refusals_missed_by_the_core(void);
 
 // --- fail() ------------------------------------------------------------------------------------------------
 

@@ -1,24 +1,10 @@
-// Every CPU operation first must refuse a test's call with a tensor missing, wider, of a wrong type or rank.
+// Every operation on the CPU first must refuse a test's call with a tensor missing, wider, of a wrong type or rank.
 #include "kernels/kernels.h"
 #include "tests/harness.h"
 
-enum { MISSING, TYPE, RANK, WIDER, CHANGES, WORDS = 160, CALLS = 200 };
-static const char *const change_names[CHANGES] = {"missing", "of a wrong type", "of a wrong rank", "wider"};
+enum { MISSING, TYPE, RANK, WIDER, CALLS = 200 };
+static const char *const change_names[REFUSALS] = {"missing", "of a wrong type", "of a wrong rank", "wider"};
 
-// By a tensor's place in the arguments, in words of 8 bytes: was it ever absent, which changes passed (bits).
-typedef struct {
-  const char *name;
-  int calls;
-  bool absent[WORDS];
-  unsigned accepted[WORDS];
-} Watched;
-
-#define INDEX(name, Arguments, group) OF_##name,
-enum { OPERATIONS(INDEX, INDEX) OPERATION_COUNT };
-static Watched watched[OPERATION_COUNT];
-
-static const BackendOps *real; // the CPU's
-static BackendOps watching;
 static bool trying;
 static jmp_buf refused;
 static char sentence[512];
@@ -48,41 +34,61 @@ static bool is_tensor(const Memory *m, const Tensor *t) {
          (t->rank == 1 || t->rank == 2);
 }
 
-static void try_changes(Backend *backend, Watched *w, void (*enter)(Backend *, const void *), const void *a,
-                        size_t bytes, size_t workspace) {
-  _Alignas(16) char copy[8 * WORDS];
-  if (w->calls++ >= CALLS || backend->ranks > 1) return;
-  for (size_t at = 0; at + sizeof(Tensor) <= bytes; at += 8) {
+void refusals_try(Backend *backend, Refusals *r, const void *a) {
+  _Alignas(16) char copy[8 * REFUSAL_WORDS];
+  if (r->calls++ >= CALLS || backend->ranks > 1) return;
+  for (size_t at = 0; at + sizeof(Tensor) <= r->bytes; at += 8) {
     Tensor given, *t = (Tensor *)(copy + at);
     memcpy(&given, (const char *)a + at, sizeof given);
-    w->absent[at / 8] |= !given.data;
-    if (at == workspace || !is_tensor(&backend->memory, &given)) continue;
-    for (int change = 0; change < CHANGES; change++) {
-      memcpy(copy, a, bytes);
+    r->absent[at / 8] |= !given.data;
+    if (at == r->workspace || !is_tensor(&backend->memory, &given)) continue;
+    for (int change = 0; change < REFUSALS; change++) {
+      memcpy(copy, a, r->bytes);
       if (change == MISSING) *t = (Tensor){0};
       if (change == TYPE) t->dtype = given.dtype == DTYPE_E4M3 ? DTYPE_I64 : DTYPE_E4M3;
       if (change == RANK)
         *t = given.rank == 2 ? tensor_1d(given.data, given.dtype, tensor_count(given))
                              : tensor_2d(given.data, given.dtype, 1, given.shape[0]);
       if (change == WIDER) t->shape[given.rank - 1]++, t->stride++;
-      if (accepts(backend, enter, copy, w->name)) w->accepted[at / 8] |= 1u << change;
+      if (accepts(backend, r->enter, copy, r->name)) r->accepted[at / 8] |= 1u << change;
     }
   }
 }
 
-#define WATCH(operation, Arguments, workspace)                                                               \
-  static void enter_##operation(Backend *backend, const void *a) {                                           \
-    operation(backend, *(const Arguments *)a);                                                               \
-  }                                                                                                          \
-  static void watch_##operation(Backend *backend, const Arguments *a) {                                      \
-    if (trying) return;                                                                                      \
-    watched[OF_##operation].name = #operation;                                                               \
-    try_changes(backend, &watched[OF_##operation], enter_##operation, a, sizeof *a, workspace);              \
-    real->operation(backend, a);                                                                             \
+int refusals_missed(const Refusals *r, const int allowed[REFUSALS]) {
+  int missed = 0;
+  for (int change = 0; r->calls && change < REFUSALS; change++) {
+    int count = -allowed[change];
+    for (int word = 0; word < REFUSAL_WORDS; word++)
+      count += r->accepted[word] >> change & 1 && !(change == MISSING && r->absent[word]);
+    if (count <= 0) continue;
+    print_error("%s accepts %d tensors too many that are %s\n", r->name, count, change_names[change]);
+    missed++;
   }
-#define WATCH_PLAIN(operation, Arguments, group)   WATCH(operation, Arguments, SIZE_MAX)
-#define WATCH_SCRATCH(operation, Arguments, group) WATCH(operation, Arguments, offsetof(Arguments, workspace))
-OPERATIONS(WATCH_PLAIN, WATCH_SCRATCH)
+  return missed;
+}
+
+// --- the core's operations ---------------------------------------------------------------------------------
+
+static const BackendOps *real; // the CPU's
+static BackendOps watching;
+
+#define INDEX(name, Arguments, group) OF_##name,
+enum { OPERATIONS(INDEX, INDEX) OPERATION_COUNT };
+#define ENTER(name, Arguments, group)                                                                        \
+  static void enter_##name(Backend *backend, const void *a) {                                                \
+    name(backend, *(const Arguments *)a);                                                                    \
+  }
+OPERATIONS(ENTER, ENTER)
+static Refusals watched[] = {OPERATIONS(REFUSALS_PLAIN, REFUSALS_SCRATCH)};
+
+#define WATCH(name, Arguments, group)                                                                        \
+  static void watch_##name(Backend *backend, const Arguments *a) {                                           \
+    if (trying) return;                                                                                      \
+    refusals_try(backend, &watched[OF_##name], a);                                                           \
+    real->name(backend, a);                                                                                  \
+  }
+OPERATIONS(WATCH, WATCH)
 
 void refusals_watch(Backend *backend) {
   real = backend->ops;
@@ -95,7 +101,7 @@ void refusals_watch(Backend *backend) {
 // How many tensors may be so: optional ones that no call leaves out, any type, sizes without a second tensor.
 static const struct {
   const char *name;
-  int accepted[CHANGES];
+  int allowed[REFUSALS];
 } free_tensors[] = {{"embedding_forward", {1}},
                     {"embedding_backward", {2}},
                     {"norm_forward", {1}},
@@ -120,18 +126,13 @@ static const struct {
                     {"broadcast_rank_0", {0, 0, 2}},
                     {"fill_zero", {0, 1, 1, 1}}};
 
-int refusals_missed(void) {
+int refusals_missed_by_the_core(void) {
   int missed = 0;
-  for (const Watched *w = watched; w < watched + OPERATION_COUNT; w++)
-    for (int change = 0; w->name && change < CHANGES; change++) {
-      int count = 0;
-      for (size_t i = 0; i < sizeof free_tensors / sizeof *free_tensors; i++)
-        if (!strcmp(free_tensors[i].name, w->name)) count -= free_tensors[i].accepted[change];
-      for (int word = 0; word < WORDS; word++)
-        count += w->accepted[word] >> change & 1 && !(change == MISSING && w->absent[word]);
-      if (count <= 0) continue;
-      print_error("%s accepts %d tensors too many that are %s\n", w->name, count, change_names[change]);
-      missed++;
-    }
+  for (const Refusals *r = watched; r < watched + OPERATION_COUNT; r++) {
+    const int *allowed = (const int[REFUSALS]){0};
+    for (size_t i = 0; i < sizeof free_tensors / sizeof *free_tensors; i++)
+      if (!strcmp(free_tensors[i].name, r->name)) allowed = free_tensors[i].allowed;
+    missed += refusals_missed(r, allowed);
+  }
   return missed;
 }

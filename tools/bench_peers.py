@@ -43,6 +43,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
 os.environ.setdefault("LCE_LIBRARY", os.path.join(ROOT, "liblce.so"))
 import lce  # noqa: E402
 from lce.functional import context  # noqa: E402
+from lce.library import Args  # noqa: E402
 
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
@@ -74,8 +75,8 @@ def imported(name, package, module, function, call):
     return Peer(name, lambda: functools.partial(call, getattr(importlib.import_module(module), function)), package)
 
 
-def ours(chunk, **options):
-    return Peer(f"lce.c, chunk {chunk}", gradients_in_forward=True, make=lambda:
+def ours(chunk, what="", **options):
+    return Peer(f"lce.c, chunk {chunk}{what}", gradients_in_forward=True, make=lambda:
                 lambda x, w, y: lce.linear_cross_entropy(x, w, y, chunk=min(chunk, len(x)), **options))
 
 
@@ -97,8 +98,9 @@ def c_interface(x, w, y):
     """The call that `ours` makes in its forward pass: it writes dW in fp32."""
     x, w, (n, h) = x.detach(), w.detach(), x.shape
     loss, dx, dw = x.new_empty(n, dtype=torch.float32), torch.empty_like(x), torch.empty_like(w, dtype=torch.float32)
-    context(x.device, x.dtype, "")(tokens=n, hidden_size=h, vocab_size=len(w), chunk=min(4096, n), mean=True, scale=1,
-                                   targets_int64=True, x=x, weight=w, targets=y, loss=loss, dx=dx, dweight=dw)
+    context(x.device, x.dtype, "")("lce_linear_cross_entropy", Args, tokens=n, hidden_size=h, vocab_size=len(w),
+                                   chunk=min(4096, n), mean=True, scale=1, targets_int64=True, x=x, weight=w, targets=y,
+                                   loss=loss, dx=dx, dweight=dw)
     return loss.mean(), dx, dw
 
 
@@ -137,6 +139,7 @@ CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, redu
     *(imported(f"Cut Cross-Entropy ({kind})", "cut-cross-entropy", "cut_cross_entropy", "linear_cross_entropy",
                lambda f, x, w, y, eps=eps: f(x, w, y, filter_eps=eps)) for kind, eps in (("filtered", "high"), ("exact", None))),
     Peer("lce.c, C interface, chunk 4096", lambda: c_interface, direct=True),
+    ours(4096, ", batch invariant", batch_invariant=True),
     *map(ours, (4096, 2048, 1024))])
 
 

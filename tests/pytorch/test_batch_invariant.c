@@ -112,20 +112,14 @@ static void check_invariant(Harness *h, const void *shape) {
   }
 }
 
-HARNESS_TEST(test_rows_do_not_depend_on_their_batch) {
-  static const Shape shapes[] = {{300, 40, 1000, 300, 37, 0},
-                                 {260, 72, 3001, 128, 260, TERM_TOKEN_WEIGHTS | TERM_TEMPERATURE},
-                                 {150, 64, 13000, 77, 150, TERM_SOFTCAP | TERM_BIAS | TERM_Z_LOSS}};
-  static const Shape small[] = {{20, 64, 13000, 11, 20, 0}};
+// Runs the test with the backend's batches of no matter, where it can do that.
+static void with_invariance(Harness *h, void (*test)(Harness *h)) {
   const BackendOps *usual = h->backend->ops;
   BackendOps ops = *usual;
   h->backend->ops = &ops;
   batch_invariant(h->backend, &ops, true);
   if (h->backend->device == ON_CPU || (h->dtype == DTYPE_BF16 && !h->backend->no_sampling)) {
-    if (small_shapes())
-      RUN_CASES(h, check_invariant, small);
-    else
-      RUN_CASES(h, check_invariant, shapes);
+    test(h);
   } else {
     ReferenceLoss p = loss_problem(h, 3, 8, 50, 1);
     LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, 3);
@@ -133,6 +127,60 @@ HARNESS_TEST(test_rows_do_not_depend_on_their_batch) {
   }
   batch_invariant(h->backend, &ops, false);
   h->backend->ops = usual;
+}
+
+static void check_rows_of_batches(Harness *h) {
+  static const Shape shapes[] = {{300, 40, 1000, 300, 37, 0},
+                                 {260, 72, 3001, 128, 260, TERM_TOKEN_WEIGHTS | TERM_TEMPERATURE},
+                                 {150, 64, 13000, 77, 150, TERM_SOFTCAP | TERM_BIAS | TERM_Z_LOSS}};
+  static const Shape small[] = {{20, 64, 13000, 11, 20, 0}};
+  if (small_shapes())
+    RUN_CASES(h, check_invariant, small);
+  else
+    RUN_CASES(h, check_invariant, shapes);
+}
+
+HARNESS_TEST(test_rows_do_not_depend_on_their_batch) {
+  with_invariance(h, check_rows_of_batches);
+}
+
+static void check_values_of(Harness *h, const char *what, ReferenceLoss *p) {
+  p->scale = 1.0 / (double)p->rows;
+  reference_gradients(h, p);
+  LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, p->rows), again = a;
+  loss_call_all_outputs(h, &a, p);
+  linear_cross_entropy(h->backend, a);
+  again.dx = poisoned(h, h->dtype, p->rows, p->hidden);
+  log_prob_gradients(h->backend, log_prob_call(h, &again, (Tensor){0}, false));
+  again.loss = (Tensor){0}, again.outputs = (TokenOutputs){0};
+  reference_loss(p);
+  Tolerance outputs = with_size(within(8, (double)(p->hidden + p->vocab)), 1),
+            gradients = with_size(within_stored(h, 8, 0), p->scale);
+  check_loss(h, what, &a, p, 0, (LossBefore){0}, outputs, gradients);
+  check_loss(h, what, &again, p, 0, (LossBefore){0}, outputs, gradients);
+}
+
+// Against float64: on Hopper dX in segments of V, a wave of tiles and slices of one more; on the CPU, where V is one
+// slice, rows that are repaired several times on their way.
+static void check_against_float64(Harness *h) {
+  ReferenceLoss long_sums = loss_problem(h, 5, 392, 12300, 1), p = loss_problem(h, 7, 32, 7001, 1);
+  check_values_of(h, "long sums", &long_sums);
+  for (int64_t n = 0; n < p.rows; n++) {
+    p.targets[n] = (int32_t)(100 * n + 5);
+    for (int64_t i = 0; i < p.rows; i++) p.x[n * p.hidden + i] = 0;
+  }
+  loss_problem_lead(&p, 1, 10, 70); // three tiles, each above the one before
+  loss_problem_lead(&p, 1, 300, 140);
+  loss_problem_lead(&p, 1, 500, 140.5);
+  loss_problem_lead(&p, 1, 6000, 139);
+  loss_problem_lead(&p, 2, 300, 200); // the tile before it underflows
+  loss_problem_lead(&p, 3, 20, 66);   // their sum is too large
+  loss_problem_lead(&p, 3, 3000, 66.2);
+  check_values_of(h, "repaired on the way", &p);
+}
+
+HARNESS_TEST(test_values) {
+  with_invariance(h, check_against_float64);
 }
 
 TEST_MAIN(run_on_backends())

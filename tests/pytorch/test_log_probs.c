@@ -1,4 +1,4 @@
-// What log_probs.h refuses and holds. test_loss_terms.c and test_linear_cross_entropy.c test the values.
+// What log_probs.h refuses and holds; test_log_prob_values.c tests the values.
 
 #include "tests/pytorch/log_prob_call.h"
 

@@ -1,6 +1,7 @@
-// The package's operations (tools/torch/liblce/operations.h), and gradients of log-probabilities by value.
+// The package's operations (tools/torch/liblce/operations.h): those that no other test has, and what all refuse.
 
-#include "tests/pytorch/log_prob_call.h"
+#include "tests/harness.h"
+#include "tools/torch/liblce/operations.h"
 
 HARNESS_TEST(test_read_targets) {
   enum { TOKENS = 300, VOCAB = 7 };
@@ -45,83 +46,75 @@ HARNESS_TEST(test_scale_by) {
   }
 }
 
-HARNESS_TEST(test_refused_ids) {
-  Tensor v3 = poisoned_vector(h, DTYPE_F32, 3), ids = poisoned_vector(h, DTYPE_I32, 3);
-  assert_fails(h, "ids is fp32 [3] where int32 or int64",
-               read_targets(h->backend, (ReadTargets){.targets = ids, .ids = v3, .vocab_size = 5}));
-}
+// --- refusals ----------------------------------------------------------------------------------------------
 
-// --- gradients of known log-probabilities, in ways that each term and all of them at once must not disturb --
-
-typedef struct {
-  int64_t rows, hidden, vocab, chunk;
-  bool kept, apart, accumulate, narrow;
-} Way;
-
-static void check_problem(Harness *h, ReferenceLoss *p, const char *what, Way way) {
-  reference_gradients(h, p);
-  LinearCrossEntropy a = loss_call(h, p, LCE_FUSED, way.chunk);
-  LossBefore before = {0};
-  if (way.accumulate) loss_call_adds(h, &a, &before);
-  Tensor entropy_weights = {0};
-  if (p->entropy_weights) entropy_weights = vector_from(h, DTYPE_F32, p->entropy_weights, p->rows);
-  LogProbGradients g = log_prob_call(h, &a, entropy_weights, way.kept), x_alone;
-  if (way.narrow) g.call.dweight = a.dweight = poisoned(h, h->dtype, p->vocab, p->hidden);
-  x_alone = g;
-  x_alone.call.dweight = x_alone.call.dbias = (Tensor){0};
-  if (way.apart) g.call.dx = (Tensor){0};
-  log_prob_gradients(h->backend, g);
-  if (way.apart) log_prob_gradients(h->backend, x_alone);
-  reference_loss(p);
-  check_loss(h, what, &a, p, 0, before,
-             with_size(within(16, (double)(p->hidden + p->vocab)), 8 + 64 * p->z_loss),
-             with_size(within_stored(h, 8, 0), p->scale * (1 + 8 * p->z_loss)));
-  harness_clear(h);
-}
-
-static void check_terms(Harness *h, int terms, bool ignored, Way way) {
-  ReferenceLoss p = loss_problem(h, way.rows, way.hidden, way.vocab, 2);
-  loss_problem_add(h, &p, terms);
-  for (int64_t n = 1; n < way.rows && ignored; n += 3) p.targets[n] = IGNORE_INDEX;
-  char what[64];
-  snprintf(what, sizeof what, "terms %d%s", terms, way.kept ? ", kept" : "");
-  check_problem(h, &p, what, way);
-}
-
-HARNESS_TEST(test_terms) {
-  static const Way ways[] = {{7, 13, 5, 5, .kept = false},
-                             {131, 40, 515, 37, .accumulate = true},
-                             {67, 33, 2053, 64, .apart = true},
-                             {67, 33, 2053, 64, .narrow = true}};
-  const int all = (2 * TERM_MEAN - 1) & ~TERM_SMOOTHING;
-  for (size_t i = 0; i < sizeof ways / sizeof *ways; i++)
-    for (int kept = 0; kept < 2; kept++) {
-      Way way = ways[i];
-      way.kept = kept;
-      if (kept && way.apart) continue; // the exponentials serve once
-      for (int term = TERM_Z_LOSS; term <= TERM_MEAN; term *= 2)
-        if (!kept || term != TERM_SOFTCAP) check_terms(h, term, term & TERM_TOKEN_WEIGHTS, way);
-      check_terms(h, kept ? all & ~TERM_SOFTCAP : all, true, way);
-    }
-}
-
-// Logits far above the target's, and far below.
-HARNESS_TEST(test_repaired_rows) {
-  for (int kept = 0; kept < 2; kept++) {
-    ReferenceLoss p = loss_problem(h, 9, 31, 1511, 1);
-    loss_problem_lead(&p, 1, 1, 500);
-    loss_problem_lead(&p, 5, p.vocab - 1, 120);
-    loss_problem_lead(&p, 7, 0, 60);
-    reference_gradients(h, &p);
-    LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, p.rows);
-    log_prob_gradients(h->backend, log_prob_call(h, &a, (Tensor){0}, kept));
-    a.loss = (Tensor){0}, a.outputs = (TokenOutputs){0};
-    reference_loss(&p);
-    Tolerance gradients = with_size(within_stored(h, 8, 0), p.scale);
-    check_loss(h, kept ? "repaired rows, kept" : "repaired rows", &a, &p, 0, (LossBefore){0}, gradients,
-               gradients);
-    harness_clear(h);
+#define ENTER(name, Arguments)                                                                               \
+  static void enter_##name(Backend *backend, const void *a) {                                                \
+    name(backend, *(const Arguments *)a);                                                                    \
   }
+TORCH_OPERATIONS(ENTER, ENTER)
+#define INDEX(name, Arguments) OF_##name,
+enum { TORCH_OPERATIONS(INDEX, INDEX) OPERATION_COUNT };
+
+// Every operation refuses its calls with a tensor missing, of a wrong type or rank, or wider: one call with all that
+// it may be given, and one without what may be absent.
+HARNESS_TEST(test_refusals) {
+  if (strcmp(harness_backend(), "cpu") != 0) skip(); // the checks are the host's
+  enum { N = 3, H = 4, V = 5, M = 6 };
+  Tensor x = poisoned(h, h->dtype, N, H), weight = poisoned(h, h->dtype, V, H);
+  Tensor logits = poisoned(h, h->dtype, N, V), bias = poisoned_vector(h, h->dtype, V);
+  Tensor one = poisoned_vector(h, DTYPE_F32, 1), of_n = poisoned_vector(h, DTYPE_F32, N);
+  Tensor of_m = poisoned_vector(h, DTYPE_F32, M), of_v = poisoned_vector(h, DTYPE_F32, V);
+  Tensor targets = poisoned_vector(h, DTYPE_I32, N), ids = poisoned_vector(h, DTYPE_I32, M);
+  Tensor offsets = poisoned_vector(h, DTYPE_I64, N + 1);
+  GradientFactors factors = {{of_n, of_n, of_n, of_n}};
+  Refusals tried[] = {TORCH_OPERATIONS(REFUSALS_PLAIN, REFUSALS_SCRATCH)};
+#define TRY(operation, Arguments, ...)                                                                       \
+  refusals_try(h->backend, &tried[OF_##operation], &(Arguments){__VA_ARGS__})
+  h->backend->memory.planning = true; // what is accepted does not run
+  for (int all = 0; all < 2; all++) {
+    const Tensor none = {0};
+#define MAYBE(tensor) (all ? (tensor) : none)
+    TRY(lce_gradient_factors, LceGradientFactors, .factors = factors, .target_z = of_n, .log_prob = of_n,
+        .targets = targets, .row_sum = MAYBE(of_n), .entropy = MAYBE(of_n), .token_weights = MAYBE(of_n),
+        .entropy_weights = MAYBE(of_n), .factor = MAYBE(one), .terms.class_weights = MAYBE(of_v),
+        .vocab_size = V);
+    TRY(lce_logits_gradient, LceLogitsGradient, .dlogits = logits, .factors = factors, .targets = targets,
+        .x = MAYBE(x), .weight = MAYBE(weight), .anchor = MAYBE(of_n), .bias = MAYBE(bias));
+    LceIdLogProbs values = {.log_probs = of_m,
+                            .anchors = targets,
+                            .anchor_nll = of_n,
+                            .x = x,
+                            .weight = weight,
+                            .bias = MAYBE(bias),
+                            .ids = ids,
+                            .offsets = MAYBE(offsets)};
+    refusals_try(h->backend, &tried[OF_lce_id_logits], &values);
+    refusals_try(h->backend, &tried[OF_lce_id_log_probs], &values);
+    LceIdGradients gradients = {.per_p = of_n,
+                                .targets = targets,
+                                .log_probs = of_m,
+                                .lse = of_n,
+                                .dlog_probs = of_m,
+                                .dlse = MAYBE(of_n),
+                                .ids = ids,
+                                .offsets = MAYBE(offsets)};
+    refusals_try(h->backend, &tried[OF_lce_id_factors], &gradients);
+    gradients.dlogits = logits;
+    refusals_try(h->backend, &tried[OF_lce_id_gradients], &gradients);
+    TRY(read_targets, ReadTargets, .ids = targets, .targets = MAYBE(targets), .loss = all ? none : of_n);
+    TRY(scale_by, ScaleBy, .out = of_n, .x = of_n, .factor = MAYBE(one));
+  }
+  h->backend->memory.planning = false;
+  static const int allowed[OPERATION_COUNT][REFUSALS] = {
+      [OF_lce_logits_gradient] = {0, 0, 0, 1}, // exponentials of any width,
+      [OF_lce_id_gradients] = {0, 0, 0, 1}};   // and the gradient of any block
+  for (int i = 0; i < OPERATION_COUNT; i++) {
+    assert_true(tried[i].calls > 0);
+    assert_int_equal(refusals_missed(&tried[i], allowed[i]), 0);
+  }
+  assert_fails(h, "ids is fp32 [3] where int32 or int64",
+               read_targets(h->backend, (ReadTargets){.targets = targets, .ids = of_n, .vocab_size = V}));
 }
 
 TEST_MAIN(run_on_backends())
