@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "model/pass.h"
+#include "model/shards.h"
 
 static bool reduced_every_pass(const Pass *p, ParameterGroup group) {
   return p->model->parameters.sharding.zero == 2 && group != GROUP_HEAD;
@@ -18,10 +19,10 @@ void reduction_begin(Pass *p) {
   p->accumulate = !p->first && w->sharding.zero < 2;
 }
 
-static void reduce_bucket(const Pass *p, ParameterGroup group, Bucket bucket) {
+static void reduce_bucket(const Pass *p, ParameterGroup group, Range bucket) {
   const ParameterSet *w = &p->model->parameters;
-  Collective c = {.out = shards_reduced_grads(w, group, bucket),
-                  .x = shards_local_grads(w, group, bucket),
+  Collective c = {.out = shards_rows(w, w->grad_sum, group, shards_slice(w, bucket)),
+                  .x = shards_rows(w, w->grad, group, bucket),
                   .accumulate = reduced_every_pass(p, group) && !p->first,
                   .async = true};
   (w->sharding.parts == 1 ? all_reduce : reduce_scatter)(p->backend, c);
@@ -33,14 +34,12 @@ void reduce_ready(Pass *p, ParameterGroup group, int64_t first) {
   if (group == GROUP_HEAD && w->sharding.split_head) return; // computed from the tokens of all ranks
   if (!p->options.last && !reduced_every_pass(p, group)) return;
   int64_t started = 0;
-  while (p->unreduced[group] > first) {
-    Bucket bucket = shards_bucket(w, group, p->unreduced[group]);
-    if (bucket.first < first) break;
-    reduce_bucket(p, group, bucket);
-    p->unreduced[group] = bucket.first;
-    started++;
+  const Range ready = {first, p->unreduced[group] - first};
+  for (Range b = {0}; shards_next(w, group, ready, &b) && b.offset >= first; started++) {
+    reduce_bucket(p, group, b);
+    p->unreduced[group] = b.offset;
   }
-  if (!shards_double_buffered(w, group)) return;
+  if (!grads_double_buffered(w, group)) return;
   // The layer below writes into the buffer of the one above, whose reduction must be done.
   collectives_join(p->backend, started < ASYNC_EVENTS ? started : 0);
 }

@@ -193,7 +193,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   if (config->tie_word_embeddings) m->head = m->token_embedding;
   const Sharding *sharding = &m->parameters.sharding;
   if (sharding->split_head)
-    m->shard = (VocabShard){.first = sharding->first_head_row, .vocab_size = config->vocab_size};
+    m->shard = (VocabShard){.first = sharding->head_rows.offset, .vocab_size = config->vocab_size};
   if (dtypes.fp8 == FP8_ALL) {
     Memory *memory = &backend->memory;
     Tensor head = model_head_shard(m),

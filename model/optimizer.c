@@ -6,17 +6,18 @@
 #include <math.h>
 
 #include "kernels/base/profile.h"
-#include "model/parameters.h"
+#include "model/shards.h"
 
 // The settings with the tensors of this rank's slice of a bucket.
-static Update slice_update(const ParameterSet *p, ParameterGroup group, Bucket bucket, Update u) {
-  u.weight = shards_part(p, p->value, group, bucket);
-  u.master = shards_part(p, p->master, group, bucket);
-  u.m = shards_part(p, p->state[0], group, bucket);
-  u.v = shards_part(p, p->state[1], group, bucket);
-  u.grad = shards_reduced_grads(p, group, bucket);
+static Update slice_update(const ParameterSet *p, ParameterGroup group, Range bucket, Update u) {
+  Range mine = shards_slice(p, bucket);
+  u.weight = shards_rows(p, p->value, group, mine);
+  u.master = shards_rows(p, p->master, group, mine);
+  u.m = shards_rows(p, p->state[0], group, mine);
+  u.v = shards_rows(p, p->state[1], group, mine);
+  u.grad = shards_rows(p, p->grad_sum, group, mine);
   u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
-  u.first = shards_slice(p, bucket).first;
+  u.first = mine.offset;
   if (group == GROUP_VECTORS) u.weight_decay = 0;
   return u;
 }
@@ -56,28 +57,20 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
   }
 }
 
-// This rank's part of a bucket's updates.
-static Tensor part_of(const ParameterSet *p, Tensor whole) {
-  Bucket mine = shards_slice(p, (Bucket){0, whole.shape[0]});
-  return tensor_rows(whole, mine.first, mine.count);
-}
-
 // A rank makes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others, so
 // that the ranks' sums are the updates, again in slices.
-static void update_some(Backend *backend, const ParameterSet *p, int64_t first, int64_t end,
-                        Update settings) {
+static void update_some(Backend *backend, const ParameterSet *p, Range some, Update settings) {
   const ParameterGroup group = GROUP_MATRICES;
-  int64_t part = p->sharding.part, parts = p->sharding.parts, count = (end - first) / p->sharding.layer;
+  int64_t part = p->sharding.part, parts = p->sharding.parts, count = some.size / p->sharding.layer;
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor updates =
-      memory_push_1d(&backend->memory, "Muon's updates", MEMORY_WORKSPACE, backend->dtype, end - first);
-  for (Bucket b = {end, 0}; b.first > first;) {
-    b = shards_bucket(p, group, b.first);
-    Tensor whole = tensor_rows(updates, b.first - first, b.count);
+      memory_push_1d(&backend->memory, "Muon's updates", MEMORY_WORKSPACE, backend->dtype, some.size);
+  for (Range b = {0}; shards_next(p, group, some, &b);) {
     Update u = slice_update(p, group, b, settings);
-    u.weight = part_of(p, whole);
+    u.weight = tensor_rows(updates, u.first - some.offset, u.grad.shape[0]);
     u.master = (Tensor){0};
     nesterov(backend, u);
+    Tensor whole = tensor_rows(updates, b.offset - some.offset, b.size);
     if (parts > 1) all_gather(backend, (Collective){.out = whole, .x = u.weight, .async = true});
   }
   collectives_join(backend, 0);
@@ -86,12 +79,11 @@ static void update_some(Backend *backend, const ParameterSet *p, int64_t first, 
   fill_zero(backend, tensor_rows(updates, 0, mine * p->sharding.layer));
   fill_zero(backend, tensor_rows(updates, after * p->sharding.layer, (count - after) * p->sharding.layer));
   if (mine < after) orthogonalize_layers(backend, p, updates, mine, after - mine);
-  for (Bucket b = {end, 0}; b.first > first;) {
-    b = shards_bucket(p, group, b.first);
-    Tensor whole = tensor_rows(updates, b.first - first, b.count);
+  for (Range b = {0}; shards_next(p, group, some, &b);) {
     Update u = slice_update(p, group, b, settings);
-    u.grad = part_of(p, whole);
+    u.grad = tensor_rows(updates, u.first - some.offset, u.grad.shape[0]);
     u.m = (Tensor){0};
+    Tensor whole = tensor_rows(updates, b.offset - some.offset, b.size);
     if (parts > 1) reduce_scatter(backend, (Collective){.out = u.grad, .x = whole});
     sgd(backend, u);
     shards_gather(p, backend, group, b);
@@ -105,7 +97,7 @@ static void update_layers_muon(Backend *backend, const ParameterSet *p, Update s
   int64_t most = p->sharding.layer * max_i64(layers / p->sharding.parts, 1) * p->sharding.parts;
   for (int64_t end = p->group_elements[GROUP_MATRICES], first; end > 0; end = first) {
     first = max_i64(end - most, 0);
-    update_some(backend, p, first, end, settings);
+    update_some(backend, p, (Range){first, end - first}, settings);
   }
 }
 
@@ -116,19 +108,21 @@ static void update_layers_muon(Backend *backend, const ParameterSet *p, Update s
 typedef struct {
   int place; // of the group, in the order of the updates
   ParameterGroup group;
-  Bucket bucket;
+  Range bucket;
 } UpdateRange;
 
 // Steps to the next range, from {0} to the first; false after the last. A group's last elements come first.
 static bool next_range(const ParameterSet *p, UpdateRange *range) {
   static const ParameterGroup order[GROUP_COUNT] = {GROUP_MATRICES, GROUP_EMBEDDINGS, GROUP_HEAD,
                                                     GROUP_VECTORS};
-  int64_t end = range->bucket.count ? range->bucket.first : p->group_elements[order[range->place]];
+  int64_t end = range->bucket.size ? range->bucket.offset : p->group_elements[order[range->place]];
   while (end == 0 && ++range->place < GROUP_COUNT) end = p->group_elements[order[range->place]];
   if (range->place == GROUP_COUNT) return false;
   range->group = order[range->place];
-  int64_t count = range->group == GROUP_MATRICES ? p->sharding.layer : end;
-  range->bucket = p->sharding.parts == 1 ? (Bucket){end - count, count} : shards_bucket(p, range->group, end);
+  range->bucket = (Range){0};
+  if (p->sharding.parts > 1) return shards_next(p, range->group, (Range){0, end}, &range->bucket);
+  int64_t size = range->group == GROUP_MATRICES ? p->sharding.layer : end;
+  range->bucket = (Range){end - size, size};
   return true;
 }
 
@@ -141,10 +135,11 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
   bool started = false;
   for (UpdateRange range = {0}; next_range(p, &range); started = true) {
     if (range.group == GROUP_MATRICES && squares_summed_by_layer(p, backend)) continue;
-    sum_elements(backend, (SumElements){.sum = p->squares,
-                                        .x = shards_reduced_grads(p, range.group, range.bucket),
-                                        .squares = true,
-                                        .accumulate = started});
+    sum_elements(backend,
+                 (SumElements){.sum = p->squares,
+                               .x = shards_rows(p, p->grad_sum, range.group, shards_slice(p, range.bucket)),
+                               .squares = true,
+                               .accumulate = started});
   }
   if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
 }

@@ -9,6 +9,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/random.h"
 #include "kernels/ranks/ranks.h"
+#include "model/shards.h"
 
 int64_t parameter_elements(const Parameter *p) {
   return p->rank == 1 ? p->shape[0] : p->shape[0] * p->shape[1];
@@ -37,8 +38,7 @@ static void split_head(ParameterSet *p, int64_t vocab_size, int64_t hidden_size)
   if ((s->parts - 1) * rows >= vocab_size)
     fail("a vocabulary of %lld, in parts of %lld, cannot be split over %d ranks; leave out --vocab-parallel",
          (long long)vocab_size, (long long)rows, s->parts);
-  s->first_head_row = s->part * rows;
-  s->head_rows = min_i64(rows, vocab_size - s->first_head_row);
+  s->head_rows = range_overlap((Range){s->part * rows, rows}, (Range){0, vocab_size});
   p->group_elements[GROUP_HEAD] = s->parts * rows * hidden_size;
 }
 
@@ -67,10 +67,10 @@ enum {
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
   if (role == p->state[1] && group == GROUP_MATRICES && p->muon) count = 0;
-  if (role == p->grad_shard && group == GROUP_HEAD) count = 0;
-  if (role == p->grad && shards_double_buffered(p, group)) // padding stays zero
+  if (role == p->grad_sum && group == GROUP_HEAD) count = 0;
+  if (role == p->grad && grads_double_buffered(p, group)) // padding stays zero
     count = min_i64(count, 2 * p->sharding.layer);
-  bool head_grad = (role == p->grad || role == p->grad_shard) && group == GROUP_HEAD;
+  bool head_grad = (role == p->grad || role == p->grad_sum) && group == GROUP_HEAD;
   return tensor_1d(NULL, head_grad ? DTYPE_F32 : dtype, count);
 }
 
@@ -114,11 +114,6 @@ static void cut_buckets(ParameterSet *p, Dtype grad) {
     p->bucket[GROUP_HEAD] = p->group_elements[GROUP_HEAD]; // a slice is a rank's rows
 }
 
-// Where an element of GROUP_MATRICES lies in a slab of which the layers are a double buffer of two.
-static int64_t buffered(const ParameterSet *p, int64_t element) {
-  return element % (2 * p->sharding.layer);
-}
-
 Tensor parameters_layer(const ParameterSet *p, const Tensor role[GROUP_COUNT], int64_t layer) {
   return tensor_rows(role[GROUP_MATRICES], layer * p->sharding.layer, p->sharding.layer);
 }
@@ -133,10 +128,10 @@ static Tensor view_of(const ParameterSet *p, bool grad, const Parameter *paramet
   Tensor slab = (grad ? p->grad : p->value)[group], buffer = grad ? p->layer_grads : p->layer_values;
   int64_t offset = parameter->offset, rows = parameter->shape[0];
   bool offloaded = tensor_exists(buffer) && group == GROUP_MATRICES;
-  if (offloaded || (grad && shards_double_buffered(p, group))) offset = buffered(p, offset);
+  if (offloaded || (grad && grads_double_buffered(p, group))) offset %= 2 * p->sharding.layer;
   if (offloaded) slab = buffer;
   if (group == GROUP_HEAD && (grad ? p->sharding.split_head : p->sharding.split_head_weights))
-    rows = p->sharding.head_rows;
+    rows = p->sharding.head_rows.size;
   if (!tensor_exists(slab)) return slab;
   if (parameter->rank == 1) return tensor_rows(slab, offset, rows);
   int64_t columns = parameter->shape[1];
@@ -184,7 +179,9 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
         memory_reserve_1d(memory, "gradients of two layers", MEMORY_GRADIENTS, d.grad, 2 * s->layer);
   if (s->zero == 2)
     reserve_role(p, memory, "summed gradients", MEMORY_GRADIENTS, d.grad, ALL, grads_on_host ? ALL : NO_GROUP,
-                 p->grad_shard);
+                 p->grad_sum);
+  for (int g = 0; g < GROUP_COUNT; g++)
+    if (!tensor_exists(p->grad_sum[g])) p->grad_sum[g] = p->grad[g];
   p->squares = memory_reserve_1d(memory, "sum of squares", MEMORY_TABLES, DTYPE_F32, 1);
   for (int k = 0; k < OPTIMIZER_STATES; k++)
     reserve_role(p, memory, optimizer_states[k].label, MEMORY_MOMENTS, d.moment, ALL, optimizer_host,
@@ -214,12 +211,6 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
 
 // --- first values ------------------------------------------------------------------------------------------
 
-// Where the bucket with the element before `stop` ends.
-static int64_t end_of_bucket(const ParameterSet *p, ParameterGroup group, int64_t stop) {
-  int64_t end = p->group_elements[group];
-  return end - (end - stop) / p->bucket[group] * p->bucket[group];
-}
-
 enum { DRAWN_AT_ONCE = 1 << 22 }; // elements: bounds the host memory that initialisation takes
 
 static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t first, int64_t count,
@@ -242,13 +233,11 @@ void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t 
   uint16_t *rounded = host_alloc(DRAWN_AT_ONCE, sizeof *rounded, "the initial weights");
   for (int64_t i = 0; i < parameters->count; i++) {
     const Parameter *p = &parameters->items[i];
-    int64_t begin = p->offset, end = begin + parameter_elements(p);
-    for (Bucket b = {end_of_bucket(parameters, p->group, end), 0}; b.first > begin;) {
-      b = shards_bucket(parameters, p->group, b.first);
-      Bucket mine = shards_slice(parameters, b);
-      int64_t first = max_i64(mine.first - begin, 0), stop = min_i64(mine.first + mine.count, end) - begin;
-      for (int64_t count; first < stop; first += count) {
-        count = min_i64(stop - first, DRAWN_AT_ONCE);
+    Range all = {p->offset, parameter_elements(p)};
+    for (Range b = {0}; shards_next(parameters, p->group, all, &b);) {
+      Range mine = range_overlap(shards_slice(parameters, b), all);
+      for (int64_t first = mine.offset - all.offset, count; mine.size; mine.size -= count, first += count) {
+        count = min_i64(mine.size, DRAWN_AT_ONCE);
         draw(p, seed, (uint64_t)i, first, count, values);
         const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
         shards_write(parameters, backend, parameters->value, p, first, count, weights);
@@ -259,11 +248,9 @@ void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t 
   }
   free(values);
   free(rounded);
-  for (int g = 0; g < GROUP_COUNT; g++)
-    for (Bucket b = {parameters->group_elements[g], 0}; b.first > 0;) {
-      b = shards_bucket(parameters, (ParameterGroup)g, b.first);
-      shards_gather(parameters, backend, (ParameterGroup)g, b);
-    }
+  for (ParameterGroup g = 0; g < GROUP_COUNT; g++)
+    for (Range b = {0}; shards_next(parameters, g, (Range){0, parameters->group_elements[g]}, &b);)
+      shards_gather(parameters, backend, g, b);
   collectives_join(backend, 0);
 }
 
@@ -276,103 +263,4 @@ Parameter *parameters_find(ParameterSet *parameters, const char *name) {
 void parameters_free(ParameterSet *parameters) {
   arrfree(parameters->items);
   *parameters = (ParameterSet){0};
-}
-
-// --- shards -----------------------------------------------------------------------------------------------
-
-Bucket shards_bucket(const ParameterSet *p, ParameterGroup group, int64_t end) {
-  int64_t count = min_i64(p->bucket[group], end);
-  return (Bucket){end - count, count};
-}
-
-Bucket shards_slice(const ParameterSet *p, Bucket b) {
-  int64_t count = b.count / p->sharding.parts;
-  return (Bucket){b.first + p->sharding.part * count, count};
-}
-
-bool shards_hold_part(const ParameterSet *p, const Tensor *role, ParameterGroup group) {
-  return tensor_count(role[group]) != p->group_elements[group];
-}
-
-Tensor shards_part(const ParameterSet *p, const Tensor *role, ParameterGroup group, Bucket b) {
-  Bucket mine = shards_slice(p, b);
-  return tensor_rows(role[group], shards_hold_part(p, role, group) ? b.first / p->sharding.parts : mine.first,
-                     mine.count);
-}
-
-bool shards_double_buffered(const ParameterSet *p, ParameterGroup group) {
-  return p->sharding.zero == 2 && group == GROUP_MATRICES;
-}
-
-Tensor shards_local_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
-  int64_t first = shards_double_buffered(p, group) ? buffered(p, b.first) : b.first;
-  return tensor_rows(p->grad[group], first, b.count);
-}
-
-Tensor shards_reduced_grads(const ParameterSet *p, ParameterGroup group, Bucket b) {
-  return shards_part(p, tensor_exists(p->grad_shard[group]) ? p->grad_shard : p->grad, group, b);
-}
-
-void shards_gather(const ParameterSet *p, Backend *backend, ParameterGroup group, Bucket b) {
-  if (p->sharding.parts == 1 || shards_hold_part(p, p->value, group)) return;
-  Tensor all = tensor_rows(p->value[group], b.first, b.count);
-  all_gather(backend, (Collective){.out = all, .x = shards_part(p, p->value, group, b), .async = true});
-}
-
-// --- elements to and from the host -------------------------------------------------------------------------
-
-void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
-                  int64_t first, int64_t count, const void *values) {
-  ParameterGroup group = parameter->group;
-  if (!tensor_exists(role[group])) return;
-  int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!shards_hold_part(p, role, group)) {
-    backend_to_device(backend, tensor_rows(role[group], begin, count), values);
-    return;
-  }
-  for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
-    b = shards_bucket(p, group, b.first);
-    Bucket mine = shards_slice(p, b);
-    int64_t from = max_i64(begin, mine.first), to = min_i64(stop, mine.first + mine.count);
-    if (from < to)
-      backend_to_device(backend, tensor_rows(shards_part(p, role, group, b), from - mine.first, to - from),
-                        (const char *)values + (size_t)(from - begin) * dtype_bytes(role[group].dtype));
-  }
-}
-
-void shards_read(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,
-                 int64_t first, int64_t count, void *host) {
-  ParameterGroup group = parameter->group;
-  Dtype dtype = role[group].dtype;
-  int64_t begin = parameter->offset + first, stop = begin + count;
-  if (!shards_hold_part(p, role, group)) {
-    if (backend->rank == 0) backend_to_host(backend, host, tensor_rows(role[group], begin, count));
-    return;
-  }
-  for (Bucket b = {end_of_bucket(p, group, stop), 0}; b.first > begin;) {
-    b = shards_bucket(p, group, b.first);
-    int64_t slice = b.count / p->sharding.parts, most = slice, each;
-    if (group == GROUP_HEAD && p->sharding.split_head) // its one bucket is too large to gather at once
-      most = min_i64(BUCKET_BYTES / (int64_t)dtype_bytes(dtype) / p->sharding.parts, slice);
-    Tensor shard = shards_part(p, role, group, b);
-    for (int64_t at = 0; at < slice; at += each) {
-      each = min_i64(most, slice - at);
-      MemoryMark mark = memory_mark(&backend->memory);
-      Tensor all = {0};
-      for (int part = 0; part < p->sharding.parts; part++) {
-        int64_t piece = b.first + part * slice + at; // of the group's elements
-        int64_t from = max_i64(begin, piece), to = min_i64(stop, piece + each);
-        if (from >= to) continue;
-        if (!tensor_exists(all)) {
-          all = memory_push_1d(&backend->memory, "gathered shards", MEMORY_WORKSPACE, dtype,
-                               each * p->sharding.parts);
-          all_gather(backend, (Collective){.out = all, .x = tensor_rows(shard, at, each)});
-        }
-        if (backend->rank == 0)
-          backend_to_host(backend, (char *)host + (size_t)(from - begin) * dtype_bytes(dtype),
-                          tensor_rows(all, part * each + from - piece, to - from));
-      }
-      memory_pop_to(&backend->memory, mark);
-    }
-  }
 }

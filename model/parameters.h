@@ -72,13 +72,27 @@ typedef struct {
 } OptimizerState;
 extern const OptimizerState optimizer_states[OPTIMIZER_STATES];
 
-// How the parameters are sharded over ranks (below). {0, 0, 1} shards nothing.
+// Some elements of a group, or rows of a matrix.
+typedef struct {
+  int64_t offset, size;
+} Range;
+
+static inline int64_t range_end(Range r) {
+  return r.offset + r.size;
+}
+
+static inline Range range_overlap(Range a, Range b) {
+  int64_t offset = max_i64(a.offset, b.offset), end = min_i64(range_end(a), range_end(b));
+  return (Range){offset, max_i64(end - offset, 0)};
+}
+
+// How the parameters are sharded over ranks (shards.h). {0, 0, 1} shards nothing.
 typedef struct {
   int zero;                            // 0 to 2
   int part, parts;                     // this rank's shard, of how many
   int64_t layer;                       // elements of GROUP_MATRICES in a layer
   bool split_head, split_head_weights; // gradients of local rows alone; and weights, unless tied
-  int64_t first_head_row, head_rows;   // the local ones; the last part may have fewer
+  Range head_rows;                     // the local ones; the last part may have fewer
 } Sharding;
 
 typedef struct {
@@ -91,11 +105,16 @@ typedef struct {
   Tensor value[GROUP_COUNT], master[GROUP_COUNT], grad[GROUP_COUNT];
   bool muon; // updates the layers' matrices
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
-  Tensor grad_shard[GROUP_COUNT];   // zero 2: the gradients' sums over all ranks, in shards; absent otherwise
+  Tensor grad_sum[GROUP_COUNT];     // over all ranks: grad or, at zero 2, shards
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
   Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
   bool fp8_by_layer;                // whether the layers' FP8 codes share the memory of one layer's
 } ParameterSet;
+
+// At zero 2 the gradients of layers are a double buffer of two.
+static inline bool grads_double_buffered(const ParameterSet *p, ParameterGroup group) {
+  return p->sharding.zero == 2 && group == GROUP_MATRICES;
+}
 
 // Comes before parameters_add, which pads groups so that every tensor begins at a multiple of 128 x parts.
 void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
@@ -123,51 +142,6 @@ int64_t parameter_elements(const Parameter *parameter); // of the whole, however
 Parameter *parameters_find(ParameterSet *parameters, const char *name);
 
 void parameters_free(ParameterSet *parameters);
-
-// Shards over the ranks (ZeRO; Rajbhandari et al. 2020). A group is cut into buckets from its end, where the
-// backward pass begins, and each bucket into a slice for each rank, which has the summed gradients, master
-// weights and states there and updates its weights. A rank's slices lie one after the other in its shards.
-//
-//   zero 0   nothing is sharded: every rank holds and updates everything
-//   zero 1   master weights and states are; gradients are whole, and summed in the rank's slices
-//   zero 2   summed gradients are, too. Local ones are whole but for the layers', in a double buffer of two
-//            layers: one layer's are reduce-scattered while the next layer's are computed
-//
-// A split head (--vocab-parallel) is one bucket with slices of whole rows, whose gradients a rank computes
-// from the tokens of all ranks. Its weights are sharded unless they are the embedding's.
-
-typedef struct {
-  int64_t first, count; // elements of the group; a multiple of 128 x ranks
-} Bucket;
-
-// The bucket of `group` that ends before element `end` (the group's length for the first of them).
-Bucket shards_bucket(const ParameterSet *parameters, ParameterGroup group, int64_t end);
-
-// This rank's slice of a bucket.
-Bucket shards_slice(const ParameterSet *parameters, Bucket bucket);
-
-// Whether a role (parameters->value, ...) of the group is sharded.
-bool shards_hold_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group);
-// The rank's slice of a bucket in a role, whole or sharded; absent where the role is.
-Tensor shards_part(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Bucket bucket);
-// Whether the group's gradients are a double buffer of two layers.
-bool shards_double_buffered(const ParameterSet *parameters, ParameterGroup group);
-// This rank's gradients of a bucket: in their group, or at zero 2 in the double buffer.
-Tensor shards_local_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
-// The rank's slice of the gradients' sum over all ranks.
-Tensor shards_reduced_grads(const ParameterSet *parameters, ParameterGroup group, Bucket bucket);
-
-// Gathers the weights of a bucket, of which each rank has a slice, on all ranks. Asynchronous.
-void shards_gather(const ParameterSet *parameters, Backend *backend, ParameterGroup group, Bucket bucket);
-
-// Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role, or to
-// this rank's part of them. Does nothing where the role is absent.
-void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
-                  const Parameter *parameter, int64_t first, int64_t count, const void *values);
-
-// Reads them to `host` on rank 0; shards are gathered on the backend's stack. Call it on all ranks.
-void shards_read(const ParameterSet *parameters, Backend *backend, const Tensor *role,
-                 const Parameter *parameter, int64_t first, int64_t count, void *host);
 
 // The sum of the squares of all gradients, over the ranks, to parameters->squares.
 void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);

@@ -11,6 +11,7 @@
 #include "kernels/base/alloc.h"
 #include "kernels/base/text.h"
 #include "kernels/ranks/ranks.h"
+#include "model/shards.h"
 
 static const char head_name[] = "lm_head.weight";
 

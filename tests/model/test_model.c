@@ -1,5 +1,6 @@
 // Models: published sizes, where tensors lie, rotary angles, first values, and sizes that are refused.
 #include "model/model.h"
+#include "model/shards.h"
 #include "tests/harness.h"
 
 static const ParameterDtypes all_fp32 = {.weight = DTYPE_F32, .grad = DTYPE_F32, .moment = DTYPE_F32};
@@ -355,7 +356,7 @@ HARNESS_TEST(test_a_head_that_cannot_be_split) {
                model_create(&model, &config, plan, dtypes, 40));
   config.vocab_size++;
   model_create(&model, &config, plan, dtypes, 40);
-  assert_int_equal(model.parameters.sharding.head_rows, 1);
+  assert_int_equal(model.parameters.sharding.head_rows.size, 1);
   model_destroy(&model);
   backend_destroy(plan);
 }
