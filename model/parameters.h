@@ -150,3 +150,5 @@ bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *back
 // Updates all weights; of what is sharded each rank updates its part, and the new weights are gathered.
 // `settings` has no tensor but grad_scale, and the run's seed.
 void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
+// Updates the layers' matrices, all at once.
+void muon_update(Backend *backend, const ParameterSet *parameters, Update settings);

@@ -32,6 +32,19 @@ void shards_gather(const ParameterSet *p, Backend *backend, ParameterGroup group
                                    .async = true});
 }
 
+Update shards_update(const ParameterSet *p, ParameterGroup group, Range bucket, Update u) {
+  Range mine = shards_slice(p, bucket);
+  u.weight = shards_rows(p, p->value, group, mine);
+  u.master = shards_rows(p, p->master, group, mine);
+  u.m = shards_rows(p, p->state[0], group, mine);
+  u.v = shards_rows(p, p->state[1], group, mine);
+  u.grad = shards_rows(p, p->grad_sum, group, mine);
+  u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
+  u.first = mine.offset;
+  if (group == GROUP_VECTORS) u.weight_decay = 0;
+  return u;
+}
+
 // --- elements to and from the host -------------------------------------------------------------------------
 
 void shards_write(const ParameterSet *p, Backend *backend, const Tensor *role, const Parameter *parameter,

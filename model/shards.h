@@ -24,6 +24,9 @@ Tensor shards_rows(const ParameterSet *parameters, const Tensor *role, Parameter
 // Gathers the weights of a bucket, of which each rank has a slice, on all ranks. Asynchronous.
 void shards_gather(const ParameterSet *parameters, Backend *backend, ParameterGroup group, Range bucket);
 
+// The settings with the tensors of this rank's slice of a bucket.
+Update shards_update(const ParameterSet *parameters, ParameterGroup group, Range bucket, Update settings);
+
 // Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role, or to
 // this rank's part of them. Does nothing where the role is absent.
 void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
