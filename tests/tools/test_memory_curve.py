@@ -319,11 +319,11 @@ def test_plot_run(folder):
 
 
 DRAWN = """
-import pictures, runpy, sys
+import drawing, runpy, sys
 Log, figures = runpy.run_path(sys.argv[1])["Log"], []
-pictures.why_not()
-pictures.plt.close = figures.append
-pictures.runs("", "", {"a run": Log(sys.argv[2])}, sys.argv[3], 0)
+drawing.why_not()
+drawing.plt.close = figures.append
+drawing.runs("", "", {"a run": Log(sys.argv[2])}, sys.argv[3], 0)
 figure, = figures
 for ax in figure.axes[2:]:
     print([float(y) for line in ax.lines for y in line.get_ydata()])
