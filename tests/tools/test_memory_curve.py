@@ -320,10 +320,10 @@ def test_plot_run(folder):
 
 DRAWN = """
 import drawing, runpy, sys
-Log, figures = runpy.run_path(sys.argv[1])["Log"], []
+plot_run, figures = runpy.run_path(sys.argv[1]), []
 drawing.why_not()
 drawing.plt.close = figures.append
-drawing.runs("", "", {"a run": Log(sys.argv[2])}, sys.argv[3], 0)
+plot_run["draw_runs"]("", "", {"a run": plot_run["Log"](sys.argv[2])}, sys.argv[3], 0)
 figure, = figures
 for ax in figure.axes[2:]:
     print([float(y) for line in ax.lines for y in line.get_ydata()])

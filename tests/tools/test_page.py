@@ -14,7 +14,7 @@ from tap import Skip  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
 import page_data  # noqa: E402
-import drawing  # noqa: E402
+import pictures  # noqa: E402
 
 PAGE = ROOT / "kernels" / "lce" / "page.html"
 DATA = re.compile(r'<script type="application/json" id="data">\n(.*?)</script>', re.S)
@@ -80,10 +80,10 @@ def test_screenshots(folder):
 
 def test_still_pictures(folder):
     need("matplotlib")
-    run(sys.executable, ROOT / "tools" / "drawing.py", folder).ok()
+    run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
     text = "".join((PAGE.parent / name).read_text() for name in ("LCE.md", "REFERENCE.md"))
     assert all((PAGE.parent / path.name).exists() and f"]({path.name})" in text for path in folder.glob("*.png"))
-    assert sorted(drawing.tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
+    assert sorted(pictures.tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
 
 
 main(globals())
