@@ -45,14 +45,14 @@ TINY = "--device cpu --num-layers 2 --batch 3 " + SIZES  # trains in no time
 
 
 def pace():
-    """How many times longer than alone a computation takes now, beside what else runs on this machine."""
+    """Returns how many times longer a computation takes now than on an idle machine."""
     began, used = time.monotonic(), time.thread_time()
     hashlib.sha256(bytes(1 << 25))  # does not wait for Python's other threads
     return max(1, (time.monotonic() - began) / (time.thread_time() - used))
 
 
 class Deadline:
-    """For hangs: passes after so many seconds of a machine that does nothing else."""
+    """Ends a hang: passes after so many seconds of a machine that does nothing else."""
 
     def __init__(self, seconds):
         self.left, self.before = seconds, time.monotonic()
@@ -65,7 +65,7 @@ class Deadline:
 
 
 class Output:
-    """How a program ended (below 0: by that signal), and all that it wrote."""
+    """Keeps how a program ended (below 0: by that signal), and all that it wrote."""
 
     def __init__(self, words, status, out, err):
         self.words, self.status, self.out, self.err = words, status, out, err
@@ -78,21 +78,21 @@ class Output:
         return self
 
     def ok(self, *parts):
-        """It succeeded, and each of `parts` stands in its output."""
+        """Requires that it succeeded and that its output has each of `parts`."""
         return self.expect(self.status == 0, self.out, parts)
 
     def fails(self, *parts):
-        """It failed, and each of `parts` stands on stderr."""
+        """Requires that it failed and that stderr has each of `parts`."""
         return self.expect(self.status != 0, self.err, parts)
 
     def refused(self, *parts, status=1):
-        """All that stands on stderr is one sentence with `parts`."""
+        """Requires that stderr is one sentence with `parts`."""
         one_line = self.err.startswith("lce: ") and self.err.find("\n") == len(self.err) - 1
         return self.expect(self.status == status and one_line, self.err, parts)
 
 
 class Process:
-    """A program under way, with `ranks` as that many ranks of a job."""
+    """Runs a program, with `ranks` as that many ranks of a job."""
 
     def __init__(self, *words, ranks=0, terminal=False, cwd=ROOT, **environment):
         launcher = [] if not ranks else [LAUNCH, ranks] if GPUS else [*MPIRUN, ranks]
@@ -146,7 +146,7 @@ class Process:
             return Output(self.words, self.child.returncode, shown or self.text(self.out), self.text(self.err))
 
     def of_rank(self, rank):
-        """The process of a rank."""
+        """Returns the process of a rank."""
         names, proc = {f"RANK={rank}".encode(), f"OMPI_COMM_WORLD_RANK={rank}".encode()}, pathlib.Path("/proc")
         children = (proc / f"{self.pid}/task/{self.pid}/children").read_text().split()
         return next(int(child) for child in children if names & set((proc / child / "environ").read_bytes().split(b"\0")))
@@ -210,7 +210,7 @@ def read_log(path):
 
 
 def column(log, field, event=None):
-    """The values of a field, in the lines of an event or in all but the summary."""
+    """Returns the values of a field, in the lines of an event or in all but the summary."""
     return [line[field] for line in log if field in line and (line["event"] == event or not event and line["event"] != "summary")]
 
 
@@ -231,7 +231,7 @@ def floats(tensor):
 
 
 def difference(a, b):
-    """The largest difference between two files of tensors, each over the largest number of its tensor."""
+    """Returns the largest difference between two files of tensors, each over the largest number of its tensor."""
     x, y = tensors(a), tensors(b)
     assert x and x.keys() == y.keys(), (a, b)
     return max(max(map(abs, map(operator.sub, floats(x[name]), floats(y[name])))) / max(map(abs, floats(x[name])))
@@ -239,7 +239,7 @@ def difference(a, b):
 
 
 def same_files(a, b):
-    """Two folders hold the same files, byte by byte."""
+    """Requires that two folders hold the same files, byte by byte."""
     names = sorted(path.name for path in a.iterdir())
     assert names and names == sorted(path.name for path in b.iterdir()), (a, b)
     for name in names:
@@ -247,20 +247,20 @@ def same_files(a, b):
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """A shard of llm.c, of uint16 tokens or of bytes."""
+    """Writes a shard of llm.c, with uint16 tokens or bytes."""
     data = tokens if isinstance(tokens, bytes) else array.array("H", tokens).tobytes()
     path.write_bytes(struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253) + data)
     return path
 
 
 def write_mask(path, counts):
-    """Which tokens of a shard count as targets."""
+    """Writes which tokens of a shard count as targets."""
     bits = bytes(sum(bool(count) << k for k, count in enumerate(counts[i:i + 8])) for i in range(0, len(counts), 8))
     return write_shard(path, bits, magic=20261120, count=len(counts))
 
 
 def assert_planned(line, peak):
-    """The plan of these options is `peak` bytes: it fits there, and into no byte less."""
+    """Requires that the plan of these options is `peak` bytes: it fits there, and into no byte less."""
     train(f"{line} --plan --device-memory {peak / 2**30!r}").ok()
     train(f"{line} --plan --device-memory {(peak - 1) / 2**30!r}").fails("this run needs ")
 

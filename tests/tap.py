@@ -4,7 +4,7 @@ import traceback
 
 
 class Skip(Exception):
-    """Why a test cannot run here."""
+    """Says why a test cannot run here."""
 
 
 def outcome(test):
@@ -19,7 +19,7 @@ def outcome(test):
 
 
 def run(tests, at_once=1):
-    """Calls each of {name: test}, several at once, and prints in their order what came of each; returns how many failed."""
+    """Calls each of {name: test}, several at once, and prints the results in their order; returns how many failed."""
     print(f"1..{len(tests)}", flush=True)
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:

@@ -66,7 +66,7 @@ def eager(name, loss):
 
 
 def compiled(name, loss):
-    """Every shape gets kernels of its own: by default the second would get slower ones for any shape."""
+    """Compiles kernels for each shape: by default the second would get slower ones for any shape."""
     return Peer(name, lambda: torch.compile(loss, dynamic=False), "torch")
 
 
@@ -144,7 +144,7 @@ CROSS_ENTROPY = Loss("cross-entropy", lambda z, y, _: F.cross_entropy(z, y, redu
 
 
 def z_loss_twice(x, w, y):
-    """As trainers write it: the loss, and the logsumexp once more."""
+    """Computes it as trainers write it: the loss, and the logsumexp once more."""
     logits = (x @ w.T).float()
     return F.cross_entropy(logits, y) + LAMBDA * torch.logsumexp(logits, dim=1).square().mean()
 
@@ -211,7 +211,7 @@ def reset_peak(cuda):
 
 
 def library_bytes(peer, tensor):
-    """What lce.c's library holds; it keeps what the larger of a peer's calls took."""
+    """Returns what lce.c's library holds; it keeps what the larger of a peer's calls took."""
     return context(tensor.device, tensor.dtype, "").held_bytes() if peer.name.startswith("lce.c") else 0
 
 
@@ -222,7 +222,7 @@ def peak(cuda, peer, tensor, without=0):
 
 
 def seconds(cuda, work, calls=1):
-    """Of a call, among so many that are queued one after the other."""
+    """Returns a call's seconds, among so many that are queued one after the other."""
     wait(cuda)
     start = time.perf_counter()
     for _ in range(calls):

@@ -155,7 +155,7 @@ train() {
 step() {
   train "step-$1" 200 '{tokens_per_second:,.0f} tokens/s, {1e3 * seconds_per_step:.1f} ms, MFU {100 * r.get("mfu", float("nan")):.1f}%, {peak_bytes / 2**30:.1f} GiB, LM head + loss {head_peak_bytes / 2**20:.0f} MiB' "${@:2}"
 }
-# What --profile says of a step; of few layers where attention alone is wanted.
+# Prints what --profile says of a step; few layers suffice for attention alone.
 profile() { train "profile-$1" 150 '{shares()}; GEMMs {tflops("GEMMs")}, LM head + loss {tflops("LM head + loss")}' --steps 12 --profile "${@:2}"; }
 attention() {
   train "attention-$1" 150 'forward {tflops("attention forward")}, backward {tflops("attention backward")}' --steps 12 --profile --num-layers 2 --vocab 1024 "${@:2}"
@@ -187,7 +187,7 @@ if wants bench; then
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
 fi
 
-# What packages beside the trainer check.
+# Runs the checks of packages beside the trainer.
 for part in tools/*/gpu_check.sh; do [ ! -e "$part" ] || . "$part"; done
 
 # --- several GPUs -------------------------------------------------------------------------------------------

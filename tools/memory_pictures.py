@@ -2,12 +2,12 @@
 import drawing
 from drawing import COLORS, DASHES, INK, MIB, MODES, MUTED, SAVED, count, label, panel, picture, save, size, times
 
-# What memory holds, from the bottom up: what stays, then what comes and goes. Neighbours differ in lightness.
+# Categories of memory from the bottom up: those that stay, then those that come and go. Neighbours differ in lightness.
 STAYING = {"weights": "#33414b", "master weights": "#556b78", "gradients": "#8397a3", "optimizer moments": "#b4c2ca",
            "tables and batch": "#6d6d6d"}
 HEAD = "lm_head, loss"
 STACK = STAYING | {"activations": "#5bad9c", "activation gradients": "#c6e9df", "workspace": "#e3b03c", HEAD: COLORS[4]}
-NO_TIMES = "Planned, to the byte, so there are no times."
+NO_TIMES = "Planned, byte for byte, so there are no times."
 AXES = {"tokens": "tokens", "vocab": "vocabulary", "hidden": "hidden size", "chunk": "tokens per chunk"}
 COLUMN = {"tokens": "tokens", "vocab": "vocab_size", "hidden": "hidden_size", "chunk": "chunk"}
 
@@ -52,7 +52,7 @@ def foot(s, rows):
     measured = [row for row in rows if row["status"] == "measured"]
     same = sum(row["ledger_bytes"] == row["planned_bytes"] for row in measured)
     too_large = sum(row["status"] == "does not fit" for row in rows)
-    words = {f"Measured by the ledger; plan and ledger agree to the byte at {same} of {len(measured)} points.": measured,
+    words = {f"Measured by the ledger; plan and ledger agree byte for byte at {same} of {len(measured)} points.": measured,
              NO_TIMES: not measured, "Hollow: planned only.": 0 < len(measured) < len(rows),
              f"{too_large} would not fit.": too_large, s["grey"]: s["grey"]}
     return " ".join(text for text, true in words.items() if true)
@@ -203,7 +203,7 @@ def timeline(s, rows, path):
     modes = {mode: part for mode in titles if (part := [row for row in rows if row["mode"] == mode])}
     peak, planned, end = max(map(total, rows)), s["planned"], {mode: part[-1]["at"] for mode, part in modes.items()}
     stays = sum(modes["fused"][-1][name] for name in STAYING)
-    # Where most memory stays from step to step, the picture leaves it out: the shape is what comes and goes.
+    # If most memory stays from step to step, the picture leaves it out: the shape is what comes and goes.
     left_out, base = (STAYING, stays) if stays > 0.55 * peak else ({}, 0)
     names = [name for name in STACK if name not in left_out and max(row[name] for row in rows) > 0.004 * peak]
     beyond = f" beyond the {size(stays)} of weights, gradients and optimizer state" if left_out else ""

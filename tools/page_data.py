@@ -28,12 +28,12 @@ PRODUCTS = ["".join(letters) for count in range(4) for letters in itertools.comb
 
 
 def corner(doubled):
-    """The sizes N, V and H, these doubled."""
+    """Returns the sizes N, V and H, with these doubled."""
     return tuple(size * (1 + (letter in doubled)) for letter, size in LOW.items())
 
 
 def timeline(mode, sizes):
-    """{category: bytes that stay}, and the second step's [(block, category, bytes; below 0 where it is popped)]."""
+    """Returns {category: bytes that stay}, and the second step's [(block, category, bytes; below 0 where it is popped)]."""
     tokens, vocab, hidden = sizes
     options = f"{OPTIONS} --batch {tokens // SEQUENCE} --vocab {vocab} --hidden-size {hidden} {MODES[mode]} --plan --timeline"
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def value(form, sizes):
 
 
 def form_of(found):
-    """{sizes: bytes} as factors of products: {"NH": 2, "": 256} for 2 N H + 256."""
+    """Returns {sizes: bytes} as factors of products: {"NH": 2, "": 256} for 2 N H + 256."""
     form = {}
     for letters in reversed(PRODUCTS):  # a mixed difference leaves the products that have all of them
         change = sum((-1)**(len(letters) - len(doubled)) * (found[corner(doubled)] - value(form, corner(doubled)))
@@ -66,7 +66,7 @@ def form_of(found):
 
 
 def data():
-    """What page.html draws: blocks are numbered from 1, and a step is a list of numbers, below 0 where a block is popped."""
+    """Returns what page.html draws: blocks are numbered from 1; a step is a list of numbers, below 0 where a block is popped."""
     numbers, steps, stays = {}, {}, {}
     for mode in MODES:
         plans = {sizes: timeline(mode, sizes) for sizes in [*map(corner, PRODUCTS), CHECKED]}

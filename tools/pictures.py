@@ -63,7 +63,7 @@ def ring(path):
 
 
 def tile_at(tile, rows, columns, group):
-    """Is tile_coord() of hopper_tiles.cuh, in tiles."""
+    """Mirrors tile_coord() of hopper_tiles.cuh, in tiles."""
     first, within = tile // (group * columns) * group, tile % (group * columns)
     height = min(group, rows - first)
     return first + within % height, within // height

@@ -11,7 +11,7 @@
 #   --seeds N            Runs of each kind (default 3 on a GPU, 2 on a CPU). A seed sets the weights and the
 #                        data's order: runs with the same seed start alike and read the same batches
 #   --steps N            Optimizer steps (default 540 on a GPU, 60 on a CPU)
-#   --text PATH          Text to train on: a file, a directory or what else tools/prepare_data.py reads
+#   --text PATH          Text to train on: anything that tools/prepare_data.py reads
 #                        (default the documentation and C of Debian's or Ubuntu's linux-source package)
 #   --vocab V            Entries of the tokenizer (default 128256)
 #
@@ -58,7 +58,7 @@ declare -A mode_options=([materialized]=--materialized-logits [fused]=--fused-lc
 options="--device $device ${option[model-options]} --vocab ${option[vocab]} --steps $steps"
 options+=" --warmup $warmup --eval-every $eval_every --sample-every 0"
 settings="$options $sample"
-# What these runs write is written over and removed without a question, so only a folder of theirs will do.
+# These runs replace and remove their files without asking, so they accept only a folder of their own.
 [ -e "$out/settings" ] || [ -z "$(find "$out" -mindepth 1 -maxdepth 1 ! -name shards | head -n 1)" ] ||
   fail "$out holds files that are not of an earlier run: name another directory with --out"
 [ -e "$out/settings" ] || echo "$settings" >"$out/settings"
@@ -142,7 +142,7 @@ done
 # --- what came out ------------------------------------------------------------------------------------------
 
 echo
-# Where no picture can be drawn plot_run says why, after the table.
+# If plot_run cannot draw, it says why after the table.
 "${plot_run[@]}" --groups --from "$warmup" --out "$out/picture.png" "${logs[@]}" >"$out/table.md" || true
 cat "$out/table.md"
 

@@ -82,7 +82,7 @@ def draw(model, seed):
 
 
 def save_bare(model, folder):
-    """As the first GPT-2 files were: no prefix, the causal mask among the weights."""
+    """Writes what the first GPT-2 files held: no prefix, the causal mask among the weights."""
     tensors = {k.removeprefix("transformer."): v.clone() for k, v in model.state_dict().items()}
     for layer in range(model.config.n_layer):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24, dtype=torch.uint8)
@@ -136,7 +136,7 @@ def train(model, tokens, targets):
 
 
 def load(folder, dtype=torch.float32):
-    """Not .to(dtype) after loading, which rounds RoPE's frequencies too."""
+    """Loads in this dtype: .to(dtype) after loading would round RoPE's frequencies, too."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -149,7 +149,7 @@ def one_pass(model, tokens, targets):
 
 
 def errors_in_bf16(folder, stored, generator):
-    """How far off transformers' passes in bf16 are from those in fp32: of every tensor |error| / |values|, and its largest
+    """Measures how far transformers' passes in bf16 are off those in fp32: of every tensor |error| / |values|, and its largest
     error over its largest value; [DRAWS, 2] each.
 
     One pass is one draw of rounding errors: by luck it may be half or twice as far off as the next. So all but the first
@@ -178,7 +178,7 @@ def root_mean_square(errors):
 
 
 def print_spread(name, errors):
-    """Each pass in bf16 against all others, which is what tests/model/test_golden.c checks for ours."""
+    """Compares each pass in bf16 with all others, as tests/model/test_golden.c does for ours."""
     e = torch.stack(list(errors.values()), 1)  # [DRAWS, tensors, 2]
     ratios = e / ((e.square().sum(0) - e.square()) / (DRAWS - 1)).sqrt()
     worst, whole = ratios.flatten(1).max(1).values, root_mean_square(ratios[:, :, 0].T)

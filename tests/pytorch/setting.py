@@ -1,4 +1,4 @@
-"""What the tests of tools/torch share: PyTorch, if there is one, and the package on a library of its own."""
+"""Gives all tests of tools/torch PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
 import multiprocessing
 import os

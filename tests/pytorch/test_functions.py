@@ -30,7 +30,7 @@ def problem(dtype=None, bias=False, integers=None, ignored=0):
 
 def reference(x, weight, target, bias=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
               softcap=0.0, temperature=1.0, token_weights=None, class_weights=None, chunk=0):
-    """As linear_cross_entropy, of PyTorch's operations on all logits, in the arguments' dtype."""
+    """Computes linear_cross_entropy by PyTorch's operations on all logits, in the arguments' dtype."""
     z = F.linear(x, weight, bias)
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / torch.as_tensor(temperature, device=z.device)[..., None]
     flat, y = z.reshape(-1, z.shape[-1]), target.reshape(-1).long()
@@ -59,7 +59,7 @@ def results(output, *inputs, upstream=None, again=False):
 
 
 def compare(what, x, weight, bias, target, most, **options):
-    """Against the reference in float64, for any upstream gradient. Returns the gradients."""
+    """Compares with the reference in float64, for any upstream gradient. Returns the gradients."""
     exact = double(x, weight, bias)
     got, want = linear_cross_entropy(x, weight, target, bias, **options), reference(*exact[:2], target, exact[2], **options)
     upstream = torch.randn_like(got)
@@ -151,7 +151,7 @@ def no_second_derivative():
 
 
 def only_needed_gradients():
-    """What the operator is asked for."""
+    """Keeps what the operator is asked for."""
     with calls_of_the_operator(lambda *a: (a[5] is not None, *a[-1])) as calls:
         for x_needed, weight_needed, reduction in itertools.product((True, False), (True, False), ("mean", "none")):
             x, weight, _, target = problem()
@@ -181,7 +181,7 @@ def only_needed_gradients():
 
 
 def exponentials_are_kept():
-    """Where one chunk takes all tokens and there will be a backward pass; the first one uses them up."""
+    """Keeps exponentials if one chunk takes all tokens and a backward pass follows; the first one uses them up."""
     with calls_of_the_operator(lambda *a: (a[9] is not None, a[-1][4])) as given:
         x, weight, _, target = problem(ignored=5)
         exact = double(x, weight)
@@ -343,7 +343,7 @@ def batch_invariance():
 
 
 def flops():
-    """By FlopCounterMode, of the products that a call computes, in units of 2 N H V."""
+    """Counts by FlopCounterMode the products that a call computes, in units of 2 N H V."""
     from torch.utils.flop_counter import FlopCounterMode
     x, weight, _, target = problem()
     x.requires_grad_(False)
@@ -354,7 +354,7 @@ def flops():
 
 
 def outputs():
-    """Of every token, beside any loss, which they do not change; with every term; and by linear_log_probs."""
+    """Compares every token's entropy: beside any loss, which it does not change; with every term; and by linear_log_probs."""
     x, weight, bias, target = problem(bias=True, ignored=5)
     with torch.no_grad():  # so that some are correct
         x.view(-1, H)[::2] = 9 * weight[target.reshape(-1)[::2]] / weight[target.reshape(-1)[::2]].norm(dim=-1, keepdim=True)
@@ -380,7 +380,7 @@ def outputs():
 
 
 def names_of_pytorchs_function():
-    """Those of torch.nn.functional.linear_cross_entropy; an older PyTorch has its values by cross_entropy."""
+    """Takes the values of torch.nn.functional.linear_cross_entropy, or in an older PyTorch of cross_entropy."""
     x, weight, bias, target = problem(bias=True, ignored=4)
     x, target, classes = x.detach().flatten(0, -2), target.flatten(), torch.rand(V, device=DEVICE)
     pytorchs = getattr(F, "linear_cross_entropy", lambda x, w, y, *, linear_bias, weight, ignore_index, **more:

@@ -43,7 +43,7 @@ def needs():
 
 
 def types_are_the_functions():
-    """Of each name of the package __init__.pyi has the parameters, their order and their defaults."""
+    """Compares each name's parameters, their order and their defaults with __init__.pyi."""
     needs()
     sys.path.insert(0, os.path.join(ROOT, "tools", "torch"))
     import lce

@@ -36,7 +36,7 @@ SIZES = dict(vocab_size=211, hidden_size=32, intermediate_size=64, num_hidden_la
              num_key_value_heads=2, max_position_embeddings=32)
 GPT2 = dict(vocab_size=211, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-# What is special of each model_type: soft-caps and scales of its logits, another loss, biases, tied heads.
+# Lists what is special in a model_type: soft-caps and scales of its logits, another loss, biases, tied heads.
 FAMILIES = dict(gpt2={}, llama={}, mistral={}, qwen2={}, qwen3={}, gemma2=dict(head_dim=8, final_logit_softcapping=2.0),
                 gemma3_text=dict(head_dim=8, final_logit_softcapping=3.0), phi3=TOKENS, olmo2={}, smollm3=TOKENS,
                 granite=dict(logits_scaling=8.0), cohere=dict(logit_scale=0.25), glm=dict(head_dim=8, **TOKENS),
@@ -185,7 +185,7 @@ def odd_model(**changes):
 
 
 def models_that_are_refused():
-    """With a sentence, and as they were."""
+    """Refuses them with a sentence, and leaves them as they were."""
     llama = model_of("llama")
     cross_entropy = torch.nn.functional.cross_entropy
     losses = (lambda z, y, **_: cross_entropy(z.flatten(0, 1), y.flatten()),
@@ -368,7 +368,7 @@ def trained(net, loss_of, rank, ranks):
 
 
 def count_gathers(work):
-    """What work() returns, and how many gathers it called. CommDebugMode fails in PyTorch 2.11."""
+    """Returns what work() returns, and how many gathers it called. CommDebugMode fails in PyTorch 2.11."""
     from torch.utils._python_dispatch import TorchDispatchMode
     found = []
 
@@ -436,7 +436,7 @@ def split_as_whole(rank, ranks, sizes):
     terms = dict(label_smoothing=0.1, z_loss=0.01, temperature=0.7, class_weights=torch.rand(v), chunk=8)
 
     def gradients(leaves, whole):
-        """As this rank has them, or of all tokens and rows, cut to this rank's."""
+        """Returns them as this rank has them, or those of all tokens and rows cut to this rank's."""
         for t, dimension in zip(leaves, ("tokens", "rows", "rows")):
             if t.grad is not None:
                 gradient, t.grad = t.grad, None

@@ -67,7 +67,7 @@ def rows(*columns):
 
 
 def history(trainer, config, model, data, *more, **options):
-    """What each of three steps logged, and the model that came of them."""
+    """Returns what each of three steps logged, and the trained model."""
     model = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -37,7 +37,7 @@ def test_evaluates(folder):
         assert [line["event"] for line in log] == ["start", "validation", "summary"] and not column(log, "grad_norm"), log
         assert abs(log[-1]["val_loss"] - summary["val_loss"]) < 1e-6, (log, summary)
         assert math.isclose(log[-1]["perplexity"], math.exp(log[-1]["val_loss"])), log
-    # Of a folder that tools/prepare_data.py made its validation shards, whether the others are there or not.
+    # A folder that tools/prepare_data.py made stands for its validation shards, with or without the others.
     shutil.copy(shard, folder / "val_000000.bin")
     (folder / "manifest.json").write_text('{"format": "lce.c shards"}')
     for option in "--val-data", "--data", "--val-data":

@@ -14,7 +14,7 @@ BUILD = ROOT / "build/release" if TRAIN.parent == ROOT else TRAIN.parent
 LADDER = ROOT / "tools/ladder"
 
 
-# Answers that are wrong, and what the checker says of them: of N, what is replaced in the rung's file, by what.
+# Wrong answers and what the checker says: exercise, the text of the rung's file, what replaces it, the message.
 WRONG = [
     (1, "-row_sum[n] / total", "1 / total - 1", "rung 4 anchored at the target: dX of token 0, whose target leads by 30, is off by 1"),
     (1, "log1pf(row_sum[n])", "logf(1 + row_sum[n])", "loss of token 0, whose target leads by 30, is off by 1"),

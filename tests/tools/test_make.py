@@ -52,7 +52,7 @@ def test_little_address_space(folder):
 
     def limited(kib, options):
         return run("sh", "-c", f"ulimit -v {kib}; exec {TRAIN} {TINY} {options}", OMP_NUM_THREADS="1")
-    # What the libraries take, of which CUDA's are large.
+    # The libraries take room, too; CUDA's are large.
     least = next(kib for kib in range(60000, 4000000, 40000) if "loading shared libraries" not in limited(kib, "--help").err)
     for kib, options in (least, "--plan"), (least, "--steps 1"), (least + 190000, "--steps 1"):
         limited(kib, options).refused("`ulimit -v` leaves ", "OpenBLAS needs ", " thread")

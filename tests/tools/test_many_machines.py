@@ -15,7 +15,7 @@ JOB = ("--device cpu --model llama-tiny --vocab 1000 --batch 2 --seq-len 64 --to
        "--sample-every 0 --data README.md").split()
 LINK = "lce0"
 LAUNCH = [*MPIRUN[:-1], *"-x OMP_NUM_THREADS=1 -x ASAN_OPTIONS".split()]  # then -n and the ranks, or the hosts
-# What ssh would do: mpirun calls it with a host and a command.
+# Stands in for ssh: mpirun calls it with a host and a command.
 AGENT = """#!/bin/sh
 host=$1
 shift

@@ -55,13 +55,13 @@ def peak(moments):
 
 
 def plans(folder, options):
-    """What ./train plans for them, {mode: plan}."""
+    """Returns ./train's plans of these options, {mode: plan}."""
     train(f"{options} --plan --log", folder / "plan").ok()
     return {line["loss_mode"]: line for line in read_log(folder / "plan")}
 
 
 def assert_says(path, *parts):
-    """An SVG, if one can be drawn."""
+    """Requires these parts among the words of an SVG, if one can be drawn."""
     need("matplotlib")
     root = xml.etree.ElementTree.parse(path).getroot()
     said = ["".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -116,7 +116,7 @@ def test_what_does_not_fit(folder):
 
 
 def test_patience(folder):
-    """What takes longer is planned, and measured later when there is more."""
+    """Plans a point that takes longer, and measures it later when there is more patience."""
     for more, status in (" --patience 0.001", "too slow"), (" --plan-only", "planned"), ("", "measured"), (" --plan-only", "measured"):
         done = curve(folder, f"{MEASURED} --values 512,1024{more}").ok()
         assert [row["status"] for row in curve_rows(folder)] == [status] * 4 and ("nothing was allocated" in done.out) == (status == "planned")
@@ -241,11 +241,11 @@ def test_refusals(folder):
 def test_pictures_of_sweeps(folder):
     curve(folder, "--plan-only --device cuda --model llama-1b --format svg").ok()
     fused, whole = (reading(folder, mode, tokens=32768)["planned_bytes"] for mode in FUSED_AND_NOT)
-    said = assert_says(folder / "curve.svg", "Training llama-1b", "V 128,256, bf16; planned for a GPU", "Planned, to the byte", f"{whole / fused:.2f}x")
+    said = assert_says(folder / "curve.svg", "Training llama-1b", "V 128,256, bf16; planned for a GPU", "Planned, byte for byte", f"{whole / fused:.2f}x")
     assert not any("Time" in text or re.search(r"\d s$", text) for text in said), said
     # Measured: the time, too, and what the device counts.
     curve(folder / "cpu", MEASURED + " --values 32,64 --format svg").ok("wrote " + str(folder / "cpu" / "curve.svg"))
-    assert_says(folder / "cpu" / "curve.svg", "measured on CPU", "Time of a step", "counted by the device", "agree to the byte at 4 of 4")
+    assert_says(folder / "cpu" / "curve.svg", "measured on CPU", "Time of a step", "counted by the device", "agree byte for byte at 4 of 4")
     curve(folder / "cpu", "--redraw").ok()
     # Names are printed without what a terminal would act on.
     for words, says in (("--plan-only", "\nwrote "), ("--batch 3", " holds a sweep with ")):

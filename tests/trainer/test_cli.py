@@ -18,7 +18,7 @@ ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
 # --- refusals that follow from the table of options ---------------------------------------------------------
 
-# What options take. One that is not here is tested by what it says that it takes.
+# Values of options. An option that is not listed is tested by what it says that it takes.
 TAKES = {
     "a whole number from 1 to 2147483647":
         "batch seq-len vocab hidden-size intermediate-size num-attention-heads num-key-value-heads head-dim "
@@ -54,14 +54,14 @@ TAKES = {
 
 @once
 def options():
-    """{name: whether it takes a value} of all options that --help lists."""
+    """Returns {name: True if it takes a value} for all options that --help lists."""
     rows = re.findall(r"^ {6}--([a-z0-9-]+)(=)?", train("--help").ok().out, re.M)
     assert len(rows) > 70, rows
     return {name: bool(value) for name, value in rows}
 
 
 def wrong_values(takes):
-    """What an option refuses that takes such values: first those just outside of the range."""
+    """Returns values that such an option refuses: first those just outside of the range."""
     numbers = re.fullmatch("a (whole )?number from (.*) to (.*)", takes)
     if not numbers:
         words = re.split(", | or ", takes)
@@ -135,7 +135,7 @@ def test_options_exclude_each_other(folder):
     assert not os.listdir(folder)
 
 
-# What would exclude each other does not where one of the two is 0, "none".
+# Two options that exclude each other do not if one of them is 0, "none".
 def test_possible_combinations(folder):
     for line in ("--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
                  "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4",
@@ -250,7 +250,7 @@ def test_wrong_data(folder):
     train(f"--init {folder}").refused("/config.json: it is not a regular file")
 
 
-# Where a token is no byte a prompt is ids or a shard, and the refusal of text has a command for ids.
+# If tokens are not bytes, a prompt is ids or a shard, and the refusal of text has a command for ids.
 def test_prompts_of_tokens(folder):
     data = write_shard(folder / "data.bin", 400 * [4, 2])
     line = TINY.replace("300", "500") + f"--data {data} --steps 1 --sample-every 1 --sample-tokens 2 --log {folder}/log "
@@ -289,7 +289,7 @@ def test_a_models_tokenizer_that_cannot_be_used(folder):
     train(line + f" --tokenizer {model}").refused("no byte-level BPE")
 
 
-# What is there already stays, unless it is an earlier output of the same kind.
+# An existing file stays, unless it is an earlier output of the same kind.
 def test_outputs_replace_only_outputs(folder):
     mine, log, timeline = folder / "mine.txt", folder / "log.jsonl", folder / "steps.csv"
     line = TINY + "--steps 1 --sample-every 0 "
@@ -414,7 +414,7 @@ def test_fit(folder):
     for more, what in (("", "--recompute layer or a smaller --seq-len"), ("--recompute layer", "a smaller --seq-len")):
         train(job.replace("--device-memory 24", "--device-memory 3") + more).fails(
             f"--fit: not even one sequence of 8192 tokens fits in 3.00 GiB; try {what}\n")
-    # What is said to fit does, and no more. (Of a model that a small host can hold.)
+    # The batch that is said to fit does, and no larger one. (The model is one that a small host can hold.)
     job = ("--device cuda --device-memory 2 --model llama-8b --hidden-size 256 --intermediate-size 512 --num-layers 4 "
            "--num-attention-heads 4 --num-key-value-heads 4 --head-dim 64 --vocab 8192 --seq-len 512 --recompute layer ")
     for choice in choices[1:]:
@@ -569,7 +569,7 @@ def test_shards(folder):
     assert [len(sample) for sample in column(log, "tokens", "sample")] == [1 + 5] and log[-1]["val_loss"] > 0
     output = train(TINY + f"--steps 1 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --log {folder}/log").ok()
     assert "validation loss" not in output.out and read_log(folder / "log")[-1]["val_loss"] is None
-    # What --dump writes is what the log says of the first step: the mean loss, the norm of all gradients.
+    # --dump writes what the log says of the first step: the mean loss, the norm of all gradients.
     train(TINY + f"--steps 2 --sample-every 0 --data {folder}/train_1.bin --val-fraction 0 --data-order sequential "
           f"--dump {folder}/compared --log {folder}/log").ok()
     first, dumped = read_log(folder / "log")[1], tensors(folder / "compared/first-step/first_step.safetensors")
@@ -588,7 +588,7 @@ def made_by_prepare_data(folder, **counts):
     return folder
 
 
-# Of a folder with a manifest --data takes the training shards, and what validates is its own, unless more is said.
+# From a folder with a manifest --data takes the training shards, and validates on its own, unless more is said.
 def test_a_folder_of_prepare_data(folder):
     line, made, bare = TINY + "--steps 1 --sample-every 0 --data ", made_by_prepare_data(folder / "made", train=600, val=100), folder / "bare"
     shutil.copytree(made, bare)
@@ -694,7 +694,7 @@ def test_signals(folder):
         os.kill(p.pid, signal.SIGTERM)
         p.wait_for(said)
     assert p.finish(20).status == -signal.SIGTERM
-    # What nohup ignores stays ignored.
+    # A signal that nohup ignores stays ignored.
     run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
         "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
 

@@ -35,7 +35,7 @@ PACKED = " --pack documents --end-of-text 10 "
 # GPUs take seconds to start: two of them, and all.
 RANKS = sorted({2, GPUS}) if GPUS else [2, 3, 4]
 ALL = RANKS[-1]
-# For values that differ by rounding alone. Adam divides small differences by small moments.
+# Bounds values that differ by rounding alone. Adam divides small differences by small moments.
 TOLERANCE = 2e-4 if GPUS else 2e-5
 WEIGHTS = 30 * TOLERANCE
 
@@ -66,7 +66,7 @@ class Job:
         assert same, f"{field}: {mine} and {theirs}: {self.output} and {other.output}"
 
     def same_training(self, other):
-        """What a run of one rank and one of several share, and that the plan knew what the several held."""
+        """Requires what a run of one rank and one of several share, and that the plan knew what the several held."""
         self.close(other)
         for field, tolerance in (("loss", TOLERANCE), ("grad_norm", 10 * TOLERANCE), ("val_loss", TOLERANCE)):
             self.same_column(other, field, tolerance)
@@ -91,7 +91,7 @@ def resume(ranks, checkpoint, options=""):
 # --- ends: these wait long, and so come first ---------------------------------------------------------------
 
 
-# For --timeout: so many seconds, or more where the ranks share their cores with much else.
+# Gives --timeout so many seconds, or more if the ranks share their cores with much else.
 def patient(seconds):
     return math.ceil(seconds * pace())
 
@@ -314,7 +314,7 @@ def test_checkpoints_do_not_depend_on_ranks(folder):
     assert whole.apart(one, STEPS, "training_state") < 100 * TOLERANCE
     # With the same ranks it continues bitwise identically.
     two.same_bits(resume(2, two.checkpoint(4), "--zero 1"))
-    # What a split head leaves is taken up by a whole one, and the other way around.
+    # A whole head continues a split one's checkpoint, and the other way around.
     whole = job(0, TIED + "--save-every 2")
     split = job(2, TIED + "--save-every 2 --zero 1 --vocab-parallel")
     whole.close(split, 2)
@@ -322,7 +322,7 @@ def test_checkpoints_do_not_depend_on_ranks(folder):
     whole.close(resume(many, then.checkpoint(4), "--zero 2 --vocab-parallel"))
 
 
-# What is spread takes less; and the ledger of a run is the plan's to the byte.
+# A state that is spread takes less; and a run's ledger equals its plan byte for byte.
 def test_plans_depend_on_ranks(folder):
     large = "--num-layers 12 --hidden-size 64 --vocab 2000 --steps 2 --total-batch 64 "
     peaks = []

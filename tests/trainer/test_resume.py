@@ -135,7 +135,7 @@ def test_the_place_in_the_data_is_kept(folder):
     assert "and 0 tokens of pass 1 over" in first(f"--resume {folder}/drawn --steps 7 --batch 2 --total-batch 32 --seed 2")[1].out
 
 
-# What a checkpoint says wrongly names its file, and what it says nothing of is no default in silence.
+# A wrong value in a checkpoint is refused with its file's name; a missing one gets no silent default.
 def test_wrong_settings_of_a_checkpoint(folder):
     saved = shutil.copytree(straight() / "step-000006", folder / "step-000006")
     state = json.loads((saved / STATE).read_text())
@@ -256,7 +256,7 @@ def test_fp8_is_resumed_or_declined(folder):
         output = train(RESUME + f"{folder}/fp8/step-000006 {options}").ok()
         assert restored in output.out and ("fp8   " in output.out) == bool(restored), output
         assert ("--fp8 was all when " in output.err) == changed, output
-    # When it was a flag it was of the layers alone.
+    # When it was a flag it meant the layers alone.
     older = json.loads(state.read_text())
     del older["crc32"]
     older["settings"]["fp8"] = ""
@@ -327,7 +327,7 @@ def test_stopped_runs_save(folder):
     same_losses(folder / "log")
 
 
-# What says when to validate, sample and save is resumed as well; a change of it is no warning.
+# Options that say when to validate, sample and save are resumed as well; changing one is no warning.
 def test_the_rhythm_is_resumed(folder):
     train(RUN + f"--save {folder}/rhythm --save-every 4").ok()
     line = RESUME + f"{folder}/rhythm/step-000004 "
