@@ -282,20 +282,15 @@ def check_dropped(run, steps, tiles_of_step):
     assert len(set(tiles)) > 1 and any(round(tiles_of_step * x) % 2 for x in tiles), tiles
 
 
-# With every tile kept, ranks train as without sampling. With some dropped the first loss is the same still.
+# Ranks draw apart, and again the same; sampling leaves the first loss as it is.
 def test_sampled_ranks_train(folder):
-    unsampled, runs = job(0, SAMPLED), []
-    for way in ("--zero 0", "--zero 1", "--zero 2", "--zero 1 --vocab-parallel", "--zero 2 --vocab-parallel --recompute layer"):
-        split = "parallel" in way
-        if way not in ("--zero 1", "--zero 2 --vocab-parallel --recompute layer"):
-            unsampled.same_training(job(2, SAMPLED + f"{way} --lce-sample 1e-30"))
-        runs.append(job(2, SAMPLED + f"{way} --lce-sample {MASS}"))
-        check_dropped(runs[-1], STEPS, 24 if split or GPUS else 48)
-        first, sampled = column(unsampled.log, "loss")[0], column(runs[-1].log, "loss")[0]
-        assert abs(first - sampled) <= TOLERANCE * first, (first, sampled)
-        runs[3 if split else 0].same_training(runs[-1])
-    for one in (runs[0], runs[3]):
-        one.same_bits(job(2, one.options, 2))
+    unsampled = job(0, SAMPLED)
+    for way, tiles in (("--zero 1", 24 if GPUS else 48), ("--zero 2 --vocab-parallel --recompute layer", 24)):
+        sampled = job(2, SAMPLED + f"{way} --lce-sample {MASS}")
+        check_dropped(sampled, STEPS, tiles)
+        first, again = column(unsampled.log, "loss")[0], column(sampled.log, "loss")[0]
+        assert abs(first - again) <= TOLERANCE * first, (first, again)
+        sampled.same_bits(job(2, sampled.options, 2))
     # A run of one rank goes on with a split head, and with its sampling.
     alone = job(0, SAMPLED + f"--lce-sample {MASS} --save-every 2")
     check_dropped(resume(2, alone.checkpoint(2), "--zero 1 --vocab-parallel"), STEPS - 2, 24)
@@ -332,7 +327,7 @@ def test_plans_depend_on_ranks(folder):
         peaks.append(read_log(folder / "log")[0]["peak_bytes"])
     assert peaks[2] < peaks[1] < peaks[0] and peaks[3] < peaks[1] and peaks[5] < peaks[4], peaks
     for way in (TIED + "--zero 1 --vocab-parallel --label-smoothing 0.1 --batch 24 --lce-memory 1 ",
-                TIED + "--zero 1 --vocab-parallel --lce-sample 50 ", LLAMA + "--zero 2 --lce-sample 50 --lce-chunk 9 "):
+                TIED + "--zero 1 --vocab-parallel --lce-sample 50 "):
         options = way + large + ("--total-batch 768 " if "--batch 24" in way else "")
         summary = job(2, options).log[-1]
         assert_planned(f"{options} --save x --ranks 2", summary["peak_bytes"])

@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
-"""Runs of ./train that stop, are killed or run out of disk, and continue: all is bitwise what it would have been."""
+"""Runs of ./train that stop and continue: all is bitwise what it would have been."""
 import array
 import json
 import os
 import pathlib
-import random
 import re
 import shutil
 import signal
 import sys
-import time
 import zlib
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -231,19 +229,15 @@ def test_differences_are_printed(folder):
         assert changed == ('the data were "byte-level text' in train(RESUME + f"{folder}/learned --steps 3").ok().err)
 
 
-# Sampling is restored, and draws go on where they were; an option given now overrides it, with a warning.
+# Draws go on where they were; an option that excludes a restored one overrides it, with a warning.
 def test_sampling_is_resumed(folder):
     train(RUN + f"--lce-sample 50 --save-every 5 --save {folder}/sampled --log {folder}/log").ok()
-    for i, (options, differs, samples) in enumerate((
-            ("", False, True), ("--lce-sample 25", True, True), ("--lce-sample 0", True, False),
-            ("--materialized-logits", True, False), ("--metrics", True, False))):
-        output = train(RESUME + f"{folder}/sampled/step-000005 {options} --sample-tokens 3 --save {folder}/{i} "
-                       f"--log {folder}/log-{i}").ok()
-        assert ("--lce-sample was 50 when " in output.err) == differs and (not output.err) == (not differs), output
-        assert ("  dropped " in output.out) == samples, output
-        assert (column(curve(folder / f"log-{i}"), "loss") == column(curve(folder / "log", 6), "loss")) == (not differs)
-    assert curve(folder / "log-0") == curve(folder / "log", 6)
-    same_files(folder / "sampled" / LAST, folder / "0" / LAST)
+    line = RESUME + f"{folder}/sampled/step-000005 --sample-tokens 3 "
+    assert not train(line + f"--save {folder}/same --log {folder}/log-same").ok("  dropped ").err
+    assert curve(folder / "log-same") == curve(folder / "log", 6)
+    same_files(folder / "sampled" / LAST, folder / "same" / LAST)
+    output = train(line + "--metrics").ok()
+    assert "--lce-sample was 50 when " in output.err and "  dropped " not in output.out, output
 
 
 # FP8 is restored, unless it is declined.
@@ -265,24 +259,6 @@ def test_fp8_is_resumed_or_declined(folder):
     assert "fp8      the layers' GEMMs," in output.out and not output.err, output
 
 
-# test_checkpoint.c has more kinds of damage.
-def test_damaged_checkpoints_are_skipped(folder):
-    for name, line in (("training_state.safetensors", RUN + "--resume auto --save "), ("config.json", RESUME)):
-        saved = shutil.copytree(straight(), folder / name, symlinks=True)
-        path = saved / LAST / name
-        if name == "config.json":
-            path.unlink()
-        else:
-            path.write_bytes(path.read_bytes()[:-1000])
-        train(RESUME + f"{saved}/{LAST}").refused(name)
-        output = train(line, saved).ok("after step 6 of 12")
-        assert name in output.err and f"{LAST} is passed over" in output.err, output
-        same_files(straight() / LAST, saved / LAST)
-    for path in saved.glob("step-*/model.safetensors"):
-        path.write_bytes(b"x")
-    train(RUN + f"--resume auto --save {saved}").fails("no checkpoint in")
-
-
 # Each file's CRC-32 is in the state, its own too. A plan reads no weights, and older checkpoints have none.
 def test_a_flipped_bit_is_named(folder):
     state = json.loads((straight() / LAST / STATE).read_text())
@@ -300,6 +276,9 @@ def test_a_flipped_bit_is_named(folder):
     del state["crc32"]
     (saved / LAST / STATE).write_text(json.dumps(state))
     train(RESUME + f"{saved}/{LAST}").ok()
+    for path in saved.glob("step-*/model.safetensors"):
+        path.write_bytes(b"x")
+    train(RUN + f"--resume auto --save {saved}").fails("no checkpoint in")
 
 
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
@@ -347,59 +326,11 @@ def test_numbers_are_short(folder):
     assert len(numbers) > 50 and not shorter, shorter
 
 
-# Killed at random moments and resumed, offloaded or not, until $LCE_KILLS runs (or 5) were killed.
-def test_killed_runs_lose_nothing(folder):
-    kills, killed, survived, seed = int(os.environ.get("LCE_KILLS", 5)), 0, 0, int(time.time())
-    saving, directory, log = RUN + "--save-every 1 ", folder / "killed", folder / "log"  # a checkpoint says how often it is saved
-    before = time.monotonic()
-    train(saving + f"--save {folder}/unbroken --keep 2").ok()
-    longest, draw = time.monotonic() - before, random.Random(seed)
-    line = saving + f"--resume auto --save {directory} --keep 2 --log {log} "
-    while killed < kills and survived < 10 * kills:
-        p = start(line + ("--offload weights,gradients,optimizer" if killed % 2 else ""))
-        time.sleep(draw.uniform(0, longest))
-        os.kill(p.pid, signal.SIGKILL)
-        output = p.finish()
-        assert output.status in (0, -signal.SIGKILL), f"seed {seed}: it ended by itself: {output}"
-        if output.status:
-            killed += 1
-            continue
-        # It was through before it was killed. Once more from the beginning.
-        survived += 1
-        longest *= 0.9  # nothing may run beside it any more
-        same_files(folder / "unbroken" / LAST, directory / LAST)
-        shutil.rmtree(directory)
-        log.unlink()
-    print(f"# seed {seed}: killed {killed} times, {survived} runs came through")
-    assert killed == kills
-    train(line).ok()
-    same_files(folder / "unbroken" / LAST, directory / LAST)
-    same_losses(log)
-    assert len(list(directory.glob("step-*"))) == 2 and not list(directory.glob(".[sr]*"))
-
-
-def test_a_full_disk_leaves_the_last_good_checkpoint(folder):
-    saved = shutil.copytree(straight(), folder / "full", symlinks=True)
-    shutil.rmtree(saved / LAST)
-    # 20,000 bytes a file, in the units of 512 that POSIX has
-    run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --resume auto --save {saved} --save-every 1 --keep 1").fails(
-        "no checkpoint after step 7: cannot write", "File too large; the last good checkpoint is that of step 6",
-        "no checkpoint after step 12")
-    assert sorted(path.name for path in saved.glob("*step-*")) == ["step-000006"]
-    train(RUN + f"--resume auto --save {saved} --keep 1").ok("after step 6 of 12")
-    for name in ("model.safetensors", f"{LAST}/training_state.safetensors"):  # the first by the links
-        assert (saved / name).read_bytes() == (straight() / name).read_bytes()
-    assert not (saved / "step-000006").exists()
-
-
-# A second run does not write where one writes, and a foreign folder stays as it is.
-def test_a_folder_has_one_writer(folder):
-    p = start(RUN + f"--steps 1000000 --save {folder}/one --save-every 1000000")
-    p.wait_for("step 1/")
-    train(RUN + f"--save {folder}/one").refused(f"{folder}/one")
-    os.kill(p.pid, signal.SIGINT)
-    p.finish().ok()
-    train(RUN + f"--save {folder}/one").fails("which is ahead of this run; --resume auto continues from it")
+# test_checkpoint.c has more of what a folder may be in the way of.
+def test_what_cannot_be_saved_is_said(folder):
+    run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --save {folder}/full --save-every 6").fails(  # 20,000 bytes a file
+        "no checkpoint after step 6: cannot write", "File too large; there is no checkpoint of this run yet", "no checkpoint after step 12")
+    train(RUN + f"--save {straight()}").refused("which is ahead of this run; --resume auto continues from it")
 
 
 straight()

@@ -169,7 +169,6 @@ TEST(test_one_curve) {
       {"masked.bin",
        {"--batch 4 --materialized-logits", "--batch 4 --lce-chunk 3",
         "--batch 1 --total-batch 68 --lce-chunk 6",
-        "--batch 2 --total-batch 68 --lce-chunk 6 --lce-sample 1e-30",
         "--batch 2 --total-batch 68 --materialized-logits --recompute layer"}}};
   double losses[STEPS] = {0}, norms[STEPS] = {0};
   for (size_t j = 0; j < 2 * sizeof jobs / sizeof *jobs; j++)
