@@ -22,7 +22,7 @@
 #include "model/transformer.h"
 // defines: run_data_open, prompt_open, prompt_token_bytes
 #include "trainer/data.h"
-// defines: plan_set_step, plan_print, plan_print_fit, plan_require, plan_set_mode, plan_compare_modes, ...
+// defines: plan_set_step, plan_print, plan_require, plan_set_mode, plan_compare_modes, ...
 #include "trainer/plan.h"
 // defines: report_open, report_due, report_collect, report_validation, report_sample, report_summary, ...
 #include "trainer/report.h"
@@ -58,7 +58,7 @@ static void create_model(Run *run) {
 static void open_run(Run *run, Options *o) {
   *run = (Run){.options = o, .backend = machine_open(o)};
   backend_join_ranks(run->backend);
-  plan_resolve_chunk(o, run->backend->device);
+  plan_resolve(o, run->backend->device, machine_agreed_bytes(run->backend));
   run->data = run_data_open(o);
   run->prompt = prompt_open(o, run->data.source);
   loader_require_targets(&run->data.loader, o->steps > o->first_step, o->eval_batches);
@@ -245,8 +245,6 @@ int main(int argc, char **argv) {
   plan_set_step(train_step); // a plan is this step on a backend that counts bytes and computes nothing
   if (options.plan) {
     plan_print(&options);
-  } else if (options.fit) {
-    plan_print_fit(&options);
   } else {
     open_run(&run, &options);
     train(&run);

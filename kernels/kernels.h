@@ -805,6 +805,10 @@ void backend_join_ranks(Backend *backend);
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
 // As rank 0 of so many.
 void plan_join_ranks(Backend *plan, int ranks);
+// The seconds that all it has run so far takes on a card (cost.h; NULL, as at first: an H100).
+typedef struct Card Card;
+void plan_set_card(Backend *plan, const Card *card);
+double plan_seconds(const Backend *plan);
 void backend_destroy(Backend *backend);
 // What creates a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. Where a
 // failure between them is caught, backend_abandon destroys what this thread has begun.

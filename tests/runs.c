@@ -19,7 +19,7 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   options_resolve(&options);
   plan_set_step(train_step);
   options_resolve_dtypes(&options, device == ON_CUDA);
-  plan_resolve_chunk(&options, device);
+  plan_resolve(&options, device, 0);
   return options;
 }
 

@@ -21,10 +21,10 @@
 #include "trainer/trainer.h"
 
 static const char *const names[] = {
-    "init",          "tokenizer",  "data",  "val-data", "val-fraction",  "data-order", "pack",
-    "end-of-text",   "seed",       "batch", "seq-len",  "logit-softcap", "fused-lce",  "materialized-logits",
-    "lce-chunk",     "lce-memory", "log",   "plan",     "fit",           "device",     "other-tokenizer",
-    "device-memory", "dtype",      "ranks", "timeout"};
+    "init",      "tokenizer",           "data",          "val-data", "val-fraction", "data-order",
+    "pack",      "end-of-text",         "seed",          "batch",    "seq-len",      "logit-softcap",
+    "fused-lce", "materialized-logits", "lce-chunk",     "log",      "plan",         "fit",
+    "device",    "other-tokenizer",     "device-memory", "dtype",    "ranks",        "timeout"};
 enum { NAMES = sizeof names / sizeof *names };
 
 static void read_options(Options *o, int argc, char **argv) {
@@ -69,12 +69,12 @@ int main(int argc, char **argv) {
   Options o;
   ranks_begin();
   read_options(&o, argc, argv);
-  if (o.plan || o.fit) {
-    (o.plan ? plan_print : plan_print_fit)(&o);
+  if (o.plan) {
+    plan_print(&o);
   } else {
     Backend *backend = machine_open(&o);
     backend_join_ranks(backend);
-    plan_resolve_chunk(&o, backend->device);
+    plan_resolve(&o, backend->device, machine_agreed_bytes(backend));
     RunData data = run_data_open(&o);
     if (!data.loader.validation_batches)
       fail("there is nothing to evaluate; name --val-data or raise --val-fraction");

@@ -42,7 +42,7 @@ typedef struct {
   double max_grad_norm;
   // LM head + loss
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
-  int64_t lce_memory;      // MiB that head and loss may hold; 0: not limited
+  const struct Card *card; // the GPU's speed (kernels/cost.h); NULL: unknown
   bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
@@ -74,15 +74,16 @@ typedef struct {
   ParameterDtypes dtypes;
   // output
   const char *log, *timeline, *dump;
-  bool plan, compare_modes, fit, profile;
-  double device_memory; // GiB that the device is taken to have; 0: what it has
+  bool plan, compare_modes, profile;
+  enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit; // the last may keep things on the host
+  double device_memory;                           // GiB that the device is taken to have; 0: what it has
 } Options;
 
 // The rows, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is
 // taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to
 // validate, sample and save, may change without a warning. Settings and what is SAME have one value on all
-// ranks.
-enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3 };
+// ranks. What is FITTED --fit chooses again when a run resumes.
+enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3, FITTED = 1 << 4 };
 extern const Option options_rows[];
 
 // In this order. Wrong values end the program with one sentence. options_free gives back what they allocate.

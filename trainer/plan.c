@@ -10,6 +10,7 @@
 #include "kernels/base/system.h"
 #include "kernels/base/text.h"
 #include "kernels/ranks/ranks.h"
+#include "trainer/fit.h"
 #include "trainer/report.h"
 
 enum { TIMELINE_STEPS = 3 };
@@ -24,30 +25,49 @@ void plan_set_step(TrainStep *step) {
 static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   options->micro_steps = min_i64(options->micro_steps, 2);
   Backend *backend = plan_backend_create(device, options->dtype);
+  plan_set_card(backend, options->card);
   plan_join_ranks(backend, options->ranks);
   backend->no_sampling = options->no_sampling;
   trainer_create(t, options, backend);
 }
 
-Ledger plan_run(const Options *given, DeviceKind device, LceMode mode) {
+// All micro-batches after the first take as long as the second.
+static double time_step(Trainer *t, Options *o, int64_t micro_steps) {
+  double begin = plan_seconds(t->backend);
+  step_to_plan(t, NULL, 0);
+  double whole = plan_seconds(t->backend) - begin;
+  if (o->micro_steps == micro_steps) return whole;
+  o->micro_steps = 1;
+  step_to_plan(t, NULL, 0);
+  double first = plan_seconds(t->backend) - begin - whole;
+  return first + (double)(micro_steps - 1) * (whole - first);
+}
+
+TimedPlan plan_run_timed(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
   if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.terms.label_smoothing = 0; // likewise
   o.pass.mode = mode;
+  TimedPlan plan;
   Trainer trainer;
   open_planned(&trainer, &o, device);
   if (o.trains) {
     int64_t count;
-    step_to_plan(&trainer, NULL, 0);
+    plan.seconds = time_step(&trainer, &o, given->micro_steps);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   if (!o.trains || o.val_data || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
+  if (!o.trains) plan.seconds = plan_seconds(trainer.backend);
   if (o.save && o.trains) // as a rank that writes no files
     weights_store(&trainer.model, trainer.backend, &(Folder){0}, o.save_dtype, SIZE_MAX);
-  Ledger plan = trainer.backend->memory.ledger;
+  plan.ledger = trainer.backend->memory.ledger;
   trainer_destroy(&trainer);
   backend_destroy(trainer.backend);
   return plan;
+}
+
+Ledger plan_run(const Options *options, DeviceKind device, LceMode mode) {
+  return plan_run_timed(options, device, mode).ledger;
 }
 
 void plan_set_mode(Trainer *t, LceMode mode) {
@@ -58,102 +78,39 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-typedef struct {
-  const Options *options;
-  DeviceKind device;
-  LceMode mode;
-  size_t bytes; // that the head, or the whole run, may hold
-} Budget;
-
-typedef bool Fits(const Budget *budget, int64_t count);
-
-// The largest count from 1 to `max` that fits, where all below one that fits do; 0: none. Searches in halves.
-static int64_t largest_that_fits(Fits *fits, const Budget *budget, int64_t max) {
-  int64_t known = 0, above = 1;
-  for (; above <= max && fits(budget, above); above *= 2) known = above;
-  above = min_i64(above, max + 1);
-  while (above - known > 1) {
-    int64_t middle = known + (above - known) / 2;
-    *(fits(budget, middle) ? &known : &above) = middle;
-  }
-  return known;
-}
-
-static size_t head_bytes(const Options *options, DeviceKind device, int64_t chunk) {
-  Options o = *options;
-  o.pass.chunk = chunk;
-  return plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
-}
-
-static bool chunk_fits(const Budget *b, int64_t chunk) {
-  return head_bytes(b->options, b->device, chunk) <= b->bytes;
-}
-
-void plan_resolve_chunk(Options *o, DeviceKind device) {
-  const Budget budget = {.options = o, .device = device, .bytes = (size_t)o->lce_memory << 20};
-  int64_t tokens = o->batch * o->seq_len;
-  if (o->lce_memory) o->pass.chunk = largest_that_fits(chunk_fits, &budget, tokens);
-  if (o->lce_memory && !o->pass.chunk)
-    fail("--lce-memory %lld: even a chunk of one token needs %zu MiB at this vocabulary; give at least that",
-         (long long)o->lce_memory, (head_bytes(o, device, 1) + (1 << 20) - 1) >> 20);
-  if (!o->pass.chunk) o->pass.chunk = lce_default_chunk(device, tokens);
-}
-
-// In one micro-batch a step, with the chunk that belongs to it.
-static bool batch_fits(const Budget *b, int64_t batch) {
-  Options o = *b->options;
-  o.batch = batch;
-  o.total_batch = batch * o.seq_len * o.ranks;
-  o.micro_steps = 1;
-  if (!options_given(&o, "lce-chunk")) o.pass.chunk = 0;
-  plan_resolve_chunk(&o, b->device);
-  return plan_run(&o, b->device, b->mode).peak <= b->bytes;
+void plan_resolve(Options *o, DeviceKind device, size_t usable) {
+  if (o->fit)
+    fit_choose(o, device, usable);
+  else if (!o->pass.chunk)
+    o->pass.chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
 // --- a run that does not fit -------------------------------------------------------------------------------
 
-// The end of a refusal: up to three changes of the command line that lower any model's peak.
-static const char *remedies(const Options *o, DeviceKind device, char text[160]) {
-  int64_t tokens = o->batch * o->seq_len;
-  bool trains = o->trains, chunks = lce_default_chunk(device, tokens) < tokens;
-  const struct {
-    bool possible;
-    const char *change;
-  } all[] = {{o->batch > 1, "a smaller --batch (--fit finds the largest)"},
-             {trains && o->pass.recompute != RECOMPUTE_LAYER, "--recompute layer"},
-             {o->pass.mode == LCE_MATERIALIZED && chunks, "--fused-lce"},
-             {trains && device == ON_CUDA && !o->dtypes.offload, "--offload optimizer"},
-             {o->seq_len > (o->dtypes.fp8 ? 16 : 1), "a smaller --seq-len"}};
-  static const char *const forms[] = {"take a smaller model, or a device with more memory", "try %s",
-                                      "try %s or %s", "try %s, %s or %s"};
-  const char *found[3] = {0};
-  int count = 0;
-  for (size_t i = 0; i < sizeof all / sizeof *all && count < 3; i++)
-    if (all[i].possible) found[count++] = all[i].change;
-  snprintf(text, 160, forms[count], found[0], found[1], found[2]);
-  return text;
+size_t plan_host_bytes(const Ledger *plan) {
+  int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
+  return ledger_host_bytes(plan) * (size_t)ranks;
 }
 
-// Every rank of this machine offloads as much.
 static void require_host(const Ledger *plan) {
   char holders[512];
-  int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
-  size_t needed = ledger_host_bytes(plan) * (size_t)ranks, left = host_memory_left();
+  size_t needed = plan_host_bytes(plan), left = host_memory_left();
   if (!needed || !left || needed <= left) return;
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
        "--moment-dtype bf16 or --no-master-weights",
-       text_bytes(needed).text, text_bytes(left).text, ranks > 1 ? "of each rank " : "",
-       memory_holders(plan->host, 1, holders));
+       text_bytes(needed).text, text_bytes(left).text,
+       needed > ledger_host_bytes(plan) ? "of each rank " : "", memory_holders(plan->host, 1, holders));
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
-  char holders[512], text[160];
+  char holders[512];
   Ledger plan = plan_run(options, device, options->pass.mode);
-  require_host(&plan);
+  bool elsewhere = options->plan && options->device_memory > 0; // on a machine with a host of its own
+  if (!elsewhere) require_host(&plan);
   if (!usable || plan.peak <= usable) return;
-  fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
-       text_bytes(usable).text, memory_holders(plan.at_peak, plan.peak / 100, holders),
-       remedies(options, device, text));
+  fail("this run needs %s and the device has %s to give (%s); add --fit, which chooses settings that fit",
+       text_bytes(plan.peak).text, text_bytes(usable).text,
+       memory_holders(plan.at_peak, plan.peak / 100, holders));
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------
@@ -214,7 +171,7 @@ void plan_write_recorded(const Options *o, Backend *backend, EarlierOutput earli
   if (o->timeline && o->rank == 0) write_timeline(o->timeline, ledger, earlier);
 }
 
-// --- --plan and --fit --------------------------------------------------------------------------------------
+// --- --plan ------------------------------------------------------------------------------------------------
 
 // The device that a plan is for. Only --fit without --device-memory, and --device auto, look for one.
 static DeviceKind planned_device(Options *o, size_t *capacity) {
@@ -229,7 +186,7 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
     options_resolve_dtypes(o, device == ON_CUDA);
   }
   if (given) *capacity = given;
-  plan_resolve_chunk(o, device);
+  plan_resolve(o, device, *capacity);
   return device;
 }
 
@@ -273,40 +230,6 @@ void plan_print(Options *o) {
   }
   if (o->timeline) plan_timeline(o, device);
   if (o->device_memory > 0) plan_require(o, device, capacity);
-}
-
-void plan_print_fit(Options *o) {
-  size_t capacity = 0;
-  DeviceKind device = planned_device(o, &capacity);
-  if (!capacity) fail("--fit: the memory of the device is not known; give it by --device-memory GIB");
-  printf("the largest --batch of %s at --seq-len %lld in %s\n", o->model.name, (long long)o->seq_len,
-         text_bytes(capacity).text);
-  printf("%-40s %7s %13s\n", "--offload", "fused", "materialized");
-  // With --offload that one alone. Offloading from a CPU to its own memory saves nothing.
-  const unsigned offloads[] = {o->dtypes.offload, OFFLOAD_OPTIMIZER, OFFLOAD_PARAMETERS,
-                               OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
-  int count = o->pass.recompute == RECOMPUTE_LAYER ? 4 : 3;
-  if (o->dtypes.offload || device == ON_CPU || !o->trains) count = 1;
-  int64_t most = 0, batches[2];
-  for (int i = 0; i < count; i++) {
-    char words[64];
-    Options with = *o;
-    with.dtypes.offload = offloads[i];
-    for (int m = 0; m < 2; m++) {
-      const Budget budget = {&with, device, (LceMode)m, capacity};
-      batches[m] = largest_that_fits(batch_fits, &budget, INT32_MAX / o->seq_len);
-      most = max_i64(most, batches[m]);
-    }
-    printf("%-40s %7lld %13lld\n", offloads[i] ? options_words(&with, "offload", words) : "nothing",
-           (long long)batches[LCE_FUSED], (long long)batches[LCE_MATERIALIZED]);
-  }
-  if (most) return;
-  char text[160];
-  o->batch = 1;
-  o->pass.mode = LCE_FUSED;
-  o->dtypes.offload = offloads[count - 1]; // the table has tried it
-  fail("--fit: not even one sequence of %lld tokens fits in %s; %s", (long long)o->seq_len,
-       text_bytes(capacity).text, remedies(o, device, text));
 }
 
 // --- --compare-modes ---------------------------------------------------------------------------------------

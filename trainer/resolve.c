@@ -104,6 +104,7 @@ static void resolve_ranks(Options *o) {
 
 // The tokens of an optimizer step, cut into micro-batches.
 static void resolve_batch(Options *o) {
+  if (o->fit && !options_given(o, "batch")) o->batch = 1; // until it is chosen
   int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
     fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "

@@ -65,7 +65,8 @@ static void take_settings(Options *o) {
            "give --init in place of --resume to start from the weights alone",
            o->origin, then, now);
     unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
-    const cJSON *item = row->flags & taken && !o->given[i] ? json_member(settings, row->name) : NULL;
+    bool open = o->fit && row->flags & FITTED;
+    const cJSON *item = row->flags & taken && !o->given[i] && !open ? json_member(settings, row->name) : NULL;
     const char *value = item ? saved_text(settings, row->name) : NULL;
     Reason reason = {"it is no text"};
     if (item && !value) refuse_setting(o, row, &reason);

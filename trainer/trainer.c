@@ -9,6 +9,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/profile.h"
+#include "kernels/cost.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
 
@@ -331,6 +332,7 @@ Backend *machine_open(Options *o) {
          backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   if (!backend) backend = cpu_backend_create(false);
   o->no_sampling = backend->no_sampling;
+  o->card = card_of(backend->description);
   size_t given = bytes_from_gib(o->device_memory);
   if (given && given < machine_usable_bytes(backend)) {
     backend->device_capacity = backend->device_overhead + given;
@@ -354,4 +356,10 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count) {
 size_t machine_usable_bytes(const Backend *backend) {
   size_t capacity = backend->device_capacity, overhead = backend->device_overhead;
   return capacity > overhead ? capacity - overhead : capacity > 0;
+}
+
+size_t machine_agreed_bytes(Backend *backend) {
+  size_t bytes = machine_usable_bytes(backend);
+  machine_broadcast(backend, &bytes, sizeof bytes);
+  return bytes;
 }

@@ -136,3 +136,4 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
 size_t machine_usable_bytes(const Backend *backend);
+size_t machine_agreed_bytes(Backend *backend); // rank 0's, for what all ranks choose alike

@@ -182,6 +182,10 @@ void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory categ
   return data;
 }
 
+bool memory_plans_on_host(Tensor tensor) {
+  return (uintptr_t)tensor.data >= PLANNED_HOST_BASE;
+}
+
 // The old stack goes first, so that both need not fit.
 static bool try_stack(Memory *memory, size_t capacity) {
   source_release(memory, memory->stack_base, memory->stack_capacity);

@@ -108,6 +108,7 @@ void memory_destroy(Memory *memory);
 // the source has no more, the program fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
+bool memory_plans_on_host(Tensor tensor); // a plan's, whose memory was reserved on the host
 Tensor memory_reserve_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0);
 
 // Makes (or remakes) the empty stack; where it fails the stack keeps its size. A plan's is boundless without.

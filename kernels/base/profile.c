@@ -15,20 +15,13 @@
   OPERATIONS(X, X)                                                                                           \
   X(to_device, , COPIES) X(collectives_join, , COMMUNICATION) X(copies_join, , COPIES)
 
-#define ENTRY(name, Arguments, group) OP_##name,
-enum { ALL(ENTRY) OP_step };
-#undef ENTRY
+enum { OP_to_device = OPERATION_COUNT, OP_collectives_join, OP_copies_join, OP_step };
 #define ENTRY(name, Arguments, group) {#name, PROFILE_##group},
 static const struct {
   const char *name;
   ProfileGroup group;
 } operations[] = {ALL(ENTRY){"step", PROFILE_IDLE}};
 #undef ENTRY
-
-// What an operation computes and moves.
-typedef struct {
-  double flops, bytes;
-} Amount;
 
 enum { BEGIN, END, OWN, MARKS }; // the first two on the compute stream
 
@@ -70,74 +63,6 @@ static double between(const BackendOps *ops, const Record *from, int begin, cons
 
 static void range(const Profile *p, const char *name) {
   if (p->wrapped->range) p->wrapped->range(name);
-}
-
-static double gemm(Tensor rows, Tensor weight) {
-  return 2.0 * (double)rows.shape[0] * (double)tensor_count(weight);
-}
-
-static double attention(AttentionShape s) { // Q K^T and P V, half of either
-  return 2.0 * (double)(s.batch * s.num_heads * s.head_dim) * (double)s.seq_len * (double)s.seq_len;
-}
-
-static double bytes_of(Tensor t) {
-  return tensor_exists(t) ? (double)tensor_bytes(t) : 0;
-}
-
-static double codes_bytes(Fp8 x) {
-  return bytes_of(x.codes) + bytes_of(x.transposed);
-}
-
-static Amount amount_of(int op, const void *arguments) {
-#define OF(name, Arguments, flops, bytes)                                                                    \
-  case OP_##name: {                                                                                          \
-    const Arguments *a = arguments;                                                                          \
-    return (Amount){flops, bytes};                                                                           \
-  }
-  switch (op) {
-    OF(linear_forward, LinearForward, gemm(a->x, a->weight), 0)
-    OF(linear_backward_input, LinearBackwardInput, gemm(a->dout, a->weight), 0)
-    OF(linear_backward_weight, LinearBackwardWeight, gemm(a->dout, a->dweight), 0)
-    OF(sum_columns, SumColumns, 0, bytes_of(a->x))
-    OF(matmul_fp8, MatmulFp8, gemm(a->a.codes, a->b.codes), 0)
-    OF(lce_logits_exp, LceLogitsExp, gemm(a->x, a->weight) * (1 + tensor_exists(a->dx_raw)), 0)
-    OF(lce_sampled_gradients, LceSampledGradients, gemm(a->exps, a->weight) * (1 + tensor_exists(a->dweight)),
-       0)
-    OF(attention_forward, AttentionForward, attention(a->shape), 0)
-    OF(attention_backward, AttentionBackward, 2.5 * attention(a->shape), 0)
-    OF(norm_forward, NormForward, 0, bytes_of(a->x) + bytes_of(a->out) + bytes_of(a->residual))
-    OF(norm_backward, NormBackward, 0,
-       bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x))
-    OF(activation_forward, ActivationForward, 0, bytes_of(a->x) + bytes_of(a->out) + codes_bytes(a->fp8))
-    OF(activation_backward, ActivationBackward, 0,
-       bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout) + codes_bytes(a->fp8))
-    OF(rope, Rope, 0, 2 * bytes_of(a->qkv))
-    OF(quantize, Quantize, 0, bytes_of(a->x) * (1 + !a->out.amax_known) + codes_bytes(a->out))
-    OF(quantize_rows, QuantizeRows, 0, bytes_of(a->x) + bytes_of(a->out.codes))
-    OF(adamw, Update, 0,
-       bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v)))
-    OF(nesterov, Update, 0, bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight))
-    OF(batched_gemm, BatchedGemm,
-       (double)a->count * gemm(a->out.first, a->left_transposed ? a->left.first : a->right.first), 0)
-    OF(sgd, Update, 0, bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master)))
-    OF(sum_elements, SumElements, 0, bytes_of(a->x))
-    OF(fill_zero, Tensor, 0, bytes_of(*a))
-    OF(all_reduce, Collective, 0, bytes_of(a->x))
-    OF(reduce_scatter, Collective, 0, bytes_of(a->x))
-    OF(all_gather, Collective, 0, bytes_of(a->out))
-    OF(broadcast_rank_0, Collective, 0, bytes_of(a->x))
-    OF(copy_in, Copy, 0, bytes_of(a->x))
-    OF(copy_out, Copy, 0, bytes_of(a->x))
-  default:
-    return (Amount){0};
-  }
-#undef OF
-}
-
-static StreamKind stream_of(int op) {
-  if (op == OP_copy_in) return STREAM_COPY_IN;
-  if (op == OP_copy_out) return STREAM_COPY_OUT;
-  return operations[op].group == PROFILE_COMMUNICATION ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }
 
 static const BackendOps *enter(Backend *backend, int op, const void *arguments) {
@@ -249,19 +174,4 @@ const ProfileTotals *profile_collect(Backend *backend) {
   }
   p->count = 0;
   return t;
-}
-
-double gpu_peak_flops(const char *name) {
-  // Without sparsity, from NVIDIA's data sheets of A100, L40S, H100, H200, HGX B200 and GB200 NVL72, and its
-  // whitepaper on Ada. The first row that is part of the name counts.
-  static const struct {
-    const char *part;
-    double teraflops;
-  } peaks[] = {{"MIG", NAN},       {"Laptop", NAN},   {"4090 D", NAN},   {"H100 PCIe", 756},
-               {"H800 PCIe", 756}, {"H100 NVL", 835}, {"H200 NVL", 835}, {"H100", 989},
-               {"H200", 989},      {"H800", 989},     {"GB200", 2500},   {"B200", 2250},
-               {"A100", 312},      {"A800", 312},     {"L40S", 362},     {"RTX 4090", 165}};
-  for (size_t i = 0; i < sizeof peaks / sizeof *peaks; i++)
-    if (strstr(name, peaks[i].part)) return 1e12 * peaks[i].teraflops;
-  return NAN;
 }

@@ -1,7 +1,7 @@
 // Where the time of a step goes: every operation runs between two events on its stream (CPU: clock readings).
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/cost.h"
 
 // The third column of OPERATIONS. LM head + loss is all that runs in PHASE_LOSS but communication and copies;
 // idle the compute stream between operations.
@@ -28,12 +28,9 @@ typedef struct {
   struct {
     const char *name;
     int64_t calls;
-    double seconds;     // of the compute stream, with its waits for other streams
-    double own_seconds; // on streams of their own, concurrently; the CPU has none, and copies at copies_join
-    // Of GEMMs and attention (forward: its causal half, backward: 2.5 times that), as without sampling and
-    // documents.
-    double flops;
-    double bytes; // read and written by what does few flops; collectives: of the larger tensor
+    double seconds;      // of the compute stream, with its waits for other streams
+    double own_seconds;  // on streams of their own, concurrently; the CPU has none, and copies at copies_join
+    double flops, bytes; // Amount has them
   } groups[PROFILE_GROUP_COUNT];
 } ProfileTotals;
 
@@ -48,6 +45,3 @@ void profile_phase(Backend *backend, int phase);
 
 // Between steps: waits for them, and adds up those since the last call. NULL without profile_begin.
 const ProfileTotals *profile_collect(Backend *backend);
-
-// Peak flops a second of dense bf16 GEMMs by NVIDIA's data sheet for the GPU of this name; NaN: unknown.
-double gpu_peak_flops(const char *name);

@@ -34,7 +34,6 @@ static void fused(const Call *c) {
     lce_add_non_targets(c, &k, a->accumulate || first > 0); // dW += E^T (r X)
     lce_finish_dx(c, &k);                                   // dX = r dX + c W[y]
     memory_pop_to(memory, mark);
-    if (memory->planning) break; // the chunks after the first need no more
   }
   lce_add_all_targets(c, &buffers); // dW[y] += c X
 }

@@ -75,7 +75,6 @@ void lce_sampled(const Call *c) {
     lce_sampled_gradients_of(c, &sampling, &k, first / size, first + size >= tokens);
     lce_finish_dx(c, &k); // dX = r dX + c W[y]
     memory_pop_to(memory, mark);
-    if (memory->planning) break; // the chunks after the first need no more
   }
   lce_add_all_targets(c, &buffers);
 }

@@ -135,7 +135,6 @@ void lce_split_head(const Call *c) {
     if (left > size) next = gather(c, &buffers, first + size, min_i64(left - size, size));
     if (!sampling && first > 0) lce_add_non_targets(c, k, accumulate);
     memory_pop_to(memory, mark);
-    if (memory->planning) break;
   }
   collectives_join(c->backend, 0);
 }

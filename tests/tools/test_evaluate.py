@@ -54,7 +54,7 @@ def test_plans_its_memory(folder):
     model, shard, _ = trained()
     table = evaluate(f"--init {model} --plan").ok("  weights ").out
     assert "gradients" not in table.replace("activation gradients", "") and "moments" not in table, table
-    evaluate(f"--init {model} --fit --device-memory 1").ok("the largest --batch of ")
+    evaluate(f"--init {model} --fit --plan --device-memory 1").ok("--fit: ", "--batch ")
     evaluate(f"--init {model} --val-data {shard} --device-memory 0.0001").refused("this run needs ", " and the device has ")
 
 

@@ -1,4 +1,4 @@
-// A plan is what a run takes, to the byte; and what follows from plans: the chunk, the largest batch.
+// A plan is what a run takes, to the byte; and what follows from plans: the default chunk, the time of a step.
 #include "tests/runs.h"
 
 #include <time.h>
@@ -134,8 +134,7 @@ TEST(test_chunk_option) {
     DeviceKind device;
     const char *job;
     int64_t min, max;
-  } cases[] = {{ON_CPU, "--vocab 5003 --batch 8 --seq-len 128 --lce-memory 3", 2, 1023},
-               {ON_CPU, "--lce-chunk 77", 77, 77},
+  } cases[] = {{ON_CPU, "--lce-chunk 77", 77, 77},
                {ON_CPU, "--batch 1 --seq-len 1", 112, 112},
                {ON_CPU, "--batch 1 --seq-len 1025", 114, 114},
                {ON_CPU, "--batch 16 --seq-len 128", 228, 228},
@@ -162,46 +161,74 @@ TEST(test_saving_a_split_head) {
   options_free(&o);
 }
 
-// The budget holds for all that a run does, validation too, and with one token more in a chunk it would not.
-static void check_budget(DeviceKind device, const char *job, bool masked, bool trains, int mebibytes) {
-  Options o = options_on(device, "%s --lce-memory %d", job, mebibytes);
-  o.masked = masked; // as data with a mask would have it
-  if (!trains) o.trains = false, o.dtypes = (ParameterDtypes){.weight = o.dtype, .weights_only = true};
-  plan_resolve_chunk(&o, device);
-  size_t budget = (size_t)mebibytes << 20, held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
-  if (held > budget)
-    fail_msg("%s %s: chunks of %lld hold %zu bytes, which is more than %d MiB", device_name(device), job,
-             (long long)o.pass.chunk, held, mebibytes);
-  if (o.pass.chunk++ < o.batch * o.seq_len) {
-    held = plan_run(&o, device, LCE_FUSED).highest[MEMORY_HEAD];
-    if (held <= budget)
-      fail_msg("%s %s: chunks of %lld would hold %zu bytes, which is no more than %d MiB",
-               device_name(device), job, (long long)o.pass.chunk, held, mebibytes);
+// Measured on one H100 (tools/BENCHMARKS.md). Predictions choose settings, so their order matters most: in each
+// group a later row is faster, by at least 1%.
+#define LEAN "--seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights "
+TEST(test_predicted_speed) {
+  static const struct {
+    int group;
+    const char *job;
+    double measured; // tokens a second
+  } rows[] = {{1, "--model llama-1b --seq-len 4096 --materialized-logits", 67800},
+              {1, "--model llama-1b --seq-len 4096", 68600},
+              {2, "--model llama-1b --seq-len 4096 --fp8", 85100},
+              {3, "--model gpt2-124m --batch 64 --vocab 128256", 453800},
+              {3, "--model gpt2-124m --batch 64 --vocab 128256 --fp8", 497800},
+              {3, "--model gpt2-124m --batch 64", 600000},
+              {4, "--model gpt2-1558m --batch 16", 52350},
+              {5, "--model llama-8b --batch 8 --recompute layer " LEAN, 11500},
+              {5, "--model llama-8b --batch 8 --recompute mlp " LEAN, 12200},
+              {5, "--model llama-8b --recompute elementwise " LEAN, 13600},
+              {5, "--model llama-8b --fp8 --batch 8 --recompute layer " LEAN, 16500},
+              {5, "--model llama-8b --fp8 --batch 8 --offload optimizer " LEAN, 17500}};
+  double before = 0;
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    Options o = options_on(ON_CUDA, "%s --sample-every 0 --val-fraction 0 --plan", rows[i].job);
+    double rate = (double)o.total_batch / plan_run_timed(&o, ON_CUDA, o.pass.mode).seconds;
+    if (fabs(rate / rows[i].measured - 1) > 0.04)
+      fail_msg("%s: predicted %.0f, measured %.0f tokens/s", rows[i].job, rate, rows[i].measured);
+    if (i && rows[i].group == rows[i - 1].group && rate < before)
+      fail_msg("%s: predicted to be slower than the row above", rows[i].job);
+    before = rate;
+    options_free(&o);
   }
-  options_free(&o);
 }
 
-TEST(test_budget) {
-  static const char *const models[] = {
-      LLAMA "--vocab 5003 --batch 8 --seq-len 128",
-      LLAMA "--vocab 50257 --untie-word-embeddings --batch 16 --seq-len 128",
-      GPT2 "--vocab 1031 --hidden-size 512 --num-attention-heads 8 --batch 64 --seq-len 50"};
-  static const char *const layers[] = {"",
-                                       "--label-smoothing 0.1",
-                                       "--z-loss 0.001",
-                                       "--lce-sample 1 --z-loss 0.1",
-                                       "--metrics --z-loss 0.1",
-                                       "--logit-softcap 30"};
-  for (size_t m = 0; m < sizeof models / sizeof *models; m++)
-    for (size_t i = 0; i < sizeof layers / sizeof *layers; i++)
-      for (int ranks = 1; ranks <= 5; ranks++) {
-        char job[1024];
-        snprintf(job, sizeof job, "%s %s --plan --ranks %d%s", models[m], layers[i], ranks,
-                 ranks > 1 ? " --zero 2 --vocab-parallel" : "");
-        for (int mebibytes = 4; mebibytes <= 64; mebibytes *= 4)
-          for (int kind = 0; kind < (i ? 4 : 8); kind++)
-            check_budget(kind & 1 ? ON_CUDA : ON_CPU, job, kind & 2, !(kind & 4), mebibytes);
-      }
+// The ladder that --fit climbs down: from rung to rung less memory and more time.
+TEST(test_recomputation_ladder) {
+  static const char *const levels[] = {"elementwise", "mlp", "layer"};
+  TimedPlan above = {0};
+  for (int rung = 0; rung <= 12; rung++) {
+    Options o = options_on(ON_CUDA, "--model llama-1b --num-layers 4 --seq-len 2048 --sample-every 0 --plan");
+    if (rung) {
+      o.pass.recompute = (Recompute)((rung + 3) / 4);
+      o.pass.recompute_layers = rung % 4;
+      assert_string_equal(levels[o.pass.recompute - 1], options_words(&o, "recompute", (char[64]){0}));
+    }
+    TimedPlan plan = plan_run_timed(&o, ON_CUDA, LCE_FUSED);
+    size_t most = above.ledger.peak + (rung == 12 ? 64 << 20 : 0); // the last frees nothing at the peak
+    if (rung && !(plan.seconds > above.seconds && plan.ledger.peak < most))
+      fail_msg("rung %d: %g s in %zu bytes after %g s in %zu", rung, plan.seconds, plan.ledger.peak,
+               above.seconds, above.ledger.peak);
+    above = plan;
+    options_free(&o);
+  }
+}
+
+// A copy that nothing waits for costs nothing; one that is longer than what it overlaps costs the rest.
+TEST(test_overlap) {
+  Options o =
+      options_on(ON_CUDA, "--model llama-1b --recompute layer --seq-len 4096 --sample-every 0 --plan");
+  double alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
+  o.dtypes.offload = OFFLOAD_ACTIVATIONS;
+  assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds < 1.02 * alone);
+  options_free(&o);
+  o = options_on(ON_CUDA,
+                 "--model llama-1b --recompute layer --seq-len 64 --batch 1 --sample-every 0 --plan");
+  alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
+  o.dtypes.offload = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS;
+  assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds > 2 * alone);
+  options_free(&o);
 }
 
 TEST_MAIN(tests_run("plan", make_masked, remove_temp_dir))

@@ -122,7 +122,7 @@ TEST(test_streams) {
     assert_group(t, PROFILE_COPIES, 3 * step, 7 * step, 11 * step);
     assert_group(t, PROFILE_OPTIMIZER, step, 4 * step, 0);
     assert_group(t, PROFILE_IDLE, 0, 2 * step, 0);
-    assert_true(t->groups[PROFILE_GEMMS].flops == 128 * step && t->groups[PROFILE_GEMMS].bytes == 0);
+    assert_true(t->groups[PROFILE_GEMMS].flops == 128 * step && t->groups[PROFILE_GEMMS].bytes == 192 * step);
     assert_true(t->groups[PROFILE_COPIES].bytes == 3 * 16 * step);
     assert_true(t->groups[PROFILE_OPTIMIZER].bytes == (16 + 2 * 3 * 16) * step); // no master weights
   }

@@ -1,0 +1,234 @@
+// Candidates are a micro-batch, a chunk of the loss and what is offloaded. For each, one ladder of what is
+// recomputed: nothing, elementwise in 1 to L layers, the MLPs, whole layers, and these with the MLP in chunks.
+// Memory falls and time rises from rung to rung, so the first rung that fits is the fastest: a search in
+// halves. A plan (trainer/plan.h) gives both, in milliseconds.
+#include "trainer/fit.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/base/alloc.h"
+#include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/base/system.h"
+#include "kernels/base/text.h"
+#include "kernels/cost.h"
+#include "trainer/plan.h"
+
+enum { MAX_CHOICES = 512, MLP_CHUNK = 4096, MICRO_BATCH_TOKENS = 65536 };
+
+typedef struct {
+  int64_t batch, chunk, recompute_layers, mlp_chunk;
+  Recompute recompute;
+  unsigned offload;
+  size_t peak;
+  double rate;  // tokens a second
+  double score; // the rate, and a little for memory that stays free and for each thing that is not offloaded
+} Choice;
+
+typedef struct {
+  const Options *options;
+  DeviceKind device;
+  size_t usable;
+} Machine;
+
+static void apply(const Choice *c, Options *o) {
+  o->batch = c->batch;
+  o->pass.chunk = c->chunk;
+  o->pass.recompute = c->recompute;
+  o->pass.recompute_layers = c->recompute_layers;
+  o->pass.mlp_chunk = c->mlp_chunk;
+  o->dtypes.offload = c->offload;
+  int64_t together = o->batch * o->seq_len * o->ranks;
+  if (!options_given(o, "total-batch")) o->total_batch = together;
+  o->micro_steps = o->total_batch / together;
+}
+
+// Plans the choice, and says whether it fits. A machine that is not here has host memory enough.
+static bool fits(const Machine *m, Choice *c) {
+  Options o = *m->options;
+  apply(c, &o);
+  TimedPlan plan = plan_run_timed(&o, m->device, o.pass.mode);
+  size_t host = o.device_memory > 0 ? 0 : plan_host_bytes(&plan.ledger);
+  c->peak = plan.ledger.peak;
+  c->rate = (double)(o.trains ? o.total_batch : o.batch * o.seq_len) / plan.seconds;
+  c->score = c->rate * (1 - 0.005 * (double)c->peak / (double)m->usable);
+  for (unsigned left = c->offload; left; left &= left - 1) c->score *= 0.999;
+  return c->peak <= m->usable && (!host || host <= host_memory_left());
+}
+
+// Rung 0 recomputes nothing, L elementwise in all layers, 2 L their MLPs, 3 L the layers, and one more chunks.
+static void set_rung(const Machine *m, Choice *c, int64_t rung) {
+  int64_t layers = m->options->model.num_hidden_layers, last = min_i64(rung, 3 * layers);
+  c->recompute = (Recompute)((last + layers - 1) / layers);
+  c->recompute_layers = last % layers;
+  c->mlp_chunk = rung > last ? MLP_CHUNK : 0;
+}
+
+// The choice's first rung that fits; false: none does.
+static bool climb(const Machine *m, Choice *c) {
+  const Options *o = m->options;
+  int64_t layers = o->model.num_hidden_layers, below = -1, above = 3 * layers;
+  bool inputs = c->offload & OFFLOAD_ACTIVATIONS;
+  c->recompute = o->pass.recompute, c->recompute_layers = o->pass.recompute_layers;
+  c->mlp_chunk = o->pass.mlp_chunk;
+  if (!o->trains || options_given(o, "recompute"))
+    return (!inputs || c->recompute == RECOMPUTE_LAYER) && fits(m, c);
+  if (inputs) below = 2 * layers;
+  if (c->batch * o->seq_len > MLP_CHUNK) above++;
+  set_rung(m, c, above);
+  if (!fits(m, c)) return false;
+  Choice found = *c;
+  while (above - below > 1) {
+    int64_t middle = below + (above - below) / 2;
+    set_rung(m, c, middle);
+    bool good = fits(m, c);
+    *(good ? &above : &below) = middle;
+    if (good) found = *c;
+  }
+  *c = found;
+  return true;
+}
+
+// The micro-batches to try, from 1 up: divisors of what a rank computes in a step, or powers of two.
+static bool next_batch(const Options *o, int64_t *batch) {
+  int64_t before = *batch, share = o->total_batch / (o->seq_len * o->ranks);
+  if (options_given(o, "batch")) return (*batch = o->batch) != before;
+  if (!options_given(o, "total-batch"))
+    *batch = before ? 2 * before : 1;
+  else
+    do ++*batch;
+    while (*batch <= share && share % *batch);
+  bool within = options_given(o, "total-batch") ? *batch <= share : true;
+  return within && (*batch == 1 || *batch * o->seq_len <= MICRO_BATCH_TOKENS);
+}
+
+static int better(const void *a, const void *b) {
+  double x = ((const Choice *)a)->score, y = ((const Choice *)b)->score;
+  return (x < y) - (x > y);
+}
+
+// All candidates that fit, the best first; returns how many.
+static int search(const Machine *m, Choice all[MAX_CHOICES]) {
+  const Options *o = m->options;
+  static const unsigned offloads[] = {0,
+                                      OFFLOAD_OPTIMIZER,
+                                      OFFLOAD_OPTIMIZER | OFFLOAD_GRADIENTS,
+                                      OFFLOAD_PARAMETERS,
+                                      OFFLOAD_ACTIVATIONS,
+                                      OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS,
+                                      OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
+  bool chunks = o->pass.mode == LCE_FUSED && m->device == ON_CUDA && !options_given(o, "lce-chunk");
+  int ways = o->fit == FIT_OFFLOAD && o->trains && !o->dtypes.offload ? 7 : 1, count = 0;
+  for (int w = 0; w < ways; w++)
+    for (int64_t batch = 0; next_batch(o, &batch);)
+      for (int64_t chunk = chunks ? 1024 : 0; chunk <= 4096; chunk = chunk ? 2 * chunk : 8192) {
+        Choice c = {.batch = batch, .chunk = chunk, .offload = w ? offloads[w] : o->dtypes.offload};
+        int64_t tokens = batch * o->seq_len;
+        if (!chunk)
+          c.chunk = options_given(o, "lce-chunk") ? o->pass.chunk : lce_default_chunk(m->device, tokens);
+        if (chunk > 1024 && chunk > tokens) break;
+        if (count < MAX_CHOICES && climb(m, &c)) all[count++] = c;
+      }
+  qsort(all, (size_t)count, sizeof *all, better);
+  return count;
+}
+
+// --- what it says ------------------------------------------------------------------------------------------
+
+static void print_choice(const Machine *m, const Choice *c, double best, const char *with) {
+  Options o = *m->options;
+  char words[64];
+  apply(c, &o);
+  bool known = o.card || (m->device == ON_CUDA && o.device_memory > 0);
+  Text rate =
+      known ? text_of("%s tokens/s", text_grouped((int64_t)c->rate).text) : text_of("%.2f", c->rate / best);
+  printf("  %16s %10s  %s%s--batch %lld", rate.text, text_bytes(c->peak).text, with, *with ? " " : "",
+         (long long)c->batch);
+  if (o.trains && c->recompute) printf(" --recompute %s", options_words(&o, "recompute", words));
+  if (o.trains && c->recompute_layers) printf(" --recompute-layers %lld", (long long)c->recompute_layers);
+  if (c->mlp_chunk) printf(" --mlp-chunk %lld", (long long)c->mlp_chunk);
+  if (o.pass.mode == LCE_FUSED) printf(" --lce-chunk %lld", (long long)c->chunk);
+  if (c->offload) printf(" --offload %s", options_words(&o, "offload", words));
+  printf("\n");
+}
+
+// What the user may choose beside, and --fit does not: where things lie, and what changes the numbers.
+static const struct {
+  const char *name, *value;
+  bool gpu, several;
+} others[] = {{"fit", "offload", false, false},
+              {"moment-dtype", "bf16", true, false},
+              {"no-master-weights", "", true, false},
+              {"fp8", "all", true, false},
+              {"zero", "2", false, true}};
+enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 3 };
+
+// Sets it as the user would; false where it is so already, or cannot be.
+static bool set_other(const Machine *m, int which, Options *o) {
+  const Option *row = &options_rows[option_row(options_rows, others[which].name)];
+  const ModelConfig *c = &o->model;
+  char now[64];
+  bool sizes = (c->hidden_size | c->intermediate_size | c->head_dim | o->seq_len) % 16 == 0;
+  if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;
+  if ((others[which].several && o->ranks == 1) || (row->offset == offsetof(Options, dtypes.fp8) && !sizes))
+    return false;
+  if (option_text(row, o, now) && !strcmp(now, others[which].value)) return false;
+  option_set(row, o, others[which].value);
+  return true;
+}
+
+static Text other_words(int i) {
+  bool bare = !*others[i].value || !strcmp(others[i].name, "fp8");
+  return text_of(" --%s%s%s", others[i].name, bare ? "" : " ", bare ? "" : others[i].value);
+}
+
+// What each would bring, where it brings something.
+static void print_others(const Machine *m, Choice all[MAX_CHOICES], double best) {
+  for (int i = 0; i < OTHERS; i++) {
+    Options with = *m->options;
+    const Machine other = {&with, m->device, m->usable};
+    if (set_other(m, i, &with) && search(&other, all) && all[0].rate > 1.01 * best)
+      print_choice(&other, &all[0], best, other_words(i).text + 1);
+  }
+}
+
+static _Noreturn void fail_to_fit(const Machine *m, Choice all[MAX_CHOICES]) {
+  Options with = *m->options;
+  const Machine other = {&with, m->device, m->usable};
+  char words[128] = "";
+  for (int i = 0; i < REMEDIES; i++) { // one on top of the other
+    size_t length = strlen(words);
+    if (!set_other(m, i, &with)) continue;
+    snprintf(words + length, sizeof words - length, " --%s%s%s", others[i].name, *others[i].value ? " " : "",
+             others[i].value);
+    if (search(&other, all))
+      fail("--fit: not even one sequence of %lld tokens fits in %s; add%s", (long long)with.seq_len,
+           text_bytes(m->usable).text, words);
+  }
+  fail("--fit: not even one sequence of %lld tokens fits in %s; take a smaller model, a smaller --seq-len or "
+       "a device with more memory",
+       (long long)with.seq_len, text_bytes(m->usable).text);
+}
+
+void fit_choose(Options *o, DeviceKind device, size_t usable) {
+  if (!usable) fail("--fit: cannot tell how much memory the device has; give --device-memory GIB");
+  const Machine m = {o, device, usable};
+  Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
+  int count = search(&m, all);
+  if (!count) fail_to_fit(&m, all);
+  Choice best = all[0];
+  printf("--fit: the fastest of %d settings that fit in %s, by prediction; the next; with other options\n",
+         count, text_bytes(usable).text);
+  print_choice(&m, &best, best.rate, "");
+  for (int i = 1, shown = 0; i < count && shown < 3; i++) {
+    bool seen = false; // another chunk of one that was shown
+    for (int k = 0; k < i; k++) seen |= all[k].batch == all[i].batch && all[k].offload == all[i].offload;
+    if (!seen) print_choice(&m, &all[i], best.rate, ""), shown++;
+  }
+  print_others(&m, all, best.rate);
+  printf("\n");
+  apply(&best, o);
+  free(all);
+}
