@@ -310,7 +310,7 @@ endef
 $(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(BUILD)/trainer/start.c.o $(LIBRARY)
 	$(LINK)
 
-$(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(LIBRARY)
+$(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(BUILD)/trainer/start.c.o $(LIBRARY)
 	$(call LINK,-lcmocka)
 
 $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)

@@ -776,7 +776,7 @@ static inline const char *device_name(DeviceKind device) {
 }
 
 struct Backend {
-  char description[128]; // "CPU, 2 threads, OpenBLAS", "NVIDIA H200, CUDA 13.0"
+  char description[128]; // "CPU, 2 threads, OpenBLAS for Zen", "NVIDIA H200, CUDA 13.0"
   DeviceKind device;     // what it computes on, or what a plan counts for
   const BackendOps *ops;
   const BackendScratch *scratch;

@@ -1,10 +1,14 @@
-// What must happen before the libraries' constructors, which read the environment: linked into every program.
+// Sets up the libraries, which read the environment as they start: before their constructors, and after them
+// for OpenBLAS, which says only then which CPU it computes for. Linked into every program.
 #include <sched.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "kernels/base/system.h"
@@ -56,3 +60,81 @@ static void start(int count, char **arguments, char **environment) {
 }
 
 __attribute__((section(".preinit_array"), used)) static void (*const first)(int, char **, char **) = start;
+
+// --- OpenBLAS's kernels ------------------------------------------------------------------------------------
+
+// An OpenBLAS that is older than the CPU may take it for one of 2004 and be many times as slow as its kernels
+// for these instructions are. They are chosen by starting over, once a child has computed rightly with them.
+
+#define PROBE "LCE_PROBE_BLAS"
+
+extern char *openblas_get_corename(void) __attribute__((weak));
+extern void cblas_sgemm(int order, int a_transposed, int b_transposed, int m, int n, int k, float alpha,
+                        const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc)
+    __attribute__((weak));
+
+// The core whose kernels use what the CPU has, where OpenBLAS's own choice does not; else NULL.
+static const char *better_core(void) {
+#if defined(__x86_64__)
+  static const char *const good[] = {"Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids"};
+  const char *core = openblas_get_corename();
+  for (size_t i = 0; i < sizeof good / sizeof *good; i++)
+    if (!strcasecmp(core, good[i])) return NULL;
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NULL;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+    return "SkylakeX";
+  return __builtin_cpu_is("amd") ? "Zen" : "Haswell";
+#else
+  return NULL;
+#endif
+}
+
+// Small whole numbers, whose products have exact sums: C = A B of [m, k] and [k, n], or their transposes.
+static bool multiplies_rightly(int m, int n, int k, bool a_transposed, bool b_transposed) {
+  enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, MOST = 1 << 16 };
+  static float a[MOST], b[MOST], c[MOST];
+  for (int i = 0; i < m * k; i++) a[i] = (float)(i * 7 % 9 - 4);
+  for (int i = 0; i < k * n; i++) b[i] = (float)(i * 5 % 11 - 5);
+  cblas_sgemm(ROW_MAJOR, a_transposed ? TRANSPOSED : PLAIN, b_transposed ? TRANSPOSED : PLAIN, m, n, k, 1, a,
+              a_transposed ? m : k, b, b_transposed ? k : n, 0, c, n);
+  for (int i = 0; i < m * n; i++) {
+    float sum = 0;
+    for (int p = 0; p < k; p++)
+      sum +=
+          a[a_transposed ? p * m + i / n : i / n * k + p] * b[b_transposed ? i % n * k + p : p * n + i % n];
+    if (c[i] != sum) return false;
+  }
+  return true;
+}
+
+static void probe(void) {
+  static const int shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {17, 33, 65}, {130, 1, 257}, {97, 129, 191}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int t = 0; t < 4; t++)
+      if (!multiplies_rightly(shapes[i][0], shapes[i][1], shapes[i][2], t & 1, t & 2)) _exit(1);
+  _exit(0);
+}
+
+__attribute__((constructor)) static void choose_core(int count, char **arguments, char **environment) {
+  if (!openblas_get_corename || !cblas_sgemm) return;
+  if (getenv(PROBE)) probe();
+  const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : better_core(), *program;
+  if (!core) return;
+  program = (const char *)getauxval(AT_EXECFN);
+  setenv("OPENBLAS_CORETYPE", core, true);
+  pid_t child = fork();
+  if (child == 0) {
+    setenv(PROBE, "1", true);
+    execve(program, arguments, environ);
+    _exit(1);
+  }
+  int status = 1;
+  if (child > 0 && waitpid(child, &status, 0) == child && status == 0) execve(program, arguments, environ);
+  unsetenv("OPENBLAS_CORETYPE");
+  dprintf(STDERR_FILENO,
+          "lce: this OpenBLAS takes the CPU for a %s, and its kernels for a %s do not work here; it computes "
+          "slowly, and a newer one would not\n",
+          openblas_get_corename(), core);
+}

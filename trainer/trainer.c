@@ -260,12 +260,18 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   return v.tokens ? v.loss / (double)v.tokens : 0;
 }
 
+// A prompt has no more tokens than bytes; a shard may have as many as fit.
+static int64_t sample_places(const Options *o) {
+  int64_t prompt = text_ends_in(o->prompt, ".bin") ? o->seq_len : (int64_t)strlen(o->prompt);
+  return min_i64(o->seq_len, prompt + o->generation.max_new_tokens);
+}
+
 int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count, uint64_t seed,
                         int64_t *count) {
   Generation generation = t->options->generation;
   generation.prompt = prompt;
   generation.prompt_count = prompt_count;
-  generation.window = t->options->seq_len;
+  generation.window = sample_places(t->options);
   generation.seed = seed;
   generation.cancel = t->stop;
   MemoryMark mark = model_gather_head(&t->model, t->backend);

@@ -1,5 +1,6 @@
 // The GEMM behind every layer: BLAS where there is one, plain loops otherwise or on request.
 #include <limits.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "kernels/base/fail.h"
@@ -9,9 +10,13 @@
 #include <cblas.h>
 #endif
 
+extern char *openblas_get_corename(void) __attribute__((weak));
+
 const char *cpu_blas(void) {
 #if defined(OPENBLAS_VERSION)
-  return "OpenBLAS";
+  static char name[64];
+  snprintf(name, sizeof name, "OpenBLAS for %s", openblas_get_corename ? openblas_get_corename() : "any CPU");
+  return name;
 #elif defined(HAVE_CBLAS)
   return "CBLAS";
 #else

@@ -11,6 +11,7 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import tap  # noqa: E402
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
                      tensors, train, write_mask, write_shard)
 
@@ -424,6 +425,24 @@ def test_fit_trains(folder):
     again, less = chosen(train(f"--resume {folder}/run --steps 2 --fit --device-memory {0.9 * peak / 2**30}").ok())
     assert again != options and less < peak, (again, options)
     train(job + "--fit --batch 16 --recompute layer").ok("--batch 16 --recompute layer")
+
+
+# An OpenBLAS that does not know the CPU, here by name alone: its better kernels serve, unless they compute wrongly.
+def test_openblas_kernels(folder):
+    flags = pathlib.Path("/proc/cpuinfo").read_text()
+    if "asan" in TRAIN.parts or "openblas" not in run("ldd", TRAIN).out or not re.search(r"\bavx2\b", flags) or not shutil.which("gcc"):
+        raise tap.Skip("it needs OpenBLAS, AVX2, gcc and a build without sanitizers")
+    source = ('#include <stdlib.h>\nchar *openblas_get_corename(void) { char *core = getenv("OPENBLAS_CORETYPE"); '
+              'return core ? core : "Prescott"; }\n')
+    for name, more in (("old", ""), ("wrong", "void cblas_sgemm(void) {}\n")):
+        (folder / f"{name}.c").write_text(source + more)
+        assert run("gcc", "-shared", "-fPIC", folder / f"{name}.c", "-o", folder / f"{name}.so").status == 0
+    job = TINY + "--steps 0 --val-fraction 0 "
+    chosen = train(job, LD_PRELOAD=f"{folder}/old.so").ok()
+    assert re.search(r"OpenBLAS for (SkylakeX|Haswell|Zen)\n", chosen.out) and not chosen.err, chosen
+    wrong = train(job, LD_PRELOAD=f"{folder}/wrong.so").ok("OpenBLAS for Prescott\n")
+    assert wrong.err.startswith("lce: this OpenBLAS takes the CPU for a Prescott, and its kernels for a "), wrong
+    train(job, LD_PRELOAD=f"{folder}/old.so", OPENBLAS_CORETYPE="Nehalem").ok("OpenBLAS for Nehalem\n")
 
 
 # Why there is no GPU interests only who asked for one.

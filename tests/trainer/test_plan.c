@@ -149,6 +149,21 @@ TEST(test_chunk_option) {
   }
 }
 
+// A sample's cache has places for the sample, not for the longest sequence.
+TEST(test_samples_of_long_sequences) {
+  size_t peaks[2];
+  for (int with = 0; with < 2; with++) {
+    Options o =
+        options_on(ON_CUDA,
+                   "--model llama-8b --seq-len 131072 --batch 1 --recompute layer --mlp-chunk 4096 --plan "
+                   "--val-fraction 0 --offload weights,gradients,optimizer,activations --sample-every %d",
+                   with);
+    peaks[with] = plan_run(&o, ON_CUDA, LCE_FUSED).peak;
+    options_free(&o);
+  }
+  assert_int_equal(peaks[0], peaks[1]);
+}
+
 // --save gathers a split head, which is one bucket, in pieces no larger than other buckets.
 TEST(test_saving_a_split_head) {
   Options o = options_on(ON_CPU, LLAMA "--vocab 40000 --hidden-size 1024 --untie-word-embeddings --batch 1 "

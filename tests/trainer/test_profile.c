@@ -200,7 +200,7 @@ TEST(test_peaks) {
   assert_true(gpu_peak_flops("NVIDIA GB200") == 2500e12);
   assert_true(gpu_peak_flops("NVIDIA GeForce RTX 4090, CUDA 13.0") == 165e12);
   const char *const unknown[] = {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A10",
-                                 "NVIDIA GeForce RTX 4090 Laptop GPU", "CPU, 2 threads, OpenBLAS"};
+                                 "NVIDIA GeForce RTX 4090 Laptop GPU", "CPU, 2 threads, OpenBLAS for Zen"};
   for (int i = 0; i < 5; i++) assert_true(isnan(gpu_peak_flops(unknown[i])));
 }
 
