@@ -13,8 +13,8 @@
 //                               wait: those of l have come; the gradients of l + 2, where l writes, have left
 //             leaving l         begin: its gradients leave, after the sum of their squares
 //
-// With --fp8, layer_enter quantizes the layer's matrices. With several ranks, layer_leave begins the sum of
-// the layer's gradients over the ranks, on a third stream (gradient_reduction.c).
+// With several ranks, layer_leave begins the sum of the layer's gradients over the ranks, on a third stream
+// (gradient_reduction.c).
 #include "model/pass.h"
 
 static int64_t layers_of(const Pass *p) {
@@ -28,26 +28,6 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
                              .x = parameters_layer(w, w->value, l)});
   return 1;
-}
-
-// A step's first forward pass makes the codes. Where layers share memory for them, every entry does but the
-// backward pass's first, whose layer was the last to enter.
-static void quantize_weights(const Pass *p, int64_t l, Direction direction) {
-  bool shared = p->model->parameters.fp8_by_layer, turning = direction == BACKWARD && l == layers_of(p) - 1;
-  bool needed = shared ? !turning : p->first && direction == FORWARD;
-  if (!p->fp8 || !needed) return;
-  const Layer *w = &p->model->layers[l];
-  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
-  for (int i = 0; i < 4; i++)
-    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
-}
-
-Fp8Rows head_enter(const Pass *p) {
-  Fp8Rows codes = p->model->head_codes;
-  if (p->options.mode == LCE_MATERIALIZED) return (Fp8Rows){0};
-  if (tensor_exists(codes.codes) && p->first)
-    quantize_rows(p->backend, (QuantizeRows){.out = codes, .x = model_head_shard(p->model)});
-  return codes;
 }
 
 static int64_t fetch_grads(const Pass *p, int64_t l) {
@@ -108,7 +88,7 @@ void layer_enter(Pass *p, int64_t l, Direction direction) {
     if (l < layers_of(p) - 1) coming += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(p->backend, coming, 1);
   }
-  quantize_weights(p, l, direction);
+  matmuls_enter(p, l, direction);
 }
 
 void layer_leave(Pass *p, int64_t l, Direction direction) {

@@ -24,18 +24,17 @@ static void push_kept(const Pass *p, LayerState *s) {
   }
   s->lse = memory_push_2d(&p->backend->memory, "attention lse", MEMORY_ACTIVATIONS, DTYPE_F32, h->batch,
                           q * h->seq_len);
-  s->attention.x = push_activation(p, "attention", q * size);
-  push_maximum(p, &s->attention);
+  place_operand(p, &s->attention, push_activation(p, "attention", q * size));
   s->middle = push_activation(p, "residual middle", p->model->config.hidden_size);
 }
 
-void push_pre_activation(const Pass *p, LayerState *s) {
+static void push_pre_activation(const Pass *p, LayerState *s) {
   const ModelConfig *c = &p->model->config;
   s->pre_activation =
       push_activation(p, "mlp pre-activation", (is_gated(c->activation) ? 2 : 1) * c->intermediate_size);
 }
 
-void push_mlp(const Pass *p, LayerState *s) {
+static void push_mlp(const Pass *p, LayerState *s) {
   push_block_input(p, "norm2", &s->norm2, s->middle);
   push_activation_operand(p, &s->activation);
 }
@@ -49,14 +48,27 @@ MemoryMark push_layer(const Pass *p, LayerState *s) {
   marks[RECOMPUTE_MLP] = memory_mark(memory);
   if (whole) push_pre_activation(p, s);
   marks[RECOMPUTE_ELEMENTWISE] = memory_mark(memory);
-  push_saved_operand(p, &s->norm1.out, c->hidden_size);
-  push_saved_operand(p, &s->norm2.out, c->hidden_size);
-  push_saved_operand(p, &s->activation, c->intermediate_size);
+  push_stand_in(p, &s->norm1.out, c->hidden_size);
+  push_stand_in(p, &s->norm2.out, c->hidden_size);
+  push_stand_in(p, &s->activation, c->intermediate_size);
   marks[RECOMPUTE_NONE] = memory_mark(memory);
   push_block_input(p, "norm1", &s->norm1, s->input);
   if (whole) push_mlp(p, s);
-  if (!operands_saved(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
+  if (!has_stand_ins(p)) marks[RECOMPUTE_NONE] = memory_mark(memory);
   return marks[p->recompute];
+}
+
+bool recomputes_parts(const Pass *p) {
+  return p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP;
+}
+
+void push_norm1_again(const Pass *p, LayerState *s) {
+  if (recomputes_parts(p) || has_stand_ins(p)) push_block_input(p, "norm1", &s->norm1, s->input);
+}
+
+void push_mlp_again(const Pass *p, LayerState *s) {
+  if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
+  if (recomputes_parts(p) || has_stand_ins(p)) push_mlp(p, s);
 }
 
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first) {

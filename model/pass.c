@@ -29,7 +29,6 @@ Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
   Pass p = pass_begin(backend, model, batch, options);
   p.training = true;
   p.first = !accumulate;
-  p.fp8 = tensor_exists(model->layers->qkv.weight.fp8.codes);
   reduction_begin(&p);
   return p;
 }

@@ -1,14 +1,14 @@
-// What the files of one pass share: the layers (transformer.c), their norms (norms.c) and matmuls (matmul.c),
-// what comes and goes around a layer (layer_door.c), sums of gradients over the ranks (gradient_reduction.c),
-// decoding with a cache (decode.c).
+// What the files of one pass share: the layers (transformer.c), their norms (norms.c), their matmuls (matmul.c)
+// and the operands of these (fp8.c), what comes and goes around a layer (layer_door.c), sums of gradients over
+// the ranks (gradient_reduction.c), decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
 
-// A matrix that a matmul reads: x [N, K] and, in FP8, its codes, which may be kept instead.
+// A matrix that a matmul reads. Who makes it writes x, and may ignore the rest.
 typedef struct {
-  Tensor x;
-  Fp8 fp8;
+  Tensor x; // [N, K]
+  Fp8 fp8;  // fp8.c's
 } Operand;
 
 typedef struct {
@@ -42,7 +42,6 @@ typedef struct Pass {
   bool training;   // a backward pass follows
   bool first;      // of a step's micro-batches: the head's gradient is written, not added to
   bool accumulate; // the other gradients are added to; never where every pass sums them over the ranks
-  bool fp8;        // the layers' matmuls; of training
   int64_t rows;    // N
   AttentionShape heads;
   MemoryMark bottom;              // the stack before the pass
@@ -55,6 +54,8 @@ typedef struct Pass {
   const KeyValueCache *cache;
   int64_t past;
 } Pass;
+
+typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
 static const Tensor none; // an operand that is absent
 
@@ -75,26 +76,30 @@ void push_norm_statistics(const Pass *p, Norm *norm);
 // layer_state.c. All that layer_forward writes but the output. What p->recompute keeps lies below the
 // returned mark.
 MemoryMark push_layer(const Pass *p, LayerState *s);
-// Parts of it, to be computed again: the pre-activation; norm2's output and the activation.
-void push_pre_activation(const Pass *p, LayerState *s);
-void push_mlp(const Pass *p, LayerState *s);
+// Parts of it, in the backward pass, where the forward pass popped them: norm1's output; norm2's output and the
+// activation, with RECOMPUTE_MLP the pre-activation, too.
+void push_norm1_again(const Pass *p, LayerState *s);
+void push_mlp_again(const Pass *p, LayerState *s);
+// Whether the layer's forward pass is computed again in parts.
+bool recomputes_parts(const Pass *p);
 // p->rows rows of a state's MLP from row `first` on, with these pushed.
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
 
 // norms.c
-void run_norm(const Pass *p, const Norm *norm, Tensor x, const WeightAndBias *w, Tensor residual);
+void run_norm(const Pass *p, Norm *norm, Tensor x, const WeightAndBias *w, Tensor residual);
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
-void run_norm_backward(const Pass *p, const Norm *norm, Operand dx, Tensor dout, Tensor x,
+void run_norm_backward(const Pass *p, const Norm *norm, Operand *dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
 // A block (attention, MLP) from the stream x to out: f is what its last matmul reads, dout the gradient of its
 // first one's output. What it reads (norm->out) is pushed unless that is x.
 void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
-void add_block(const Pass *p, Tensor out, Tensor x, Operand f, const WeightAndBias *last, const Norm *norm,
+void add_block(const Pass *p, Tensor out, Tensor x, Operand *f, const WeightAndBias *last, const Norm *norm,
                const WeightAndBias *w);
 // From dx, the gradient of out: that of the last matmul's output, and of its bias where that is given.
-Operand add_block_backward(const Pass *p, Operand dx, Tensor dbias, const Norm *norm, const WeightAndBias *w);
+Operand add_block_backward(const Pass *p, const Operand *dx, Tensor dbias, const Norm *norm,
+                           const WeightAndBias *w);
 // Adds the block's part to dx, which then is the gradient of x. After its matmuls it pops to `kept`.
-void block_input_backward(const Pass *p, Operand dx, Operand dout, MemoryMark kept, const Weight *first,
+void block_input_backward(const Pass *p, Operand *dx, Operand dout, MemoryMark kept, const Weight *first,
                           Tensor dbias, const Norm *norm, Tensor x, const WeightAndBias *w,
                           Tensor previous_dbias);
 
@@ -104,50 +109,51 @@ Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 
-// matmul.c: the matmuls of a layer, in the backend's dtype or in FP8 (pass.fp8): there an operand is
-// quantized before its GEMM, with one scale for the tensor. A GEMM reads codes along its inner dimension
-// alone, so the backward pass needs those of the transpose; where nothing is recomputed, these are kept
-// instead of the operand, in half its memory. Activation functions are then operations of their own, which
-// write codes and not their values; norms bring the maximum of what they write.
+// fp8.c: a matmul in the backend's dtype reads an operand's x. One in FP8 reads more, which these prepare.
 
-// Whether operands are saved as codes alone.
-bool operands_saved(const Pass *p);
-// Pushes those codes, if so.
-void push_saved_operand(const Pass *p, Operand *operand, int64_t columns);
-// In FP8, pushes the maximum of an operand, which the operation that makes x writes.
-void push_maximum(const Pass *p, Operand *operand);
-// Pushes the activation's tensor. In FP8 its codes lie there.
+// x becomes the operand's matrix.
+void place_operand(const Pass *p, Operand *operand, Tensor x);
+// Pushes the activation function's output.
 void push_activation_operand(const Pass *p, Operand *operand);
+// True if the backward pass reads stand-ins of norms' outputs and activations, which are popped after a layer.
+bool has_stand_ins(const Pass *p);
+// Pushes the operand's stand-in, if so.
+void push_stand_in(const Pass *p, Operand *operand, int64_t columns);
+// Returns rows of an operand that the caller then changes.
+Operand operand_rows(Operand *operand, int64_t first, int64_t count);
+// norm_forward to `out`, and norm_backward to `dx`.
+void norm_forward_to(const Pass *p, Operand *out, NormForward a);
+void norm_backward_to(const Pass *p, Operand *dx, NormBackward a);
+// Comes before layer l's matmuls, after its weights.
+void matmuls_enter(const Pass *p, int64_t l, Direction direction);
+// Comes before a training pass's loss, and may add to its arguments.
+void head_enter(const Pass *p, LinearCrossEntropy *loss);
+
+// matmul.c: the matmuls of a layer.
 
 // out = x W^T + bias + residual; bias and residual may be absent.
-void project(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, Tensor residual);
-// The same for the weight's outputs [first, first + count), where the layout is [out, in].
-void project_outputs(const Pass *p, Tensor out, Operand x, const WeightAndBias *w, int64_t first,
-                     int64_t count);
+void project(const Pass *p, Tensor out, Operand *x, const WeightAndBias *w, Tensor residual);
+// The same for as many of the weight's outputs as out has, from `first` on; the layout is [out, in].
+void project_outputs(const Pass *p, Tensor out, Operand *x, const WeightAndBias *w, int64_t first);
 // pre_activation = x W^T + bias, out = GELU or SwiGLU of it.
-void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand x, const WeightAndBias *w);
+void project_activated(const Pass *p, Operand out, Tensor pre_activation, Operand *x, const WeightAndBias *w);
 // The activation function alone.
 void activate(const Pass *p, Operand out, Tensor pre_activation);
 
-// The gradients of weight, bias (or absent) and input (dx, may be x). x is not read where codes are kept.
+// The gradients of weight, bias (or absent) and input (dx, may be x).
 void project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight, Tensor dbias,
                       bool accumulate_dx);
 // The same through the activation function, whose output is x: returns the gradient of the pre-activation,
-// which replaces x (GELU) or the pre-activation (SwiGLU) or, SwiGLU's in FP8, is codes alone. In each case x
-// is overwritten.
+// which replaces x (GELU) or the pre-activation (SwiGLU). In each case x is overwritten.
 Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
                                    const Weight *weight);
 
 // layer_door.c
-typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FORWARD too
 
 // Before layer l: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
 // After it: begins to send what it made, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
-
-// Before the loss of a training pass: the head's codes, made in a step's first; absent where there are none.
-Fp8Rows head_enter(const Pass *p);
 
 // gradient_reduction.c. Before a training pass: decides whether it accumulates.
 void reduction_begin(Pass *p);

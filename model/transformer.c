@@ -44,17 +44,15 @@ static void rotate(const Pass *p, Tensor qkv, bool inverse) {
                           .inverse = inverse});
 }
 
-static void make_qkv(const Pass *p, const Layer *w, const LayerState *s) {
+static void make_qkv(const Pass *p, const Layer *w, LayerState *s) {
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.x.shape[1], k = s->k_norm.out.x.shape[1];
-    Operand x = s->norm1.out; // for v
-    x.fp8.transposed = none;
-    project_outputs(p, s->qk, s->norm1.out, &w->qkv, 0, q + k);
-    project_outputs(p, tensor_columns(s->qkv, q + k, k), x, &w->qkv, q + k, k);
+    project_outputs(p, s->qk, &s->norm1.out, &w->qkv, 0);
+    project_outputs(p, tensor_columns(s->qkv, q + k, k), &s->norm1.out, &w->qkv, q + k); // v
     run_norm(p, &s->q_norm, tensor_columns(s->qk, 0, q), &w->q_norm, none);
     run_norm(p, &s->k_norm, tensor_columns(s->qk, q, k), &w->k_norm, none);
   } else {
-    project(p, s->qkv, s->norm1.out, &w->qkv, none);
+    project(p, s->qkv, &s->norm1.out, &w->qkv, none);
   }
   rotate(p, s->qkv, false);
 }
@@ -72,30 +70,28 @@ static void attend(const Pass *p, const Layer *w, const LayerState *s) {
 }
 
 // m = x + attention(norm1(x) W_qkv) W_out
-static void attention_block(const Pass *p, const Layer *w, const LayerState *s) {
+static void attention_block(const Pass *p, const Layer *w, LayerState *s) {
   run_norm(p, &s->norm1, s->input, &w->norm1, none);
   make_qkv(p, w, s); // rotated
   attend(p, w, s);   // softmax(q k^T / sqrt(D)) v
-  Operand out = s->attention;
-  out.fp8.amax_known = false; // until this matmul
-  add_block(p, s->middle, s->input, out, &w->out, &s->norm1, &w->norm1);
+  add_block(p, s->middle, s->input, &s->attention, &w->out, &s->norm1, &w->norm1);
 }
 
 // activation(norm2(m) W_up)
-static void mlp_up(const Pass *p, const Layer *w, const LayerState *s) {
+static void mlp_up(const Pass *p, const Layer *w, LayerState *s) {
   run_norm(p, &s->norm2, s->middle, &w->norm2, none);
-  project_activated(p, s->activation, s->pre_activation, s->norm2.out, &w->up);
+  project_activated(p, s->activation, s->pre_activation, &s->norm2.out, &w->up);
 }
 
 // x = m + that W_down
-static void mlp_down(const Pass *p, const Layer *w, const LayerState *s) {
-  add_block(p, s->output, s->middle, s->activation, &w->down, &s->norm2, &w->norm2);
+static void mlp_down(const Pass *p, const Layer *w, LayerState *s) {
+  add_block(p, s->output, s->middle, &s->activation, &w->down, &s->norm2, &w->norm2);
 }
 
-static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx); // below
+static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx); // below
 
 // From middle to output, some tokens at a time, and nothing is kept; with dx, mlp_up again and mlp_backward.
-static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Tensor dx) {
+static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Operand *dx) {
   Memory *memory = &p->backend->memory;
   int64_t chunk = p->options.mlp_chunk ? p->options.mlp_chunk : p->rows;
   for (int64_t first = 0; first < p->rows; first += chunk) {
@@ -105,10 +101,13 @@ static void mlp_in_chunks(const Pass *p, const Layer *w, const LayerState *s, Te
     part.accumulate |= first > 0;
     LayerState rows = push_mlp_rows(&part, s, first);
     mlp_up(&part, w, &rows);
-    bool again = tensor_exists(dx) && tensor_exists(rows.norm2.x); // mlp_backward needs what this norm reads
+    bool again = dx && tensor_exists(rows.norm2.x); // mlp_backward needs what this norm reads
     if (again) rows.output = push_activation(&part, "mlp output again", rows.middle.shape[1]);
-    if (again || !tensor_exists(dx)) mlp_down(&part, w, &rows);
-    if (tensor_exists(dx)) mlp_backward(&part, w, &rows, (Operand){.x = tensor_rows(dx, first, part.rows)});
+    if (again || !dx) mlp_down(&part, w, &rows);
+    if (dx) {
+      Operand dx_rows = operand_rows(dx, first, part.rows);
+      mlp_backward(&part, w, &rows, &dx_rows);
+    }
     memory_pop_to(memory, mark);
   }
 }
@@ -118,7 +117,7 @@ static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
   MemoryMark kept = push_layer(p, s);
   attention_block(p, w, s);
   if (p->recompute == RECOMPUTE_LAYER) {
-    mlp_in_chunks(p, w, s, none);
+    mlp_in_chunks(p, w, s, NULL);
   } else {
     mlp_up(p, w, s);
     mlp_down(p, w, s);
@@ -158,7 +157,7 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out) {
 // --- the loss, and backward --------------------------------------------------------------------------------
 
 // dx receives the gradient of the stream.
-static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tensor loss) {
+static void head_and_loss(Pass *p, Tensor stream, Operand *dx, float scale, Tensor loss) {
   const TransformerOptions *o = &p->options;
   Model *model = p->model;
   Memory *memory = &p->backend->memory;
@@ -171,24 +170,22 @@ static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tenso
   Norm norm = final_norm(p, stream, none);
   Tensor dnorm = push_gradient(p, "d final norm", model->config.hidden_size);
   profile_phase(p->backend, PHASE_LOSS);
-  masked_linear_cross_entropy(
-      p->backend,
-      (LinearCrossEntropy){.mode = o->mode,
-                           .chunk = o->chunk,
-                           .loss = loss,
-                           .outputs = o->outputs,
-                           .terms = terms,
-                           .sampling = o->mode == LCE_FUSED ? o->sampling : (TileSampling){0},
-                           .dx = dnorm,
-                           .dweight = model->head.grad,
-                           .x = norm.out.x,
-                           .weight = model_head_shard(model),
-                           .weight_codes = head_enter(p),
-                           .shard = model->shard,
-                           .targets = p->batch->targets,
-                           .scale = scale,
-                           .accumulate = !p->first},
-      p->batch->indices, p->batch->counted);
+  LinearCrossEntropy call = {.mode = o->mode,
+                             .chunk = o->chunk,
+                             .loss = loss,
+                             .outputs = o->outputs,
+                             .terms = terms,
+                             .sampling = o->mode == LCE_FUSED ? o->sampling : (TileSampling){0},
+                             .dx = dnorm,
+                             .dweight = model->head.grad,
+                             .x = norm.out.x,
+                             .weight = model_head_shard(model),
+                             .shard = model->shard,
+                             .targets = p->batch->targets,
+                             .scale = scale,
+                             .accumulate = !p->first};
+  head_enter(p, &call);
+  masked_linear_cross_entropy(p->backend, call, p->batch->indices, p->batch->counted);
   profile_phase(p->backend, PHASE_BACKWARD);
   head_leave(p);
   run_norm_backward(p, &norm, dx, dnorm, stream, &model->final_norm, false, none);
@@ -197,7 +194,7 @@ static void head_and_loss(Pass *p, Tensor stream, Operand dx, float scale, Tenso
 
 // dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed
 // any more.
-static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx) {
+static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Tensor dbias = w->down.bias.grad;
   Operand dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
   MemoryMark before_dpre = memory_mark(&p->backend->memory);
@@ -207,8 +204,7 @@ static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand d
 }
 
 // dx: in, the gradient of the layer's middle; out, that of its input.
-static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx,
-                                     bool recompute_norm) {
+static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Memory *memory = &p->backend->memory;
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
   MemoryMark after_dqkv = memory_mark(memory);
@@ -231,19 +227,17 @@ static void attention_block_backward(const Pass *p, const Layer *w, LayerState *
   if (p->model->config.qk_norm) {
     int64_t q = s->q_norm.out.x.shape[1], k = s->k_norm.out.x.shape[1];
     Operand dq = {.x = tensor_columns(dqkv, 0, q)}, dk = {.x = tensor_columns(dqkv, q, k)};
-    run_norm_backward(p, &s->q_norm, dq, dq.x, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
-    run_norm_backward(p, &s->k_norm, dk, dk.x, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
+    run_norm_backward(p, &s->q_norm, &dq, dq.x, tensor_columns(s->qk, 0, q), &w->q_norm, false, none);
+    run_norm_backward(p, &s->k_norm, &dk, dk.x, tensor_columns(s->qk, q, k), &w->k_norm, false, none);
   }
-  if (recompute_norm || operands_saved(p)) push_block_input(p, "norm1", &s->norm1, s->input);
-  if (recompute_norm) run_norm(p, &s->norm1, s->input, &w->norm1, none);
+  push_norm1_again(p, s);
+  if (recomputes_parts(p)) run_norm(p, &s->norm1, s->input, &w->norm1, none);
   block_input_backward(p, dx, (Operand){.x = dqkv}, memory_mark(memory), &w->qkv.weight,
                        by_attention ? none : w->qkv.bias.grad, &s->norm1, s->input, &w->norm1, out_dbias);
 }
 
 // norm2's output and the activation, from middle and pre-activation; at RECOMPUTE_MLP the pre-activation too.
 static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
-  if (p->recompute == RECOMPUTE_MLP) push_pre_activation(p, s);
-  push_mlp(p, s);
   if (p->recompute == RECOMPUTE_MLP) {
     mlp_up(p, w, s);
   } else {
@@ -253,27 +247,25 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
 }
 
 // dx: in, the gradient of the layer's output; out, that of its input.
-static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Operand dx) {
+static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Memory *memory = &p->backend->memory;
-  bool recompute_parts = p->recompute == RECOMPUTE_ELEMENTWISE || p->recompute == RECOMPUTE_MLP;
   MemoryMark mark = memory_mark(memory);
   if (p->recompute == RECOMPUTE_LAYER) {
     push_layer(p, s);
     attention_block(p, w, s);
-    mlp_in_chunks(p, w, s, dx.x);
-    dx.fp8.amax_known = false;
+    mlp_in_chunks(p, w, s, dx);
   } else {
-    if (recompute_parts) recompute_mlp(p, w, s);
-    if (operands_saved(p)) push_mlp(p, s); // for their gradients
+    push_mlp_again(p, s);
+    if (recomputes_parts(p)) recompute_mlp(p, w, s);
     mlp_backward(p, w, s, dx);
     memory_pop_to(memory, mark);
   }
-  attention_block_backward(p, w, s, dx, recompute_parts);
+  attention_block_backward(p, w, s, dx);
   memory_pop_to(memory, mark);
 }
 
 // dx: in, the gradient of the stream after all layers; out, of the embedding.
-static void layers_backward(Pass *p, Operand dx) {
+static void layers_backward(Pass *p, Operand *dx) {
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
     p->recompute = recompute_of(p, l);
     layer_enter(p, l, BACKWARD);
@@ -301,11 +293,11 @@ void transformer_train(Backend *backend, Model *model, const Batch *batch, const
                        float scale, bool accumulate, Tensor loss) {
   Pass p = pass_begin_training(backend, model, batch, options, accumulate);
   profile_phase(backend, PHASE_FORWARD);
-  Operand dx = {.x = push_gradient(&p, "d residual", model->config.hidden_size)};
-  push_maximum(&p, &dx);
+  Operand dx = {0};
+  place_operand(&p, &dx, push_gradient(&p, "d residual", model->config.hidden_size));
   Tensor x = layers_forward(&p);
-  head_and_loss(&p, x, dx, scale, loss);
-  layers_backward(&p, dx);
+  head_and_loss(&p, x, &dx, scale, loss);
+  layers_backward(&p, &dx);
   embed_backward(&p, dx.x);
   pass_end(&p);
 }

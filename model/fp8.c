@@ -1,0 +1,163 @@
+// Matmuls in FP8 (--fp8): an operand is quantized before its GEMM, with one scale for the tensor. A GEMM reads
+// codes along its inner dimension alone, so the backward pass needs those of the transpose; where nothing is
+// recomputed, these are kept instead of the operand, in half its memory. Activation functions are then
+// operations of their own, which write codes and not their values; norms bring the maximum of what they write.
+#include "model/fp8.h"
+
+bool fp8_used(const Pass *p) {
+  return p->training && tensor_exists(p->model->layers->qkv.weight.fp8.codes);
+}
+
+static Fp8 transposed(Fp8 x) {
+  return (Fp8){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
+}
+
+// Of a matrix of [rows, columns]: pushes amax where it is absent, and codes as requested.
+static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool transposed) {
+  Memory *memory = &p->backend->memory;
+  if (!tensor_exists(fp8.amax))
+    fp8.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
+  if (codes)
+    fp8.codes = memory_push_2d(memory, "FP8 codes", MEMORY_ACTIVATIONS, DTYPE_E4M3, p->rows, columns);
+  if (transposed)
+    fp8.transposed =
+        memory_push_2d(memory, "FP8 codes, transposed", MEMORY_ACTIVATIONS, DTYPE_E4M3, columns, p->rows);
+  return fp8;
+}
+
+// The same, with the codes of x.
+static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
+  Fp8 fp8 = push_fp8(p, x.fp8, x.x.shape[1], codes, transposed);
+  quantize(p->backend, (Quantize){.out = fp8, .x = x.x});
+  return fp8;
+}
+
+// --- operands ----------------------------------------------------------------------------------------------
+
+void place_operand(const Pass *p, Operand *operand, Tensor x) {
+  operand->x = x;
+  bool stands_in = tensor_exists(operand->fp8.transposed);
+  if (fp8_used(p) && !stands_in) operand->fp8 = push_fp8(p, (Fp8){0}, 0, false, false);
+}
+
+bool has_stand_ins(const Pass *p) {
+  return fp8_used(p) && p->recompute == RECOMPUTE_NONE;
+}
+
+void push_stand_in(const Pass *p, Operand *operand, int64_t columns) {
+  if (has_stand_ins(p)) operand->fp8 = push_fp8(p, (Fp8){0}, columns, false, true);
+}
+
+// The codes take half of the tensor's memory or less, the transposed ones, where they do not stand in, as much.
+void push_activation_operand(const Pass *p, Operand *operand) {
+  int64_t columns = p->model->config.intermediate_size;
+  operand->x = push_activation(p, "mlp activation", columns);
+  if (!fp8_used(p)) return;
+  uint8_t *bytes = operand->x.data;
+  if (!has_stand_ins(p)) {
+    operand->fp8 = push_fp8(p, (Fp8){0}, 0, false, false);
+    operand->fp8.transposed = tensor_2d(bytes + p->rows * columns, DTYPE_E4M3, columns, p->rows);
+  }
+  operand->fp8.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
+}
+
+Operand operand_rows(Operand *operand, int64_t first, int64_t count) {
+  operand->fp8.amax_known = false;
+  return (Operand){.x = tensor_rows(operand->x, first, count)};
+}
+
+void norm_forward_to(const Pass *p, Operand *out, NormForward a) {
+  a.out = out->x;
+  a.amax = out->fp8.amax;
+  norm_forward(p->backend, a);
+  out->fp8.amax_known = tensor_exists(a.amax);
+}
+
+void norm_backward_to(const Pass *p, Operand *dx, NormBackward a) {
+  a.dx = dx->x;
+  a.amax = dx->fp8.amax;
+  norm_backward(p->backend, a);
+  dx->fp8.amax_known = tensor_exists(a.amax);
+}
+
+// --- weights -----------------------------------------------------------------------------------------------
+
+// A step's first forward pass makes the codes. Where layers share memory for them, every entry does but the
+// backward pass's first, whose layer was the last to enter.
+void matmuls_enter(const Pass *p, int64_t l, Direction direction) {
+  const Model *model = p->model;
+  bool shared = model->parameters.fp8_by_layer;
+  bool turning = direction == BACKWARD && l == model->config.num_hidden_layers - 1;
+  bool needed = shared ? !turning : p->first && direction == FORWARD;
+  if (!fp8_used(p) || !needed) return;
+  const Layer *w = &model->layers[l];
+  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  for (int i = 0; i < 4; i++)
+    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
+}
+
+void head_enter(const Pass *p, LinearCrossEntropy *loss) {
+  Fp8Rows codes = p->model->head_codes;
+  if (!tensor_exists(codes.codes) || loss->mode == LCE_MATERIALIZED) return;
+  if (p->first) quantize_rows(p->backend, (QuantizeRows){.out = codes, .x = loss->weight});
+  loss->weight_codes = codes;
+}
+
+// --- matmuls -----------------------------------------------------------------------------------------------
+
+void fp8_project(const Pass *p, Tensor out, Operand *x, const WeightAndBias *w, int64_t first,
+                 Tensor residual) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  int64_t outputs = out.shape[1];
+  Fp8 weight = p->model->config.in_out_layout ? transposed(w->weight.fp8) : w->weight.fp8;
+  weight.codes = tensor_rows(weight.codes, first, outputs);
+  Operand in = *x;
+  if (first) in.fp8.transposed = none; // made with the first outputs
+  if (!tensor_exists(in.fp8.codes)) in.fp8 = quantized(p, in, true, false);
+  x->fp8.amax_known = tensor_exists(x->fp8.amax);
+  matmul_fp8(p->backend, (MatmulFp8){.out = out,
+                                     .a = in.fp8,
+                                     .b = weight,
+                                     .bias = tensor_rows(w->bias.value, first, outputs),
+                                     .residual = residual});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+void fp8_activate(const Pass *p, Operand out, Tensor pre_activation) {
+  activation_forward(
+      p->backend,
+      (ActivationForward){.activation = p->model->config.activation, .x = pre_activation, .fp8 = out.fp8});
+}
+
+void fp8_project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight,
+                          Tensor dbias, bool accumulate_dx) {
+  MemoryMark mark = memory_mark(&p->backend->memory);
+  bool in_out_layout = p->model->config.in_out_layout;
+  Fp8 d = tensor_exists(dout.fp8.codes) ? dout.fp8 : quantized(p, dout, true, true);
+  Fp8 in = tensor_exists(x.fp8.transposed) ? x.fp8 : quantized(p, x, false, true);
+  Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
+  matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
+                                     .a = transposed(rows),
+                                     .b = transposed(columns),
+                                     .residual = p->accumulate ? weight->grad : none});
+  if (tensor_exists(dbias))
+    sum_columns(p->backend, (SumColumns){.sum = dbias, .x = dout.x, .accumulate = p->accumulate});
+  matmul_fp8(p->backend, (MatmulFp8){.out = dx,
+                                     .a = d,
+                                     .b = in_out_layout ? weight->fp8 : transposed(weight->fp8),
+                                     .residual = accumulate_dx ? dx : none});
+  memory_pop_to(&p->backend->memory, mark);
+}
+
+Operand fp8_project_activated_backward(const Pass *p, Operand dout, Operand x, Tensor pre_activation,
+                                       const Weight *weight) {
+  fp8_project_backward(p, x.x, dout, x, weight, none, false);
+  Operand dpre = {.x = is_gated(p->model->config.activation) ? none : x.x}; // GELU's is for the bias
+  dpre.fp8 = push_fp8(p, dpre.fp8, pre_activation.shape[1], true, true);
+  activation_backward(p->backend, (ActivationBackward){.activation = p->model->config.activation,
+                                                       .dx = dpre.x,
+                                                       .dout = x.x,
+                                                       .x = pre_activation,
+                                                       .fp8 = dpre.fp8});
+  return dpre;
+}
