@@ -82,18 +82,47 @@ void norm_backward_to(const Pass *p, Operand *dx, NormBackward a) {
 
 // --- weights -----------------------------------------------------------------------------------------------
 
-// A step's first forward pass makes the codes. Where layers share memory for them, every entry does but the
-// backward pass's first, whose layer was the last to enter.
+enum { MATRICES = 4 }; // of a layer
+
+static Weight *matrix_of(Layer *w, int i) {
+  Weight *const all[MATRICES] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
+  return all[i];
+}
+
+static Tensor reserve_codes(Memory *memory, const char *name, int64_t rows, int64_t columns) {
+  Tensor codes = memory_reserve_1d(memory, name, MEMORY_WEIGHTS, DTYPE_E4M3, rows * columns);
+  return tensor_reshape_2d(codes, rows, columns);
+}
+
+// All layers share the memory of one layer's codes, and each has its maxima.
+void fp8_reserve(Model *m, Memory *memory, Fp8Use use) {
+  for (int i = 0; use && i < MATRICES; i++) {
+    Tensor value = matrix_of(m->layers, i)->value;
+    Fp8 fp8 = {.codes = reserve_codes(memory, "FP8 weights", value.shape[0], value.shape[1]),
+               .transposed =
+                   reserve_codes(memory, "FP8 weights, transposed", value.shape[1], value.shape[0])};
+    for (int64_t l = 0; l < m->config.num_hidden_layers; l++) {
+      fp8.amax = memory_reserve_1d(memory, "FP8 maximum", MEMORY_WEIGHTS, DTYPE_F32, 1);
+      matrix_of(&m->layers[l], i)->fp8 = fp8;
+    }
+  }
+  if (use != FP8_ALL) return;
+  Tensor head = model_head_shard(m);
+  m->head_codes = (Fp8Rows){.codes = reserve_codes(memory, "FP8 head", head.shape[0], head.shape[1]),
+                            .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
+}
+
+// The backward pass's first layer was the last to enter. Maxima are those of the step's first pass.
 void matmuls_enter(const Pass *p, int64_t l, Direction direction) {
-  const Model *model = p->model;
-  bool shared = model->parameters.fp8_by_layer;
-  bool turning = direction == BACKWARD && l == model->config.num_hidden_layers - 1;
-  bool needed = shared ? !turning : p->first && direction == FORWARD;
-  if (!fp8_used(p) || !needed) return;
-  const Layer *w = &model->layers[l];
-  const Weight *matrices[] = {&w->qkv.weight, &w->out.weight, &w->up.weight, &w->down.weight};
-  for (int i = 0; i < 4; i++)
-    quantize(p->backend, (Quantize){.out = matrices[i]->fp8, .x = matrices[i]->value});
+  Model *model = p->model;
+  bool entered = direction == BACKWARD && l == model->config.num_hidden_layers - 1;
+  if (!fp8_used(p) || entered) return;
+  for (int i = 0; i < MATRICES; i++) {
+    const Weight *w = matrix_of(&model->layers[l], i);
+    Fp8 fp8 = w->fp8;
+    fp8.amax_known = !p->first || direction == BACKWARD;
+    quantize(p->backend, (Quantize){.out = fp8, .x = w->value});
+  }
 }
 
 void head_enter(const Pass *p, LinearCrossEntropy *loss) {

@@ -3,6 +3,8 @@
 
 #include "model/pass.h"
 
+// Reserves a model's codes.
+void fp8_reserve(Model *m, Memory *memory, Fp8Use use);
 // Whether the pass trains with --fp8.
 bool fp8_used(const Pass *p);
 

@@ -1,4 +1,4 @@
-#include "model/model.h"
+#include "model/fp8.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -194,13 +194,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   const Sharding *sharding = &m->parameters.sharding;
   if (sharding->split_head)
     m->shard = (VocabShard){.first = sharding->head_rows.offset, .vocab_size = config->vocab_size};
-  if (dtypes.fp8 == FP8_ALL) {
-    Memory *memory = &backend->memory;
-    Tensor head = model_head_shard(m),
-           codes = memory_reserve_1d(memory, "FP8 head", MEMORY_WEIGHTS, DTYPE_E4M3, tensor_count(head));
-    m->head_codes = (Fp8Rows){.codes = tensor_reshape_2d(codes, head.shape[0], head.shape[1]),
-                              .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
-  }
+  fp8_reserve(m, &backend->memory, dtypes.fp8);
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
 

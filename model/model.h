@@ -29,7 +29,7 @@ typedef struct {
   Layer *layers;
   WeightAndBias final_norm;
   Weight head;        // [V, H]: the token embedding itself when tied; the local rows where it is split
-  Fp8Rows head_codes; // of model_head_shard, with FP8_ALL
+  Fp8Rows head_codes; // fp8.c's
   VocabShard shard;   // which those are; {0, 0}: the head is whole
   Tensor rope_angles; // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
 } Model;

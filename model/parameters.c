@@ -145,23 +145,6 @@ static Tensor joined(Tensor a, Tensor b) {
   return a.rank == 1 ? tensor_1d(a.data, a.dtype, rows) : tensor_2d(a.data, a.dtype, rows, a.shape[1]);
 }
 
-// Codes, transposed codes and amax of each matrix of the layers, one after the other.
-static void reserve_fp8(ParameterSet *p, Memory *memory) {
-  size_t coded = (size_t)(p->fp8_by_layer ? p->sharding.layer : p->group_elements[GROUP_MATRICES]);
-  size_t bytes = 2 * coded + (size_t)p->count * MEMORY_ALIGNMENT;
-  uintptr_t first = (uintptr_t)memory_reserve(memory, "FP8 weights", MEMORY_WEIGHTS, bytes), at = first;
-  for (const Parameter *t = p->items; t < p->items + p->count; t++) {
-    if (t->group != GROUP_MATRICES || tensor_exists(t->view->fp8.codes)) continue;
-    if (p->fp8_by_layer && t->offset % p->sharding.layer == 0) at = first;
-    int64_t rows = t->view->value.shape[0], columns = t->view->value.shape[1];
-    uintptr_t count = (uintptr_t)(rows * columns);
-    t->view->fp8 = (Fp8){.codes = tensor_2d((void *)at, DTYPE_E4M3, rows, columns),
-                         .transposed = tensor_2d((void *)(at + count), DTYPE_E4M3, columns, rows),
-                         .amax = tensor_1d((void *)(at + 2 * count), DTYPE_F32, 1)};
-    at += 2 * count + MEMORY_ALIGNMENT;
-  }
-}
-
 const OptimizerState optimizer_states[] = {{"m", "first moments"}, {"v", "second moments"}};
 
 // Master weights, gradients and the optimizer's states.
@@ -205,8 +188,6 @@ void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
     t->view->value = joined(t->view->value, t->value);
     t->view->grad = joined(t->view->grad, t->grad);
   }
-  p->fp8_by_layer = d.fp8 && d.offload;
-  if (d.fp8) reserve_fp8(p, memory);
 }
 
 // --- first values ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ typedef enum {
 typedef struct {
   Tensor value; // of the backend's dtype
   Tensor grad;  // fp32, or the gradients' dtype
-  Fp8 fp8;      // of a layer's matrix, with ParameterDtypes.fp8
+  Fp8 fp8;      // fp8.c's
 } Weight;
 
 typedef enum { INIT_NORMAL, INIT_ONES, INIT_ZEROS } InitKind;
@@ -50,7 +50,7 @@ enum {
 
 typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON } Optimizer;
 
-typedef enum { FP8_NONE, FP8_ALL, FP8_LAYERS } Fp8Use; // all: the logits of the loss, too
+typedef enum { FP8_NONE, FP8_ALL, FP8_LAYERS } Fp8Use; // the layers' matmuls; all: and the loss's logits
 
 typedef struct {
   Dtype weight;      // what the GEMMs read
@@ -62,7 +62,7 @@ typedef struct {
   int zero;            // what is sharded where there are several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
-  Fp8Use fp8;          // FP8 codes of the layers' matrices, too; with `offload` in memory that layers share
+  Fp8Use fp8;          // what is trained in FP8
 } ParameterDtypes;
 
 // Each weight has these; under Muon the layers' matrices have only the first.
@@ -108,7 +108,6 @@ typedef struct {
   Tensor grad_sum[GROUP_COUNT];     // over all ranks: grad or, at zero 2, shards
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
   Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
-  bool fp8_by_layer;                // whether the layers' FP8 codes share the memory of one layer's
 } ParameterSet;
 
 // At zero 2 the gradients of layers are a double buffer of two.

@@ -165,8 +165,8 @@ const Option options_rows[] = {
     {CHOICE("fp8", "all|layers", dtypes.fp8, "none, all or layers"), BARE("all"), DEFAULT("none"),
      .flags = SETTING,
      HELP("Train with the layers' GEMMs and the fused loss's logits in FP8 (e4m3; cuda from Ada on, in bf16; the "
-          "CPU emulates it), or with the layers alone: less exact, 2 bytes more for each of their weights and 1 "
-          "for the head's; sizes are multiples of 16. On GPUs other than Hopper logits stay in bf16")},
+          "CPU emulates it), or with the layers alone: less exact, 2 bytes more for each weight of one layer and "
+          "1 for the head's; sizes are multiples of 16. On GPUs other than Hopper logits stay in bf16")},
     {FLAG("no-fp8", dtypes.fp8, FP8_NONE), HELP("Resume without the checkpoint's --fp8")},
     {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING,
      HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
