@@ -284,22 +284,24 @@ SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int
 }
 
 int64_t lce_row_parts(const SoftmaxStatistics *softmax) {
-  return 2 + tensor_exists(softmax->e_distance) + tensor_exists(softmax->e_squared) +
-         2 * tensor_exists(softmax->max);
+#define GIVEN(name, ...) +tensor_exists(softmax->name)
+  return PARTIAL_STATISTICS(GIVEN);
+#undef GIVEN
 }
 
-bool token_outputs_need_max(const TokenOutputs *o) {
-  return tensor_exists(o->max_logit) || tensor_exists(o->predicted) || tensor_exists(o->correct);
-}
+#define FORM_F32 "fp32"
+#define FORM_I32 "int32"
 
-// Given vectors have C elements, and those named in `needed` are given.
-#define ROW(field, needed)                                                                                   \
-  NAMED(#field, a->softmax.field, strstr(needed, #field) ? "fp32 [C]" : "fp32 [C] or absent")
-#define SOFTMAX(needed)                                                                                      \
-  ROW(target_z, needed), ROW(anchor, needed), ROW(row_sum, needed), ROW(target_e, needed),                   \
-      ROW(e_distance, needed), ROW(e_squared, needed), ROW(rescale, needed), ROW(scale_non_target, needed),  \
-      ROW(scale_target, needed), ROW(scale_uniform, needed), ROW(max, needed),                               \
-      NAMED("best", a->softmax.best, tensor_exists(a->softmax.max) ? "int32 [C]" : "absent: max is absent")
+// Vectors that are given have `rows` elements, and those named in `needed` are given.
+static void check_softmax(Op op, const SoftmaxStatistics *softmax, int64_t rows, const char *needed) {
+#define ROW(name, type, label)                                                                               \
+  NAMED("softmax." #name, softmax->name,                                                                     \
+        strstr(needed, #name) ? FORM_##type " [C]" : FORM_##type " [C] or absent"),
+  CHECK(SIZE(C, rows),
+        SOFTMAX_STATISTICS(ROW) REFUSE(tensor_exists(softmax->max) != tensor_exists(softmax->best),
+                                       "one of softmax.max and softmax.best is absent"));
+#undef ROW
+}
 #define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
 #define SCALES   "scale_non_target, scale_target"
 
@@ -316,18 +318,22 @@ NEEDS(lce_target_logits, LceTargetLogits, FIELD(x, "T [C, H]"), FIELD(weight, "T
 #define CODED(field, form)                                                                                   \
   FIELD(field, tensor_exists(a->weight_codes.codes) ? form : "absent: weight_codes.codes are absent")
 
-NEEDS(lce_logits_exp, LceLogitsExp, FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"),
-      FIELD(weight_codes.codes, "e4m3 [V, H] or absent"), CODED(weight_codes.scale, "fp32 [1]"),
-      CODED(x_codes.codes, "e4m3 [C, H]"), CODED(x_codes.scale, "fp32 [C]"), FIELD(bias, "T [V] or absent"),
-      FIELD(targets, "int32 [C]"), FIELD(exps, "T [C, V] strided or absent"),
-      BACKWARD(dx_raw, "T|fp32 [C, H]"), SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)),
-      BACKWARD(tile_sums, "fp32 [C, B]"), SOFTMAX(ROW_SUMS),
-      REFUSE(tensor_exists(a->tile_sums) && (lce_row_parts(&a->softmax) > 2 || a->softcap > 0),
-             "tile_sums exclude softmax.e_distance, e_squared and max, and a soft-cap"))
+static void check_lce_logits_exp(Op op, Backend *backend, LceLogitsExp *a) {
+  CHECK(FIELD(x, "T [C, H]"), FIELD(weight, "T [V, H]"), FIELD(weight_codes.codes, "e4m3 [V, H] or absent"),
+        CODED(weight_codes.scale, "fp32 [1]"), CODED(x_codes.codes, "e4m3 [C, H]"),
+        CODED(x_codes.scale, "fp32 [C]"), FIELD(bias, "T [V] or absent"), FIELD(targets, "int32 [C]"),
+        FIELD(exps, "T [C, V] strided or absent"), BACKWARD(dx_raw, "T|fp32 [C, H]"),
+        SIZE(B, ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS)), BACKWARD(tile_sums, "fp32 [C, B]"),
+        REFUSE(tensor_exists(a->tile_sums) && (lce_row_parts(&a->softmax) > 2 || a->softcap > 0),
+               "tile_sums exclude softmax.e_distance, e_squared and max, and a soft-cap"));
+  check_softmax(op, &a->softmax, a->x.shape[0], ROW_SUMS);
+}
 
-NEEDS(lce_combine, LceCombine, FIELD(targets, "int32 [C]"),
-      SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"),
-      SOFTMAX(ROW_SUMS ", rescale"))
+static void check_lce_combine(Op op, Backend *backend, LceCombine *a) {
+  CHECK(FIELD(targets, "int32 [C]"),
+        SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"));
+  check_softmax(op, &a->softmax, a->targets.shape[0], ROW_SUMS ", rescale");
+}
 
 void check_loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
   // Logits up to 1e30 times as large stay finite when they are divided by the lowest temperature.
@@ -341,31 +347,27 @@ void check_loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
         FIELD(class_weight_sum, weighted_sum ? "fp32 [1]" : "fp32 [1] or absent"));
 }
 
-#define TOKEN_OUTPUTS                                                                                        \
-  FIELD(outputs.z_loss, "fp32 [N] or absent"), FIELD(outputs.log_prob, "fp32 [N] or absent"),                \
-      FIELD(outputs.logsumexp, "fp32 [N] or absent"), FIELD(outputs.entropy, "fp32 [N] or absent"),          \
-      FIELD(outputs.log_sum_sq_probs, "fp32 [N] or absent"), FIELD(outputs.max_logit, "fp32 [N] or absent"), \
-      FIELD(outputs.predicted, "int32 [N] or absent"), FIELD(outputs.correct, "fp32 [N] or absent")
+#define OUTPUT(name, type, statistic) FIELD(outputs.name, FORM_##type " [N] or absent"),
+#define OUTPUT_KNOWN(name, type, statistic)                                                                  \
+  REFUSE(tensor_exists(a->outputs.name) && !tensor_exists(a->softmax.statistic),                             \
+         "outputs." #name " needs softmax." #statistic),
 
 static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
   check_loss_terms(op, &a->terms, a->vocab_size);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
   CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
-        FIELD(targets, "int32 [C]"), FIELD(x, "T [C, H]"), FIELD(scaled_x, "T [C, H] or absent"),
-        SIZE(V, a->vocab_size),
+        FIELD(targets, "int32 [C]"), SIZE(N, a->targets.shape[0]),
+        TOKEN_OUTPUTS(OUTPUT) TOKEN_OUTPUTS(OUTPUT_KNOWN) FIELD(x, "T [C, H]"),
+        FIELD(scaled_x, "T [C, H] or absent"), SIZE(V, a->vocab_size),
         FIELD(exps, backward ? "T [C, V] strided or absent" : "absent: scaled_x is absent"),
         FIELD(loss, backward ? "fp32 [C] or absent" : "fp32 [C]"), FIELD(token_weights, "fp32 [C] or absent"),
         FIELD(factor, "fp32 [1] or absent"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
-        FIELD(smoothing_bias, "fp32 [1] or absent"), SIZE(N, a->targets.shape[0]), TOKEN_OUTPUTS,
-        REFUSE((tensor_exists(a->outputs.entropy) && !tensor_exists(a->softmax.e_distance)) ||
-                   (tensor_exists(a->outputs.log_sum_sq_probs) && !tensor_exists(a->softmax.e_squared)) ||
-                   (token_outputs_need_max(&a->outputs) && !tensor_exists(a->softmax.max)),
-               "an entropy needs softmax.e_distance, log_sum_sq_probs softmax.e_squared, and the largest "
-               "logit softmax.max"),
-        SOFTMAX(!backward    ? ROW_SUMS
+        FIELD(smoothing_bias, "fp32 [1] or absent"));
+  check_softmax(op, &a->softmax, a->targets.shape[0],
+                !backward    ? ROW_SUMS
                 : !smoothing ? ROW_SUMS SCALES
-                             : ROW_SUMS SCALES "scale_uniform"));
+                             : ROW_SUMS SCALES "scale_uniform");
 }
 
 static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
@@ -373,8 +375,8 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
         FIELD(dx_raw, "T|fp32 [C, H]"), FIELD(dweight, "fp32 [V, H]"),
         SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
         SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
-        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"),
-        SOFTMAX("row_sum, target_e"));
+        FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));
+  check_softmax(op, &a->softmax, a->exps.shape[0], "row_sum, target_e");
   if (!(a->full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", op, (double)a->full_mass);
   if (a->alpha == 0) a->alpha = 1;
 }
@@ -382,8 +384,8 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
 static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *a) {
   bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->softmax.scale_uniform);
   CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
-        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
-        SOFTMAX(smoothing ? SCALES "scale_uniform" : SCALES));
+        FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
+  check_softmax(op, &a->softmax, a->dx.shape[0], smoothing ? SCALES "scale_uniform" : SCALES);
 }
 
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),
@@ -392,8 +394,9 @@ NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweigh
 static void check_cross_entropy_in_place(Op op, Backend *backend, CrossEntropyInPlace *a) {
   check_loss_terms(op, &a->terms, a->logits.shape[1]);
   CHECK(FIELD(logits, "T [N, V] strided"), FIELD(targets, "int32 [N]"), FIELD(loss, "fp32 [N]"),
-        FIELD(token_weights, "fp32 [N] or absent"), FIELD(entropy_weights, "fp32 [N] or absent"),
-        FIELD(factor, "fp32 [1] or absent"), FIELD(bias, "T [V] or absent"), TOKEN_OUTPUTS);
+        TOKEN_OUTPUTS(OUTPUT) FIELD(token_weights, "fp32 [N] or absent"),
+        FIELD(entropy_weights, "fp32 [N] or absent"), FIELD(factor, "fp32 [1] or absent"),
+        FIELD(bias, "T [V] or absent"));
 }
 
 NEEDS(loss_factor, LossFactor, FIELD(targets, "int32 [N]"), FIELD(factor, "fp32 [1]"),

@@ -328,22 +328,28 @@ typedef struct {
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; given when class_weights and label_smoothing are
 } LossTerms;
 
-// What a call can output for each token besides its loss: fp32 [N] each (predicted: int32), or absent.
-typedef union {
-  struct {
-    Tensor z_loss;
-    Tensor log_prob;  // log p[y]
-    Tensor logsumexp; // lse
-    Tensor entropy;
-    Tensor log_sum_sq_probs; // log sum_j p[j]^2; not of the materialized mode
-    Tensor max_logit;        // max_j v[j]
-    Tensor predicted;        // the j of that maximum, the first of several
-    Tensor correct;          // 1 where that is the target, else 0
-  };
-  Tensor all[8];
-} TokenOutputs;
+// What a call can output for each token besides its loss: X(name, type, the one of SOFTMAX_STATISTICS that it
+// is made of). All have [N] elements.
+// clang-format off
+#define TOKEN_OUTPUTS(X) \
+  X(token_z_loss, F32, row_sum)       /* z_loss */ \
+  X(log_prob, F32, row_sum)           /* log p[y] */ \
+  X(logsumexp, F32, row_sum)          /* lse */ \
+  X(entropy, F32, e_distance) \
+  X(log_sum_sq_probs, F32, e_squared) /* log sum_j p[j]^2; not of the materialized mode */ \
+  X(max_logit, F32, max)              /* max_j v[j] */ \
+  X(predicted, I32, max)              /* the j of that maximum, the first of several */ \
+  X(correct, F32, max)                /* 1 where that is the target, else 0 */
+// clang-format on
 
-bool token_outputs_need_max(const TokenOutputs *outputs); // any of the last three is given
+typedef union { // each may be absent
+  struct {
+#define MEMBER(name, ...) Tensor name;
+    TOKEN_OUTPUTS(MEMBER)
+  };
+#define ONE(...) +1
+  Tensor all[TOKEN_OUTPUTS(ONE)];
+} TokenOutputs;
 
 // The materialized mode's one pass: logits become their own gradient in place. Writes loss and outputs.
 typedef struct {
@@ -369,28 +375,40 @@ typedef struct {
 // --- the fused LM head and loss ----------------------------------------------------------------------------
 // linear_cross_entropy.c combines these and says why the anchor is the target. z, u and v as above.
 
-// For each row (token) of a chunk, fp32 [C] (best: int32), or absent where unused. LceLogitsExp, or
-// LceCombine for a vocabulary split over ranks, writes anchor, row_sum, target_e and, where given,
-// e_distance, e_squared, max and best; LceRowLosses writes the scales.
-typedef union {
+// What is known of each row (token) of a chunk: X(name, type, its name in the ledger). All have [C] elements.
+// The partial ones are of a rank's part of the vocabulary, if it is split, until LceCombine has combined them.
+// LceLogitsExp writes these and target_e; LceRowLosses the scales, which multiply E, give the target's own
+// entry of the gradient, and (label smoothing) every entry alike.
+// clang-format off
+#define PARTIAL_STATISTICS(X) \
+  X(anchor, F32, "anchors")               /* a: u[target], or higher (a repaired row); infinite for IGNORE_INDEX */ \
+  X(row_sum, F32, "row sums")             /* R = sum of E[j] over j != target */ \
+  X(e_distance, F32, "sums of distances") /* sum of E[j] (u[j] - anchor) / T over j != target */ \
+  X(e_squared, F32, "sums of squares")    /* 2^-66 times the sum of E[j]^2 over j != target (LCE_SQUARED) */ \
+  X(max, F32, "largest logits")           /* max_j u[j] */ \
+  X(best, I32, "columns of the largest logits") /* the first such j; given when max is */
+#define SOFTMAX_STATISTICS(X) \
+  X(target_z, F32, "target logits")       /* u[target], from LceTargetLogits; 0 where the target is ELSEWHERE */ \
+  X(target_e, F32, "target exponentials") /* exp((u[target] - anchor) / T): 1 unless the row was repaired */ \
+  PARTIAL_STATISTICS(X) \
+  X(rescale, F32, "scales between anchors") /* multiplies E in a split vocabulary (LceCombine); absent: 1 */ \
+  X(scale_non_target, F32, "scales of non-targets") \
+  X(scale_target, F32, "scales of the target") \
+  X(scale_uniform, F32, "scales of all")
+// clang-format on
+
+typedef union { // each is absent where unused
   struct {
-    Tensor target_z;   // u[target], as LceTargetLogits leaves it; 0 where the target is ELSEWHERE
-    Tensor anchor;     // a: u[target], or higher where the row was repaired; infinite for IGNORE_INDEX
-    Tensor row_sum;    // R = sum of E[j] over j != target
-    Tensor target_e;   // exp((u[target] - anchor) / T): 1 unless the row was repaired
-    Tensor e_distance; // sum of E[j] (u[j] - anchor) / T over j != target, for an entropy; or absent
-    Tensor e_squared;  // 2^-66 times the sum of E[j]^2 over j != target (LCE_SQUARED); or absent
-    Tensor max, best;  // max_j u[j], and int32 the first such j; or both absent
-    Tensor rescale;    // multiplies this rank's E in a split vocabulary (LceCombine); absent: 1
-    // These multiply E, give the target's own entry of the gradient, and (label smoothing) every entry alike.
-    Tensor scale_non_target, scale_target, scale_uniform;
+    SOFTMAX_STATISTICS(MEMBER)
   };
-  Tensor all[12];
+  Tensor all[SOFTMAX_STATISTICS(ONE)];
+#undef MEMBER
+#undef ONE
 } SoftmaxStatistics;
 
 // Rows [first, first + count) of every vector given.
 SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count);
-// How many vectors the ranks of a split vocabulary exchange (LceCombine.parts).
+// How many of PARTIAL_STATISTICS are given.
 int64_t lce_row_parts(const SoftmaxStatistics *softmax);
 
 // Each rank's part of a vocabulary that is split over ranks:
@@ -447,8 +465,7 @@ typedef struct {
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   SoftmaxStatistics softmax; // reads target_z; writes all but the scales
-  // fp32 [R * P C]: from each rank C anchors, row sums and, where given, e_distance, e_squared, max and best
-  // (int32)
+  // fp32 [R * P C]: from each rank C of every one of PARTIAL_STATISTICS that is given
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
@@ -465,14 +482,13 @@ typedef struct {
 //   scaled_x         = scale_non_target * x
 // With a soft-cap scale_target is multiplied by du/dz of the target, and there is no label smoothing.
 typedef struct {
-  Tensor loss; // fp32 [C], or absent where scaled_x is given
-  // Any; entropy needs softmax.e_distance, log_sum_sq_probs e_squared, and the last three max and best.
-  TokenOutputs outputs;
-  Tensor scaled_x; // fp32/bf16 [C, H], or absent: forward only, and no scale is written
+  Tensor loss;          // fp32 [C], or absent where scaled_x is given
+  TokenOutputs outputs; // any whose statistic is given
+  Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target, the
   // latter not 0 where the former is not: what it then adds to the row's gradient is below rounding
   Tensor exps;
-  SoftmaxStatistics softmax; // reads the first nine; writes the scales (scale_uniform: with label smoothing)
+  SoftmaxStatistics softmax; // reads all but the scales; writes these (scale_uniform with label smoothing)
   Tensor x, targets;         // fp32/bf16 [C, H]; int32 [C]
   Tensor token_weights;      // fp32 [C], or absent
   Tensor factor;             // fp32 [1], or absent; alpha comes later, through the GEMMs

@@ -81,8 +81,11 @@ Tensor counted_positions(Harness *h, const int32_t *targets, int64_t rows, int64
 
 #define IN_CALL(name, size, kind)                                                                            \
   { #name, size, kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, name) }
-#define IN_OUTPUTS(name, kind)                                                                               \
-  { #name, "N", kind, offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, outputs.name) }
+#define IN_OUTPUTS(name, type, statistic)                                                                    \
+  {#name, "N",                                                                                               \
+   offsetof(SoftmaxStatistics, statistic) == offsetof(SoftmaxStatistics, row_sum) ? LOSS_OUTPUT              \
+                                                                                  : LOSS_OF_LOGITS,          \
+   offsetof(ReferenceLoss, name), offsetof(LinearCrossEntropy, outputs.name)},
 #define APART(name, size)                                                                                    \
   { #name, size, LOSS_APART, offsetof(ReferenceLoss, name), 0 }
 const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
@@ -93,16 +96,7 @@ const LossField loss_fields[] = {IN_CALL(x, "NH", LOSS_OPERAND),
                                  IN_CALL(token_weights, "N", LOSS_INPUT),
                                  APART(entropy_weights, "N"),
                                  IN_CALL(loss, "N", LOSS_OUTPUT),
-                                 {"token_z_loss", "N", LOSS_OUTPUT, offsetof(ReferenceLoss, token_z_loss),
-                                  offsetof(LinearCrossEntropy, outputs.z_loss)},
-                                 IN_OUTPUTS(log_prob, LOSS_OUTPUT),
-                                 IN_OUTPUTS(logsumexp, LOSS_OUTPUT),
-                                 IN_OUTPUTS(entropy, LOSS_OF_LOGITS),
-                                 IN_OUTPUTS(log_sum_sq_probs, LOSS_OF_LOGITS),
-                                 IN_OUTPUTS(max_logit, LOSS_OF_LOGITS),
-                                 IN_OUTPUTS(correct, LOSS_OF_LOGITS),
-                                 IN_OUTPUTS(predicted, LOSS_OF_LOGITS),
-                                 IN_CALL(dx, "NH", LOSS_GRADIENT),
+                                 TOKEN_OUTPUTS(IN_OUTPUTS) IN_CALL(dx, "NH", LOSS_GRADIENT),
                                  IN_CALL(dweight, "VH", LOSS_GRADIENT),
                                  IN_CALL(dbias, "V", LOSS_GRADIENT),
                                  {0}};

@@ -224,10 +224,10 @@ static void zero(double *values, int64_t count) {
 
 void reference_loss(ReferenceLoss *r) {
   double *v = host_alloc(2 * r->vocab, sizeof *v, "a test"), normaliser = 0;
-  double *const per_token[] = {r->loss,      r->token_z_loss, r->log_prob,
-                               r->logsumexp, r->entropy,      r->log_sum_sq_probs,
-                               r->max_logit, r->correct,      r->predicted};
-  for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++) zero(per_token[i], r->rows);
+#define ZERO(name, ...) zero(r->name, r->rows);
+  TOKEN_OUTPUTS(ZERO)
+#undef ZERO
+  zero(r->loss, r->rows);
   zero(r->dx, r->rows * r->hidden);
   zero(r->dweight, r->vocab * r->hidden);
   zero(r->dbias, r->vocab);

@@ -44,9 +44,10 @@ typedef struct {
   bool counted_alone;
   double sampled[3]; // its stats
   double margin;     // how near the log2 of a mass comes to where its probability changes, at least
-  // [rows]; loss is needed.
-  double *loss, *token_z_loss, *log_prob, *logsumexp, *entropy, *log_sum_sq_probs, *max_logit;
-  double *correct, *predicted;
+  double *loss;      // [rows], as the outputs are; needed
+#define MEMBER(name, ...) double *name;
+  TOKEN_OUTPUTS(MEMBER)
+#undef MEMBER
   double *dx, *dweight, *dbias;
   double objective;
 } ReferenceLoss;

@@ -339,7 +339,7 @@ static void add_terms(Bench *b) {
   add_term(b, "class weights")->terms.class_weights = tensor_rows(ones, 0, vocab_size);
   LinearCrossEntropy *call = add_term(b, "z-loss");
   call->terms.z_loss = 1e-4f;
-  call->outputs.z_loss = stats;
+  call->outputs.token_z_loss = stats;
   add_term(b, "label smoothing")->terms.label_smoothing = 0.1f;
   add_term(b, "temperature")->terms.temperature = 0.7f;
   add_term(b, "soft-cap")->terms.softcap = 30;

@@ -249,12 +249,13 @@ void report_steps(Report *r, Trainer *trainer, RunState *state, const StepResult
       LOG("step", NUM("step", s->step + 1), NUM("tokens", 0));
       continue;
     }
-    LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss), OPTIONAL("z_loss", s->z_loss),
-        OPTIONAL("accuracy", s->accuracy), OPTIONAL("entropy", s->entropy),
-        OPTIONAL("max_logit", s->max_logit), OPTIONAL("dropped_tiles", s->dropped_tiles),
+#define MEAN(name, ...) OPTIONAL(#name, s->name),
+    LOG("step", NUM("step", s->step + 1), NUM("loss", s->loss),
+        LOGGED_OUTPUTS(MEAN) OPTIONAL("dropped_tiles", s->dropped_tiles),
         OPTIONAL("dropped_mass", s->dropped_mass), NUM("learning_rate", s->learning_rate),
         NUM("grad_norm", s->grad_norm), NUM("tokens", s->counted), NUM("tokens_per_second", rate),
         OPTIONAL("mfu", mfu(r, each)));
+#undef MEAN
     if (isnan(state->first_loss)) state->first_loss = s->loss;
     state->last_loss = s->loss;
     r->dropped_tiles += s->dropped_tiles;

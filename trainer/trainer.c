@@ -24,19 +24,16 @@ static Tensor reserve_table(Backend *backend, const char *name, Dtype dtype, int
   return memory_reserve_1d(&backend->memory, name, MEMORY_TABLES, dtype, count);
 }
 
-// An output of the loss that the run logs, a number for each token.
-static void reserve_output(Trainer *t, bool wanted, int which, const char *name, Tensor *output) {
-  if (wanted) t->statistics[which] = *output = reserve_table(t->backend, name, DTYPE_F32, batch_tokens(t));
-}
-
 static void reserve_statistics(Trainer *t) {
   const Options *o = t->options;
   TokenOutputs *outputs = &t->transformer.outputs;
   t->statistics[RESULT_LOSS] = t->loss;
-  reserve_output(t, o->pass.terms.z_loss > 0, RESULT_Z_LOSS, "z-losses", &outputs->z_loss);
-  reserve_output(t, o->metrics, RESULT_CORRECT, "right predictions", &outputs->correct);
-  reserve_output(t, o->metrics, RESULT_ENTROPY, "entropies", &outputs->entropy);
-  reserve_output(t, o->metrics, RESULT_MAX_LOGIT, "largest logits", &outputs->max_logit);
+#define RESERVE(name, output, wanted, table)                                                                 \
+  if (wanted)                                                                                                \
+    t->statistics[RESULT_##name] = outputs->output =                                                         \
+        reserve_table(t->backend, table, DTYPE_F32, batch_tokens(t));
+  LOGGED_OUTPUTS(RESERVE)
+#undef RESERVE
   double *full_mass = &t->transformer.sampling.full_mass;
   *full_mass = (float)*full_mass; // what fp32 rounds to 0 samples nothing
   if (*full_mass == 0) return;

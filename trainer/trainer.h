@@ -10,14 +10,18 @@
 
 enum { TRAINER_PENDING = 64 }; // steps whose results may wait on the device for trainer_collect
 
+// The loss's outputs whose mean a run logs: X(name, the one of TOKEN_OUTPUTS, wanted, its table's name).
+#define LOGGED_OUTPUTS(X)                                                                                    \
+  X(z_loss, token_z_loss, o->pass.terms.z_loss > 0, "z-losses")                                              \
+  X(accuracy, correct, o->metrics, "right predictions")                                                      \
+  X(entropy, entropy, o->metrics, "entropies")                                                               \
+  X(max_logit, max_logit, o->metrics, "largest logits")
+
 // The results of a step; all but the norm are summed over the ranks in one all-reduce.
 enum {
   RESULT_LOSS,
-  RESULT_Z_LOSS,
-  RESULT_CORRECT,
-  RESULT_ENTROPY,
-  RESULT_MAX_LOGIT,
-  RESULT_TILES_DROPPED,
+#define RESULT(name, ...) RESULT_##name,
+  LOGGED_OUTPUTS(RESULT) RESULT_TILES_DROPPED,
   RESULT_TILES,
   RESULT_MASS_DROPPED,
   RESULT_STATISTICS, // of tokens and tiles: all before
@@ -25,6 +29,7 @@ enum {
   RESULT_SECONDS,
   RESULT_NORM,
   RESULTS
+#undef RESULT
 };
 
 typedef struct {
@@ -34,8 +39,10 @@ typedef struct {
   // they are not requested.
   union {
     struct {
-      double loss, z_loss;                        // --z-loss
-      double accuracy, entropy, max_logit;        // --metrics
+      double loss;
+#define MEMBER(name, ...) double name;
+      LOGGED_OUTPUTS(MEMBER)
+#undef MEMBER
       double dropped_tiles, unused, dropped_mass; // --lce-sample: shares of the tiles and of the probability
     };
     double means[RESULT_STATISTICS];

@@ -47,7 +47,7 @@ static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   RowLoss r = loss_of_row(row);
   double entropy = entropy_of_row(row, r, distance);
   cpu_store(a->loss, n, r.loss);
-  cpu_store(a->outputs.z_loss, n, r.z_loss);
+  cpu_store(a->outputs.token_z_loss, n, r.z_loss);
   cpu_store(a->outputs.log_prob, n, -r.nll);
   cpu_store(a->outputs.logsumexp, n, r.lse);
   cpu_store(a->outputs.entropy, n, entropy);

@@ -446,7 +446,7 @@ void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
                                counts ? factor * inv_temperature * cpu_read(a->token_weights, n, 1) : 0);
     RowLoss row = loss_of_row(sums);
     cpu_store(a->loss, n, counts ? row.loss : 0);
-    cpu_store(a->outputs.z_loss, n, counts ? row.z_loss : 0);
+    cpu_store(a->outputs.token_z_loss, n, counts ? row.z_loss : 0);
     cpu_store(a->outputs.log_prob, n, counts ? -row.nll : 0);
     cpu_store(a->outputs.logsumexp, n, counts ? row.lse : 0);
     cpu_store(a->outputs.entropy, n, counts ? entropy_of_row(sums, row, cpu_read(r->e_distance, n, 0)) : 0);

@@ -131,7 +131,7 @@ static DEVICE RowGradient finalize_row(Sums s, float target_v, int target, int64
   float entropy = entropy_of_row(sums, l, (s.e_v + s.e * shift) * shrink);
   if (threadIdx.x == 0) {
     write(a.loss, row, l.loss);
-    write(a.outputs.z_loss, row, l.z_loss);
+    write(a.outputs.token_z_loss, row, l.z_loss);
     write(a.outputs.log_prob, row, -l.nll);
     write(a.outputs.logsumexp, row, l.lse);
     write(a.outputs.entropy, row, entropy);

@@ -346,7 +346,7 @@ static __global__ void __launch_bounds__(256)
   float r = counts ? l.per_e * read(a.softmax.rescale, row, 1) : 0;
   if (threadIdx.x == 0) {
     write(a.loss, row, counts ? l.loss : 0);
-    write(a.outputs.z_loss, row, counts ? l.z_loss : 0);
+    write(a.outputs.token_z_loss, row, counts ? l.z_loss : 0);
     write(a.outputs.log_prob, row, counts ? -l.nll : 0);
     write(a.outputs.logsumexp, row, counts ? l.lse : 0);
     write(a.outputs.entropy, row, counts ? entropy_of_row(sums, l, read(a.softmax.e_distance, row, 0)) : 0);

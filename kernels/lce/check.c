@@ -1,5 +1,6 @@
 // What linear_cross_entropy refuses; kernels.c checks what it gives to the operations.
 #include <math.h>
+#include <string.h>
 
 #include "kernels/base/fail.h"
 #include "kernels/lce/call.h"
@@ -10,10 +11,12 @@ static void per_token(const char *field, Tensor t, int64_t tokens) {
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);
 }
 
-// Whether the call needs more of a row than the sums that sampling knows.
+// True if the call needs more of a row than the sum that sampling knows.
 static bool beyond_row_sums(const LinearCrossEntropy *a) {
-  return tensor_exists(a->bias) || a->terms.softcap > 0 || tensor_exists(a->outputs.entropy) ||
-         tensor_exists(a->outputs.log_sum_sq_probs) || token_outputs_need_max(&a->outputs);
+#define BEYOND(name, type, statistic)                                                                        \
+  || (tensor_exists(a->outputs.name) && strcmp(#statistic, "row_sum") != 0)
+  return tensor_exists(a->bias) || a->terms.softcap > 0 TOKEN_OUTPUTS(BEYOND);
+#undef BEYOND
 }
 
 static void check_sampling(const LinearCrossEntropy *a) {
@@ -77,8 +80,9 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *a) {
   if (tensor_exists(a->weight_codes.codes) && a->mode == LCE_MATERIALIZED)
     fail("%s: weight_codes are for the fused mode; leave them out, or the materialized one", op);
   per_token("token_weights", a->token_weights, tokens);
-  for (size_t i = 0; i < sizeof a->outputs.all / sizeof *a->outputs.all; i++)
-    per_token("an output", a->outputs.all[i], tokens);
+#define PER_TOKEN(name, ...) per_token("outputs." #name, a->outputs.name, tokens);
+  TOKEN_OUTPUTS(PER_TOKEN)
+#undef PER_TOKEN
   if (a->mode == LCE_MATERIALIZED && tensor_exists(a->outputs.log_sum_sq_probs))
     fail("%s: the materialized mode has no log_sum_sq_probs; leave one of them out", op);
   lce_check_shard(backend, a);

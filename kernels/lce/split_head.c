@@ -47,8 +47,9 @@ static Split gather(const Call *c, const Split *buffers, int64_t first, int64_t 
   s.local_sums = tensor_rows(buffers->local_sums, 0, parts);
   s.sums = tensor_rows(buffers->sums, 0, parts * c->ranks);
   s.local_softmax = s.all.softmax;
-  SoftmaxStatistics *r = &s.local_softmax;
-  Tensor *local[] = {&r->anchor, &r->row_sum, &r->e_distance, &r->e_squared, &r->max, &r->best};
+#define LOCAL(name, ...) &s.local_softmax.name,
+  Tensor *local[] = {PARTIAL_STATISTICS(LOCAL)};
+#undef LOCAL
   int64_t at = 0;
   for (size_t i = 0; i < sizeof local / sizeof *local; i++) {
     if (!tensor_exists(*local[i])) continue;

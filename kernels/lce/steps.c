@@ -16,24 +16,26 @@ int64_t lce_used_chunk(int64_t tokens, int64_t chunk) {
   return rounded <= max ? rounded : even;
 }
 
+// target_z and the target's scale last beyond the chunk.
 static SoftmaxStatistics push_softmax(const Call *c, int64_t rows, int64_t lasting) {
-  SoftmaxStatistics r = {.row_sum = push_vector(c, "row sums", DTYPE_F32, rows),
-                         .target_e = push_vector(c, "target exponentials", DTYPE_F32, rows),
-                         .target_z = push_vector(c, "target logits", DTYPE_F32, lasting),
-                         .anchor = push_vector(c, "anchors", DTYPE_F32, rows)};
-  if (tensor_exists(c->a->outputs.entropy))
-    r.e_distance = push_vector(c, "sums of distances", DTYPE_F32, rows);
-  if (tensor_exists(c->a->outputs.log_sum_sq_probs))
-    r.e_squared = push_vector(c, "sums of squares", DTYPE_F32, rows);
-  if (token_outputs_need_max(&c->a->outputs)) {
-    r.max = push_vector(c, "largest logits", DTYPE_F32, rows);
-    r.best = push_vector(c, "columns of the largest logits", DTYPE_I32, rows);
-  }
-  if (c->a->shard.vocab_size) r.rescale = push_vector(c, "scales between anchors", DTYPE_F32, rows);
-  if (!c->backward) return r;
-  r.scale_non_target = push_vector(c, "scales of non-targets", DTYPE_F32, rows);
-  r.scale_target = push_vector(c, "scales of the target", DTYPE_F32, lasting);
-  if (c->a->terms.label_smoothing > 0) r.scale_uniform = push_vector(c, "scales of all", DTYPE_F32, rows);
+  struct { // elements; 0: not needed
+#define MEMBER(name, ...) int64_t name;
+    SOFTMAX_STATISTICS(MEMBER)
+#undef MEMBER
+  } count = {.target_z = lasting, .target_e = rows, .anchor = rows, .row_sum = rows};
+#define NEED(name, type, statistic)                                                                          \
+  if (tensor_exists(c->a->outputs.name)) count.statistic = rows;
+  TOKEN_OUTPUTS(NEED)
+#undef NEED
+  count.best = count.max;
+  if (c->a->shard.vocab_size) count.rescale = rows;
+  if (c->backward) count.scale_non_target = rows, count.scale_target = lasting;
+  if (c->backward && c->a->terms.label_smoothing > 0) count.scale_uniform = rows;
+  SoftmaxStatistics r = {0};
+#define PUSH(name, type, label)                                                                              \
+  if (count.name) r.name = push_vector(c, label, DTYPE_##type, count.name);
+  SOFTMAX_STATISTICS(PUSH)
+#undef PUSH
   return r;
 }
 

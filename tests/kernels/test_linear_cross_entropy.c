@@ -623,7 +623,7 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "targets is int32 [2] for 3 tokens", a.targets = tensor_rows(a.targets, 0, 2));
   ASSERT_REFUSED(h, call, "loss is fp32 [2] and targets is int32 [3] for 3 tokens", a.loss = two);
   ASSERT_REFUSED(h, call, "token_weights is fp32 [2]", a.token_weights = two);
-  ASSERT_REFUSED(h, call, "an output is fp32 [2] for 3 tokens", a.outputs.correct = two);
+  ASSERT_REFUSED(h, call, "outputs.correct is fp32 [2] for 3 tokens", a.outputs.correct = two);
   ASSERT_REFUSED(h, call, "class_weights is fp32 [2] where [5] is needed", a.terms.class_weights = two);
   ASSERT_REFUSED(h, call, "a bias has a gradient where weight has one", a.dbias = two);
   ASSERT_REFUSED(h, call, "label_smoothing is 1.5, which is not in [0, 1]", a.terms.label_smoothing = 1.5f);

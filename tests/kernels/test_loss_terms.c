@@ -204,7 +204,7 @@ HARNESS_TEST(test_nothing_counts) {
 static double objective(LinearCrossEntropy a, Harness *h) {
   a.dx = a.dweight = (Tensor){0};
   linear_cross_entropy(h->backend, a);
-  const double *loss = values_of(h, a.loss), *z_loss = values_of(h, a.outputs.z_loss);
+  const double *loss = values_of(h, a.loss), *z_loss = values_of(h, a.outputs.token_z_loss);
   double sum = 0;
   for (int64_t n = 0; n < a.x.shape[0]; n++) sum += (double)a.scale * (loss[n] + z_loss[n]);
   return sum;

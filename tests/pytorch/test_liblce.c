@@ -16,16 +16,13 @@ typedef struct {
 } Field;
 #define FIELD(name, size, use)                                                                               \
   { #name, size, use, offsetof(lce_args, name), offsetof(ReferenceLoss, name) }
+#define OUTPUT(name, ...) FIELD(name, "N", WRITTEN),
 static const Field fields[] = {FIELD(x, "NH", NEEDED),          FIELD(weight, "VH", NEEDED),
                                FIELD(targets, "N", NEEDED),     FIELD(loss, "N", WRITTEN),
                                FIELD(bias, "V", READ),          FIELD(class_weights, "V", READ),
                                FIELD(token_weights, "N", READ), FIELD(entropy_weights, "N", READ),
                                FIELD(dx, "NH", WRITTEN),        FIELD(dweight, "VH", WRITTEN),
-                               FIELD(dbias, "V", WRITTEN),      FIELD(token_z_loss, "N", WRITTEN),
-                               FIELD(log_prob, "N", WRITTEN),   FIELD(logsumexp, "N", WRITTEN),
-                               FIELD(entropy, "N", WRITTEN),    FIELD(max_logit, "N", WRITTEN),
-                               FIELD(correct, "N", WRITTEN),    FIELD(log_sum_sq_probs, "N", WRITTEN),
-                               FIELD(predicted, "N", WRITTEN),  {0}};
+                               FIELD(dbias, "V", WRITTEN),      TOKEN_OUTPUTS(OUTPUT){0}};
 
 static float **in_call(lce_args *a, const Field *f) {
   return (float **)((char *)a + f->at);

@@ -219,7 +219,7 @@ HARNESS_TEST(test_masked_targets) {
   reference_loss(&p);
   const double *log_prob = values_of(h, a.outputs.log_prob);
   for (int n = 0; n < ROWS; n += 2) assert_true(log_prob[n] == -INFINITY);
-  a.loss = a.outputs.log_prob = a.outputs.z_loss = (Tensor){0};
+  a.loss = a.outputs.log_prob = a.outputs.token_z_loss = (Tensor){0};
   check_loss(h, "masked targets", &a, &p, 0, (LossBefore){0}, with_size(within(16, HIDDEN + VOCAB), 1),
              with_size(within_stored(h, 8, 0), 2 * p.scale));
 }

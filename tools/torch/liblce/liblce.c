@@ -372,14 +372,9 @@ static LogProbGradients checked_request(const lce_args *a, const Backend *backen
       {"dx", a->dx, n, h, dtype, true, &c->dx},
       {"dweight", a->dweight, rows_of_head, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &c->dweight},
       {"dbias", a->dbias, rows_of_head, 0, DTYPE_F32, true, &c->dbias},
-      {"token_z_loss", a->token_z_loss, n, 0, DTYPE_F32, true, &c->outputs.z_loss},
-      {"log_prob", a->log_prob, n, 0, DTYPE_F32, true, &c->outputs.log_prob},
-      {"logsumexp", a->logsumexp, n, 0, DTYPE_F32, true, &c->outputs.logsumexp},
-      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &c->outputs.entropy},
-      {"max_logit", a->max_logit, n, 0, DTYPE_F32, true, &c->outputs.max_logit},
-      {"correct", a->correct, n, 0, DTYPE_F32, true, &c->outputs.correct},
-      {"log_sum_sq_probs", a->log_sum_sq_probs, n, 0, DTYPE_F32, true, &c->outputs.log_sum_sq_probs},
-      {"predicted", a->predicted, n, 0, DTYPE_I32, true, &c->outputs.predicted}};
+#define OUTPUT(name, type, ...) {#name, a->name, n, 0, DTYPE_##type, true, &c->outputs.name},
+      TOKEN_OUTPUTS(OUTPUT)};
+#undef OUTPUT
   take_arguments(tensors, sizeof tensors / sizeof *tensors, needed, "x, weight, targets and loss");
   if (a->exps) r.kept.exps = tensor_columns(r.kept.exps, 0, v);
   check_combination(a, c);
