@@ -107,7 +107,7 @@ void fp8_reserve(Model *m, Memory *memory, Fp8Use use) {
     }
   }
   if (use != FP8_ALL) return;
-  Tensor head = model_head_shard(m);
+  Tensor head = m->head.grad; // of the rows that the loss reads
   m->head_codes = (Fp8Rows){.codes = reserve_codes(memory, "FP8 head", head.shape[0], head.shape[1]),
                             .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
 }
