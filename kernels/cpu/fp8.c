@@ -1,4 +1,4 @@
-// FP8 by its definition: every element is rounded to its code, and matmuls multiply their values in fp32.
+// FP8 by its definition: every element is rounded to its code, and linear.c multiplies what codes stand for.
 #include <float.h>
 #include <math.h>
 
@@ -67,19 +67,4 @@ Tensor cpu_decode(Fp8Rows x, float *to) {
     for (int64_t i = n * columns; i < (n + 1) * columns; i++)
       to[i] = values[from[i]] * scales[by_row ? n : 0];
   return tensor_2d(to, DTYPE_F32, x.codes.shape[0], columns);
-}
-
-static Tensor decode(Fp8 x, float *to) {
-  float scale = *(const float *)x.amax.data / E4M3_MAX;
-  return cpu_decode((Fp8Rows){.codes = x.codes, .scale = tensor_1d(&scale, DTYPE_F32, 1)}, to);
-}
-
-void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
-  float *values = a->workspace.data;
-  LinearForward decoded = {.out = a->out,
-                           .x = decode(a->a, values),
-                           .weight = decode(a->b, values + tensor_count(a->a.codes)),
-                           .bias = a->bias,
-                           .residual = a->residual};
-  cpu_linear_forward(backend, &decoded);
 }

@@ -1,5 +1,5 @@
-// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. Batches of
-// GEMMs.
+// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. GEMMs of codes,
+// and batches of them.
 //
 // Bias and residual are one more pass over the rows, and an activation another. A residual in place costs
 // nothing: the GEMM starts from it (accumulate).
@@ -38,6 +38,23 @@ void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a)
   cpu_gemm(backend, a->dweight, left, true, right, false, a->alpha, a->accumulate);
   SumColumns bias = {.sum = a->dbias, .x = a->dout, .alpha = a->alpha, .accumulate = a->accumulate};
   if (tensor_exists(a->dbias)) cpu_sum_columns(backend, &bias);
+}
+
+// --- codes -------------------------------------------------------------------------------------------------
+
+static Tensor decode(Fp8 x, float *to) {
+  float scale = *(const float *)x.amax.data / E4M3_MAX;
+  return cpu_decode((Fp8Rows){.codes = x.codes, .scale = tensor_1d(&scale, DTYPE_F32, 1)}, to);
+}
+
+void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
+  float *values = a->workspace.data;
+  LinearForward decoded = {.out = a->out,
+                           .x = decode(a->a, values),
+                           .weight = decode(a->b, values + tensor_count(a->a.codes)),
+                           .bias = a->bias,
+                           .residual = a->residual};
+  cpu_linear_forward(backend, &decoded);
 }
 
 // --- batches of matrices -----------------------------------------------------------------------------------
