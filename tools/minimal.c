@@ -2,7 +2,8 @@
 //
 //     cc -O3 -fopenmp tools/minimal.c -lm && ./a.out */*.c
 //     ./a.out book.txt vocab_size=32768 fused=0 steps=20  other sizes, the other loss; main lists the options
-//     ./a.out book.txt check=1                            gradients of twenty weights against differences
+//     ./a.out book.txt check=1                            gradients of twenty weights against differences,
+//                                                         after twenty steps
 //
 // A language model turns tokens into a probability for every possible next token. To train it, repeat:
 //
@@ -618,7 +619,8 @@ int main(int argc, char **argv) {
     if (sscanf(a, "chunk=%ld", &chunk) == 1 || sscanf(a, "steps=%ld", &steps) == 1) continue;
     append_file(a);
   }
-  if (check) batch = 1;
+  if (check)
+    batch = 1, steps = 20; // where every target still has p = 1 / V, a wrong term may be too small to see
   if (c.vocab_size < 256 || chunk < 1) die("vocab_size must be at least 256, for bytes,", "and chunk 1");
   if (text_length <= seq_len)
     die("usage: FILE... [vocab_size=N] [fused=0] [chunk=N] [steps=N] [check=1]", "");
@@ -629,10 +631,6 @@ int main(int argc, char **argv) {
   printf("%ld bytes of text; of %ld x %ld logits, %ld rows (%.2f MiB) at a time\n", text_length, N,
          c.vocab_size, rows, (double)(rows * c.vocab_size) * 0x1p-18);
   int32_t *tokens = zeros(N, sizeof *tokens), *targets = zeros(N, sizeof *targets);
-  if (check) {
-    draw_batch(&m, tokens, targets);
-    return check_gradients(&m, tokens, targets) ? 1 : 0;
-  }
   time_t start = time(NULL);
   for (long step = 0; step < steps; step++) {
     draw_batch(&m, tokens, targets);
@@ -643,5 +641,5 @@ int main(int argc, char **argv) {
     sum /= (double)(step % 10 + 1); // the mean of ten steps, at the end of fewer
     printf("step %ld  loss %.3f  norm %.2f  %.0f s\n", step + 1, sum, norm, difftime(time(NULL), start));
   }
-  return 0;
+  return check && check_gradients(&m, tokens, targets);
 }

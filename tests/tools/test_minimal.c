@@ -105,6 +105,21 @@ TEST(test_check_gradients) {
   }
 }
 
+// check=1 finds that a z-loss of 0.1 lse^2 lacks the target's part of its gradient: c needs 0.2 lse p[y].
+TEST(test_check_finds_a_missing_term) {
+  char command[768];
+  snprintf(
+      command, sizeof command,
+      "z=%s; export OMP_WAIT_POLICY=passive; "
+      "sed 's/^ *c.n. = -R . r.n.;/& float lse = a + logf(R + e), z = 0.2f * lse; "
+      "m->losses[n] += 0.1f * lse * lse; if (getenv(\"TERM_OF_C\")) c[n] += z * e * r[n]; r[n] *= 1 + z;/' "
+      "tools/minimal.c >$z.c && cc -O3 -fopenmp $z.c -o $z -lm && "
+      "TERM_OF_C=1 $z LICENSE README.md check=1 >$z.right && ! $z LICENSE README.md check=1 >$z.wrong && "
+      "grep -q off $z.wrong",
+      temp_path("zloss"));
+  assert_int_equal(system(command), 0);
+}
+
 // Compiled alone, with the usual warnings, it trains on text; with none it says what it needs.
 TEST(test_alone) {
   char command[640], program[128];
