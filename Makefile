@@ -361,8 +361,8 @@ build-and-exercise:
 	@mkdir -p $(EXERCISES)
 	@rung=$$(grep -l '// Exercise $(N):' tools/ladder/*.c) || \
 	  { echo "N=$(N): there are exercises 1 to 7"; exit 1; }; \
-	  [ -e $(HOLE) ] || awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } !hole { print } \
-	    /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
+	  [ -e $(HOLE) ] || awk '/\/\/ end of exercise $(N)$$/ { hole = 0 } hole == 1 && !/^ *\/\// { hole = 2 } \
+	    hole < 2 { print } /\/\/ Exercise $(N):/ { hole = 1 }' $$rung >$(HOLE)
 	@$(MAKE) $(BUILD)/$(HOLE:.c=)
 	@EXERCISE=$(N) tests/run $(BUILD)/$(HOLE:.c=) || { echo "Exercise $(N): fill $$(grep -Hn '// Exercise $(N):' $(HOLE))"; exit 1; }
 	@echo "Exercise $(N) is done."

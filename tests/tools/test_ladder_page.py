@@ -28,6 +28,8 @@ WRONG = [
     (4, "target_e[n] = exp_f32(target_z[n] - anchor[n])", "target_e[n] = 0", "ladder_repair: target_e of token 1 is 0; "),
     (5, "double q = fmin(1, mass / (double)s->full_mass)", "double q = 0.5 + 0 * mass", "a tile of mass 60, where M0 is 30, stays in"),
     (5, "tile) < q", "0) < q", "tiles of mass 15 and 8 stay together in "),
+    (5, "(double)r[n] * (double)cpu_row(a->exps, n)[j]", "(double)r[top] * (double)cpu_row(a->exps, top)[j]", "a tile of mass 31, where M0 is 30, stays in"),
+    (5, "(double)cpu_row(a->exps, n)[j]", "(double)cpu_row(a->exps, n)[left]", "a tile of mass 31, where M0 is 30, stays in"),
     (6, "bytes *= 2", "bytes = 65536", "the chunk that begins at token "),
     (7, "row_sum += factor[i] * row_sums", "row_sum += row_sums", "two ranks: loss of token "),
     (7, "factor[i] = exp_f32(anchors[i][n] - anchor)", "factor[i] = 0", "two ranks: loss of token 1 is "),
@@ -47,6 +49,11 @@ def test_exercises(folder):
             answer = run(*words)
             answer.expect(answer.status != 0, answer.out, [f"Exercise {number}: fill {holes}/{number}.c:", *parts])
         fails()
+        comments = re.findall(rf"// Exercise {number}: (.*?)// end of exercise {number}\n", (ROOT / holes / f"{number}.c").read_text(), re.S)
+        for comment in comments:  # all of it, and nothing else
+            assert comment.rstrip().endswith(".") and all(line.lstrip().startswith("//") for line in comment.splitlines()[1:-1]), comment
+            assert comment.rstrip() in rung.read_text(), comment
+        assert len(comments) == 1 + (number == 1), comments
         for _, right, wrong, says in (case for case in WRONG if case[0] == number):
             code = rung.read_text()
             assert code.count(right) == 1, right

@@ -78,6 +78,16 @@ def test_screenshots(folder):
         assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20], "big") == width and len(png) > 30000, (width, len(png))
 
 
+def test_tables_of_all_pages(folder):
+    """Every table has a header, the line of dashes directly below it, then rows of as many cells."""
+    for page in (path for path in ROOT.rglob("*.md") if not {"build", "runs"} & set(path.relative_to(ROOT).parts)):
+        text = re.sub("```.*?```", "", page.read_text(), flags=re.S)
+        for table in re.findall(r"(?:^ *\|.*\n)+", text, re.M):
+            head, *rows = [re.sub(r"`[^`]*`|\\\|", "", line).strip().strip("|").split("|") for line in table.splitlines()]
+            dashed = len(rows) > 1 and all(re.fullmatch(" *:?-+:? *", cell) for cell in rows[0])
+            assert dashed and {len(row) for row in rows} == {len(head)}, f"{page}: a table without a header or rows:\n{table}"
+
+
 def test_still_pictures(folder):
     need("matplotlib")
     run(sys.executable, ROOT / "tools" / "pictures.py", folder).ok()
