@@ -125,11 +125,12 @@ def in_epilogue(x, W, y, C):
 
 
 def library(x, W, y, C):
-    from lce.functional import context
+    from lce.functional import Args, context
     loss, dX, dW = results(x, W)
     dX = dX.to(x.dtype)
     sizes = dict(tokens=len(x), hidden_size=x.shape[1], vocab_size=len(W), chunk=C, scale=1, targets_int64=True)
-    context(x.device, x.dtype, "")(**sizes, x=x, weight=W, targets=y, loss=loss, dx=dX, dweight=dW)
+    tensors = dict(x=x, weight=W, targets=y, loss=loss, dx=dX, dweight=dW)
+    context(x.device, x.dtype, "")("lce_linear_cross_entropy", Args, **sizes, **tensors)
     return loss, dX, dW
 
 
