@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -89,14 +90,18 @@ def text():
 
 
 def main():
-    with open(PAGE, encoding="utf-8") as file:
-        before, rest = file.read().split(BEGIN)
     try:
-        found = text()
-    except (OSError, subprocess.CalledProcessError) as error:
+        with open(PAGE, encoding="utf-8") as file:
+            before, after = re.fullmatch(f"(.*{BEGIN}).*?({END}.*)", file.read(), re.S).groups()
+        page = before + text() + after
+        with open(PAGE, "w", encoding="utf-8") as file:
+            file.write(page)
+    except AttributeError:
+        sys.exit(f"page_data: {PAGE} has no line {BEGIN.strip()}, after which the data would go; restore it from git")
+    except OSError as error:
         sys.exit(f"page_data: {error}; run make, or name a program that plans by LCE_TRAIN")
-    with open(PAGE, "w", encoding="utf-8") as file:
-        file.write(before + BEGIN + found + END + rest.split(END, 1)[1])
+    except (subprocess.CalledProcessError, ValueError, LookupError) as error:
+        sys.exit(f"page_data: {TRAIN} does not plan what the page draws ({error!r}); run make, or name another program by LCE_TRAIN")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,7 @@ def test_damaged_and_foreign_files(folder):
     text, head = csv_file.read_text(), csv_file.read_text().splitlines()[0]
     for damaged in ("tokens,bytes\n1,2\n", f"{head[:50]}\n", f"{head}\ntokens,fused\n", text.replace(",planned,", f",{'x' * 200000},"),
                     text.replace("300,16", "[" * 100000 + ",16"), text.replace("300,16", "1e999,16"), text.replace("300,16", "[1],16"),
+                    text.replace("300,16", "null,16"), text.replace("300,16", ",16"), text.replace(",,,,,,0,", ",,,,9,,0,"),
                     text.replace("tokens,fused", "token,fused"), "mine"):
         csv_file.write_text(damaged + "\n")
         for more in ("", " --fresh", " --redraw"):

@@ -9,7 +9,7 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, main, need, read_log, run, train  # noqa: E402
+from program import ROOT, TRAIN, main, need, read_log, run, train  # noqa: E402
 from tap import Skip  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -49,6 +49,20 @@ def test_one_file_without_network(folder):
 
 def test_data_is_what_the_tool_writes(folder):
     assert DATA.search(PAGE.read_text())[1] == page_data.text(), "run tools/page_data.py: the trainer's plans have changed"
+
+
+def test_data_that_cannot_be_written(folder):
+    """One sentence, and the page stays."""
+    (folder / "other").write_text('#!/bin/sh\nfor file; do :; done\necho event,step,weights >"$file"\necho push,2,0 >>"$file"\n')
+    (folder / "other").chmod(0o755)
+    (folder / "page").write_text("no data")
+    for page, program, says in ((PAGE, "/nonexistent", "No such file"), (PAGE, "/bin/true", "No such file"), (PAGE, "/bin/false", "does not plan"),
+                                (PAGE, folder / "other", "does not plan"), (folder / "none", TRAIN, "No such file"),
+                                (folder / "page", TRAIN, "has no line <script")):
+        code = f"import page_data; page_data.PAGE = {str(page)!r}; page_data.main()"
+        before = PAGE.read_text()
+        done = run(sys.executable, "-c", code, cwd=ROOT / "tools", LCE_TRAIN=str(program)).fails("page_data: ", says)
+        assert done.err.count("\n") == 1 and PAGE.read_text() == before, done
 
 
 def test_numbers_are_the_plans(folder):
