@@ -258,7 +258,7 @@ ifeq ($(VARIANT),emulated)
     linear_cross_entropy.c loss_terms.c muon.c tile_sampling.c) \
     tests/model/test_masked_loss.c tests/tools/test_lce_ladder.c)
   PROGRAMS :=
-  PYTHON_TESTS :=
+  PYTHON_TESTS := $(wildcard tests/tools/test_leaves.py)
   export LCE_SMALL_SHAPES := 1
 endif
 
@@ -266,7 +266,7 @@ ifneq ($(SEARCH),)
   SOURCES_CHANGED := $(call record,sources,$(SOURCES))
 endif
 
-LIBRARY       := $(BUILD)/liblce.a
+LIBRARY       := $(BUILD)/lce.a
 objects        = $(patsubst %,$(BUILD)/%.o,$(1))
 programs       = $(addprefix $(BIN),$(basename $(1)))
 include $(PACKAGES)

@@ -4,6 +4,7 @@ import ast
 import glob
 import inspect
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -74,15 +75,29 @@ def pip_install():
 def wheel_from_sdist():
     needs()
     with tempfile.TemporaryDirectory() as folder:
-        output("make", "-C", ROOT, "wheel", "CUDA=0", f"PYTHON={sys.executable}", f"DIST={folder}")
+        output("make", "-C", ROOT, "wheel", "CUDA=0", f"PYTHON={os.path.relpath(sys.executable, ROOT)}", f"DIST={folder}")
         assert len(glob.glob(f"{folder}/lce_torch-*.tar.gz")) == 1
-        wheel, = glob.glob(f"{folder}/lce_torch-*.whl")
+        wheel, = glob.glob(f"{folder}/lce_torch-*-py3-none-*linux*.whl")
+        if platform.libc_ver()[0] == "glibc":  # no newer than this machine's, which runs it below
+            least = int(re.search(r"-manylinux_2_(\d+)_", wheel)[1])
+            assert 5 <= least <= int(platform.libc_ver()[1].split(".")[1]), wheel
         with zipfile.ZipFile(wheel) as packed:
             names = {re.sub("-.*dist-info", "", name) for name in packed.namelist()}
             library = packed.extract("lce/liblce.so", folder)
         assert {"lce/py.typed", "lce/__init__.pyi", "lce_torch/licenses/LICENSE"} < names, names
         names_no_place(library, folder)
         works_where_installed(wheel, os.path.join(folder, "empty"))
+
+
+def what_is_missing_is_named():
+    """In a sentence, without a traceback."""
+    said = output("make", "-C", ROOT, "sdist", "PYTHON=/none/python", status=2)
+    assert "make sdist: PYTHON=/none/python is no Python with pip and setuptools 77 or later" in said, said
+    needs()
+    with tempfile.TemporaryDirectory() as folder:
+        said = output(sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--target",
+                      folder, os.path.join(ROOT, "tools", "torch"), LCE_MAKE="CUDA=0 CC=/none/gcc", status=1)
+    assert "lce-torch: liblce.so cannot be built here: it needs gcc and GNU make" in said and "Traceback" not in said, said
 
 
 def names_no_place(library, folder):
@@ -110,4 +125,4 @@ def works_where_installed(wheel, empty):
     assert "LCE_BLAS: /none is no library with" in output(python, "-c", PROGRAM, LCE_BLAS="/none", status=1)
 
 
-sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, pip_install, wheel_from_sdist)}))
+sys.exit(tap.run({test.__name__: test for test in (types_are_the_functions, pip_install, wheel_from_sdist, what_is_missing_is_named)}))

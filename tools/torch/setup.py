@@ -5,9 +5,11 @@ An sdist has what make needs in its folder `source`; the wheel serves every Pyth
 import glob
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -25,8 +27,10 @@ class BuildLibrary(build_py):
         library = os.path.abspath(os.path.join(self.build_lib, "lce", "liblce.so"))
         # Not for this machine's CPU alone, since pip keeps what it has built; x86-64-v3 has AVX2 and FMA.
         march = "x86-64-v3" if platform.machine() == "x86_64" else ""
-        subprocess.check_call(["make", "-s", "-C", SOURCE, f"MARCH={march}", *shlex.split(os.environ.get("LCE_MAKE", "")),
-                               "LIBLCE_BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "liblce.so"])
+        words = ["make", "-s", "-C", SOURCE, f"MARCH={march}", *shlex.split(os.environ.get("LCE_MAKE", "")),
+                 "LIBLCE_BUILD=build/wheel", f"LIBLCE={library}", "WHEEL=1", "liblce.so"]
+        if not shutil.which("make") or subprocess.run(words).returncode:
+            sys.exit("lce-torch: liblce.so cannot be built here: it needs gcc and GNU make, and for a GPU nvcc 12.4 or later and g++")
 
 
 class WithSource(sdist):
@@ -43,7 +47,11 @@ class WithSource(sdist):
 
 class AnyPython(bdist_wheel):
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]  # ctypes loads the library
+        """Any Python 3, since ctypes loads the library; a Linux with the newest glibc that the library names."""
+        with open(os.path.join(self.get_finalized_command("build_py").build_lib, "lce", "liblce.so"), "rb") as library:
+            needed = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read())]
+        tag = super().get_tag()[2]
+        return "py3", "none", tag.replace("linux_", f"manylinux_2_{max(needed)}_", 1) if needed else tag
 
 
 class Binary(Distribution):

@@ -1,5 +1,4 @@
-// LM head + loss for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make MPI=0
-// liblce.so`; without MPI=0 it is linked to MPI where make finds that, though no call uses it).
+// LM head + loss for any language: linear_cross_entropy behind a plain C interface, as liblce.so (`make liblce.so`).
 //
 //   lce_context *lce = lce_create("cuda", 0, "bf16");
 //   lce_args args = {.tokens = N, .hidden_size = H, .vocab_size = V, .x = x, .weight = w, .targets = y,
