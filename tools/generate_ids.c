@@ -16,8 +16,8 @@
 #include "kernels/base/integers.h"
 #include "kernels/base/system.h"
 #include "kernels/ranks/launch.h"
+#include "model/checkpoint/checkpoint.h"
 #include "model/checkpoint/hf_config.h"
-#include "model/checkpoint/weights.h"
 #include "model/generate.h"
 #include "trainer/data.h"
 #include "trainer/option_rows.h"
@@ -134,6 +134,7 @@ int main(int argc, char **argv) {
   size_t stack = plan_stack(o, backend, &g);
   Model model;
   create_model(&model, o, backend, g.window);
+  checkpoint_require_weights(o->init);
   weights_load(&model, backend, o->init, false);
   memory_set_stack(&backend->memory, stack);
 

@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <stb/stb_ds.h>
@@ -9,6 +10,9 @@
 #include "data/json.h"
 #include "kernels/base/alloc.h"
 #include "kernels/base/fail.h"
+#include "kernels/base/integers.h"
+#include "kernels/ranks/ranks.h"
+#include "model/checkpoint/hf_config.h"
 #include "trainer/report.h"
 
 // Some rows are settings only where they have an effect.
@@ -86,7 +90,7 @@ static char *find_checkpoint(Options *o) {
   if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
   bool any;
   const char *directory = automatic ? o->save : o->resume;
-  bool contents = !o->plan; // which reads all files
+  bool contents = !o->plan; // a plan reads no weights
   char *found = checkpoint_newest(directory, contents, &any);
   if (!found && any) fail("--resume: no checkpoint in %s is whole; delete them to start over", directory);
   if (found && !o->save) o->save = o->resume; // it goes on where it was
@@ -95,7 +99,17 @@ static char *find_checkpoint(Options *o) {
   return text_format("%s", o->resume);
 }
 
+// Without MPI a rank that only plans ends, and the others wait for it.
+static void require_same_work(const Options *o) {
+  int32_t plans = o->plan, first = plans;
+  ranks_broadcast(&first, sizeof first);
+  if (first != plans)
+    fail("rank 0 %s --plan and this rank %s; give all ranks the same options",
+         first ? "has" : "does not have", plans ? "has it" : "does not");
+}
+
 void resume_find(Options *o) {
+  require_same_work(o);
   if (o->resume && o->init && strcmp(o->resume, "auto"))
     fail("--init begins with the model in %s and --resume with the checkpoint in %s; give one of them, or "
          "--resume auto to begin with --init where --save has no checkpoint yet",
@@ -109,23 +123,54 @@ void resume_find(Options *o) {
     take_settings(o);
   } else if (o->init) {
     o->origin = text_format("%s", o->init);
+    if (!o->plan) checkpoint_require_weights(o->origin);
   }
 }
 
+// Writes each member on a line, and deletes the object.
+static void print_members(FILE *out, cJSON *json) {
+  const cJSON *item;
+  cJSON_ArrayForEach(item, json) {
+    char *value = json_print(item, false);
+    fprintf(out, "\"%s\":%s\n", item->string, value);
+    free(value);
+  }
+  cJSON_Delete(json);
+}
+
+// Describes all that ranks must have alike.
+static char *describe_run(const Options *o, const char *data) {
+  char *description, text[64], *config = hf_config_write(&o->model, o->save_dtype, NULL);
+  size_t size;
+  FILE *out = open_memstream(&description, &size);
+  if (!out) fail("out of host memory for a description of the run");
+  print_members(out, cJSON_Parse(config));
+  cJSON *job =
+      log_object((const LogField[]){NUM("first step", o->first_step),
+                                    NUM("weights", o->origin ? checkpoint_weights_checksum(o->origin) : 0),
+                                    STR("data", data),
+                                    STR("prompt", o->prompt),
+                                    NUM("save", o->save != NULL),
+                                    NUM("dump", o->dump != NULL),
+                                    {0}});
+  for (const Option *row = options_rows; row->type != OPTION_END; row++)
+    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING | SAME, text))
+      cJSON_AddStringToObject(job, row->name, text);
+  print_members(out, job);
+  fclose(out);
+  free(config);
+  return description;
+}
+
 void resume_require_same(const Options *o, Backend *backend, const char *data) {
-  enum { SIZE = 4096 };
-  char mine[SIZE], theirs[SIZE], text[64];
-  size_t length =
-      (size_t)snprintf(mine, SIZE,
-                       "\"model\":\"%s\"\n\"vocab_size\":%lld\n\"parameters\":%lld\n"
-                       "\"first step\":%lld\n\"data\":\"%s\"\n",
-                       o->model.name, (long long)o->model.vocab_size,
-                       (long long)model_parameter_count(&o->model), (long long)o->first_step, data);
-  for (const Option *row = options_rows; row->type != OPTION_END && length < SIZE; row++)
-    if (setting_text(o, row, SETTING | SAME, text))
-      length += (size_t)snprintf(mine + length, SIZE - length, "\"%s\":\"%s\"\n", row->name, text);
-  memcpy(theirs, mine, SIZE);
-  machine_broadcast(backend, theirs, SIZE);
+  if (o->ranks == 1) return;
+  char *mine = describe_run(o, data);
+  int32_t length = (int32_t)strlen(mine), size = length;
+  machine_broadcast(backend, &size, sizeof size); // rank 0's
+  size = (int32_t)round_up(size + 1, 4);
+  char *theirs = host_alloc(size, 1, "what all ranks must have alike");
+  memcpy(theirs, mine, (size_t)min_i64(size, length));
+  machine_broadcast(backend, theirs, (size_t)size);
   size_t at = 0, line = 0;
   for (; mine[at] && mine[at] == theirs[at]; at++)
     if (mine[at] == '\n') line = at + 1;
@@ -133,6 +178,8 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
     fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
          "%.*s",
          (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
+  free(mine);
+  free(theirs);
 }
 
 static cJSON *paths(const char **list) {

@@ -464,13 +464,35 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 // --- reading -----------------------------------------------------------------------------------------------
 
-// Compares the files with the checksums in trainer_state.json, which older checkpoints lack. False with `path`
-// that of a file that has changed or, without a reason, is absent.
-static bool is_unchanged(const char *folder, cJSON *state, Path *path, Reason *reason) {
+#define WEIGHTS MODEL_STEM "*.safetensors*"
+
+// False with a reason: the files of a folder that a model is read from, as far as `pattern` matches them, do
+// not all have a checksum.
+static bool all_have_checksums(const char *folder, const char *pattern, const cJSON *checksums,
+                               Reason *reason) {
+  static const char *const read[] = {CONFIG, TRAINER_STATE, WEIGHTS, STATE_STEM "*.safetensors*"};
+  if (!cJSON_IsObject(checksums))
+    return refuse(reason, "%s/" TRAINER_STATE ": " CHECKSUMS " is no object of checksums", folder);
+  Listing l = list(AT_FDCWD, folder);
+  bool all = true;
+  for (int i = 0; i < 4 * l.count && all; i++) {
+    const char *name = l.entries[i / 4]->d_name;
+    if (!fnmatch(read[i % 4], name, 0) && !fnmatch(pattern, name, 0) &&
+        !cJSON_IsNumber(json_member(checksums, name)))
+      all = refuse(reason, "%s/" TRAINER_STATE " has no checksum of %s", folder, name);
+  }
+  list_free(l);
+  return all;
+}
+
+// Compares the files that match a pattern with the checksums in trainer_state.json, which older checkpoints
+// lack. False with `path` that of a file that has changed or, without a reason, is absent.
+static bool is_unchanged(const char *folder, cJSON *state, const char *pattern, Path *path, Reason *reason) {
   cJSON *item, *checksums = cJSON_DetachItemFromObjectCaseSensitive(state, CHECKSUMS);
-  bool same = true;
+  bool same = !checksums || all_have_checksums(folder, pattern, checksums, reason);
   cJSON_ArrayForEach(item, checksums) {
     if (!same) break;
+    if (fnmatch(pattern, item->string, 0)) continue;
     *path = path_in(folder, item->string);
     Mapping file = {.copied = true};
     if (!strcmp(item->string, TRAINER_STATE))
@@ -483,6 +505,34 @@ static bool is_unchanged(const char *folder, cJSON *state, Path *path, Reason *r
   }
   cJSON_Delete(checksums);
   return same;
+}
+
+void checkpoint_require_weights(const char *folder) {
+  Path path = path_in(folder, TRAINER_STATE);
+  Reason reason;
+  cJSON *state = json_read(path.text, &reason);
+  if (!state && *reason.text) warn("%s; the weights beside it are not checked", reason.text);
+  if (state && !is_unchanged(folder, state, WEIGHTS, &path, &reason))
+    fail("%s%s; copy the folder again or, where its weights were changed on purpose, remove "
+         "its " TRAINER_STATE,
+         *reason.text ? reason.text : path.text, *reason.text ? "" : " does not exist");
+  cJSON_Delete(state);
+}
+
+uint32_t checkpoint_weights_checksum(const char *folder) {
+  Reason reason;
+  cJSON *state = json_read(path_in(folder, TRAINER_STATE).text, &reason);
+  TensorSet set = tensor_set_open(folder, MODEL_STEM);
+  uint32_t all = 0;
+  for (const TensorFile *file = set.files; file < set.files + set.count; file++) {
+    const cJSON *known = json_member(json_member(state, CHECKSUMS), strrchr(file->path, '/') + 1);
+    uint32_t one = cJSON_IsNumber(known) ? (uint32_t)known->valuedouble
+                                         : checksum(0, file->mapping.bytes, file->mapping.size);
+    all = checksum(all, &one, sizeof one);
+  }
+  tensor_set_close(&set);
+  cJSON_Delete(state);
+  return all;
 }
 
 // `contents`: compares the checksums, too.
@@ -506,7 +556,7 @@ static bool is_whole(const char *folder, bool contents, Reason *reason) {
     path = set.path;
     tensor_set_close(&set);
   }
-  whole = whole && (!contents || is_unchanged(folder, state, &path, reason));
+  whole = whole && (!contents || is_unchanged(folder, state, "*", &path, reason));
   cJSON_Delete(state);
   return whole || (*reason->text ? false : refuse(reason, "%s does not exist", path.text));
 }

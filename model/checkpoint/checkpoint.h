@@ -68,5 +68,10 @@ void checkpoint_store_close(CheckpointStore *store);
 char *checkpoint_newest(const char *directory, bool contents, bool *any);
 // Fails naming what is missing or damaged.
 void checkpoint_require_whole(const char *folder, bool contents);
+// Fails where the model's weights are not those whose checksums trainer_state.json has. Without one, as in
+// most folders that --init names, and in older checkpoints nothing is checked.
+void checkpoint_require_weights(const char *folder);
+// Of the model's weights, to compare: from the checksums, which are right, where there are some.
+uint32_t checkpoint_weights_checksum(const char *folder);
 // trainer_state.json; the caller deletes it. Fails when the folder has none.
 cJSON *checkpoint_trainer_state(const char *folder);

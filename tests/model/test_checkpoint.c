@@ -404,6 +404,17 @@ TEST(damage_is_noticed_and_passed_over) {
       {"echo '{\"step\":2}' >trainer_state.json", "trainer_state.json is of step 2"},
       {"rm config.json", "config.json does not exist"},
       {"rm generation_config.json", "generation_config.json does not exist"}, // which has a checksum
+#define CHECKSUMS(json) "sed -i -z 's/\"crc32\":[^}]*}/\"crc32\":" json "/' trainer_state.json"
+      {CHECKSUMS("[1]"), "trainer_state.json: crc32 is no object of checksums"},
+      {CHECKSUMS("5"), "crc32 is no object"},
+      {CHECKSUMS("\"x\""), "crc32 is no object"},
+      {CHECKSUMS("null"), "crc32 is no object"},
+      {CHECKSUMS("{}"), "trainer_state.json has no checksum of config.json"},
+      {"sed -i '/model.safetensors/d' trainer_state.json", "has no checksum of model.safetensors"},
+      {"sed -i -z 's/,[^,]*\"trainer_state.json\":[^}]*//' trainer_state.json",
+       "has no checksum of trainer_state.json"},
+      {"sed -i 's/\\(model.safetensors\":\\).*,/\\1\"x\",/' trainer_state.json",
+       "has no checksum of model.safetensors"},
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
       {"rm model.safetensors; ln -s nowhere model.safetensors.index.json", "cannot open"}};

@@ -11,7 +11,7 @@ import sys
 import zlib
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, SIZES, TEXT, TRAIN, column, keep, main, once, read_log, run, same_files, start, tensors, train, write_mask, write_shard  # noqa: E402
+from program import ROOT, SIZES, TEXT, TOOLS, TRAIN, column, keep, main, once, read_log, run, same_files, start, tensors, train, write_mask, write_shard  # noqa: E402
 
 # Two micro-batches a step, a clipped gradient, a rate that moves, validation where no checkpoint is.
 RUN = ("--device cpu --num-layers 1 " + SIZES + "--batch 2 --total-batch 64 --steps 12 --warmup 3 --grad-clip 0.5 --eval-every 5 "
@@ -271,6 +271,13 @@ def test_a_flipped_bit_is_named(folder):
         data[data.index(b'"seed":\t"1') + 9 if name == STATE else len(data) // 2] ^= 2
         (saved / LAST / name).write_bytes(data)
         train(RESUME + f"{saved}/{LAST}").refused(f"{LAST}/{name}")
+        for line in (f"{TRAIN} --data {TEXT} --steps 0", f"{TOOLS}/evaluate --val-data {TEXT}", f"{TOOLS}/generate_ids --prompt 1 --tokens 1"):
+            for at in saved / LAST, saved:  # the second by the links
+                output = run(*line.split(), "--device", "cpu", "--init", at)
+                if name == "model.safetensors":
+                    output.refused(f"{at}/{name} is not as it was written: its CRC-32 has changed; copy the folder again or, where")
+                elif name != STATE:
+                    output.ok()
     train(RESUME + f"{saved}/{LAST} --plan").ok()
     assert f"{name} is not as it was written" in train(RESUME + f"{saved} --steps 7").ok("after step 6 of 7").err
     del state["crc32"]
