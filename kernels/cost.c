@@ -150,8 +150,8 @@ static double gemm_seconds(const Card *card, Amount a) {
   if (a.flops == 0) return a.bytes / card->memory;
   static const double SHOWN = 0.4, HALF = 500;
   double k = a.inner ? (double)a.inner : INFINITY;
-  double bf16 = card->bf16 / (1 + HALF / k), fp8 = card->fp8 / (1 + 2 * HALF / k);
-  double compute = (a.flops - a.of_codes) / bf16 + a.of_codes / fp8;
+  double bf16 = card->bf16 / (1 + HALF / k), codes = card->codes / (1 + 2 * HALF / k);
+  double compute = (a.flops - a.of_codes) / bf16 + a.of_codes / codes;
   return fmax(compute + SHOWN * a.epilogue / card->memory, a.bytes / card->memory);
 }
 

@@ -15,7 +15,7 @@ typedef struct {
   // Of GEMMs and attention (forward: its causal half, backward: 2.5 times that), as without sampling and
   // documents.
   double flops;
-  double of_codes; // the flops among these that are FP8's
+  double of_codes; // the flops among these of codes
   double bytes;    // read and written; collectives: of the larger tensor
   double epilogue; // a GEMM's bytes but those of its operands
   int64_t inner;   // the length of a GEMM's sums
@@ -31,13 +31,13 @@ double gpu_peak_flops(const char *name);
 
 // A GPU as the model has it. Flops and bytes a second.
 struct Card {
-  const char *part; // of the GPU's name
-  double bf16, fp8; // GEMMs
-  double memory;    // kernels that compute little
-  double host;      // each way between host and device
-  double links;     // each way between the GPUs of a host
-  double launch;    // seconds that an operation takes however small it is
-  double tail;      // and a GEMM or attention more: the last tiles leave most of the GPU idle
+  const char *part;   // of the GPU's name
+  double bf16, codes; // GEMMs, of bf16 and of codes of one byte
+  double memory;      // kernels that compute little
+  double host;        // each way between host and device
+  double links;       // each way between the GPUs of a host
+  double launch;      // seconds that an operation takes however small it is
+  double tail;        // and a GEMM or attention more: the last tiles leave most of the GPU idle
 };
 
 // The card of a backend's description, or NULL where none was measured.

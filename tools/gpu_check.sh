@@ -2,7 +2,7 @@
 # Builds for the GPU here, runs the tests that need one (also under compute-sanitizer) and the benchmarks, and
 # prints a table of results. Whole logs go to runs/gpu_check/ (OUT=folder: elsewhere).
 #
-#   tools/gpu_check.sh [all|tests|sanitizer|bench|peers]...
+#   tools/gpu_check.sh [all|tests|sanitizer|bench|long|peers]...
 #   tools/gpu_check.sh --ranks N      what needs N GPUs: the tests of ranks, the head split over them, how
 #                                     training scales, llama-8b
 #
@@ -175,9 +175,11 @@ if wants bench; then
   step llama-1b-fp8 "${llama[@]}" --fp8
   step llama-1b-materialized "${llama[@]}" --materialized-logits
   step llama-1b-b16 --steps 5 --model llama-1b --batch 16 --seq-len 1024 --total-batch 524288 --moment-dtype bf16
-  lean=()
-  [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)" -gt 100000 ] 2>/dev/null || lean=(--recompute layer)
-  step llama-8b "${lean[@]}" --steps 4 --model llama-8b --batch 8 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights
+  # A low rate: the loss of a model of this size would rise in its first steps, which then repair many rows.
+  eight=(--model llama-8b --lr 2e-5 --steps 4 --seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights)
+  step llama-1b-fit --steps 20 --model llama-1b --seq-len 4096 --fit
+  step llama-8b "${eight[@]}" --fit
+  step llama-8b-fp8 "${eight[@]}" --fit --fp8
   profile gpt2-124m --model gpt2-124m --batch 64 --seq-len 1024
   profile llama-1b --model llama-1b --batch 4 --seq-len 4096
   attention "B64-T1024-12x64" --model gpt2-124m --batch 64 --seq-len 1024
@@ -185,6 +187,13 @@ if wants bench; then
   attention "B4-T4096-32-8x64" --model llama-1b --batch 4 --seq-len 4096
   attention "B2-T8192-32x128" --model llama-8b --num-key-value-heads 32 --batch 2 --seq-len 8192
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
+fi
+
+if wants long; then
+  long=(--model llama-8b --lr 2e-5 --batch 1 --moment-dtype bf16 --no-master-weights --recompute layer --offload weights,gradients,optimizer,activations)
+  step llama-8b-32k "${long[@]}" --steps 3 --seq-len 32768
+  step llama-8b-32k-chunks "${long[@]}" --steps 3 --seq-len 32768 --mlp-chunk 4096
+  step llama-8b-128k "${long[@]}" --steps 2 --seq-len 131072 --mlp-chunk 4096
 fi
 
 # Runs the checks of packages beside the trainer.
@@ -234,13 +243,16 @@ if wants ranks && [ "$ranks" -gt 1 ]; then
   done
   # A model whose state fits no single GPU, and whether the plan knew what each would hold.
   on "$ranks"
-  for way in "--zero 2" "--zero 2 --vocab-parallel" "--zero 1" "--zero 1 --vocab-parallel"; do
+  for way in "--zero 2" "--zero 2 --fp8" "--zero 2 --vocab-parallel" "--zero 1" "--zero 1 --vocab-parallel"; do
     [[ $ranks -gt 2 || $way != *1* ]] || continue # two H100s hold no more than `--zero 2`
     name=llama-8b${way// /}
-    read -ra eight <<<"--model llama-8b $way --recompute layer --batch 1 --seq-len 8192"
+    read -ra eight <<<"--model llama-8b $way --seq-len 8192 --total-batch $((ranks * 8192)) --lr 2e-5"
+    # The settings that fit one of these GPUs, for the plan, too.
+    run "$name-fit" 60 "${LAUNCHER[@]}" ./train --device "$DEVICE" "${eight[@]}" --fit --steps 0 --val-fraction 0 --sample-every 0 "${tiny[@]}" &&
+      read -ra eight <<<"${eight[*]} $(sed -n '/^--fit:/{n;s/.*\(--batch\)/\1/p}' "$OUT/$name-fit.log")"
     run "$name-plan" 60 ./train --device "$DEVICE" "${eight[@]}" --ranks "$ranks" --plan --log "$OUT/$name-plan.jsonl" "${tiny[@]}" &&
       show "$name-plan" "$name-plan.jsonl" plan '{loss_mode}: {peak_bytes / 2**30:.2f} GiB'
-    train "$name" 400 '{tokens_per_second:,.0f} tokens/s, ledger {peak_bytes / 2**30:.2f} GiB, device {(device_peak_bytes - device_overhead_bytes) / 2**30:.2f} GiB more than before' "${eight[@]}" --steps 6
+    train "$name" 400 '{tokens_per_second:,.0f} tokens/s, MFU {100 * r.get("mfu", float("nan")):.1f}%, ledger {peak_bytes / 2**30:.2f} GiB, device {(device_peak_bytes - device_overhead_bytes) / 2**30:.2f} GiB more than before' "${eight[@]}" --steps 6
   done
 fi
 

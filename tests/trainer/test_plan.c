@@ -200,7 +200,7 @@ TEST(test_predicted_speed) {
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
     Options o = options_on(ON_CUDA, "%s --sample-every 0 --val-fraction 0 --plan", rows[i].job);
     double rate = (double)o.total_batch / plan_run_timed(&o, ON_CUDA, o.pass.mode).seconds;
-    if (fabs(rate / rows[i].measured - 1) > 0.04)
+    if (fabs(rate / rows[i].measured - 1) > 0.05)
       fail_msg("%s: predicted %.0f, measured %.0f tokens/s", rows[i].job, rate, rows[i].measured);
     if (i && rows[i].group == rows[i - 1].group && rate < before)
       fail_msg("%s: predicted to be slower than the row above", rows[i].job);
