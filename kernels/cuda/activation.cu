@@ -1,10 +1,10 @@
-// The activations: one block a row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in a
-// GEMM's epilogue (linear.cu); these recompute what was not kept, or write FP8 codes: of an element of SwiGLU
-// 6 bytes move, of one of its gradient 10.
+// The activations: one block per row, 16 bytes at a time (on an H200: SwiGLU 4.2 TB/s, GELU 3.5). Most run in
+// a GEMM's epilogue (linear.cu); these recompute what was not kept, or write FP8 codes: SwiGLU moves 6 bytes
+// per element, its gradient 10.
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/fp8_codes.cuh"
 
-// Values of A(x) or, BACKWARD, of the gradient of x, rounded to T: W of a row, of gates and of the others.
+// Computes W elements of A(x) or, if BACKWARD, of x's gradient, in two parts if gated, and rounds them to T.
 template <typename A, typename Type, bool BACKWARD> struct Activated {
   using T = Type;
   static constexpr int PARTS = BACKWARD && A::GATED ? 2 : 1;
@@ -27,7 +27,7 @@ template <typename A, typename Type, bool BACKWARD> struct Activated {
   }
 };
 
-// A thread reads its elements before it writes what may take their place.
+// out may be x: each thread reads its elements before it writes.
 template <int W, typename Source>
 static __global__ void activation_kernel(typename Source::T *out, Source source) {
   using Values = Group<typename Source::T, W>;
@@ -40,7 +40,7 @@ static __global__ void activation_kernel(typename Source::T *out, Source source)
   }
 }
 
-// The largest magnitude of rows `apart` from each other.
+// Finds the largest magnitude in every `apart`-th row.
 template <typename Source>
 static __global__ void __launch_bounds__(256) sample_kernel(unsigned *sampled, Source source, int64_t apart) {
   int64_t column = GROUP * (blockIdx.x * 256ll + threadIdx.x);
@@ -54,8 +54,8 @@ static __global__ void __launch_bounds__(256) sample_kernel(unsigned *sampled, S
   raise_amax<typename Source::T>(sampled, largest);
 }
 
-// The last kernel ends at once where no element was larger than the sample's limit. Where the values were
-// written, perhaps over what they are made from, it reads them.
+// The last kernel ends at once if no element exceeded the sample's limit. If the values were stored, perhaps
+// over their inputs, it reads them back.
 template <typename Source>
 static void run_to_codes(Backend *backend, const char *op, const Fp8 &fp8, Tensor out, Source source,
                          int64_t rows, Tensor workspace) {

@@ -6,12 +6,12 @@
 static constexpr float GELU_SCALE = 0.7978845608f; // sqrt(2 / pi)
 static constexpr float GELU_CUBIC = 0.044715f;
 
-// Within a few units in the last place; 0 for x below -87.
+// Accurate to a few units in the last place; 0 for x below -87.
 static DEVICE float logistic(float x) {
   return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
-// Of an element, or of a gate and what it multiplies. gradient: these become their gradients.
+// Each acts on one element, or on a gate and its up; gradient() replaces them by their gradients.
 struct Gelu {
   static constexpr bool GATED = false;
   // 0.5 (1 + tanh(u)) is the logistic function of 2 u, which neither overflows nor cancels.

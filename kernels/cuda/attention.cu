@@ -3,7 +3,7 @@
 #include "kernels/cuda/attention_mma.cuh"
 
 // delta[b, h, t] = sum_d dout * out, next to the lse of the forward pass (attention_mma.cuh says where). A
-// warp takes 32 tokens of one head, D/8 lanes a row; then each lane has one token's sum. Traffic: dout and
+// warp takes 32 tokens of one head, D/8 lanes per row; then each lane has one token's sum. Traffic: dout and
 // out once.
 namespace attention {
 
@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(256)
     sum[i] = 0;
     EACH (k, 8) sum[i] += x[k] * y[k];
   }
-  // Each step halves the rows that a lane adds up, until sum[0] is that of row `part`.
+  // Each step halves the rows that a lane adds up, until sum[0] is row `part`'s.
 #pragma unroll
   for (int half = LANES / 2; half > 0; half /= 2) add_halves(sum, half, half);
   int64_t t = tile * 32 + part * AT_ONCE + first;
@@ -48,7 +48,7 @@ void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_
                 *a, counters, (int)tiles, warps);
 }
 
-// Whether the tensor-core kernels take this shape.
+// True if the tensor-core kernels support this shape.
 static bool takes(AttentionShape s, Tensor qkv, Tensor out) {
   return qkv.dtype == DTYPE_BF16 && (s.head_dim == 64 || s.head_dim == 128) && rows_align({qkv, out}, 8);
 }

@@ -1,10 +1,10 @@
 // Attention, backward, on the tensor cores, for sm_80 and later, without atomics.
 //
-// P = exp(S - lse) is recomputed from q, k and the saved lse; with delta = rowsum(dout * out), made first,
+// P = exp(S - lse) is recomputed from q, k and the saved lse. With delta = rowsum(dout * out), known before,
 //  dS = P * (dout v^T - delta);   dv = P^T dout;   dk = dS^T q / sqrt(D);   dq = dS k / sqrt(D).
 // dk and dv sum over queries, dq over keys. One pass for all three must add dq up across blocks, by atomics
 // (whose order changes bits) or by waiting. Two passes, each the sole owner of what it writes, take seven
-// GEMMs instead of five and repeat to the bit. A block owns rows of two tensors and streams two:
+// GEMMs instead of five and repeat bit for bit. A block owns rows of two tensors and streams two:
 //
 //              resident    streamed                               S and dP     sums
 //  key pass    k, v        q, dout of every head of the group     S^T, dP^T    dk += dS^T q, dv += P^T dout
@@ -27,8 +27,8 @@ template <bool IS_KEY_PASS, int HEAD_DIM, int M_, int WARPS_, int TILE_, bool IS
 };
 
 template <class F> struct BackwardShared {
-  bf16 resident[2][F::ROWS * F::D], streamed[2][2][F::TILE * F::D]; // of each stage: q or k, then dout or v
-  float statistics[2][2][F::TILE]; // of streamed queries: as attention_mma.cuh has them
+  bf16 resident[2][F::ROWS * F::D], streamed[2][2][F::TILE * F::D]; // per stage: q or k, then dout or v
+  float statistics[2][2][F::TILE]; // of streamed queries, laid out as in attention_mma.cuh
 };
 
 template <class F>
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
 
   const int warp_row = threadIdx.x / 32 * M * 16, first_row = at.first_row + warp_row; // the warp's first
   const Documents documents = documents_of(a.documents);
-  // Where row t sees streamed rows from (queries) or to (keys): the block, the warp's first and last row.
+  // Query t sees keys from bound_of(t) on; queries up to bound_of(t) see key t.
   auto bound_of = [&](int t) {
     t = min(t, T - 1);
     return KEY_PASS ? documents.end(at.first_token, t, T) : documents.start(at.first_token, t);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(F::THREADS, 8 / F::WARPS)
   const uint32_t x1 = shared_address(shared.resident[1]) + warp_row * D * 2;
   auto operand0 = [&](uint32_t(&r)[4], int m, int d) { lane.a(r, x0, m * 16, d); };
   auto operand1 = [&](uint32_t(&r)[4], int m, int d) { lane.a(r, x1, m * 16, d); };
-  float shift[KEY_PASS ? STEP / 4 : M * 2], minus_delta[M * 2]; // of the step's columns, or of the rows
+  float shift[KEY_PASS ? STEP / 4 : M * 2], minus_delta[M * 2]; // per column of the step, or per row
   if constexpr (!KEY_PASS) {
     EACH (i, M * 2) {
       const int t = first_row + i * 8 + threadIdx.x % 32 / 4;

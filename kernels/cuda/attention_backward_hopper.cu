@@ -6,8 +6,8 @@
 //  key pass   k, v          q, dout       S^T, dP^T         dv += P^T dout, dk += dS^T q
 //  query pass q, dout       k, v          S, dP             dq += dS k
 // In both, S = resident0 streamed0^T and dP = resident1 streamed1^T, and P and dS, rounded to bf16 in
-// registers, are A operands of the GEMMs that follow. Only TMA writes to shared memory. The gradient of a
-// bias of q, k and v, the column sums of these accumulators, is begun here too, before they are rounded.
+// registers, are A operands of the GEMMs that follow. Only TMA writes to shared memory. The bias gradient of
+// q, k and v starts here too: column sums of these accumulators, before they are rounded.
 //
 // While one consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a
 // consumer's MMAs of one step run under its exponentials of the next. On an H200 the tensor cores are busy
@@ -32,13 +32,13 @@ template <class F> struct BackwardStorage;
 template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_, bool PACKED_> struct PassTraits {
   static constexpr int D = D_, WARPGROUPS = WARPGROUPS_, ROWS = WARPGROUPS * TILE;
   static constexpr bool KEY_PASS = KEY_PASS_, PACKED = PACKED_;
-  // Whether the MMAs of one step run under the exponentials of the next. That takes more registers.
+  // True: one step's MMAs run under the next step's exponentials, which takes more registers.
   static constexpr bool OVERLAP = OVERLAP_;
   using Arguments = HopperBackwardArguments;
   using SharedStorage = BackwardStorage<PassTraits>;
 };
 
-// The streamed tiles of a work tile: [first, end) of each of `heads` query heads.
+// A work tile's streamed tiles: [first, end) for each of `heads` query heads.
 struct Tiles {
   int first, end, heads;
 };
@@ -64,7 +64,7 @@ template <class F> struct BackwardStorage {
   Barriers<RESIDENT> resident_ring;
   Barriers<STAGES> streamed_ring;
   int work[RESIDENT];
-  float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // of results, by warp; two work tiles' in turn
+  float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // results', by warp; two work tiles alternate
 
   DEVICE void init_barriers(int warps) { resident_ring.init(warps), streamed_ring.init(warps); }
 };
@@ -101,7 +101,7 @@ template <class F> DEVICE void produce(BackwardStorage<F> &shared, const HopperB
   });
 }
 
-// Two floats of shared memory; the compiler, which cannot see that, would use generic addresses.
+// Loads two floats from shared memory; for a plain load the compiler would use generic addresses.
 DEVICE float2 load_shared(const float *from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -111,7 +111,7 @@ DEVICE float2 load_shared(const float *from) {
   return x;
 }
 
-// The sums of a warp's 16 rows of results, times scale, to shared memory. Each step halves a lane's columns.
+// Sums the columns of a warp's 16 rows, times scale, into shared memory. Each step halves a lane's columns.
 template <int D> DEVICE void sum_columns(float *to, const float (&x)[D / 2], float scale) {
   const int lane = threadIdx.x % 32;
   float sums[D / 4];
@@ -130,12 +130,12 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
             g = lane / 4, q = lane % 4;
   PipelineState pipeline(shared.streamed_ring);
   float s[TILE / 2] = {}, dp[TILE / 2] = {};
-  float2 shift[TILE / 8];                           // of the tile's columns in a key pass
+  float2 shift[TILE / 8];                           // per column of the tile, in a key pass
   float first[D / 2], second[KEY_PASS ? D / 2 : 2]; // dk and dv, or dq
   uint32_t p[KEY_PASS ? TILE / 16 : 1][4], ds[TILE / 16][4];
 
   for (int n = 0;; n++) {
-    // A count: a PipelineState's phase hides from ptxas that a warp's lanes agree, which costs code.
+    // Counts instead of using a PipelineState, whose phase hides from ptxas that a warp's lanes agree.
     const int slot = n % BackwardStorage<F>::RESIDENT;
     mbarrier_wait(&shared.resident_ring.full[slot], n / BackwardStorage<F>::RESIDENT & 1);
     const int index = uniform(shared.work[slot]);
@@ -145,7 +145,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
     const int first_row = w.block * ROWS + group * TILE; // the warpgroup's first
     const uint32_t x0 = uniform(shared_address(shared.resident[slot][0]) + group * TILE_BYTES);
     const uint32_t x1 = x0 + sizeof shared.resident[0][0];
-    // Of each query head's tiles the warpgroup works on all but `before` at the start and `after` at the end.
+    // The warpgroup skips the first `before` and the last `after` of each query head's tiles.
     const int first_tile = first_row / TILE;
     const int before = KEY_PASS ? min(first_tile, tiles.end) - tiles.first : 0;
     const int after = KEY_PASS ? 0 : tiles.end - (first_row < a.seq_len ? first_tile + 1 : tiles.first);
@@ -171,7 +171,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
       return shared_address(shared.streamed) + stage * (uint32_t)sizeof shared.streamed[0];
     };
     const int first_visible = tiles.first + before, last_visible = tiles.end - after - 1;
-    // The latest step's. Set where tiles are skipped, it would make ptxas take the lanes to diverge.
+    // The latest step's tile. If it were set where tiles are skipped, ptxas would assume that lanes diverge.
     int tile = KEY_PASS ? last_visible : first_visible - 1;
     // Waits for the next step's tile and starts S and dP, in two wgmma groups.
     auto begin = [&]() {
@@ -336,7 +336,7 @@ bool attention_hopper_backward(Backend *backend, const AttentionBackward *b, int
   key.statistics = data_of<const float>(b->workspace), key.partials = partials;
   HopperBackwardArguments query = key;
   query.counter++;
-  // What was fastest on an H200 of the forms that fit in the registers.
+  // These were the fastest on an H200 among the forms that fit in the registers.
   with_bool(tensor_exists(b->documents), [&](auto packed) {
     if (s.head_dim == 64) {
       launch<PassTraits<64, true, 2, true, packed>>(backend, key);

@@ -21,7 +21,7 @@ struct RowStatistics {
   float max[M][2], sum[M][2];
 };
 
-// s becomes exp(s - max); what was summed so far (o, sum) is brought to the new maximum.
+// s becomes exp(s - max); earlier sums (o, sum) are rescaled to the new maximum.
 template <int D>
 DEVICE void softmax_step(float (&s)[M][KEYS / 8][4], float (&o)[M][D / 8][4], RowStatistics &row,
                          float scale_log2) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_kernel(const __grid_consta
   const int tiles = (min(first_row + ROWS, T) + KEYS - 1) / KEYS;
   const Documents documents = documents_of(a.documents);
   auto start_of = [&](int t) { return documents.start(at.first_token, min(t, T - 1)); };
-  // Of the block, and of the warp's first and last row.
+  // The block's first tile of keys, and the first key that the warp's first and last row see.
   const int first_tile = PACKED ? start_of(first_row) / KEYS : 0;
   const int first_start = PACKED ? start_of(first_query) : 0;
   const int last_start = PACKED ? start_of(first_query + M * 16 - 1) : 0;

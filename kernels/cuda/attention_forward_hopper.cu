@@ -95,7 +95,7 @@ template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperFo
   });
 }
 
-// Consumers issue their GEMMs one after the other: named barriers 4 to 6, at which the one before arrives.
+// Consumers issue their GEMMs in turn: each waits at its named barrier (4 to 6) until the one before arrives.
 template <class F> DEVICE void take_turn(int group) {
   named_barrier_sync<256>(4 + group);
 }
@@ -188,7 +188,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
         EACH (i, KEYS / 4) {
           float &e = s[i / 2 * 4 + half * 2 + (i & 1)];
           e = exp2_approx(fmaf(e, a.scale_log2, -shift));
-          sum[half] += e; // of the thread's columns
+          sum[half] += e; // the thread's columns
         }
       }
     };

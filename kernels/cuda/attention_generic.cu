@@ -1,10 +1,10 @@
-// Attention for heads of up to 256, in fp32 or bf16, as the formulas stand; and of new tokens over a cache.
+// Attention for heads of up to 256, in fp32 or bf16, straight from the formulas, and decoding over a cache.
 //
-// In the forward pass and in decoding a block has one query of one head: its warps share the keys, each with
-// a running maximum, sum and weighted values, which are joined at the end in a fixed order. Decoding is bound
-// by reading the cache: 2 P D elements for each query head. In the backward pass one warp has one query, for
-// dq, or one key, for dk and dv, and walks over the queries of every head of its group. Made for correctness
-// (--dtype fp32, unusual heads), not for speed.
+// In the forward pass and in decoding a block takes one query of one head: its warps share the keys, each
+// with a running maximum, sum and weighted values, which are joined at the end in a fixed order. Decoding is
+// bound by reading the cache: 2 P D elements for each query head. In the backward pass one warp takes one
+// query, for dq, or one key, for dk and dv, and walks over the queries of every head of its group. Written
+// for correctness (--dtype fp32, unusual heads), not for speed.
 #include "kernels/cuda/attention_documents.cuh"
 #include "kernels/cuda/attention_kernels.h"
 
@@ -21,7 +21,7 @@ template <class Element> __device__ Element *head_of(const Tensor &t, int64_t n,
 
 // --- one query over many keys ------------------------------------------------------------------------------
 
-// Keys and values u of [first, end) lie at u * stride.
+// Key and value u, in [first, end), lie at u * stride.
 template <class Element> struct Query {
   Element *out;
   const Element *query, *keys, *values;
@@ -135,7 +135,7 @@ struct Row {
   }
 };
 
-// The warp's place among heads * B * T of them: a head and a token. False beyond the end.
+// Finds the warp's head and token among heads * B * T of them; false beyond the end.
 __device__ bool place(AttentionShape s, int64_t heads, int64_t &head, int64_t &batch, int64_t &t) {
   int64_t index = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
   t = index % s.seq_len;
@@ -144,7 +144,7 @@ __device__ bool place(AttentionShape s, int64_t heads, int64_t &head, int64_t &b
   return batch < s.batch;
 }
 
-// delta, [B, Q, T] in the workspace.
+// Writes delta, [B, Q, T], to the workspace.
 template <class Element> __global__ void delta_kernel(const __grid_constant__ AttentionBackward a) {
   const AttentionShape &s = a.shape;
   int64_t h, b, t;
@@ -156,7 +156,7 @@ template <class Element> __global__ void delta_kernel(const __grid_constant__ At
   if (threadIdx.x % 32 == 0) data_of<float>(a.workspace)[(b * s.num_heads + h) * s.seq_len + t] = sum;
 }
 
-// The sums over one query's keys (KEYS false), or over one key's queries of every head of its group.
+// Sums over one query's keys or, if KEYS, over one key's queries in every head of its group.
 template <class Element, bool KEYS>
 __global__ void gradient_kernel(const __grid_constant__ AttentionBackward a) {
   const AttentionShape &s = a.shape;

@@ -1,9 +1,9 @@
-// What attention's passes on Hopper share: a persistent kernel of a producer warpgroup and two or three
+// Shared by attention's passes on Hopper: a persistent kernel of a producer warpgroup and two or three
 // consumer warpgroups, the order of its work, rings of tiles in shared memory, and the GEMMs on them.
 //
 // A work tile is ROWS rows of one head: 64 for each consumer, whose operands stay in shared memory (they are
 // resident) while tiles of other rows are streamed past all consumers. One thread of the producer takes work
-// tiles from a counter and keeps TMA loads in flight. Which CTA does which tile varies, and no result.
+// tiles from a counter and keeps TMA loads in flight. Which CTA takes which tile varies; results do not.
 //
 // A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED
 // (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
@@ -17,15 +17,15 @@
 namespace attention {
 
 constexpr int TILE = 64;          // rows of a consumer, and of a TMA tile
-enum { TILE_BYTES = TILE * 128 }; // of 64 columns; a head of 128 is two tiles side by side
+enum { TILE_BYTES = TILE * 128 }; // 64 columns; a head of 128 is two tiles side by side
 
 struct HopperArguments {
   CUtensorMap qkv;
   int *counter; // work taken beyond each CTA's first work tile
   int batch, seq_len, num_heads, num_key_value_heads;
-  int blocks;              // of ROWS rows in a sequence
+  int blocks;              // per sequence, of ROWS rows each
   int heads, work;         // heads of the pass over all batches; blocks * heads
-  int heads_at_a_time;     // so many heads' operands fit in the L2 cache
+  int heads_at_a_time;     // heads whose operands fit in the L2 cache together
   float scale, scale_log2; // 1 / sqrt(D), and times log2(e)
   Documents documents;
 };
@@ -35,7 +35,7 @@ struct WorkTile {
   int block, head, batch; // the head of the pass: a key/value head or a query head
 };
 
-// Heads by groups that fit in the L2 cache; within a group the longest tiles first.
+// Takes heads in groups that fit in the L2 cache; within a group the longest tiles come first.
 template <class F> DEVICE WorkTile work_tile(const HopperArguments &a, int index) {
   int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
   int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
@@ -44,7 +44,7 @@ template <class F> DEVICE WorkTile work_tile(const HopperArguments &a, int index
   return {F::KEY_PASS ? block : a.blocks - 1 - block, head % per_batch, head / per_batch};
 }
 
-// Where row t sees the streamed rows from (queries), or to (keys); rows past the last see what that sees.
+// Query t sees keys from this bound on; queries up to it see key t. Rows past the last count as the last.
 template <class F> DEVICE int bound_of(const HopperArguments &a, WorkTile w, int t) {
   const int64_t first = w.batch * (int64_t)a.seq_len;
   t = min(t, a.seq_len - 1);
@@ -55,7 +55,7 @@ template <class F> DEVICE int bound_of(const HopperArguments &a, WorkTile w, int
 
 template <int STAGES> struct Barriers {
   uint64_t full[STAGES], free[STAGES];
-  DEVICE void init(int warps) { // so many release a stage
+  DEVICE void init(int warps) { // warps that release a stage
     for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps);
   }
 };
@@ -71,15 +71,15 @@ template <int STAGES> struct PipelineState {
     if (++stage == STAGES) stage = 0, phase ^= 1;
     return now;
   }
-  // The producer's next stage, once it is free.
+  // Returns the producer's next stage once it is free.
   DEVICE int acquire() {
     mbarrier_wait(&barriers.free[stage], phase ^ 1);
     return advance();
   }
-  // Until a consumer's next tile is there.
+  // Waits until a consumer's next tile has arrived.
   DEVICE void wait() { mbarrier_wait(&barriers.full[stage], phase); }
-  // A consumer's next stage, once its tile has arrived; it may be released at once. The warp meets first: a
-  // lane that lags behind a release would miss its phase.
+  // Returns a consumer's next stage once its tile has arrived; it may be released at once. The warp meets
+  // first: a lane that lags behind a release would miss its phase.
   DEVICE int take() {
     wait();
     __syncwarp();
@@ -90,7 +90,7 @@ template <int STAGES> struct PipelineState {
   }
 };
 
-// Rows [token, token + ROWS) of a head of D elements: tiles of 64 rows, one below the other, by 64 columns.
+// Loads rows [token, token + ROWS) of a head of D elements as tiles of 64 by 64, one below the other.
 template <int D, int ROWS>
 DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head, int token,
                       int batch) {
@@ -100,8 +100,8 @@ DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier,
                   token + part * TILE, batch);
 }
 
-// The producer: load(slot, barrier, work tile) starts the loads of each of the CTA's work tiles, whose
-// resident operands go to `slot`. The index of a work tile past the last ends the consumers.
+// Runs the producer: load(slot, barrier, work tile) starts a work tile's loads, its resident operands into
+// `slot`. The index of a work tile past the last ends the consumers.
 template <class F, class Load>
 DEVICE void produce_work(typename F::SharedStorage &shared, const HopperArguments &a, uint32_t resident_bytes,
                          Load load) {
@@ -142,7 +142,7 @@ DEVICE void warpgroup_sync(int group) {
   named_barrier_sync<128>(group + 1);
 }
 
-// A warp's 16 rows of results, from `row` on, to a matrix; x: the warpgroup's rows of a resident operand.
+// Stores a warp's 16 rows of results from `row` on; x: the warpgroup's rows of a resident operand.
 template <int D, int ROWS, class Sum>
 DEVICE void store_results(Sum sum, uint32_t x, bf16 *matrix, int64_t stride, int row, int limit) {
   const uint32_t buffer = x + threadIdx.x % 128 / 32 * 16 * 128;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
   }
   __syncthreads();
   if (threadIdx.x / 128 == F::WARPGROUPS) {
-    // Of a thread's registers; together no more than at the start, or the consumers would wait for ever.
+    // Registers per thread; more in all than at the start, and the consumers would wait for ever.
     setmaxnreg_dec<F::WARPGROUPS == 2 ? 24 : 32>();
     if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, a);
   } else {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
 
 // --- host --------------------------------------------------------------------------------------------------
 
-// [batch, token, head, element] in tiles of 64 tokens and 64 elements of one head.
+// Describes [batch, token, head, element] to TMA in tiles of 64 tokens and 64 elements of one head.
 static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = tma_encoder(); // found where hopper_runs()
   cuuint64_t dims[4] = {(cuuint64_t)s.head_dim, (cuuint64_t)heads, (cuuint64_t)s.seq_len,
@@ -192,7 +192,7 @@ static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Fills in what does not depend on the pass; false where no TMA tile can be described.
+// Fills in what does not depend on the pass; false if TMA cannot describe the tensor.
 static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, AttentionShape s, int *counter) {
   a->counter = counter;
   a->batch = (int)s.batch, a->seq_len = (int)s.seq_len;
@@ -206,7 +206,7 @@ template <class F> static void launch(Backend *backend, typename F::Arguments a)
   a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
   a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
   a.work = a.heads * a.blocks;
-  // What a head streams: a group of query heads' q and dout, or k and v.
+  // A head streams the q and dout of a group of query heads, or k and v.
   int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
   a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, a.work);

@@ -14,16 +14,16 @@ void attention_generic_forward(const AttentionForward *a, cudaStream_t stream);
 void attention_generic_backward(const AttentionBackward *a, cudaStream_t stream);
 
 // bf16, head_dim 64 or 128, rows that start on multiples of 16 bytes; sm_80 and later. The backward pass
-// reads the statistics, with which the workspace begins.
+// reads the statistics at the start of its workspace.
 void attention_tensor_core_forward(const AttentionForward *a, cudaStream_t stream);
 void attention_tensor_core_backward(const AttentionBackward *a, cudaStream_t stream);
 
-// The same on Hopper, faster. False, with nothing done, where not hopper_runs() (hopper_gemm.h). The forward
-// pass sets its counter to 0 itself.
+// The same on Hopper, faster. Returns false, with nothing done, unless hopper_runs() (hopper_gemm.h). The
+// forward pass sets its counter to 0 itself.
 bool attention_hopper_forward(Backend *backend, const AttentionForward *a, int *counter);
 bool attention_hopper_backward(Backend *backend, const AttentionBackward *a, int *counters, float *partials);
 
-// Writes what both tensor-core backward passes read (attention_mma.cuh), and sets the counters to 0.
+// Writes the tensor-core backward passes' statistics (attention_mma.cuh), and sets the counters to 0.
 enum { ATTENTION_COUNTERS = 2 };
 void attention_statistics(const AttentionBackward *a, int *counters, cudaStream_t stream);
 

@@ -16,25 +16,25 @@
 
 namespace attention {
 
-// --- what the backward pass needs of every query -----------------------------------------------------------
+// --- what the backward pass reads about every query -------------------------------------------------------
 
 // 64 queries are one aligned piece of 512 bytes:
 // statistics[b * Q + h][t / 64][0][t % 64] = -lse log2(e), [t / 64][1][t % 64] = -delta, zeros beyond T.
 // P = 2^(S log2(e) / sqrt(D) + the first); dP starts at the second.
 constexpr int STATISTICS_TILE = 64;
 
-// That of head number `head`, counted over all batches' heads.
+// Returns the statistics of head number `head`, counted over all batches' heads.
 static DEVICE const float *statistics_of(const float *statistics, int64_t head, int seq_len) {
   return statistics + head * ((seq_len + STATISTICS_TILE - 1) / STATISTICS_TILE) * (2 * STATISTICS_TILE);
 }
 
-// Where -lse log2(e) of query t lies; -delta lies STATISTICS_TILE further on.
+// Returns the place of query t's -lse log2(e); -delta lies STATISTICS_TILE further on.
 static DEVICE int64_t statistics_place(int64_t t) {
   return t / STATISTICS_TILE * (2 * STATISTICS_TILE) + t % STATISTICS_TILE;
 }
 
-// A step of a sum over a warp's lanes, each left with other elements: of x's first 2 `half` elements a lane
-// keeps the upper half where its number has the bit `mask`, else the lower, and adds its partner's.
+// One step of a reduce-scatter over a warp's lanes: of x's first 2 `half` elements a lane keeps the upper
+// half if its number has the bit `mask`, else the lower, and adds its partner's.
 template <int N> DEVICE void add_halves(float (&x)[N], int half, int mask) {
   const bool upper = threadIdx.x & mask;
   EACH (i, N / 2) {
@@ -46,7 +46,7 @@ template <int N> DEVICE void add_halves(float (&x)[N], int half, int mask) {
 
 // --- asynchronous copies -----------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, or zeros when `valid` is false (nothing is read then).
+// Copies 16 bytes from global to shared memory, or writes zeros if `valid` is false (nothing is read then).
 DEVICE void copy_16(uint32_t destination, const void *source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
                "r"(valid ? 16 : 0));
@@ -60,7 +60,7 @@ template <int PENDING> DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING));
 }
 
-// Rows [row, row + ROWS) of a matrix into a tile; rows at and after `limit` become zeros.
+// Copies rows [row, row + ROWS) of a matrix into a tile; rows at and after `limit` become zeros.
 template <int ROWS, int D, int THREADS>
 DEVICE void load_tile(uint32_t tile, const bf16 *matrix, int64_t stride, int row, int limit) {
   constexpr int CHUNKS = D / 8;
@@ -96,7 +96,7 @@ DEVICE void mma(float c[4], const uint32_t a[4], const uint32_t *b) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Where this lane's ldmatrix addresses start in a tile of D columns. `rows` walks down the tile's rows and
+// The start of this lane's ldmatrix addresses in a tile of D columns. `rows` walks down the tile's rows and
 // must be a multiple of 8; `column` is a multiple of 16.
 template <int D> struct Lane {
   uint32_t row_major; // a [16 rows, 16 columns] block, fragments by row: A operands, transposed B operands
@@ -162,7 +162,7 @@ DEVICE void accumulate(float (&sums)[M][D / 8][4], const Lane<D> &lane, const fl
 
 // --- masks and results -------------------------------------------------------------------------------------
 
-// A warp's accumulators before column bound(row) become -infinity where BEFORE, else those from it on.
+// Sets a warp's accumulators to -infinity: if BEFORE, up to column bound(row), else from it on.
 template <bool BEFORE, int M, int N, class Bound> DEVICE void mask_columns(float (&s)[M][N][4], Bound bound) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   EACH (m, M)
@@ -198,7 +198,7 @@ DEVICE void store_rows(Sum sum, float scale, Place place, bf16 *matrix, int64_t 
   }
 }
 
-// The same from a tile of D columns, which starts on a multiple of 8 rows.
+// The same through a tile of D columns, which starts on a multiple of 8 rows.
 template <int M, int D>
 DEVICE void store_tile_rows(float (&sums)[M][D / 8][4], float scale, uint32_t tile, bf16 *matrix,
                             int64_t stride, int row, int limit) {

@@ -130,7 +130,7 @@ void cuda_copy_out(Backend *backend, const Copy *a) {
 
 // --- memory ------------------------------------------------------------------------------------------------
 
-// What the whole device holds now, other programs included; cudaMemGetInfo does not separate owners.
+// Bytes in use on the whole device, other programs' included: cudaMemGetInfo does not separate owners.
 static size_t device_bytes_now(Backend *backend) {
   size_t available = 0, total = 0;
   cuda_check(cudaMemGetInfo(&available, &total), "querying the free memory");
@@ -244,7 +244,7 @@ static void destroy(Backend *backend) {
   for (cudaEvent_t event : state->uploaded) cudaEventDestroy(event);
   hopper_destroy(state->hopper);
   cudaStreamDestroy(state->stream);
-  cudaGetLastError(); // of what an unfinished backend does not have
+  cudaGetLastError(); // clears the errors of parts that an unfinished backend lacks
 }
 
 static const BackendOps operations = {.join_ranks = cuda_join_ranks,

@@ -4,9 +4,9 @@
 // it; what follows waits for it at once or, if asynchronous, at collectives_join. So a bucket of gradients
 // travels while the layers below compute theirs.
 //
-// Where copy engines can carry gradients and weights they do (copy_engines.cu). All else is up to NCCL's
-// kernels, on 16 SMs at most. They add in an order that follows from the number of ranks, the size and the
-// machine's links, so runs repeat to the bit on one machine. bf16 sums are rounded at every hop of a ring.
+// Copy engines carry gradients and weights where they can (copy_engines.cu). NCCL's kernels do the rest, on
+// 16 SMs at most. They add in an order that follows from the number of ranks, the size and the machine's
+// links, so runs repeat bit for bit on one machine. bf16 sums are rounded at every hop of a ring.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,7 +43,7 @@ void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, 
   });
 }
 
-// With one rank every collective is a copy, or a sum with what is there.
+// With one rank every collective is a copy, or an addition to `out`.
 static void copy_or_add(Backend *backend, const Collective *a) {
   if (a->accumulate)
     sum_shares(cuda_stream(backend), a->out, a->x.data, 1, true);
@@ -56,7 +56,7 @@ static void copy_or_add(Backend *backend, const Collective *a) {
 #ifdef HAVE_NCCL
 #include "kernels/cuda/nccl_calls.cuh"
 
-// Queues on the collectives' stream what `start` starts, given the count and type of x's elements.
+// Has `start`, given the count and type of x's elements, queue its work on the collectives' stream.
 template <typename F>
 static void collective(Backend *backend, const Collective *a, const char *name, F start) {
   ncclComm_t comm = cuda_state(backend)->comm;
@@ -67,7 +67,7 @@ static void collective(Backend *backend, const Collective *a, const char *name, 
   if (!a->async) side_join(backend, STREAM_COLLECTIVES, cuda_stream(backend), 0);
 }
 
-// For the watchdog, from its own thread: NCCL's errors, and how many collectives the GPU has done.
+// Tells the watchdog's thread NCCL's errors, and how many collectives the GPU has finished.
 static bool poll_nccl(void *context, char *text, size_t size) {
   CudaState *state = static_cast<CudaState *>(context);
   const SideStream *side = &state->concurrent[STREAM_COLLECTIVES];
@@ -78,7 +78,7 @@ static bool poll_nccl(void *context, char *text, size_t size) {
              ncclGetErrorString(error), ncclGetLastError(state->comm));
     return true;
   }
-  cudaSetDevice(state->ordinal); // of this thread, which else would begin with GPU 0
+  cudaSetDevice(state->ordinal); // this thread would otherwise use GPU 0
   int64_t count = side->count, i = max_i64(0, count - ASYNC_EVENTS);
   while (i < count && cudaEventQuery(side->done[i % ASYNC_EVENTS]) != cudaErrorNotReady) i++;
   if (i < count)
@@ -86,7 +86,7 @@ static bool poll_nccl(void *context, char *text, size_t size) {
   return false;
 }
 
-// One of each collective that a step uses, with `bytes` of zeros.
+// Runs one of each collective that a step uses, on `bytes` of zeros.
 static void try_links(Backend *backend, void *data, int64_t bytes) {
   int64_t part = bytes / (int64_t)sizeof(float) / backend->ranks / 128 * 128;
   Tensor all = tensor_1d(data, DTYPE_F32, part * backend->ranks),
@@ -109,7 +109,7 @@ static void warm_up(Backend *backend) {
   if (state->sharing) try_links(backend, state->shares + BUCKET_BYTES / 2, BUCKET_BYTES / 2);
 }
 
-// NCCL's id of the job: from rank 0 by MPI, else from NCCL_COMM_ID=ADDRESS:PORT of a common subnet, where
+// Gets NCCL's id of the job from rank 0 by MPI, else from NCCL_COMM_ID=ADDRESS:PORT of a common subnet, where
 // rank 0's ncclCommInitRank listens.
 static ncclUniqueId job_id(const Launch *l) {
   ncclUniqueId id = {};
@@ -165,7 +165,7 @@ void cuda_collectives_end(Backend *backend) {
   ncclCommDestroy(comm);
 }
 
-#else // there is one rank; what the operations below would call is not compiled
+#else // one rank only: the calls of the operations below are not compiled
 
 #define collective(backend, a, ...) copy_or_add(backend, a)
 
@@ -187,7 +187,7 @@ void cuda_all_reduce(Backend *backend, const Collective *a) {
 void cuda_reduce_scatter(Backend *backend, const Collective *a) {
   collective(backend, a, "reduce_scatter", [&](size_t count, ncclDataType_t type, auto comm, auto stream) {
     if (by_copy_engines(backend, a, stream)) return ncclSuccess;
-    // What is to be added to `out` is summed where it lies in x.
+    // A sum to be added to `out` is first formed in place in x.
     void *slice = data_of<char>(a->x) + backend->rank * tensor_bytes(a->out);
     void *out = a->accumulate ? slice : a->out.data;
     ncclResult_t result =

@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 template <typename T> struct Outputs { T *data[3]; };
 
-// 32 columns a block; warp g sums slices g, g + 32, ... and the warps' sums are added in their order.
+// 32 columns per block; warp g sums slices g, g + 32, ... and the warps' sums are added in their order.
 template <typename T>
 static __global__ void __launch_bounds__(1024)
     column_totals(Outputs<T> outputs, const float *partials, int64_t slices, int64_t columns, int64_t stride,
@@ -94,7 +94,7 @@ void cuda_sum_columns(Backend *backend, const SumColumns *a) {
               data_of<float>(a->workspace));
 }
 
-// One block a row.
+// One block per row.
 template <int W>
 static __global__ void __launch_bounds__(256) add_outer_kernel(const __grid_constant__ AddOuter a) {
   int width = (int)a.out.shape[1];

@@ -8,8 +8,8 @@
 //   sum          a kernel adds them in fp32, in the order of the ranks, and rounds once
 //   all-gather   of the sums, in place; of an all-reduce alone
 //
-// All run on the collectives' stream. A transfer begins when all ranks have come to it and ends when all have
-// what they should, so the next one may overwrite the shares.
+// All run on the collectives' stream. A transfer begins when all ranks have reached it and ends when all have
+// their data, so the next one may overwrite the shares.
 #ifdef HAVE_NCCL
 #include "kernels/cuda/nccl_calls.cuh"
 #else
@@ -46,7 +46,7 @@ bool cuda_shared_release(Backend *backend, void *data) {
   return true;
 }
 
-// Whether copy engines reach the block. The first time all ranks come here and register theirs, of one size.
+// True if copy engines reach the block. The first call, on all ranks together, registers blocks of one size.
 // A window is device memory, unless NCCL cannot share any: then NULL or, before 2.29, on the host.
 static bool reach(CudaState *state, SharedBlock *b) {
   cudaPointerAttributes window = {};
@@ -63,7 +63,7 @@ static void gather(const CudaState *state, const void *x, void *out, int64_t cou
              "ncclAllGather");
 }
 
-// out (+)= the sum over all ranks of their slice `rank` of x.
+// out (+)= the sum of all ranks' slice `rank` of x.
 static void sum_slices(Backend *backend, Tensor out, const void *x, bool accumulate, cudaStream_t stream) {
   const CudaState *state = cuda_state(backend);
   nccl_check(
@@ -72,7 +72,7 @@ static void sum_slices(Backend *backend, Tensor out, const void *x, bool accumul
   sum_shares(stream, out, state->shares, backend->ranks, accumulate);
 }
 
-// In slices of whole 16-byte accesses; each rank sums all of the few elements that are left.
+// Works in slices of whole 16-byte accesses; every rank sums the few elements left over itself.
 static void sum_and_gather(Backend *backend, Tensor out, Tensor x, cudaStream_t stream) {
   const CudaState *state = cuda_state(backend);
   int64_t count = tensor_count(x), width = (int64_t)dtype_bytes(x.dtype), ranks = backend->ranks;

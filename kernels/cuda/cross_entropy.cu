@@ -3,7 +3,7 @@
 // One block of 1024 threads owns a row and reads it twice: once for the maximum and the sum of exponentials,
 // kept together and rescaled when the maximum grows, then backwards for the gradient. A row of 128,256 bf16
 // logits is 256 KB, and the rows of 132 SMs are 34 MB, which stay in L2: device memory is read once and
-// written once. On an H200 3.1 TB/s at V = 50,304 and 2.9 at 128,256, bound by two exponentials a logit.
+// written once. On an H200 3.1 TB/s at V = 50,304 and 2.9 at 128,256, bound by two exponentials per logit.
 //
 // The sums lack the target, so that p - 1 = -row_sum / total and a nearly certain token's loss do not cancel.
 #include <float.h>
@@ -18,12 +18,12 @@ struct Loss : CrossEntropyInPlace {
 
 // --- sums over the non-target entries of a row -------------------------------------------------------------
 
-// Over the entries seen so far, with e = exp(v - max). max starts finite: minus infinity then counts as 0.
+// Sums over the entries so far, with e = exp(v - max). max starts finite, so that minus infinity counts as 0.
 struct Sums {
   float max = -FLT_MAX, e = 0;
   float e_v = 0;      // sum e (v - max)
   float weighted = 0; // sum w v
-  int best = INT_MAX; // where the maximum is
+  int best = INT_MAX; // the maximum's column
 };
 
 template <bool PLAIN> static DEVICE void raise(Sums &s, float max) {
@@ -95,7 +95,7 @@ static DEVICE void add_entries(Sums &s, float (&v)[W], int i, int target, const 
 
 // --- v and its derivative ----------------------------------------------------------------------------------
 
-// v of the entry in column j.
+// Returns v for column j.
 template <bool PLAIN, typename T> static DEVICE float v_of(float z, int j, const T *bias, const Loss &loss) {
   if (!PLAIN && bias) z += to_float(bias[j]);
   if (!PLAIN && loss.terms.softcap > 0) z = loss.terms.softcap * fast_tanh(z * loss.inv_softcap);
@@ -111,7 +111,7 @@ template <bool PLAIN> static DEVICE float derivative_of(float v, const Loss &los
 
 // --- a row -------------------------------------------------------------------------------------------------
 
-// What makes the gradient of each entry, once the row's sums are there.
+// The coefficients of every entry's gradient, computed from the row's sums.
 struct RowGradient {
   float anchor;
   float per_e, entropy_per_e, from_anchor; // e (per_e - entropy_per_e (v - anchor + from_anchor))
@@ -229,7 +229,7 @@ void cuda_cross_entropy_in_place(Backend *backend, const CrossEntropyInPlace *a)
 
 static __global__ void __launch_bounds__(1024) loss_factor_kernel(const __grid_constant__ LossFactor a) {
   const int32_t *targets = data_of<int32_t>(a.targets);
-  float sum = 0; // a whole number, or a sum of up to a few hundred weights a thread
+  float sum = 0; // a whole number, or a sum of up to a few hundred weights per thread
   for (int64_t n = threadIdx.x; n < a.targets.shape[0]; n += blockDim.x)
     if (targets[n] != IGNORE_INDEX) sum += read(a.class_weights, targets[n], 1);
   sum = block_sum(sum);

@@ -24,10 +24,10 @@ struct Hopper; // hopper_gemm.cu: what it found on this device
 
 // A stream beside the backend's, with an order of its own.
 struct SideStream {
-  cudaStream_t stream;            // NULL until the first
-  cudaEvent_t before;             // what the backend's stream held before the latest operation here
+  cudaStream_t stream;            // NULL until first used
+  cudaEvent_t before;             // marks the backend's work before the latest operation here
   cudaEvent_t done[ASYNC_EVENTS]; // done[i % ASYNC_EVENTS]: operation i
-  std::atomic<int64_t> count;     // of operations; the watchdog's thread reads it too
+  std::atomic<int64_t> count;     // operations so far; the watchdog's thread reads it too
 };
 
 // A reservation that the copy engines of all ranks can reach, once all ranks have registered theirs.
@@ -46,7 +46,7 @@ struct CudaState {
   size_t peak_bytes; // most the device held after any allocation
   Gemms *gemms;
   void *gemm_workspace; // CUDA_GEMM_WORKSPACE_BYTES
-  // Pinned memory from which the copy engine reads uploads, each from the slot after that of the one before.
+  // Pinned memory: each upload takes the next slot, from which the copy engine reads.
   char *staging;
   cudaEvent_t uploaded[STAGING_SLOTS]; // the device has read the slot
   int64_t uploads;
@@ -54,7 +54,7 @@ struct CudaState {
   struct ncclComm *comm; // NULL while there is one rank
   bool sharing;          // weights and gradients become shared blocks
   SharedBlock shared[SHARED_BLOCKS];
-  char *shares; // BUCKET_BYTES of a shared block: what the ranks send this one to sum
+  char *shares; // BUCKET_BYTES of a shared block: receives what this rank sums
 };
 
 static inline CudaState *cuda_state(Backend *backend) {
@@ -76,7 +76,7 @@ template <typename T> static __host__ DEVICE T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }
 
-// backend.cu. What is queued between side_begin and side_end is one operation of the side stream, which waits
+// backend.cu. Work queued between side_begin and side_end is one operation of the side stream, which waits
 // for the backend's operations before it.
 cudaStream_t side_begin(Backend *backend, StreamKind kind);
 void side_end(Backend *backend, StreamKind kind);
@@ -102,11 +102,11 @@ struct Grid : dim3 {
 struct KernelLaunch {
   const char *op; // for the error's sentence
   cudaStream_t stream;
-  Grid grid; // of no blocks: nothing is launched
+  Grid grid; // without blocks nothing is launched
   dim3 block;
   bool pdl = false;
-  size_t shared_bytes = 0;  // of dynamic shared memory
-  unsigned cluster = 0;     // CTAs of a cluster; 0: no clusters
+  size_t shared_bytes = 0;  // dynamic shared memory
+  unsigned cluster = 0;     // CTAs per cluster; 0: no clusters
   bool cooperative = false; // all blocks run at the same time
 };
 
@@ -148,13 +148,13 @@ static inline int row_threads(int64_t groups, int64_t max) {
   return (int)max_i64(32, min_i64(max, ceil_div(groups, 32) * 32));
 }
 
-// One block a row of `groups` accesses.
+// One block per row of `groups` accesses.
 static inline KernelLaunch per_row(Backend *backend, const char *op, int64_t rows, int64_t groups,
                                    bool pdl = false) {
   return {op, cuda_stream(backend), rows, row_threads(groups, 256), pdl};
 }
 
-// One thread an element.
+// One thread per element.
 static inline KernelLaunch per_element(Backend *backend, const char *op, int64_t elements) {
   return {op, cuda_stream(backend), ceil_div(elements, 256), 256};
 }
@@ -200,10 +200,10 @@ template <typename F> static inline void with_bool(bool condition, F f) {
     f(std::false_type());
 }
 
-// Elements of a 16-byte access.
+// Elements per 16-byte access.
 template <typename T> constexpr int WIDTH = 16 / (int)sizeof(T);
 
-// Calls f with the elements of an access, as an integral constant: of 16 bytes, or one.
+// Calls f with the elements per access, as an integral constant: 16 bytes' worth if `wide`, else one.
 template <typename T, typename F> static inline void with_width(bool wide, F f) {
   if (wide)
     f(std::integral_constant<int, WIDTH<T>>());
@@ -211,12 +211,12 @@ template <typename T, typename F> static inline void with_width(bool wide, F f) 
     f(std::integral_constant<int, 1>());
 }
 
-// Whether, beyond that, a row is a whole number of groups.
+// True if rows start aligned and are whole numbers of groups.
 static inline bool rows_align(Tensor t, int64_t width) {
   return rows_start_aligned(t, width) && t.shape[t.rank - 1] % width == 0;
 }
 
-// Of all these tensors, absent ones aside.
+// True if this holds for all of these tensors that exist.
 static inline bool rows_align(std::initializer_list<Tensor> tensors, int64_t width) {
   for (const Tensor &t : tensors)
     if (tensor_exists(t) && !rows_align(t, width)) return false;
@@ -301,7 +301,7 @@ template <typename T, int W> static __device__ float warp_dot(const T *x, const 
   return warp_sum(sum);
 }
 
-// Over a block of whole warps, at most 32; every thread gets the result.
+// Sums over a block of whole warps, at most 32; every thread gets the result.
 template <typename T> static DEVICE T block_sum(T x) {
   __shared__ T partial[32];
   x = warp_sum(x);
@@ -341,7 +341,7 @@ static DEVICE Ranked block_max(Ranked x) {
   return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0);
 }
 
-// tanh, to within 4e-7 of itself, which is what a soft-cap makes of fp32's rounding of a logit: below 0.55 a
+// tanh to a relative 4e-7, as much as a logit's fp32 rounding comes to after a soft-cap. Below 0.55 it is a
 // polynomial, since 1 - 2 / (1 + e^2x) cancels there.
 static DEVICE float fast_tanh(float x) {
   float square = x * x, p = fmaf(square, 0x1.0d5044p-6f, -0x1.af7cd0p-5f);
@@ -350,7 +350,7 @@ static DEVICE float fast_tanh(float x) {
   return square < 0.55f * 0.55f ? small : large;
 }
 
-// What an entry's logit becomes: u, and du/dz in `slope`.
+// Adds the bias to an entry's logit and caps it: returns u, with du/dz in `slope`.
 template <typename T> struct Capped {
   const T *bias; // or NULL
   float cap;     // 0: none
@@ -369,8 +369,8 @@ static DEVICE unsigned magnitude(float x) {
   return __float_as_uint(x) & 0x7FFFFFFF;
 }
 
-// *amax = max(*amax, the warp's largest magnitude, rounded to T), in any order. Most warps' is not larger,
-// and they need no atomic.
+// *amax = max(*amax, the warp's largest magnitude, rounded to T), in any order. Most warps' maxima are not
+// larger, and need no atomic.
 template <typename T> static DEVICE void raise_amax(unsigned *amax, unsigned largest) {
   largest = __reduce_max_sync(~0u, largest);
   largest = magnitude(to_float(from_float<T>(__uint_as_float(largest))));
@@ -385,20 +385,20 @@ struct Operand : Tensor {
   int64_t apart = 0; // elements from one matrix of a batch to the next
 };
 
-// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is kept in pre.
+// With bias: + bias[n] on every row. GELU: out = gelu of that, and its argument is stored in pre.
 // GELU_DERIVATIVE: out times gelu'(pre), without addend or bias.
 enum GemmEpilogue { GEMM_PLAIN, GEMM_BIAS, GEMM_GELU, GEMM_BIAS_GELU, GEMM_GELU_DERIVATIVE };
 
 // out[m, n] = alpha * left[m, k] right[k, n] + beta * addend[m, n] in fp32; then the epilogue and rounding.
 struct Gemm {
-  Operand left, right; // of one type, which is that of bias and pre
-  Tensor out, addend;  // of one type; addend: absent, or maybe out itself
+  Operand left, right; // of one type, also that of bias and pre
+  Tensor out, addend;  // of one type; addend: absent, or possibly out itself
   float alpha = 1.0f, beta = 1.0f;
   int batch = 1; // so many GEMMs, without bias or pre
   int64_t out_apart = 0, addend_apart = 0;
   GemmEpilogue epilogue = GEMM_PLAIN;
   Tensor bias = {}, pre = {};
-  // Of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
+  // Scales of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
   const void *left_scale = nullptr, *right_scale = nullptr;
 
   __host__ DEVICE int64_t m() const { return out.shape[0]; }
@@ -406,7 +406,7 @@ struct Gemm {
   __host__ DEVICE int64_t k() const { return left.transposed ? left.shape[0] : left.shape[1]; }
 };
 
-// out = left right, each transposed or not; accumulate: added to what out holds.
+// out = left right, each transposed or not; accumulate: added to out.
 static inline Gemm gemm_of(Tensor out, Tensor left, bool left_transposed, Tensor right, bool right_transposed,
                            bool accumulate = false) {
   return {{left, left_transposed}, {right, right_transposed}, out, accumulate ? out : Tensor{}};
@@ -424,8 +424,8 @@ void hopper_destroy(Hopper *hopper); // NULL is fine
 // (all 1). x is [rows, columns]; `partials` holds cuda_column_slices(rows) * columns floats.
 void column_sums(Backend *backend, Tensor out, Tensor x, const float *coefficients, float alpha,
                  bool accumulate, float *partials);
-// Its second half, for kernels that make partial sums themselves: each of `slices` rows, `stride` apart,
-// holds those of the given outs, up to three of one length and dtype, one after the other.
+// Its second half, for kernels that write partial sums themselves: each of `slices` rows, `stride` apart,
+// holds the sums of up to three outs of one length and dtype, one after the other.
 void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const float *partials, int64_t slices,
                   int64_t stride, float alpha, bool accumulate);
 
@@ -439,7 +439,7 @@ void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, con
 // is added to out.
 void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate);
 
-// copy_engines.cu. Memory for weights and gradients; NULL where ranks do not share it, or it is too much.
+// copy_engines.cu. Memory for weights and gradients, which ranks share; NULL if they cannot, or if it fails.
 void *cuda_shared_allocate(Backend *backend, size_t bytes);
 bool cuda_shared_release(Backend *backend, void *data); // false: it is other memory
 // An all_reduce, reduce_scatter or all_gather by copy engines; false where they do not reach the tensors.

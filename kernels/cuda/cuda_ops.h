@@ -1,5 +1,5 @@
-// What the CUDA backend's files share without a CUDA header: the operations' names, and the sizes on which
-// the scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
+// Shared by the CUDA backend's files without a CUDA header: the operations' names, and the sizes on which the
+// scratch table (compiled everywhere) and the kernels (compiled by nvcc) must agree.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -17,7 +17,7 @@ static inline int64_t cuda_column_slices(int64_t rows) {
 }
 
 // norm.cu's backward pass: each team of threads leaves a row of partial sums for dweight (and dbias). Enough
-// to fill a large GPU with 16 warps an SM, each with up to 1024 of a row's elements; about 8 MiB a vector.
+// to fill a large GPU with 16 warps per SM, each with up to 1024 of a row's elements; about 8 MiB per vector.
 static inline int64_t cuda_norm_teams(int64_t rows, int64_t elements) {
   return max_i64(1, min_i64(rows, 2112 / ceil_div(elements, 1024)));
 }
@@ -35,8 +35,8 @@ static inline size_t cuda_segment_bytes(int64_t rows) {
   return 3 * cuda_segment_id_bytes(rows) + cuda_segment_sort_bytes(rows);
 }
 
-// linear_cross_entropy.cu: the logits of `rows` tokens are made this many vocabulary entries at a time, in an
-// fp32 tile of whole cache lines that stays in the L2 cache between its GEMM and the kernel that reads it.
+// linear_cross_entropy.cu: computes the logits of `rows` tokens this many vocabulary entries at a time, in an
+// fp32 tile of whole cache lines that stays in L2 between its GEMM and the kernel that reads it.
 enum { CUDA_LCE_TILE_BYTES = 30 << 20, CUDA_LCE_TILES = 2 };
 
 static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
@@ -44,7 +44,8 @@ static inline int64_t cuda_lce_tile_columns(int64_t rows, int64_t vocab_size) {
   return min_i64(max_i64(columns, 256), ceil_div(vocab_size, 64) * 64);
 }
 
-// The scratch has room for so many tiles; parts of row sums and, on Hopper, split-K's partial sums fill it.
+// The scratch has room for CUDA_LCE_TILES tiles; parts of row sums and, on Hopper, split-K's partials share
+// it.
 static inline size_t cuda_lce_tiles_bytes(int64_t rows, int64_t vocab_size) {
   int64_t columns = cuda_lce_tile_columns(rows, vocab_size);
   return CUDA_LCE_TILES * memory_padded((size_t)(rows * columns) * sizeof(float));
@@ -58,7 +59,7 @@ enum {
   CUDA_KEPT_CHUNKS = 4
 };
 
-// Where a k-step's A and B begin, and which k-steps a tile of the result has.
+// The first rows of a k-step's A and B; and the range of k-steps for a tile of the result.
 typedef struct {
   int32_t a_row, b_row;
 } KStep;
@@ -66,30 +67,30 @@ typedef struct {
   int32_t first, count;
 } KList;
 
-// What tile_sampling.cu knows on the device alone, between kernels.
+// State of tile_sampling.cu between kernels, known on the device alone.
 typedef struct {
   int32_t kept, chunks; // tiles in the buffer, and from how many chunks
-  int32_t begun;        // whether dweight holds anything to add to
-  int32_t accumulate;   // of the dW that is made next
+  int32_t begun;        // dweight holds something to add to
+  int32_t accumulate;   // the next dW adds to dweight
 } KeptState;
 
 // The parts of LceSampledGradients.kept.
 typedef struct {
   int64_t capacity;   // in tiles
-  int64_t chunk_rows; // that a chunk of x takes: C, rounded up to whole tiles
+  int64_t chunk_rows; // rows that a chunk of x takes: C, rounded up to whole tiles
   Tensor panels;      // bf16 [capacity * CUDA_TILE_PANELS * LCE_TILE_ROWS, CUDA_PANEL_COLUMNS]
   Tensor x;           // bf16 [CUDA_KEPT_CHUNKS * chunk_rows, H]: the chunks' scaled x
-  int32_t *slots;     // [A, B]: where a tile of the chunk lies in the buffer, or -1
-  int32_t *x_begin;   // [capacity]: x's row that a tile begins with
+  int32_t *slots;     // [A, B]: the place of each of the chunk's tiles in the buffer, or -1
+  int32_t *x_begin;   // [capacity]: each tile's first row in x
   int32_t *starts;    // [CUDA_KEPT_CHUNKS, B + 1]: the first slot of each column of tiles
-  int32_t *columns;   // [1 + B]: how many columns of tiles dW is made for now, and which
+  int32_t *columns;   // [1 + B]: the number of columns of tiles in the next dW, then their indices
   KList *lists;       // [B], of these columns
   KStep *steps;       // [capacity * LCE_TILE_ROWS / 64 + B]
   KeptState *state;
   size_t bytes;
 } KeptTiles;
 
-// A call's `base` gives the parts; NULL counts the bytes.
+// Lays out the parts from `base` on; with NULL it only counts the bytes.
 KeptTiles cuda_kept_tiles(void *base, int64_t rows, int64_t vocab_size, int64_t hidden_size, float full_mass);
 
 // dX's lists of k-steps, one for a tile's rows.
@@ -111,7 +112,7 @@ static inline int64_t cuda_attention_slices(AttentionShape s) {
 // optimizer.cu: partial sums of sum_elements, in double.
 enum { CUDA_SUM_BLOCKS = 1056 };
 
-// Whether every row starts where groups of `width` elements, or 16 bytes of them, may be read at once.
+// True if every row starts where `width` elements, or 16 bytes of them, may be read at once.
 static inline bool rows_start_aligned(Tensor t, int64_t width) {
   uintptr_t bytes = (uintptr_t)min_i64(16, width * (int64_t)dtype_bytes(t.dtype));
   return (uintptr_t)t.data % bytes == 0 &&
@@ -127,6 +128,6 @@ OPERATIONS(DECLARE, DECLARE)
 OPERATIONS(NO_OPERATION, DECLARE) // scratch.c
 #undef DECLARE
 void cuda_join_ranks(Backend *backend);      // collectives.cu
-void cuda_collectives_end(Backend *backend); // when the backend goes
+void cuda_collectives_end(Backend *backend); // at the backend's end
 
 __END_DECLS

@@ -1,8 +1,8 @@
 // Tokens to vectors, and their gradients back to the rows of the tables.
 //
-// Forward: one block a token copies (and adds the position's) row. Backward: a token may occur many times
-// (the commonest is a tenth of a text), so segments.cu sorts and sums in a fixed order. A position occurs
-// once per sequence, at known places, or like a token where sequences pack documents.
+// Forward: one block per token copies its row (and adds the position's). Backward: a token may occur many
+// times (the commonest is a tenth of a text), so segments.cu sorts and sums in a fixed order. A position
+// occurs once per sequence, at known places, or like a token where sequences pack documents.
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename T, int W>
@@ -31,7 +31,7 @@ void cuda_embedding_forward(Backend *backend, const EmbeddingForward *a) {
   });
 }
 
-// One block a position; its row of every sequence in turn.
+// One block per position; it takes its row of every sequence in turn.
 template <typename TD, typename T, int W>
 static __global__ void position_gradient_kernel(TD *dposition, const T *dout, int batch, int hidden_size,
                                                 bool accumulate) {

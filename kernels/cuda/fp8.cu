@@ -1,12 +1,12 @@
 // Quantisation to FP8 (e4m3): one factor for a whole matrix, from its largest element, or one for each row.
 //
-// Two passes: amax_kernel finds max |x|, unless the kernel that made x has, and codes_kernel rounds x to
+// Two passes: amax_kernel finds max |x|, unless the kernel that wrote x did, and codes_kernel rounds x to
 // codes. A bf16 element costs 2, then 4 bytes.
 #include "kernels/cuda/fp8_codes.cuh"
 
 #include "kernels/cuda/hopper_gemm.h"
 
-// From x's end to its start: what made x has left the end in L2, and codes_kernel begins with the start.
+// Reads x backwards: the kernel that wrote x left its end in L2, and codes_kernel begins with its start.
 template <typename T>
 static __global__ void __launch_bounds__(256) amax_kernel(unsigned *amax, const T *x, int64_t groups) {
   constexpr int W = WIDTH<T>;
@@ -42,8 +42,8 @@ void cuda_quantize(Backend *backend, const Quantize *a) {
 
 // --- by rows -----------------------------------------------------------------------------------------------
 
-// Run by a warp: the codes of a row, unless they are NULL. Returns a lane's part of sum y^2 and sum y code,
-// y = factor x.
+// One warp writes a row's codes, unless they are NULL. Returns a lane's part of sum y^2 and sum y code, y =
+// factor x.
 template <typename T>
 static DEVICE float2 code_row(uint8_t *codes, const T *x, int64_t columns, float factor) {
   constexpr int W = 16; // columns that a lane takes at a time
@@ -68,7 +68,7 @@ static DEVICE float scale_of(float2 sums, float factor) {
   return sums.y == 0 ? 1 : sums.x / sums.y / factor;
 }
 
-// A warp a row. amax: of all; or NULL: the row's own, which a row's first reading finds.
+// One warp per row. amax: the matrix's; NULL: each row's own, for which a row is read twice.
 template <typename T>
 static __global__ void __launch_bounds__(256)
     rows_kernel(uint8_t *codes, float *scale, const float *amax, const T *x, int64_t rows, int64_t columns) {
@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(256)
   if (threadIdx.x % 32 == 0) scale[row] = scale_of(sums, factor);
 }
 
-// One block: the scale of all takes the place of amax.
+// One block replaces amax by the whole matrix's scale.
 template <typename T>
 static __global__ void __launch_bounds__(1024)
     scale_kernel(float *amax, const T *x, int64_t rows, int64_t columns) {
@@ -108,7 +108,7 @@ static __global__ void __launch_bounds__(1024)
 
 void cuda_quantize_rows(Backend *backend, const QuantizeRows *a) {
   int64_t rows = a->x.shape[0], columns = a->x.shape[1];
-  bool all = tensor_count(a->out.scale) == 1; // the scale's place has the maximum until the codes are there
+  bool all = tensor_count(a->out.scale) == 1; // the scale's place has the maximum until codes are written
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
     const T *x = data_of<T>(a->x);

@@ -1,10 +1,10 @@
 // The kernel that writes a matrix's FP8 codes, as they lie and transposed, if requested. Its values come from
 // a source: memory (fp8.cu), or an activation function, which computes them on the way (activation.cu).
 //
-// A block takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes, and puts the codes
-// into shared memory as words of 4 rows of one column, from which the transposed rows are written 16 bytes at
-// a time. Shared memory holds 32 words of a column in 8 chunks of 16 bytes, of which chunk c lies at
-// c ^ (column / 8 mod 8): so neither the words' writes nor the chunks' reads meet in a bank.
+// A block takes a tile of 128 x 128. A thread reads 8 columns of 4 rows, writes their codes, and puts them
+// into shared memory as words of 4 rows of one column. The transposed rows are written from there, 16 bytes
+// at a time. Shared memory holds 32 words of a column in 8 chunks of 16 bytes; chunk c lies at c ^ (column /
+// 8 mod 8), so neither the words' writes nor the chunks' reads meet in a bank.
 #pragma once
 
 #include <cfloat>
@@ -31,7 +31,7 @@ static DEVICE void transpose_bytes(unsigned (&out)[4], const unsigned (&in)[4]) 
   out[2] = __byte_perm(high01, high23, 0x5410), out[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A source makes PARTS matrices, each of `columns` columns, which lie side by side in the output.
+// A source computes PARTS matrices of `columns` columns each, side by side in the output.
 template <typename Type> struct Stored {
   using T = Type;
   static constexpr int PARTS = 1;
@@ -42,17 +42,17 @@ template <typename Type> struct Stored {
   }
 };
 
-// amax, from the largest element of the sampled rows.
+// Estimates amax from the largest element of the sampled rows.
 static DEVICE unsigned margin_over(const unsigned *sampled, float margin) {
   float largest = __uint_as_float(*sampled), limit = largest * margin;
   return magnitude(isfinite(limit) ? limit : largest);
 }
 
-// Which amax a code is made with: the one given; that of a sample, with the maximum taken beside it; or that
-// maximum, if it is larger than the sample's.
+// The amax that scales codes: the one given; a sample's, while the true maximum is found beside it; or this
+// maximum, if it exceeds the sample's.
 enum Scale { GIVEN, SAMPLED, TRUE_MAXIMUM };
 
-// `values`: where the elements go too, or NULL.
+// values: also receives the elements, unless NULL.
 template <Scale SCALE, typename Source>
 static __global__ void __launch_bounds__(256)
     codes_kernel(Fp8 out, typename Source::T *values, Source source, const unsigned *sampled, float margin,
@@ -68,7 +68,7 @@ static __global__ void __launch_bounds__(256)
   int lane = threadIdx.x % 32;
   EACH (step, 2) { // a warp takes 16 rows of 64 columns
     int place = threadIdx.x / 32 + 8 * step, chunk = place / 2, group = place % 2 * 8 + lane % 8;
-    int row_group = 4 * chunk + lane / 8; // of 4 rows
+    int row_group = 4 * chunk + lane / 8; // 4 rows each
     int64_t row = first_row + 4 * row_group, column = first_column + GROUP * group;
     if (row >= rows || column >= columns) continue;
     Group<typename Source::T, GROUP> made[4][PARTS];

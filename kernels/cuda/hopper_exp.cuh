@@ -18,7 +18,7 @@ struct Add {
   DEVICE float operator()(float x, float y) const { return x + y; }
 };
 
-// Of a thread's two rows: four lanes share them.
+// Combines the values of a thread's two rows over the four lanes that share them, and writes them.
 template <typename T, typename F>
 static DEVICE void write_parts(const T (&values)[2], T *out, const TileScheduler &s, int row,
                                int first_column, F combine) {
@@ -30,7 +30,7 @@ static DEVICE void write_parts(const T (&values)[2], T *out, const TileScheduler
   }
 }
 
-// Adds the bias, if there is one, in place.
+// Adds the bias, if given, in place.
 static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s, const EpilogueParams &params,
                                  int first_column, int column) {
   if (!params.bias) return;
@@ -43,8 +43,7 @@ static DEVICE void epilogue_bias(float (&z)[TILE_N / 2], const TileScheduler &s,
   }
 }
 
-// Caps the logits, if they are to be: z becomes tanh(z / cap). Then finds the largest of the thread's two rows,
-// if they are asked for.
+// With a soft-cap z becomes tanh(z / cap). With parts.best it finds the largest of both rows.
 static DEVICE void epilogue_cap_and_largest(float (&z)[TILE_N / 2], ThreadParts &parts,
                                             const TileScheduler &s, const EpilogueParams &params,
                                             int first_column, int column) {
@@ -64,9 +63,9 @@ static DEVICE void epilogue_cap_and_largest(float (&z)[TILE_N / 2], ThreadParts 
   EACH (i, 2) parts.best[i] = ranked(cap * max[i], first_column + best[i]);
 }
 
-// Logits into E, in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances (E t ln 2)
-// in fp32. The product a scale is rounded once per row, which shifts all of the row's E by one factor; the
-// sum is corrected by it. Only warps whose rows have a target in the tile, or columns beyond V, mask entries.
+// Turns logits into E in place: 2^t with t = z scale - a scale, one FMA and one ex2; sums and distances (E t
+// ln 2) in fp32. The product a scale is rounded once per row, which shifts all of the row's E by one factor;
+// the sum is corrected by it. Only warps with a target in the tile, or columns beyond V, mask entries.
 template <bool TERMS>
 static DEVICE void epilogue_exp(float (&z)[TILE_N / 2], ThreadParts &parts, const TileScheduler &s,
                                 const EpilogueParams &params, int row, int first_column, int column) {

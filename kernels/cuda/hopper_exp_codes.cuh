@@ -1,9 +1,9 @@
 // The epilogue of hopper_exp.cuh for logits of FP8 codes.
 //
 // Hopper adds products of codes to 14 bits of the largest of them and of the sum so far, and cuts off the
-// rest, so a sum loses a share of its size in every instruction. It begins with minus half the target's logit:
-// a logit as large as that, which is what counts in a loss, then runs from minus to plus a half and not from
-// 0 to 1.
+// rest, so a sum loses a share of its size in every instruction. It begins with minus half the target's
+// logit: a logit of that size, the kind that counts in a loss, then runs from minus to plus a half and not
+// from 0 to 1.
 #pragma once
 
 #include "kernels/cuda/hopper_exp.cuh"
@@ -11,7 +11,7 @@
 template <bool TERMS> struct LogitsExpOfCodes : LogitsExp<TERMS> {
   static constexpr bool E4M3 = true;
 
-  // Of a row: what a sum of products of codes is multiplied by, and half the logit of the target.
+  // A row's factor for sums of products of codes, and half its target's logit.
   struct Row {
     float scale, centre;
     __device__ Row(const Consumer &c, int row) {
@@ -28,13 +28,13 @@ template <bool TERMS> struct LogitsExpOfCodes : LogitsExp<TERMS> {
       EACH (i, 2) {
         const Row row(c, work.row + me.row(h) + 8 * i);
         float start = -row.centre / row.scale, zero = 0 * row.scale;
-        // Of copies of one register the compiler would make the accumulators between the wgmmas.
+        // If all were copies of one register, the compiler would set accumulators between the wgmmas.
         EACH (j, TILE_N / 4) acc[h][4 * (j / 2) + 2 * i + j % 2] = fmaf((float)j, zero, start);
       }
     }
   }
 
-  // Sums of products of codes into logits, in place.
+  // Turns sums of products of codes into logits, in place.
   static DEVICE void decode(float (&z)[TILE_N / 2], const Consumer &c, int first_row) {
     EACH (i, 2) {
       const Row row(c, first_row + 8 * i);

@@ -11,8 +11,8 @@
 
 // --- kernels before and after the GEMM ---------------------------------------------------------------------
 
-// Sampled dX's lists of k-steps, one for LCE_TILE_ROWS rows: the panels of their kept tiles, as `slots`
-// places them. A list has a step for each split, if only one of zeros, beyond A and B. One warp a list.
+// Writes sampled dX's lists of k-steps, one per LCE_TILE_ROWS rows: the panels of their kept tiles, as
+// `slots` places them. Every split gets a step, if only one of zeros, beyond A and B. One warp per list.
 struct DxLists {
   KList *lists;
   KStep *steps; // [lists, k_steps]
@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_consta
   for (int first = lane; first - lane < a.across; first += 32 * AT_ONCE) {
     EACH (i, AT_ONCE) slot[i] = first + i * 32 < a.across ? slots[first + i * 32] : -1;
     EACH (i, AT_ONCE) {
-      int panel = (first + i * 32) * CUDA_TILE_PANELS; // of all of E
+      int panel = (first + i * 32) * CUDA_TILE_PANELS; // counted over all of E
       unsigned marked = __ballot_sync(~0u, slot[i] >= 0);
       KStep *at = to + length + CUDA_TILE_PANELS * __popc(marked & ((1u << lane) - 1));
       for (int p = 0; p < CUDA_TILE_PANELS && slot[i] >= 0 && panel + p < a.k_steps; p++)
@@ -38,7 +38,7 @@ static __global__ void __launch_bounds__(32) dx_lists_kernel(const __grid_consta
     }
   }
   if (lane) return;
-  if (slots[a.across - 1] >= 0) length -= a.across * CUDA_TILE_PANELS - a.k_steps; // of a narrower last tile
+  if (slots[a.across - 1] >= 0) length -= a.across * CUDA_TILE_PANELS - a.k_steps; // a narrower last tile
   for (; length < a.min_length; length++) to[length] = {a.end_panels, a.k_steps * TILE_K};
   a.lists[list] = {list * a.k_steps, length};
 }
@@ -81,7 +81,7 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
   return p;
 }
 
-// Logits of x and weight: of codes, or as they are, without scales.
+// Computes E from x and weight, which are codes with scales, or bf16 without.
 template <typename Epilogue>
 static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Rows weight, void *parts) {
   using K = KernelTraits<Epilogue>;
@@ -100,7 +100,7 @@ static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Ro
                            .x_scale = data_of<float>(x.scale),
                            .weight_scale = data_of<float>(weight.scale)};
   if (params.parts.squares)
-    params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of the masked, too
+    params.unit = a->softcap > 0 ? fmaxf(a->softcap, 0x1p-64f) : 1; // of masked entries, too
   launch<K>(backend, x_map, weight_map, out_map, schedule<K>(backend, rows, vocab_size, a->x.shape[1]),
             params);
 }
@@ -117,7 +117,7 @@ bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts) {
   return true;
 }
 
-// Of one split, in units of a tile's: its share, and about a hundredth of a tile for its partials.
+// The time of one split, in tiles: its share, plus about a hundredth of a tile for its partials.
 static double split_time(int splits) {
   return 1.0 / splits + (splits > 1 ? 0.01 : 0);
 }
@@ -141,8 +141,8 @@ static void split_last_wave(TileScheduler *s, int clusters, size_t scratch_bytes
   s->work_tiles = s->whole + rest * s->splits;
 }
 
-// Whether this takes less time than cuBLASLt, whose clusters make tiles of 256 x 256, in up to three splits.
-// Where both fill the device, bytes decide: at C = 4096 it takes 1% less at H = 2048 and 3% more at 4096.
+// True if this takes less time than cuBLASLt, with tiles of 256 x 256 in up to three splits. If both fill the
+// device, bytes decide: at C = 4096 it takes 1% less at H = 2048 and 3% more at 4096.
 static bool faster_than_cublaslt(const TileScheduler &s, int clusters) {
   double library = 0, rest = s.m_tiles * s.n_tiles - s.whole;
   double library_tiles = (double)(ceil_div(s.m, 256) * ceil_div(s.n, 256));
@@ -207,7 +207,7 @@ void hopper_sampled_dweight(Backend *backend, Tensor dweight, const KeptTiles *k
 
 // --- SwiGLU ------------------------------------------------------------------------------------------------
 
-// D = a weight; false where cuBLASLt's smaller tiles fit better: where tiles are fewer than clusters.
+// D = a weight; false if tiles are fewer than clusters, where cuBLASLt's smaller tiles fit better.
 template <typename K>
 static bool swiglu_gemm(Backend *backend, Tensor out, Tensor gate_up, Tensor a, Tensor weight, int64_t n) {
   for (Tensor t : {a, weight, gate_up, out})

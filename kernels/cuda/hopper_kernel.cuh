@@ -8,7 +8,7 @@
 //  hopper_store.cuh: Store. A = E [C, V], B = W [V, H]: dX in bf16 or fp32, or as fp32 partials of split-K.
 //  hopper_sampled.cuh: AddF32. A = (r X)^T, B = kept tiles of E: sampled dW, written or added to memory.
 //  hopper_swiglu.cuh: Swiglu. A = X, B = W^T, a tile of 96 columns of gates and the same 96 of ups: both
-//      are stored, and the activation is made of them before they leave the SM.
+//      are stored, and the activation is computed before they leave the SM.
 //  hopper_swiglu_gradient.cuh: SwigluGradient. A = dY, B = W of the MLP's down projection: the activation's
 //      gradient stays in the accumulators; gate and up are loaded, and their gradients are stored.
 //
@@ -20,7 +20,7 @@
 //  consumer 0   tile t:    mma mma mma mma | epilogue . . . . . | mma ...
 //  consumer 1   tile t+1:  epilogue . . . .| mma mma mma mma .. | epilogue ...
 // Exact dX is cooperative: both consumers share a tile of 256 x 192. Its last tile of columns may be
-// narrower, by steps of 64. Cluster i makes work tiles i, i + clusters, ...
+// narrower, by steps of 64. Cluster i takes work tiles i, i + clusters, ...
 #pragma once
 
 #include "kernels/cuda/hopper_tiles.cuh"
@@ -78,7 +78,7 @@ struct ClusterThrottle {
   }
 };
 
-// This CTA's tile of a stage's A, or its half for the cluster; k: the first value of K, or of a panel's rows.
+// Loads this CTA's tile of A, or its half for the cluster; k: the first value of K, or of a panel's rows.
 template <typename K>
 static DEVICE void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int row, int k, int rank) {
   constexpr int share = K::ROWS / CLUSTER;
@@ -90,7 +90,7 @@ static DEVICE void load_a(uint32_t to, const CUtensorMap *a, uint64_t *full, int
     for (int i = 0; i < K::ROWS / 64; i++) tma_load_2d(to + i * 8192, a, full, row + i * 64, k);
 }
 
-// This CTA's half of a stage's tile of B for the whole cluster, or its own.
+// Loads this CTA's half of a stage's tile of B for the whole cluster, or its own tile.
 template <typename K>
 static DEVICE void load_b(uint32_t to, const CUtensorMap *b, uint64_t *full, int column, int columns, int n,
                           int k, int rank) {
@@ -114,7 +114,7 @@ template <typename K> static DEVICE KStep k_step(const EpilogueParams &params, i
   return {step * K::STEP, step * K::STEP};
 }
 
-// Run by a whole warp, of which one lane issues: uniform addresses make the path to a load short.
+// A whole warp runs this, though one lane issues: uniform addresses keep the path to a load short.
 template <typename K>
 static DEVICE void produce(const TileScheduler &s, const EpilogueParams &params, const Pipeline &pipeline,
                            const CUtensorMap *a, const CUtensorMap *b, int rank) {
@@ -154,7 +154,7 @@ static DEVICE void release_stage(const Pipeline &pipeline, int stage) {
     mbarrier_arrive_remote(&pipeline.empty[stage], threadIdx.x % WARPGROUP);
 }
 
-// All k-steps of a work tile, for the rows from byte `a_first` of a stage's A on.
+// Runs all k-steps of a work tile, for the rows from byte `a_first` of a stage's A on.
 template <typename K, int COLUMNS, typename F>
 static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, PipelineState<K> &at, int steps,
                             uint32_t a_first, F last_stage_is_full) {
@@ -208,8 +208,8 @@ static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params,
     int columns = tile_columns<K>(s, work), a_first = me.row * 128;
     epilogue.begin(me, work, columns);
     if constexpr (K::E4M3) epilogue.begin_sums(acc, me, work);
-    // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Else consumer 1
-    // might wait two rounds ahead, which a parity does not tell.
+    // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Otherwise
+    // consumer 1 could wait two rounds ahead, which a parity cannot tell apart.
     if (!K::COOPERATIVE && w >= work_stride()) named_barrier_sync<2 * WARPGROUP>(1 + consumer);
     bool more = !K::COOPERATIVE && w + work_stride() < count;
     auto last_stage_is_full = [&] {

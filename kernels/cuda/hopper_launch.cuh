@@ -3,9 +3,9 @@
 
 #include "kernels/cuda/hopper_kernel.cuh"
 
-// What the kernels need of the device.
+// Facts about the device that the kernels need.
 struct Hopper {
-  int clusters; // that run at the same time; 0: none of the kernels runs
+  int clusters; // clusters that run at the same time; 0: the kernels do not run
   PFN_cuTensorMapEncodeTiled_v12000 encode;
   unsigned long long *throttle; // ClusterThrottle's counter
 };
@@ -43,8 +43,8 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128,
   return map;
 }
 
-// The tiles of a GEMM. Where K is short a rasterisation group is at most 16 MiB of A, which stays in L2 while
-// B streams by; for dX a wave's rows over all columns. No throttle where all of A stays, nor with sampling.
+// Orders a GEMM's tiles. If K is short, a rasterisation group is at most 16 MiB of A, which stays in L2 while
+// B streams by; for dX a wave's rows over all columns. No throttle if all of A stays, or with sampling.
 template <typename K> static TileScheduler schedule(Backend *backend, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t GROUP_BYTES = 16 << 20;
   TileScheduler s = {};
@@ -78,7 +78,7 @@ static inline bool dx_runs(Backend *backend, Tensor out, Tensor exps, Tensor wei
          tma_takes(out) && out.shape[1] % WIDTH<bf16> == 0;
 }
 
-// out = the partials, added in their order: a cluster's tile to a row of CTAs, four entries a thread.
+// out = the sum of the partials, in order: a row of CTAs takes a cluster's tile, a thread four entries.
 template <typename K, typename T>
 static __global__ void __launch_bounds__(256)
     add_partials_kernel(T *out, int64_t stride, const float *partials,
@@ -101,7 +101,7 @@ static __global__ void __launch_bounds__(256)
   store(out + row * stride + column, sum);
 }
 
-// Of the tiles that are split, if any.
+// Adds up the partials of split tiles, if any.
 template <typename K>
 static void add_partials(Backend *backend, Tensor out, const float *partials, const TileScheduler &s) {
   if (s.splits == 1) return;

@@ -2,7 +2,7 @@
 // (hopper_kernel.cuh) and by attention (attention_hopper.cuh).
 //
 // A tile in shared memory starts on a multiple of 1024 bytes and has rows of 128 bytes (64 bf16) in TMA's
-// SWIZZLE_128B: 16-byte chunk c of row r lies at chunk c ^ (r & 7). What SwiGLU stores has rows of 64 bytes
+// SWIZZLE_128B: 16-byte chunk c of row r lies at chunk c ^ (r & 7). SwiGLU stores tiles with rows of 64 bytes
 // in SWIZZLE_64B: chunk c of row r lies at c ^ (r / 2 & 3).
 #pragma once
 
@@ -21,7 +21,7 @@
 
 // --- host: the device and TMA descriptors ------------------------------------------------------------------
 
-// Whether the current device is a Hopper for which `kernel` was compiled (sm_90a), and LCE_HOPPER is not 0.
+// True if the current device is a Hopper for which `kernel` was compiled (sm_90a), and LCE_HOPPER is not 0.
 static inline bool hopper_has_code(const void *kernel) {
   const char *wanted = getenv("LCE_HOPPER");
   if (wanted && strcmp(wanted, "0") == 0) return false;
@@ -138,8 +138,8 @@ static DEVICE void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
                : "memory");
 }
 
-// --- TMA: tiles of a tensor, at its innermost coordinate first. What lies outside of the tensor reads as 0
-// and is not written; the bytes that arrive count at the barrier.
+// --- TMA: tiles of a tensor, at its innermost coordinate first. Entries outside of it read as 0
+// and are not written; the bytes that arrive count at the barrier.
 
 static DEVICE void tma_load_2d(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -148,7 +148,7 @@ static DEVICE void tma_load_2d(uint32_t to, const CUtensorMap *map, uint64_t *ba
                : "memory");
 }
 
-// Into every CTA of the cluster that `ctas` has a bit for, at the same address and barrier in each.
+// Loads into every CTA of the cluster whose bit `ctas` has, at the same address and barrier in each.
 static DEVICE void tma_load_2d_multicast(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y,
                                          uint16_t ctas) {
   asm volatile(
@@ -173,7 +173,7 @@ static DEVICE void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *ba
                : "memory");
 }
 
-// A contiguous piece of global memory.
+// Loads a contiguous piece of global memory.
 static DEVICE void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
@@ -181,7 +181,7 @@ static DEVICE void bulk_load(void *to, const void *from, uint32_t bytes, uint64_
                : "memory");
 }
 
-// A tile into L2.
+// Loads a tile into L2.
 static DEVICE void tma_prefetch_2d(const CUtensorMap *map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
                : "memory");
@@ -203,17 +203,17 @@ static DEVICE void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most N of this thread's committed stores still read shared memory.
+// Waits until at most N of this thread's committed stores still read shared memory.
 template <int N> static DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// Before the CTA ends, whose shared memory TMA may still read. PTX's memory model demands it; no test does.
+// Waits at the CTA's end: TMA may still read its shared memory. PTX's memory model demands it; no test does.
 static DEVICE void tma_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Between ordinary accesses to shared memory and TMA's.
+// Orders ordinary accesses to shared memory and TMA's.
 static DEVICE void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -233,7 +233,7 @@ static DEVICE void wgmma_fence() {
 static DEVICE void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most N committed groups are unfinished.
+// Waits until at most N committed groups are unfinished.
 template <int N> static DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -361,7 +361,7 @@ template <int N> static DEVICE void wgmma_fence_operand(uint32_t (&a)[N][4]) {
   EACH (i, N) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
 
-// Four 8x8 blocks of bf16 from the registers of a warp, laid out as wgmma leaves its accumulators, into rows
+// Stores four 8x8 blocks of bf16 from a warp's registers, laid out as wgmma leaves its accumulators, in rows
 // of shared memory: lane l gives the address of row l % 8 of block l / 8.
 static DEVICE void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
@@ -369,7 +369,7 @@ static DEVICE void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
                : "memory");
 }
 
-// The way back: the same four blocks into registers.
+// Loads the same four blocks back into registers.
 static DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -3,12 +3,12 @@
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
-// For each pair of a consumer's warps a buffer of TILE_N rows by 128 bytes.
+// Each pair of a consumer's warps has a buffer of TILE_N rows by 128 bytes.
 enum { SUM_BUFFERS = 2, SUM_COLUMNS = 32, SUM_BYTES = TILE_N * 128 };
-// Barriers: of full buffers for each consumer, then of empty ones.
+// The barriers for full buffers, by consumer, come before those for empty ones.
 enum { SUM_FULL = CONSUMERS * SUM_BUFFERS };
 
-// Which column of a tile's part of dW buffer `pair` starts with, for half h of the warps' rows.
+// The first column of buffer `pair` in a tile's part of dW, for half h of the warps' rows.
 static DEVICE int sum_column(int h, int pair) {
   return h * 64 + pair * SUM_COLUMNS;
 }
@@ -53,7 +53,7 @@ struct AddF32 : Epilogue {
     EACH (h, TILE_M / 64) {
       mbarrier_wait(&c.pipeline.barriers[c.consumer * SUM_BUFFERS + pair], h);
       EACH (below, 2) {
-        int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // of the buffer
+        int column = me.warp % 2 * 16 + me.lane / 4 + 8 * below; // in the buffer
         float *to[2];
         EACH (i, 2)
           to[i] = buffer + (me.column + i) * SUM_COLUMNS + (column / 4 ^ (me.column + i)) * 4 + column % 4;

@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/hopper_tiles.cuh"
 
-// What is stored of a thread's accumulators for 16 rows: pair(i) are values i and i + 1.
+// A thread's accumulators for 16 rows, stored as they are: pair(i) returns values i and i + 1.
 static DEVICE auto pairs_of(const float *acc) {
   return [acc](int i) { return make_float2(acc[i], acc[i + 1]); };
 }
@@ -12,7 +12,7 @@ static DEVICE uint32_t pack_bf16(float2 pair) {
   return pack_bf16(pair.x, pair.y);
 }
 
-// A warp's 16 rows by TILE_N columns, through its buffers, in tiles of 64 columns.
+// Stores a warp's 16 rows by TILE_N columns through its buffers, in tiles of 64 columns.
 template <int BUFFERS = 1, typename Pair>
 static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, Pair pair, int x, int y,
                                        int lane) {
@@ -37,7 +37,7 @@ static DEVICE void epilogue_store_bf16(const CUtensorMap *out, uint32_t buffer, 
   }
 }
 
-// fp32, straight from the registers: four lanes write 32 bytes of a row.
+// Stores fp32 straight from the registers: four lanes write 32 bytes of a row.
 template <typename Pair>
 static DEVICE void epilogue_store_f32(float *out, int64_t stride, int rows, int columns, Pair pair,
                                       const ThreadCoord &me) {

@@ -11,7 +11,7 @@ struct Swiglu : Epilogue {
   static constexpr bool B_K_MAJOR = true, KEEPS_A = true, GATE_UP = true;
   enum { WARP_BYTES = 2 * SWIGLU_BYTES };
   // acc[h][0, 48) holds gates, acc[h][48, 96) the ups of the same columns. The activation is computed from
-  // the rounded values, as where it is recomputed. 32 columns at a time.
+  // the rounded values, as in recomputation. 32 columns at a time.
   template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
     constexpr int UP = TILE_N / 4, PARTS = TILE_N / 2 / 32;
     const ThreadCoord me;

@@ -14,12 +14,12 @@ struct SwigluGradient : Epilogue {
   static constexpr bool KEEPS_A = true;
   enum { WARP_BYTES = GATE_UP_BUFFERS * GATE_UP_BYTES, WARP_BARRIERS = GATE_UP_BUFFERS };
   int taken = 0;           // pieces of all tiles so far
-  int row, column, across; // of the tile; pieces side by side
+  int row, column, across; // row and column: the tile's; across: pieces side by side
 
   DEVICE uint32_t buffer(const Consumer &c, int i) const {
     return c.buffer + (taken + i) % GATE_UP_BUFFERS * GATE_UP_BYTES;
   }
-  // Piece i of the tile, by one lane.
+  // One lane loads piece i of the tile.
   DEVICE void load(const Consumer &c, int i) const {
     uint64_t *barrier = &full(c)[(taken + i) % GATE_UP_BUFFERS];
     mbarrier_arrive_expect_tx(barrier, GATE_UP_BYTES);

@@ -1,5 +1,5 @@
-// The work of the GEMMs on Hopper (hopper_kernel.cuh): what each epilogue needs of the kernel, how a result's
-// tiles are ordered and shared out, and where in a tile a thread's accumulators lie.
+// The work of the GEMMs on Hopper (hopper_kernel.cuh): an epilogue's settings, the order in which clusters
+// take a result's tiles, and the place of a thread's accumulators in a tile.
 #pragma once
 
 #include "kernels/cuda/hopper_gemm.h"
@@ -12,7 +12,7 @@ enum { STORE_ROWS = 16, STORE_BYTES = STORE_ROWS * 128 };
 enum { MAX_SPLITS = 16 };
 
 // Tiles of a cluster, `rows` by `columns`, in rasterisation groups of `group` rows of tiles, column after
-// column within a group. The first `whole` tiles are made over all of K, the others in `splits` parts each.
+// column within a group. The first `whole` tiles take all of K, the others `splits` parts of it each.
 struct TileScheduler {
   int m, n;
   int rows, columns, m_tiles, n_tiles, k_steps, group;
@@ -27,22 +27,22 @@ struct EpilogueParams {
   RowParts parts;         // logits: [m, n_tiles]
   const bf16 *bias;       // logits: [n], or NULL
   float softcap;          // logits: 0 for none
-  bool store;             // logits: whether E is kept
+  bool store;             // logits: E is stored
   float *out;             // dX in fp32: [m, n]
   int64_t out_stride;
-  float *partials;           // dX: [work_tiles - whole, rows x columns of a cluster's tile]
-  const KList *lists;        // sampled: of a cluster tile's rows; dW: of a column of tiles
-  const KStep *steps;        // sampled: that the lists name
-  const int32_t *columns;    // dW: [1 + n_tiles], how many columns of tiles have lists and which
-  const int32_t *accumulate; // dW
-  float unit;                // logits: what z is a multiple of where squares are summed, or 0 without them
-  float *own[4];             // an epilogue's own
+  float *partials;        // dX: [work_tiles - whole, rows x columns of a cluster's tile]
+  const KList *lists;     // sampled: one per cluster tile's rows; dW: one per column of tiles
+  const KStep *steps;     // sampled: the lists' k-steps
+  const int32_t *columns; // dW: [1 + n_tiles], the number of columns of tiles with lists, then their indices
+  const int32_t *accumulate;           // dW
+  float unit;                          // logits: z's unit where squares are summed, or 0 without them
+  float *own[4];                       // an epilogue's own
   const float *x_scale, *weight_scale; // logits of codes: [m] and [1]
 };
 
 // A piece of work for a cluster, as one of its CTAs sees it.
 struct WorkTile {
-  int row, column;    // of the tile's first entry
+  int row, column;    // the tile's first entry
   int k_begin, k_end; // in steps of TILE_K, or indices into EpilogueParams.steps
   int split;          // index of its partials in EpilogueParams, or -1
   bool reverse;       // from the last k-step to the first
@@ -51,7 +51,7 @@ struct WorkTile {
 };
 
 struct TileCoord {
-  int row, column; // of a cluster's tile
+  int row, column; // the first entry of a cluster's tile
 };
 
 static DEVICE TileCoord tile_coord(const TileScheduler &s, int tile) {
@@ -102,10 +102,10 @@ static DEVICE WorkTile work_tile(const TileScheduler &s, const EpilogueParams &p
   return work;
 }
 
-// How many of the tile's columns are computed.
+// Returns the number of the tile's columns that are computed.
 template <typename K> static DEVICE int tile_columns(const TileScheduler &s, const WorkTile &w) {
   int columns = K::B_K_MAJOR ? TILE_N : min(TILE_N, (s.n - w.column + 63) / 64 * 64);
-  return K::SHARE_A ? max(64, columns) : columns; // of two tiles side by side the second may lie beyond N
+  return K::SHARE_A ? max(64, columns) : columns; // the second of two tiles side by side may lie beyond N
 }
 
 struct Pipeline {
@@ -115,11 +115,11 @@ struct Pipeline {
   uint64_t *barriers; // likewise
 };
 
-// A thread's accumulators: of rows [64 h, 64 h + 64) of the tile in acc[h], as wgmma leaves them.
+// A thread's accumulators: acc[h] has the tile's rows [64 h, 64 h + 64), as wgmma leaves them.
 typedef float Accumulators[TILE_M / 64][TILE_N / 2];
 
-// Which of the tile's entries a thread holds in its half h: columns `column` + 8 j and the next in
-// acc[h][4 j] and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
+// The tile's entries that a thread holds in its half h: columns `column` + 8 j and the next in acc[h][4 j]
+// and [4 j + 1] for row(h), and in [4 j + 2], [4 j + 3] for the row 8 below.
 struct ThreadCoord {
   int warp, lane, column;
   __device__ ThreadCoord()
@@ -135,38 +135,38 @@ struct Consumer {
   const Pipeline &pipeline;
   const CUtensorMap *out, *gate_up;
   uint32_t buffer;               // the warp's
-  int consumer, warp, rank, row; // warp: of all consumers'; row: the consumer's first of a tile
+  int consumer, warp, rank, row; // warp: counted over all consumers; row: the consumer's first in a tile
 };
 
-// What the kernel needs to know of an epilogue, by default; each derives from this.
+// An epilogue's settings, by default; each epilogue derives from this.
 struct Epilogue {
-  // Whether the consumers share a tile, its upper and its lower half, or have tiles of their own (ping-pong).
+  // True: the consumers share a tile, as its upper and lower half; false: each has its own (ping-pong).
   static constexpr bool COOPERATIVE = false;
   static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
-  // Whether A and B are codes, both K-major, of which a k-step has twice as many in its 128 bytes.
+  // True: A and B are codes, both K-major; a k-step's 128 bytes hold twice as many.
   static constexpr bool E4M3 = false;
-  // Whether K is short: tiles are then rasterised so that their rows of A stay in L2 while B streams by.
+  // True: K is short, so tiles are rasterised to keep their rows of A in L2 while B streams by.
   static constexpr bool KEEPS_A = false;
-  // Whether K is a list of k-steps for each row of tiles; for each column of tiles, B then being panels.
+  // True: each row of tiles has a list of k-steps; or each column of tiles, with B in panels.
   static constexpr bool SAMPLED = false, COLUMN_LISTS = false;
-  // Whether it shares out its work itself: by work_count(), and by work_part(), which part of which tile is work w.
+  // True: the epilogue's work_count() and work_part() share out its work, by tile and part of a tile.
   static constexpr bool OWN_WORK = false;
-  // Whether a cluster's tiles lie side by side and share A, or one below the other and share B.
+  // True: a cluster's tiles lie side by side and share A; false: one below the other, sharing B.
   static constexpr bool SHARE_A = false;
-  // Whether B's tile is half gates and half ups, the ups N columns of W further on.
+  // True: B's tile is half gates and half ups, the ups N columns of W further on.
   static constexpr bool GATE_UP = false;
   // Bytes of buffers for each warp and for all besides; barriers for each consumer warp and for all.
   enum { STAGES = 4, WARP_BYTES = STORE_BYTES, CTA_BYTES = 0, WARP_BARRIERS = 0, CTA_BARRIERS = 0 };
-  // Whether a warp of its own runs load_addend().
+  // True: a warp of its own runs load_addend().
   static constexpr bool LOADS = false;
   template <typename K>
   static __device__ void load_addend(const TileScheduler &, const EpilogueParams &, const Pipeline &,
                                      const CUtensorMap *, int) {}
-  // Before a tile's main loop; after it comes run(), with the tile's accumulators.
+  // Runs before a tile's main loop; run() follows it, with the tile's accumulators.
   __device__ void begin(const Consumer &, const WorkTile &, int) {}
 };
 
-// An epilogue and what follows from it.
+// An epilogue and the sizes derived from it.
 template <typename Epilogue> struct KernelTraits : Epilogue {
   enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
   enum { STEP = Epilogue::E4M3 ? 2 * TILE_K : TILE_K }; // values of K

@@ -1,4 +1,4 @@
-// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; those of
+// GEMMs through cuBLASLt, with bias, GELU, GELU's derivative and the residual in their epilogues; GEMMs of
 // FP8 operands sum in fp32, without the library's fast accumulation. hopper_gemm.cu has SwiGLU's.
 //
 // cuBLASLt is column-major: a row-major [m, n] matrix is its column-major [n, m], so out = left right becomes
@@ -26,13 +26,13 @@ static void lt_check(cublasStatus_t status, const char *doing) {
 
 // --- the GEMMs met so far ----------------------------------------------------------------------------------
 
-// In bytes: a power of two, at most 256.
+// The address's alignment in bytes: a power of two, at most 256.
 static uint32_t alignment_of(const void *address) {
   uintptr_t bits = (uintptr_t)address | 256;
   return (uint32_t)(bits & (~bits + 1));
 }
 
-// What is added, or would be.
+// The addend or, without one, out in its place.
 static const Tensor &addend_of(const Gemm *p) {
   return tensor_exists(p->addend) ? p->addend : p->out;
 }
@@ -88,7 +88,7 @@ static void set(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t a
   lt_check(cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value), "describing a GEMM");
 }
 
-// Its rows are the library's columns.
+// Describes t to the library, whose columns are t's rows.
 static cublasLtMatrixLayout_t layout(const Tensor &t, int batch, int64_t apart) {
   cublasLtMatrixLayout_t out;
   lt_check(cublasLtMatrixLayoutCreate(&out, lt_type(t.dtype), (uint64_t)t.shape[1], (uint64_t)t.shape[0],
@@ -167,13 +167,13 @@ static cublasStatus_t execute(Backend *backend, const GemmPlan *plan, const Gemm
 // --- measuring the loss's dW -------------------------------------------------------------------------------
 
 // The loss adds to dW chunk by chunk. The library's estimate ignores the time to read and write dW: at chunks
-// of 1024 its first choice makes the loss an eighth slower. So its suggestions are timed once a shape.
+// of 1024 its first choice makes the loss an eighth slower. So its suggestions are timed once per shape.
 //
-// A choice by time must not change the loss's bits from run to run or rank to rank. So only those compete
-// whose result has the bits of the first choice. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
+// A choice by time must not change the loss's bits from run to run or rank to rank. So only algorithms with
+// the first choice's bits compete. LCE_MATMUL_TUNE=0 in the environment takes the first choice.
 
-// A large fp32 gradient of few tokens, multiples of 128 alone, so that shapes stay few where the count of
-// tokens varies. Not while it adds to what out holds, nor while the stream is captured into a graph.
+// True for large fp32 gradients of few tokens, in multiples of 128 so that shapes stay few if the token count
+// varies. Not if the GEMM adds to out, nor while the stream is captured into a graph.
 static bool worth_measuring(Backend *backend, const Gemm *p) {
   bool weight_gradient = p->left.transposed && !p->right.transposed && p->left.dtype == DTYPE_BF16 &&
                          p->out.dtype == DTYPE_F32 && p->epilogue == GEMM_PLAIN && p->batch == 1;
@@ -205,7 +205,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
   constexpr int CANDIDATES = 12;
   constexpr float WARM_UP = 150, MEASURED = 300; // milliseconds
   cublasLtMatmulHeuristicResult_t results[CANDIDATES];
-  cublasLtMatmulAlgo_t algorithms[CANDIDATES]; // that compete
+  cublasLtMatmulAlgo_t algorithms[CANDIDATES]; // the competitors
   float times[CANDIDATES] = {}, spent = 0;
   int found = suggestions(cuda_state(backend)->gemms, plan, &p, results, CANDIDATES), count = 0;
   if (found < 2) return;
@@ -267,7 +267,7 @@ static void measure(Backend *backend, GemmPlan *plan, Gemm p) {
 
 // --- GEMMs by the library ----------------------------------------------------------------------------------
 
-// Whether all rows start on 16 bytes.
+// True if all rows start on multiples of 16 bytes.
 static bool all_aligned(const Gemm *p) {
   for (const Tensor &t : {(Tensor)p->left, (Tensor)p->right, p->pre, p->out, p->addend})
     if (tensor_exists(t) && !rows_start_aligned(t, 16)) return false;
@@ -306,11 +306,11 @@ static bool cublaslt_gemm(Backend *backend, const Gemm *p) {
 
 // --- the plain GEMM ----------------------------------------------------------------------------------------
 
-// A block makes a tile of 64 x 64, a thread every 16th row and column, 16 terms at a time.
+// A block computes a tile of 64 x 64, a thread every 16th row and column, 16 terms at a time.
 static constexpr int TILE = 64, TERMS = 16;
 
-// Rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its ends.
-// `along`: the terms of a row follow one another in memory.
+// Loads rows [first, first + TILE) of an operand's [rows, k] and terms [term, term + TERMS), 0 beyond its
+// ends. `along`: the terms of a row follow one another in memory.
 template <typename T>
 static __device__ void load_tile(float (&tile)[TERMS][TILE + 1], const T *data, int64_t stride, bool along,
                                  int64_t first, int64_t rows, int64_t term, int64_t terms) {
@@ -434,7 +434,7 @@ void cuda_gemm(Backend *backend, const Gemm *p) {
 
 // --- the three GEMMs of a linear layer ---------------------------------------------------------------------
 
-// GELU is in cuBLASLt's epilogues and SwiGLU in those of our GEMMs on Hopper; other activations run apart.
+// cuBLASLt's epilogues have GELU, and our GEMMs' on Hopper SwiGLU; other activations are separate kernels.
 void cuda_linear_forward(Backend *backend, const LinearForward *a) {
   bool bias = tensor_exists(a->bias), fused = a->activation == ACTIVATION_GELU;
   bool apart = a->activation && !fused;

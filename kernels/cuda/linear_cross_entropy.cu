@@ -1,7 +1,7 @@
 // The operations of the LM head and loss, on sm_90 with the GEMMs of hopper_gemm.cu. Why the arithmetic is
 // anchored at the target: kernels/lce/linear_cross_entropy.c. This file is about data flow.
 //
-// Logits-exp pass, portable path: cuBLASLt makes fp32 logits, a tile of vocabulary entries at a time. A
+// Logits-exp pass, portable path: cuBLASLt computes fp32 logits, a tile of vocabulary entries at a time. A
 // second kernel reads the tile from L2, turns each logit into E = exp(z - a), adds up the rows and stores E
 // in bf16. So a logit crosses L2 twice in fp32, E crosses device memory once, and no logit is rounded. One
 // block adds to a row's sum per tile, in double, in the tiles' order. Then one GEMM, E W.
@@ -39,7 +39,7 @@ static TileScratch tile_scratch(const LceLogitsExp *a) {
   return s;
 }
 
-// One warp a row.
+// One warp per row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     target_logits_kernel(const __grid_constant__ LceTargetLogits a) {
@@ -69,7 +69,7 @@ static __device__ float anchor_of(float target_z, int target) {
   return target != IGNORE_INDEX ? finite_anchor(target_z) : INFINITY;
 }
 
-// One block a row of the tile, whose first column is vocabulary entry `first`. exps: NULL to keep nothing.
+// One block per row of the tile, whose first column is vocabulary entry `first`. exps: NULL to keep nothing.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     exponential_kernel(T *exps, int64_t exps_stride, TileScratch s, const float *target_z,
@@ -122,15 +122,15 @@ static __device__ void raise_to(float *max, float x) {
 }
 
 struct FinalizeParams {
-  LceLogitsExp op; // of the rows; tile_sums are written where one is repaired
+  LceLogitsExp op; // for these rows; repairing a row rewrites its tile_sums
   float inv_temperature;
   const double *sum, *distance, *square; // [rows], or
-  RowParts parts; // [rows, across]: what is still to be added; best: [rows, max(1, across)]
+  RowParts parts; // [rows, across]: parts still to be added; best: [rows, max(1, across)]
   int across;
   float *shares, *distance_shares, *square_shares; // [rows, blocks]; may overlap parts
 };
 
-// One tile's part of a row of E, by a warp.
+// Sums one tile's part of a row of E; run by a warp.
 template <typename T> static __device__ float tile_sum(const T *exps, int64_t tile, int64_t vocab_size) {
   float sum = 0;
   int64_t end = min(vocab_size, (tile + 1) * LCE_TILE_COLUMNS);
@@ -138,7 +138,7 @@ template <typename T> static __device__ float tile_sum(const T *exps, int64_t ti
   return warp_sum(sum);
 }
 
-// All tiles of all rows of E; one warp a tile.
+// Sums every tile of every row of E, one warp per tile.
 template <typename T>
 static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_constant__ LceLogitsExp a) {
   int64_t tiles = a.tile_sums.shape[1], warp = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__(256) tile_sums_kernel(const __grid_cons
 }
 
 // The rows' sums and anchors; rows whose sum is too large are repaired. As a rule there are none, and every
-// block returns; else each block makes the entries of its share of the vocabulary. A cooperative launch.
+// block returns; else each block recomputes its share of the vocabulary. A cooperative launch.
 template <typename T, int W>
 static __global__ void __launch_bounds__(1024)
     finalize_rows_kernel(const __grid_constant__ FinalizeParams a) {
@@ -253,7 +253,7 @@ static __global__ void __launch_bounds__(1024)
   }
 }
 
-// The portable path: E, and the rows' sums, tile after tile.
+// Computes E and the rows' sums, tile after tile: the portable path.
 template <typename T>
 static void logits_exp_tiles(Backend *backend, const LceLogitsExp *a, const TileScratch &s) {
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
@@ -278,12 +278,12 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   if (rows == 0) return;
   TileScratch s = tile_scratch(a);
   size_t tile_bytes = cuda_lce_tiles_bytes(rows, vocab_size);
-  // As many as run at the same time, and whose shares fit in the scratch.
+  // As many blocks as run at the same time and whose shares fit in the scratch.
   int64_t shares = 2 + tensor_exists(a->softmax.e_squared);
   int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, s.columns * CUDA_LCE_TILES / shares);
   with_float(a->x.dtype, [&](auto type) {
     using T = decltype(type);
-    bool keep = tensor_exists(a->tile_sums); // on Hopper the parts of the row sums are those of the tiles
+    bool keep = tensor_exists(a->tile_sums); // on Hopper the row sums' parts are the tiles'
     float *parts = keep ? data_of<float>(a->tile_sums) : s.tile;
     FinalizeParams params = {.op = *a,
                              .inv_temperature = inverse_temperature(a->temperature),
@@ -315,9 +315,9 @@ void cuda_lce_logits_exp(Backend *backend, const LceLogitsExp *a) {
   cuda_gemm(backend, &g);
 }
 
-// --- what follows from a row's sums ------------------------------------------------------------------------
+// --- losses and gradients from the row sums ----------------------------------------------------------------
 
-// One block a row.
+// One block per row.
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     lce_row_losses_kernel(const __grid_constant__ LceRowLosses a, float inv_temperature) {
@@ -386,7 +386,7 @@ void cuda_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   });
 }
 
-// One block a row.
+// One block per row.
 template <typename TD, typename T, int W>
 static __global__ void lce_input_gradient_kernel(const __grid_constant__ LceInputGradient a) {
   pdl_begin();

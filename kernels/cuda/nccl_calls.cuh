@@ -1,4 +1,4 @@
-// What the files that call NCCL share.
+// Shared by the files that call NCCL.
 #pragma once
 
 #include <nccl.h>

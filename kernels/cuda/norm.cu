@@ -44,7 +44,7 @@ template <typename T, int W, int N> struct Row {
   }
 };
 
-// Where a row begins: one of `heads` in each row of the tensor, whose rows lie `stride` apart.
+// Start of a row: one of `heads` in each row of the tensor, whose rows lie `stride` apart.
 static DEVICE int64_t row_start(int64_t row, int heads, int64_t stride, int hidden_size) {
   return heads == 1 ? row * stride : row / heads * stride + row % heads * hidden_size;
 }
@@ -99,7 +99,7 @@ static __global__ void __launch_bounds__(THREADS)
   if (amax) raise_amax<T>(amax, largest);
 }
 
-// Threads of an SM that the backward pass leaves registers for: 128 a thread, or 168, or 255.
+// Threads per SM that the backward pass has registers for, at 128, 168 or 255 registers per thread.
 template <bool LAYER, int N, int THREADS>
 static constexpr int RESIDENT = THREADS == MANY  ? MANY
                                 : LAYER &&N == 3 ? 384
@@ -133,7 +133,7 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
     T *dx_row = dx + row_start(row, heads, dx_stride, hidden_size);
     if (accumulate) old.read(dx_row, hidden_size);
     float r = rstd[row], shift = LAYER ? -mean[row] * r : 0; // xhat = x r + shift
-    float2 sums = {0, 0}; // of g, and of g * xhat; beyond the end of the row g is 0
+    float2 sums = {0, 0}; // sums of g and of g * xhat; beyond the end of the row g is 0
     EACH (g, N)
       EACH (k, W) {
         float grad = d(g, k) * w(g, k), xhat = v(g, k) * r + shift;
@@ -170,7 +170,7 @@ static __global__ void __launch_bounds__(RESIDENT<LAYER, N, THREADS>, 1)
   }
 }
 
-// What a kernel is compiled for.
+// The parameters that a kernel is compiled for.
 template <typename Element, bool ALIGNED, int HELD, bool MANY_THREADS, bool IS_LAYER> struct RowKernel {
   using T = Element;
   static constexpr int W = ALIGNED ? WIDTH<T> : 1, N = HELD, THREADS = MANY_THREADS ? MANY : FEW;
@@ -211,7 +211,7 @@ static void with_row_kernel(std::initializer_list<Tensor> tensors, bool layer, i
   });
 }
 
-// As many as the device holds.
+// Counts the blocks that the device holds at once.
 template <typename Kernel> static int64_t blocks_at_once(Backend *backend, Kernel *kernel, dim3 block) {
   int blocks_per_sm = 0;
   cuda_check(

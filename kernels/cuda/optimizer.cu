@@ -2,7 +2,7 @@
 // norm, and the factor that clips it.
 //
 // AdamW reads the gradient, both moments and the master copy (or the weight) and writes all but the gradient:
-// with fp32 everywhere and a bf16 weight, 30 bytes a parameter, at the memory's bandwidth (on an H200 4.2
+// with fp32 everywhere and a bf16 weight, 30 bytes per parameter, at the memory's bandwidth (on an H200 4.2
 // TB/s, the sum of squares 4.4). A bf16 element that is the only copy is rounded stochastically: to nearest,
 // small steps would never accumulate. A resumed run draws the same bits.
 #include <math.h>
@@ -14,7 +14,7 @@ static DEVICE uint32_t element_bits(uint64_t key, uint64_t index) {
   return (uint32_t)(random_bits_of(key, index / 2) >> (index % 2 * 32));
 }
 
-// Up with the probability that makes the mean right: 16 random bits below the bits that are kept.
+// Rounds up with the probability that preserves the mean, by 16 random bits below the bits that are kept.
 static DEVICE void store_stochastic(float *to, float x, uint32_t bits) {
   *to = x;
 }
@@ -24,7 +24,7 @@ static DEVICE void store_stochastic(bf16 *to, float x, uint32_t bits) {
   *to = __float2bfloat16(x);
 }
 
-// Good to a unit in the last place or two; the exact ones would make a slab of bf16 wait for arithmetic.
+// Accurate to a unit in the last place or two; the exact ones would make a slab of bf16 wait for arithmetic.
 static DEVICE float root(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -32,11 +32,11 @@ static DEVICE float root(float x) {
 }
 
 struct UpdateParams {
-  float rate;                         // lr / (1 - beta1^t); of sgd lr
+  float rate;                         // lr / (1 - beta1^t); for sgd lr
   float v_correction;                 // 1 / (1 - beta2^t)
   float beta1, beta2, epsilon, decay; // beta1: or momentum; decay: lr * weight_decay
   uint64_t key;
-  int64_t place; // of the first element among those that share the key
+  int64_t place; // the first element's, among those that share the key
 };
 
 template <int W, typename T>
@@ -204,7 +204,7 @@ void cuda_sum_elements(Backend *backend, const SumElements *a) {
 
 // --- batches of matrices -----------------------------------------------------------------------------------
 
-// s of row `row` of matrix blockIdx.y, by one warp.
+// Each warp computes s for one row of matrix blockIdx.y.
 template <typename T, int W> static __global__ void __launch_bounds__(256) aol_sums(AolScale a) {
   int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, side = a.gram.first.shape[0];
   if (row >= side) return;
@@ -220,7 +220,7 @@ template <typename T, int W> static __global__ void __launch_bounds__(256) aol_s
   if (threadIdx.x % 32 == 0) write(a.s, blockIdx.y * side + row, 1 / sqrtf(sum < 1e-20f ? 1e-20f : sum));
 }
 
-// Blocks (b, i), all b: matrix i's rows, or columns, or both times s.
+// Multiplies matrix i's rows, columns or both by s, in blocks (b, i).
 template <typename T, int W>
 static __global__ void __launch_bounds__(256)
     scale_kernel(Matrices out, Matrices x, Tensor s, bool rows, bool columns) {
@@ -250,7 +250,7 @@ void cuda_aol_scale(Backend *backend, const AolScale *a) {
   });
 }
 
-// Of matrix blockIdx.y.
+// Adds `value` to the diagonal of matrix blockIdx.y.
 template <typename T> static __global__ void __launch_bounds__(256) add_diagonal(Matrices x, float value) {
   int64_t i = blockIdx.x * 256 + threadIdx.x;
   if (i >= x.first.shape[0] || i >= x.first.shape[1]) return;

@@ -1,4 +1,4 @@
-// Rotary positions, in place on the q and k heads of the packed rows: one block a token, whose angles it
+// Rotary positions, in place on the q and k heads of the packed rows: one block per token, whose angles it
 // reads once for all heads. Traffic: q and k read and written once (measured on an H200: 3.8 TB/s).
 #include "kernels/cuda/cuda_common.cuh"
 

@@ -1,5 +1,5 @@
-// Gather and scatter of rows: one block a row, 16 bytes at a time where the rows allow it. They move bits, so
-// two element sizes serve every dtype.
+// Gather and scatter of rows: one block per row, 16 bytes at a time where the rows allow it. They move bits,
+// so two element sizes serve every dtype.
 #include "kernels/cuda/cuda_common.cuh"
 
 template <typename Unit, bool GATHER>

@@ -8,7 +8,7 @@ static size_t column_bytes(Tensor x) {
   return (size_t)(cuda_column_slices(x.shape[0]) * x.shape[1]) * sizeof(float);
 }
 
-// The largest element of the sampled rows, where codes are made.
+// Holds the largest element of the sampled rows, if codes are written.
 static size_t sample_bytes(Fp8 fp8) {
   return tensor_exists(fp8.amax) ? sizeof(float) : 0;
 }
@@ -41,15 +41,14 @@ size_t cuda_attention_backward_scratch(const AttentionBackward *a) {
   return bytes;
 }
 
-// At least a tile of so many rows, and never less for more rows: fewer never need more.
+// Bounds a tile of so many rows, and never falls as rows grow, so that fewer rows never need more.
 static size_t tile_bytes(int64_t rows, int64_t vocab_size) {
   int64_t smallest = rows * cuda_lce_tile_columns(INT32_MAX, vocab_size) * (int64_t)sizeof(float);
   int64_t whole = rows * cuda_lce_tile_columns(1, vocab_size) * (int64_t)sizeof(float);
   return memory_padded((size_t)min_i64(whole, max_i64(smallest, CUDA_LCE_TILE_BYTES)));
 }
 
-// The tiles of logits; a row's sums so far in double, and its largest entry. Or, on Hopper, the parts of
-// these (RowParts).
+// Holds the tiles of logits, the rows' sums in double and largest entries; on Hopper their parts (RowParts).
 size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   int64_t rows = a->x.shape[0], across = ceil_div(a->weight.shape[0], LCE_TILE_COLUMNS);
   int64_t vectors = 1 + tensor_exists(a->softmax.e_distance) + tensor_exists(a->softmax.e_squared) +
@@ -60,14 +59,14 @@ size_t cuda_lce_logits_exp_scratch(const LceLogitsExp *a) {
   return tiles > parts ? tiles : parts;
 }
 
-// dX's lists of k-steps, then sums over parts of V.
+// Holds dX's lists of k-steps, then sums over parts of V.
 size_t cuda_lce_sampled_gradients_scratch(const LceSampledGradients *a) {
   int64_t rows = a->exps.shape[0], vocab_size = a->exps.shape[1];
   return cuda_lce_dx_list_bytes(rows, vocab_size) + CUDA_LCE_TILES * tile_bytes(rows, vocab_size);
 }
 
-// A row's probabilities add up to at most 1, so those of LCE_TILE_ROWS rows to LCE_TILE_ROWS; q is at most
-// sqrt(2) m / full_mass; a row of tiles keeps its sum of q, within one. NaNs may exceed it.
+// A row of tiles has a mass m of at most LCE_TILE_ROWS in all, since a row's probabilities add up to at most
+// 1. q is at most sqrt(2) m / full_mass, and sum q tiles are kept, within one. NaNs may exceed this.
 static int64_t kept_capacity(int64_t rows, int64_t vocab_size, float full_mass) {
   int64_t across = ceil_div(vocab_size, LCE_TILE_COLUMNS);
   double kept = ceil(sqrt(2) * LCE_TILE_ROWS / (double)full_mass) + 1;

@@ -4,7 +4,7 @@
 // A stable radix sort of the positions n by id makes the rows of one id follow one another: a segment. The
 // blocks of its first row sum all of it, each over the columns of 32 accesses; the others return. Warp w adds
 // rows w, w + WARPS, ..., AT_ONCE loads at a time, and the warps' sums are added in order. One id with many
-// rows is bound by latency: 25 ns a row (H100, H 2048).
+// rows is bound by latency: 25 ns per row (H100, H 2048).
 //
 // Traffic: x once, the named rows of out once or twice.
 #include <cub/device/device_radix_sort.cuh>

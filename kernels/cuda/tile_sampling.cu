@@ -19,7 +19,7 @@ enum { THREADS = 256, WARPS = THREADS / 32, ONE_BLOCK = 1024 };
 static __global__ void __launch_bounds__(THREADS)
     tile_masses_kernel(const __grid_constant__ LceSampledGradients a) {
   pdl_begin();
-  __shared__ float part[WARPS][32], row_scale[LCE_TILE_ROWS]; // what a row's sums are multiplied with
+  __shared__ float part[WARPS][32], row_scale[LCE_TILE_ROWS]; // the factor of a row's sums
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t across = a.tiles.shape[1], t = (int64_t)blockIdx.x * 32 + lane, b = blockIdx.y;
   int64_t first = b * LCE_TILE_ROWS, end = min(a.exps.shape[0], first + LCE_TILE_ROWS);
@@ -49,7 +49,7 @@ static DEVICE float keep_probability(float mass, float full_mass) {
   return fmaxf(0x1p-32f, ldexpf(mantissa < 0.70710678f ? 0.5f : 1.0f, exponent));
 }
 
-// The sums of what the threads before this one hold, and of all; run by a whole block of ONE_BLOCK.
+// Sums `mine` over the threads before this one, and over all into *all; run by a whole block of ONE_BLOCK.
 static __device__ uint2 sum_before(uint2 mine, uint2 *all) {
   __shared__ uint2 warp_sums[ONE_BLOCK / 32];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -79,7 +79,7 @@ struct Columns {
   }
 };
 
-// Masses into 1 / q or -m. A block a row of tiles; sums of q in units of 2^-32, modulo 1.
+// Turns masses into 1 / q (kept) or -m, one block per row of tiles; sums of q in units of 2^-32, modulo 1.
 static __global__ void __launch_bounds__(ONE_BLOCK)
     draw_tiles_kernel(float *tiles, int across, float full_mass, uint64_t key) {
   pdl_begin();
@@ -96,7 +96,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   }
 }
 
-// Adds what the tiles say, in a fixed order. Run by a block.
+// Adds the tiles' counts and lost mass to the statistics, in a fixed order. Run by a block.
 static __device__ void add_stats(float *stats, const float *tiles, int64_t count) {
   float2 sums = make_float2(0, 0);
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -110,10 +110,10 @@ static __device__ void add_stats(float *stats, const float *tiles, int64_t count
   stats[2] += sums.y;
 }
 
-// --- the kept tiles apart ----------------------------------------------------------------------------------
+// --- the buffer of kept tiles ------------------------------------------------------------------------------
 
-// dW's lists for what is in the buffer, which then counts as empty. Columns without a tile have none, unless
-// dweight is written for the first time: then a step beyond A and B, zeros from TMA. Run by a block.
+// Writes dW's lists for the buffer's tiles, and marks the buffer empty. Columns without a tile have no list,
+// unless dweight is written for the first time: then one step beyond A and B, zeros from TMA. Run by a block.
 static __device__ void make_dweight_lists(const KeptTiles &k, KeptState state, int across) {
   int end_x = (int)k.x.shape[0], end_panels = (int)k.panels.shape[0];
   bool begun = state.begun;
@@ -192,7 +192,7 @@ static __global__ void __launch_bounds__(ONE_BLOCK)
   k.state->kept = starts[across], k.state->chunks = state.chunks + 1, k.state->begun = state.begun;
 }
 
-// 8 columns of a row of bf16 times factor; zeros beyond the row's end.
+// Copies 8 columns of a row of bf16, times factor; zeros beyond the row's end.
 static DEVICE void copy_group(bf16 *to, const bf16 *from, int64_t columns, float factor) {
   float v[8] = {};
   if (columns >= 8)
@@ -203,7 +203,7 @@ static DEVICE void copy_group(bf16 *to, const bf16 *from, int64_t columns, float
   store(to, v);
 }
 
-// Blocks (X_BLOCKS + t, b): tile (b, t) into its slot. (i, b): an X_BLOCKS-th of scaled_x, zeros beyond.
+// Block (X_BLOCKS + t, b) copies tile (b, t) into its slot; (i, b) an X_BLOCKS-th of scaled_x, zeros beyond.
 enum { X_BLOCKS = 16, X_ROWS = LCE_TILE_ROWS / X_BLOCKS };
 
 static __global__ void __launch_bounds__(THREADS)
