@@ -1,5 +1,5 @@
 // Causal attention by tiles of 64 queries and 64 keys (Dao et al. 2022): no T x T matrix, no scratch beyond
-// two tiles on the thread's stack. The GEMMs are those of gemm.c.
+// two tiles on the thread's stack. gemm.c has the GEMMs.
 //
 // Forward, for a block of queries: walk the key tiles up to the diagonal, S = Q K^T / sqrt(D), keep each
 // row's running maximum m and sum l, and rescale what `out` holds whenever m grows:
@@ -23,7 +23,7 @@ static Tensor head_of(Tensor t, AttentionShape s, int64_t b, int64_t head, int64
   return tensor_columns(rows, head * s.head_dim, s.head_dim);
 }
 
-// The same of row `head` of a cache.
+// The same for row `head` of a cache.
 static Tensor cached(Tensor cache, AttentionShape s, int64_t head, int64_t first, int64_t end) {
   Tensor all = tensor_2d(cpu_row(cache, head), DTYPE_F32, cache.shape[1] / s.head_dim, s.head_dim);
   return tensor_rows(all, first, min_i64(TILE, end - first));
@@ -38,8 +38,8 @@ static int64_t first_visible(Tensor documents, AttentionShape s, int64_t b, int6
   return tensor_exists(documents) ? t - ((const int32_t *)documents.data)[b * s.seq_len + t] : 0;
 }
 
-// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees, whose
-// first visible key is `visible`; first == end: none.
+// The keys [first, end) of a tile of `keys` from key `first_key` on that a query at position t sees.
+// `visible` is the first key it sees at all; first == end: none.
 typedef struct {
   int64_t first, end;
 } Visible;

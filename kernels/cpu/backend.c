@@ -18,7 +18,7 @@ static size_t bytes_peak(Backend *backend) {
   return system_bytes("/proc/self/status", "VmHWM");
 }
 
-// Where the kernel does not let a process reset its mark, the mark stays the whole run's.
+// If the kernel does not let a process reset its mark, the mark stays the whole run's.
 static void peak_reset(Backend *backend) {
   FILE *file = fopen("/proc/self/clear_refs", "w");
   if (!file) return;
@@ -65,7 +65,7 @@ static size_t matmul_fp8_bytes(const MatmulFp8 *a) { // the codes' values
   return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
 }
 
-// The values where codes alone are wanted.
+// Holds the values if only codes are requested.
 static size_t activation_forward_bytes(const ActivationForward *a) {
   return tensor_exists(a->out) ? 0 : tensor_bytes(a->x) / (is_gated(a->activation) ? 2 : 1);
 }
@@ -106,10 +106,10 @@ static const BackendOps cpu_ops = {.join_ranks = cpu_join_ranks,
 #undef ENTRY
 };
 
-// Of OpenBLAS: 1 where it has threads of its own, which get in the way of ours when tiles are multiplied.
+// OpenBLAS's: returns 1 if it has threads of its own, which get in the way of ours when tiles are multiplied.
 extern int openblas_get_parallel(void) __attribute__((weak));
 
-// The machine's memory, or its cgroup's, in equal parts for the ranks on it; less where `ulimit -v` says so.
+// The machine's memory, or its cgroup's, in equal parts for the ranks on it; less if `ulimit -v` says so.
 static size_t capacity(size_t overhead, int blas_threads) {
   size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE),
          limit = cgroup_memory_limit(""), left = address_space_left(),

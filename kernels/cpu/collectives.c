@@ -13,7 +13,7 @@
 #include "kernels/cpu/cpu.h"
 #include "kernels/ranks/ranks.h"
 
-// With one rank every collective is a copy, or a sum with what is there.
+// With one rank every collective is a copy, or an addition to `out`.
 static void copy_or_add(const Collective *a) {
   const float *x = a->x.data;
   float *out = a->out.data;
@@ -42,7 +42,7 @@ static void require_words(const Collective *a) {
          tensor_text(a->x).text);
 }
 
-// NULL while there is one rank, and where a caller has collectives of its own.
+// NULL with one rank, and if the caller has collectives of its own.
 static float *received(const Backend *backend) {
   return ((const CpuState *)backend->state)->received;
 }
@@ -78,7 +78,7 @@ static void gather_in_place(float *out, int64_t count) {
         "MPI_Allgather");
 }
 
-// By whole slices; what is left over is fewer than the ranks, and each sums all of it.
+// Works by whole slices. Fewer elements than ranks are left over, and every rank sums these itself.
 static void all_reduce_ranks(Backend *backend, const Deferred *d) {
   const float *x = d->collective.x.data;
   float *out = d->collective.out.data;
@@ -139,7 +139,7 @@ void cpu_join_ranks(Backend *backend) {
       host_alloc((int64_t)l->ranks * SLICE, sizeof(float), "collectives");
 }
 
-#else // there is one rank; what the operations below would call is not compiled
+#else // one rank only: the calls of the operations below are not compiled
 
 #define run_or_defer(backend, a, run, name) copy_or_add(a)
 

@@ -1,4 +1,4 @@
-// What the files of the CPU backend share: the operations' declarations, and the GEMMs that they use.
+// Shared by the files of the CPU backend: the operations' declarations, and the GEMMs that they use.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -12,7 +12,7 @@
 typedef struct {
   bool no_blas;           // plain loops in place of CBLAS
   float *received;        // collectives.c: the other ranks' slices
-  struct Deferred *queue; // what is to be joined, oldest first
+  struct Deferred *queue; // operations to be joined, oldest first
   int64_t queued, capacity;
 } CpuState;
 
@@ -38,18 +38,18 @@ static inline Tensor cpu_tile(Tensor logits, int64_t b, int64_t t) {
 // it runs on the calling thread alone: kernels multiply tiles that way.
 void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
               float alpha, bool accumulate);
-const char *cpu_blas(void); // the library's name; NULL: there is none
+const char *cpu_blas(void); // the library's name; NULL: none
 
 // --- fp8.c -------------------------------------------------------------------------------------------------
 
-// What x stands for, in `to`.
+// Writes the values that x stands for to `to`.
 Tensor cpu_decode(Fp8Rows x, float *to);
-// The codes of x by the rule of an operation that makes x (kernels.h); nothing where amax is absent.
+// Writes the codes of x by the rule for an operation that computes x (kernels.h); nothing if amax is absent.
 void cpu_quantize_made(Fp8 out, Tensor x);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
-// amax[0] = max |x|, as Fp8.amax; nothing where amax is absent.
+// amax[0] = max |x|, as Fp8.amax; does nothing if amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no
@@ -57,9 +57,9 @@ void cpu_amax(Tensor amax, Tensor x);
 void cpu_scatter_add(Tensor out, Tensor ids, Tensor x, const float *coefficients, float alpha,
                      uint64_t *keys);
 
-// --- streams.c: what is asynchronous on a GPU --------------------------------------------------------------
+// --- streams.c: work that is asynchronous on a GPU ---------------------------------------------------------
 
-// It runs when it is joined: a caller that uses its tensors too early gets wrong results every time.
+// Runs when it is joined: a caller that uses its tensors too early gets wrong results every time.
 typedef struct Deferred {
   const char *name; // for the watchdog
   StreamKind stream;
@@ -71,7 +71,7 @@ typedef struct Deferred {
 } Deferred;
 
 void cpu_defer(Backend *backend, Deferred deferred);
-// Runs what is queued for these two streams, in the order of the calls, but for the last `behind` of either.
+// Runs the operations queued for these two streams, in the order of the calls, but the last `behind` of each.
 void cpu_join(Backend *backend, StreamKind stream, int64_t behind, StreamKind other, int64_t other_behind);
 
 // --- the loss's rows: vectors that may be absent -----------------------------------------------------------
@@ -84,7 +84,7 @@ static inline void cpu_store(Tensor output, int64_t n, double value) {
   if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
 }
 
-// --- what the kernels and backend.c must agree on ----------------------------------------------------------
+// --- shared by the kernels and backend.c --------------------------------------------------------------------
 
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c
@@ -97,5 +97,5 @@ OPERATIONS(DECLARE, DECLARE)
 #undef DECLARE
 void cpu_join_ranks(Backend *backend);
 void cpu_collectives_join(Backend *backend, int64_t behind);
-void cpu_collectives_end(Backend *backend); // collectives.c: when the backend goes
+void cpu_collectives_end(Backend *backend); // collectives.c: at the backend's end
 void cpu_copies_join(Backend *backend, int64_t in, int64_t out);

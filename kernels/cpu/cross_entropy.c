@@ -18,7 +18,7 @@ static inline float derivative_of(float v, float cap, float inv_temperature) {
   return inv_temperature * (1.0f - ratio * ratio);
 }
 
-// Row n, whose target counts.
+// Processes row n, whose target counts.
 static void one_row(const CrossEntropyInPlace *a, int64_t n) {
   const LossTerms *t = &a->terms;
   int64_t vocab = a->logits.shape[1];

@@ -1,4 +1,4 @@
-// FP8 by its definition: every element is rounded to its code, and linear.c multiplies what codes stand for.
+// FP8 by its definition: every element is rounded to its code, and linear.c multiplies the values of codes.
 #include <float.h>
 #include <math.h>
 
@@ -30,7 +30,7 @@ void cpu_quantize_made(Fp8 out, Tensor x) {
   cpu_amax(tensor_1d(&limit, DTYPE_F32, 1), sample);
   if (apart > 1 && isfinite(limit * FP8_MARGIN)) limit *= FP8_MARGIN;
   cpu_amax(out.amax, x);
-  if (*amax <= limit) *amax = limit; // where it is NaN it stays
+  if (*amax <= limit) *amax = limit; // a NaN stays
   write_codes(out, x);
 }
 

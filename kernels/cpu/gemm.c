@@ -1,4 +1,4 @@
-// The GEMM behind every layer: BLAS where there is one, plain loops otherwise or on request.
+// The GEMM behind every layer: BLAS if available, plain loops otherwise or on request.
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>

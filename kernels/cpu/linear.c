@@ -64,7 +64,7 @@ static Tensor nth(Matrices m, int64_t n) {
   return m.first;
 }
 
-// out = factor diag(rows) x diag(columns), of which either may be absent.
+// out = factor diag(rows) x diag(columns); either diagonal may be absent.
 static void scale_matrix(Tensor out, Tensor x, float factor, const float *rows, const float *columns) {
   EACH_PARALLEL (i, x.shape[0])
     for (int64_t j = 0; j < x.shape[1]; j++)

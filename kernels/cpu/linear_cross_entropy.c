@@ -5,8 +5,8 @@
 // tile's share of E W. A chunk is cut into about 16 units of (up to 128 rows) x (a slice of the vocabulary);
 // each sums its share of dx, and the shares are added in the order of the slices. The cut follows from the
 // shape alone, so losses and dX have the same bits for any number of threads. dW is one sgemm, whose bits may
-// depend on it. A row whose sum becomes too large takes a higher anchor on the way, and what it has so far is
-// scaled to it: each unit for itself, and at the end all units of the row to a common one.
+// depend on it. A row whose sum becomes too large takes a higher anchor on the way, and rescales its results
+// so far: each unit for itself, and at the end all units of the row to a common anchor.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
 // order; dW over the kept tiles of a tile's columns, in the order of their rows. REFERENCE.md has figures.
@@ -20,10 +20,10 @@
 
 enum { UNITS = 16 }; // pieces of work to cut a chunk into, if it is large enough
 
-// How the chunk is cut, from its shape alone.
+// The chunk's division into units, by its shape alone.
 typedef struct {
   int64_t blocks;        // of LCE_TILE_ROWS rows
-  int64_t tiles, slices; // of LCE_TILE_COLUMNS vocabulary entries; of so many tiles
+  int64_t tiles, slices; // of LCE_TILE_COLUMNS vocabulary entries; of tiles_of_slice tiles
   int64_t tiles_of_slice;
 } Grid;
 
@@ -37,12 +37,12 @@ static Grid make_grid(const Backend *backend, int64_t rows, int64_t vocab) {
 
 // The workspace. Unit (block, slice) owns rows [slice * C + block * LCE_TILE_ROWS, ...) of both.
 typedef struct {
-  // [slices * C]: row sums S; of E times distance, and of E^2, where asked for, else NULL. Where S exceeds
-  // LCE_LARGEST_SUM: -log S, and E, distances and shares are divided by S, squares by S^2.
+  // [slices * C]: row sums S; sums of E times distance and of E^2, or NULL. If S exceeds LCE_LARGEST_SUM, it
+  // is stored as -log S, and E, distances and shares are divided by S, squares by S^2.
   double *sums, *distances, *squares;
   double *max, *best; // likewise: largest logits and their columns, or NULL
   float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
-  Tensor x, weight; // what the logits are made of: the operands or, with weight_codes, their codes decoded
+  Tensor x, weight; // the logits' operands or, with weight_codes, their codes decoded
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
@@ -55,7 +55,7 @@ static size_t sums_of(const LceLogitsExp *a) {
   return (size_t)lce_row_parts(&a->softmax) - 1; // without the anchors
 }
 
-// Of Scratch.wide.
+// Columns of Scratch.wide.
 static int64_t wide_columns(const LceLogitsExp *a) {
   return tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
 }
@@ -87,7 +87,7 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   return s;
 }
 
-// Part `part` of `parts` of `count` floats, into the second-level cache.
+// Prefetches part `part` of `parts` of `count` floats into the second-level cache.
 static void prefetch_part(const float *data, int64_t count, int64_t part, int64_t parts) {
   enum { LINE = 64 / sizeof(float) };
   for (int64_t i = part * LINE; i < count; i += parts * LINE) __builtin_prefetch(data + i, 0, 2);
@@ -100,7 +100,7 @@ static void add_tile(const Backend *backend, Tensor dx, Tensor exps, Tensor weig
            accumulate);
 }
 
-// Multiplies by factor what tiles [first, end) have given row n: E, its sums, and their share of dx.
+// Multiplies row n's E, sums and share of dx that come from tiles [first, end) by factor.
 static void scale_row(const LceLogitsExp *a, int64_t n, int64_t first, int64_t end, float *dx, float factor) {
   int64_t column = first * LCE_TILE_COLUMNS,
           columns = min_i64(end * LCE_TILE_COLUMNS, a->weight.shape[0]) - column;
@@ -111,7 +111,7 @@ static void scale_row(const LceLogitsExp *a, int64_t n, int64_t first, int64_t e
   for (int64_t t = first; sums && t < end; t++) sums[t] *= factor;
 }
 
-// Sums of the scratch, those at `at`, after their anchor has risen by -shift / T.
+// Updates the scratch's sums at `at` after their anchor has risen by -shift / T.
 static void shift_sums(const Scratch *s, int64_t at, double shift) {
   double factor = exp(shift);
   if (s->distances) s->distances[at] = factor > 0 ? factor * (s->distances[at] + shift * s->sums[at]) : 0;
@@ -119,7 +119,7 @@ static void shift_sums(const Scratch *s, int64_t at, double shift) {
   s->sums[at] *= factor;
 }
 
-// One block of rows against one slice of the vocabulary.
+// Multiplies one block of rows with one slice of the vocabulary.
 static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const Grid *g,
                             const Scratch *scratch, int64_t block, int64_t slice) {
   int64_t chunk = a->x.shape[0], hidden = a->x.shape[1];
@@ -213,7 +213,7 @@ void cpu_lce_target_logits(Backend *backend, const LceTargetLogits *a) {
   }
 }
 
-// Where the sum of row n is too large: raises its anchor to about the logarithm of the sum, for all slices.
+// If the sum of row n is too large, raises its anchor to about the sum's logarithm, for all slices.
 static void repair_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, int64_t n) {
   int64_t rows = a->x.shape[0];
   double sum = 0, log_sum = 0, inv_temperature = inverse_temperature(a->temperature);
@@ -331,7 +331,7 @@ static void draw_tiles(const LceSampledGradients *a) {
   stats[2] += (float)mass;
 }
 
-// The same units and sums as the logits-exp pass has without sampling.
+// Uses the units and sums of the logits-exp pass without sampling.
 static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
   int64_t chunk = a->exps.shape[0], hidden = a->weight.shape[1];
   Grid g = make_grid(backend, chunk, a->exps.shape[1]);
@@ -352,7 +352,7 @@ static void sampled_dx(const Backend *backend, const LceSampledGradients *a) {
   EACH_PARALLEL (n, chunk) add_shares(cpu_row(a->dx_raw, n), wide, g.slices, chunk, hidden, n);
 }
 
-// dW's rows under column t of the tiles, from those that are kept.
+// Computes dW's rows under column t of the tiles, from the kept ones.
 static void sampled_dweight(const Backend *backend, const LceSampledGradients *a, int64_t t) {
   bool begun = a->accumulate || !a->first;
   Tensor out = cpu_part(a->dweight, LCE_TILE_COLUMNS, t);
@@ -424,7 +424,7 @@ void cpu_lce_combine(Backend *backend, const LceCombine *a) {
   }
 }
 
-// --- what follows from a row's sums ------------------------------------------------------------------------
+// --- losses and gradients from the row sums ----------------------------------------------------------------
 
 void cpu_lce_row_losses(Backend *backend, const LceRowLosses *a) {
   const LossTerms *terms = &a->terms;

@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-// Where head n begins, of heads of `size` elements.
+// Returns head n's row; heads have `size` elements.
 static float *head_row(Tensor t, int64_t n, int64_t size) {
   int64_t heads = t.shape[1] / size;
   return cpu_row(t, n / heads) + n % heads * size;

@@ -31,7 +31,7 @@ void cpu_scatter_rows(Backend *backend, const MoveRows *a) {
   move_rows(a, true);
 }
 
-// In double, in the order of n.
+// Sums in double, in the order of n.
 void cpu_sum_columns(Backend *backend, const SumColumns *a) {
   enum { COLUMNS = 64 };
   Tensor x = a->x;

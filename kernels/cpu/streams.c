@@ -1,4 +1,4 @@
-// What is asynchronous on a GPU, copies and collectives, waits in a queue on the CPU until it is joined.
+// Copies and collectives, asynchronous on a GPU, wait in a queue on the CPU until they are joined.
 #include "kernels/base/alloc.h"
 #include "kernels/base/system.h"
 #include "kernels/cpu/cpu.h"

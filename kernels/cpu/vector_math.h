@@ -144,7 +144,7 @@ static inline double weighted_sum(const float *x, const float *w, int64_t count)
   return total;
 }
 
-// The first index of `value`; 0 where there is none.
+// The first index of `value`; 0 if none.
 static inline int64_t index_of(const float *z, int64_t count, float value) {
   for (int64_t j = 0; j < count; j++)
     if (z[j] == value) return j;
