@@ -24,6 +24,13 @@ Path path_in(const char *folder, const char *name) {
   return path;
 }
 
+Path path_folder(const char *path) {
+  const char *slash = strrchr(path, '/');
+  Path folder;
+  snprintf(folder.text, sizeof folder.text, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+  return folder;
+}
+
 bool path_exists(const char *path) {
   struct stat status;
   return lstat(path, &status) == 0;

@@ -13,6 +13,7 @@ typedef struct {
 } Path;
 
 Path path_in(const char *folder, const char *name); // "folder/name", or "" where that is too long
+Path path_folder(const char *path);                 // "folder" of "folder/name", "." of "name"
 bool path_exists(const char *path);                 // a broken link exists
 bool path_is_folder(const char *path);
 bool path_is_same(const char *a, const char *b);          // both lead to one file or folder

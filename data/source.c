@@ -38,16 +38,66 @@ typedef struct SourceFile {
   int64_t stored, first;
 } SourceFile;
 
-bool manifest_is_in(const char *folder) {
+// --- manifests ---------------------------------------------------------------------------------------------
+
+static bool has_file(const char *folder, const char *train, const char *validation) {
+  return path_exists(path_in(folder, train).text) || path_exists(path_in(folder, validation).text);
+}
+
+// The manifest.json of a folder that tools/prepare_data.py made; NULL: there is none. Fails where the folder
+// has such shards and the manifest cannot be read.
+static cJSON *manifest_of(const char *folder) {
+  Path path = path_in(folder, "manifest.json");
   Reason reason;
-  cJSON *manifest = json_read(path_in(folder, "manifest.json").text, &reason);
-  bool ours = json_is(manifest, "format", "lce.c shards");
+  cJSON *manifest = json_read(path.text, &reason);
+  if (json_is(manifest, "format", "lce.c shards")) return manifest;
+  if (manifest && has_file(folder, "train_000000.ends", "val_000000.ends"))
+    refuse(&reason, "%s is not that of the shards beside it", path.text);
+  if (*reason.text && has_file(folder, "train_000000.bin", "val_000000.bin"))
+    fail("%s; copy it again, or make the shards again with tools/prepare_data.py", reason.text);
+  cJSON_Delete(manifest);
+  return NULL;
+}
+
+static const cJSON *listed_split(const cJSON *manifest, const char *split) {
+  return json_member(json_member(json_member(manifest, "splits"), split), "shards");
+}
+
+bool manifest_is_in(const char *folder) {
+  cJSON *manifest = manifest_of(folder);
+  bool ours = manifest != NULL;
   cJSON_Delete(manifest);
   return ours;
 }
 
 bool manifest_has_validation(const char *folder) {
-  return path_exists(path_in(folder, "val_000000.bin").text) && manifest_is_in(folder);
+  cJSON *manifest = manifest_of(folder);
+  bool has = listed_split(manifest, "val") != NULL;
+  cJSON_Delete(manifest);
+  return has;
+}
+
+// Whether a directory has shards of another split than the one to read, of which all must exist.
+static bool has_other_split(const char *folder, SourceSplit split) {
+  cJSON *manifest = manifest_of(folder);
+  if (!manifest && has_file(folder, "train_000000.ends", "val_000000.ends"))
+    fail("%s/manifest.json does not exist, which says what the shards there are for; copy it, too, or name "
+         "them: "
+         "'%s/train_*.bin'",
+         folder, folder);
+  const cJSON *val = listed_split(manifest, "val"), *read = val, *shard;
+  bool other = manifest && (split == SPLIT_TRAIN || val);
+  if (split == SPLIT_TRAIN || !val) read = listed_split(manifest, "train");
+  cJSON_ArrayForEach(shard, read) {
+    const char *name = json_text(shard, "file");
+    Path path = path_in(folder, name ? name : "");
+    if (!path_exists(path.text))
+      fail("%s does not exist, and %s/manifest.json lists it; copy it, too, or make the shards again with "
+           "tools/prepare_data.py",
+           path.text, folder);
+  }
+  cJSON_Delete(manifest);
+  return other;
 }
 
 // --- the files that paths name -----------------------------------------------------------------------------
@@ -87,8 +137,7 @@ static void add_directory(Source *source, const char *directory, bool tree) {
       fail("cannot read %s: %s", entry->fts_path, strerror(entry->fts_errno));
     bool skip = entry->fts_level <= 0 || is_left_out(entry->fts_name, info == FTS_D, tree);
     if (info == FTS_D && skip && entry->fts_level > 0) fts_set(walk, entry, FTS_SKIP);
-    if (info == FTS_D && source->split)
-      entry->fts_number = (training ? manifest_is_in : manifest_has_validation)(entry->fts_path);
+    if (info == FTS_D && source->split) entry->fts_number = has_other_split(entry->fts_path, source->split);
     if (entry->fts_level > 0 && entry->fts_parent->fts_number)
       skip |= !fnmatch(training ? "val_*.bin" : "train_*.bin", entry->fts_name, 0);
     if (!skip && !stat(entry->fts_path, &status) && S_ISREG(status.st_mode))
@@ -192,7 +241,9 @@ static Mapping load_file(const char *path) {
 static char *find_beside(const char *shard, ShardPart part) {
   const char *ending = part == SHARD_MASK ? ".mask" : ".ends";
   char *path = text_format("%.*s%s", (int)(strlen(shard) - strlen(".bin")), shard, ending);
-  if (path_exists(path)) return path; // a link that leads nowhere is not "no mask": opening it fails
+  struct stat status;
+  if (!lstat(path, &status)) return path; // a link that leads nowhere is not "no mask": opening it fails
+  if (errno != ENOENT) fail("cannot read %s: %s", path, strerror(errno));
   free(path);
   return NULL;
 }
@@ -213,6 +264,40 @@ static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping
          which == SHARD_MASK ? " to count every token" : " and give --end-of-text ID");
   free(path);
   return bits.data;
+}
+
+// Fails unless a shard is as its folder's manifest lists it. Other names than prepare_data's may stand beside.
+static void check_listed(const cJSON *manifest, const SourceFile *part) {
+  const char *name = strrchr(part->path, '/') ? strrchr(part->path, '/') + 1 : part->path;
+  const cJSON *shard, *listed = NULL,
+                      *splits[] = {listed_split(manifest, "train"), listed_split(manifest, "val")};
+  for (int i = 0; i < 2; i++) cJSON_ArrayForEach(shard, splits[i]) {
+      if (json_is(shard, "file", name)) listed = shard;
+    }
+  const cJSON *tokens = json_member(listed, "tokens");
+  static const char remedy[] = "copy the whole folder again, or make it again with tools/prepare_data.py";
+  if (!listed && !fnmatch("@(train|val)_*.bin", name, FNM_EXTMATCH))
+    fail("%s is not in the manifest.json beside it; %s", part->path, remedy);
+  if (listed && !(cJSON_IsNumber(tokens) && tokens->valuedouble == (double)part->stored))
+    fail("%s has %lld tokens, which the manifest.json beside it does not say; %s", part->path,
+         (long long)part->stored, remedy);
+  if (listed && !cJSON_IsFalse(json_member(manifest, "masked")) && !part->mask)
+    fail("%s has no mask, and the manifest.json beside it does not say \"masked\": false; %s", part->path,
+         remedy);
+}
+
+static void check_manifests(const SourceFile *parts, int64_t count) {
+  Path folder, last = {""};
+  cJSON *manifest = NULL;
+  for (int64_t i = 0; i < count; i++, last = folder) {
+    folder = path_folder(parts[i].path);
+    if (strcmp(folder.text, last.text)) {
+      cJSON_Delete(manifest);
+      manifest = manifest_of(folder.text);
+    }
+    if (manifest && parts[i].kind != SOURCE_TEXT) check_listed(manifest, &parts[i]);
+  }
+  cJSON_Delete(manifest);
 }
 
 static const char *const kind_names[] = {[SOURCE_TEXT] = "byte-level text",
@@ -330,6 +415,7 @@ static void open_parts(Source *source, int64_t before, const char *name) {
   }
   arrsetlen(source->parts, source->files);
   if (source->files == before) fail("%s holds no text and no token shards", name);
+  check_manifests(parts + before, source->files - before);
   for (int64_t i = before; i < source->files; i++) check_ids(source, &parts[i]);
 }
 

@@ -15,6 +15,9 @@
 // empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone.
 // A *.bin file must be a shard, but one found in a directory only where it begins with the magic.
 //
+// Beside shards of tools/prepare_data.py lies its manifest.json. What it lists must be there: the shards of a
+// directory, their tokens, their masks.
+//
 // Text files up to 128 KiB are copied, as a source tree may be edited during a run and mappings are limited.
 // Others are mapped and must not change: one that shrinks, or gets an id outside the vocabulary, ends the
 // program.
@@ -42,7 +45,7 @@ typedef struct {
 } Packing;
 
 // Whether tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that
-// made them, and, by the second, val_*.bin.
+// made them, and, by the second, val_*.bin. Fail where shards of that program have a damaged one.
 bool manifest_is_in(const char *folder);
 bool manifest_has_validation(const char *folder);
 

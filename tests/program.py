@@ -259,6 +259,12 @@ def write_mask(path, counts):
     return write_shard(path, bits, magic=20261120, count=len(counts))
 
 
+def write_manifest(folder, **counts):
+    """Writes the manifest of tools/prepare_data.py: of train=COUNT and val=COUNT, a shard of each."""
+    splits = {name: {"shards": [{"file": f"{name}_000000.bin", "tokens": count}]} for name, count in counts.items()}
+    (folder / "manifest.json").write_text(json.dumps({"format": "lce.c shards", "masked": False, "splits": splits}))
+
+
 def assert_planned(line, peak):
     """Requires that the plan of these options is `peak` bytes: it fits there, and into no byte less."""
     train(f"{line} --plan --device-memory {peak / 2**30!r}").ok()

@@ -18,8 +18,8 @@ static void require_tokenizer(const Options *o, const Source *source) {
   Path own = path_in(o->origin ? o->origin : "", "tokenizer.json"), folder, last = {""};
   if (!o->origin || o->other_tokenizer || !path_exists(own.text)) return;
   for (int64_t i = 0; i < source->files; last = folder, i++) {
-    const char *path = source_path(source, i), *slash = strrchr(path, '/');
-    snprintf(folder.text, sizeof folder.text, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    const char *path = source_path(source, i);
+    folder = path_folder(path);
     if (!strcmp(folder.text, last.text) || !manifest_is_in(folder.text)) continue;
     Path theirs = path_in(folder.text, "tokenizer.json");
     size_t sizes[2] = {0};

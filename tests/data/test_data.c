@@ -6,8 +6,11 @@
 #include "kernels/base/text.h"
 #include "tests/data_files.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stb/stb_ds.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 // The source is of this kind, and so many files, and holds these tokens; closes it.
@@ -206,6 +209,58 @@ static void assert_ends(const Source *source, int64_t end_of_text, const int64_t
   assert_int_equal(arrlen(ends), count);
   assert_memory_equal(ends, want, (size_t)count * sizeof *ends);
   arrfree(ends);
+}
+
+static bool no_masks; // what lies beside a shard cannot be read
+
+int lstat(const char *restrict path, struct stat *restrict status) {
+  if (no_masks && strstr(path, ".mask")) return errno = EIO, -1;
+  return (int)syscall(SYS_newfstatat, AT_FDCWD, path, status, AT_SYMLINK_NOFOLLOW);
+}
+
+TEST(a_manifest_is_compared_with_its_shards) {
+#define MANIFEST(masked, train)                                                                              \
+  "{\"format\": \"lce.c shards\", \"masked\": " masked ", \"splits\": {\"train\": {\"shards\": [" train      \
+  "]}, \"val\": {\"shards\": [{\"file\": \"val_000000.bin\", \"tokens\": 2}]}}}"
+#define SHARD(number, tokens) "{\"file\": \"train_00000" number ".bin\", \"tokens\": " tokens "}"
+#define RIGHT                 SHARD("0", "3") ", " SHARD("1", "1")
+  static const struct {
+    const char *manifest, *damage, *why; // damage: a file that goes
+  } cases[] = {
+      {MANIFEST("false", RIGHT), NULL, NULL},
+      {"", NULL, "manifest.json cannot be read: it is no JSON object (see byte 0)"},
+      {"{\"format\"", NULL, "manifest.json cannot be read"},
+      {"{\"format\": \"lce.b shards\"}", NULL, "manifest.json is not that of the shards beside it"},
+      {MANIFEST("false", RIGHT), "made/manifest.json", "manifest.json does not exist"},
+      {MANIFEST("false", RIGHT), "made/train_000001.bin", "train_000001.bin does not exist"},
+      {MANIFEST("false", RIGHT), "made/val_000000.bin", NULL}, // is not read
+      {MANIFEST("false", SHARD("0", "3")), NULL, "train_000001.bin is not in the manifest.json"},
+      {MANIFEST("false", SHARD("0", "4") ", " SHARD("1", "1")), NULL, "train_000000.bin has 3 tokens"},
+      {MANIFEST("false", "5, " SHARD("0", "\"3\"")), NULL, "train_000000.bin has 3 tokens"},
+      {MANIFEST("true", RIGHT), NULL, "train_000000.bin has no mask"},
+      {MANIFEST("null", RIGHT), NULL, "train_000000.bin has no mask"}};
+  char path[256];
+  const char *folder[] = {path};
+  snprintf(path, sizeof path, "%s", temp_path("made"));
+  for (volatile size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    write_shard16("made/train_000000.bin", (const uint16_t[]){3, 4, 5}, 3);
+    write_shard16("made/train_000001.bin", (const uint16_t[]){6}, 1);
+    write_shard16("made/val_000000.bin", (const uint16_t[]){7, 8}, 2);
+    WRITE_TEXTS({"made/train_000000.ends", ""}); // which nothing reads here
+    write_text("made/manifest.json", cases[i].manifest);
+    if (cases[i].damage) assert_int_equal(unlink(temp_path(cases[i].damage)), 0);
+    if (cases[i].why)
+      ASSERT_FAILS(source_open(folder, 1, 10, SPLIT_TRAIN), cases[i].why, "made");
+    else
+      ASSERT_SOURCE(source_open(folder, 1, 10, SPLIT_TRAIN), "llm.c shards, uint16", 2, 3, 4, 5, 6);
+  }
+  // A shard that is named is compared, too; one that is not of the tool's stands beside those that are.
+  ASSERT_FAILS(open_one("made/train_000000.bin", 10), "train_000000.bin has no mask");
+  write_shard16("made/more.bin", (const uint16_t[]){1}, 1);
+  ASSERT_SOURCE(open_one("made/more.bin", 10), "llm.c shards, uint16", 1, 1);
+  no_masks = true;
+  ASSERT_FAILS(open_one("made/more.bin", 10), "cannot read", "made/more.mask", strerror(EIO));
+  no_masks = false;
 }
 
 TEST(documents_end_where_the_data_say) {

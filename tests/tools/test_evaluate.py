@@ -11,7 +11,7 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import DEVICE, TEXT, TINY, TOOLS, Process, column, keep, main, need_ranks, once, read_log, run, train, write_shard  # noqa: E402
+from program import DEVICE, TEXT, TINY, TOOLS, Process, column, keep, main, need_ranks, once, read_log, run, train, write_manifest, write_shard  # noqa: E402
 
 EVALUATE = TOOLS / "evaluate"
 def evaluate(line, **how):
@@ -39,7 +39,7 @@ def test_evaluates(folder):
         assert math.isclose(log[-1]["perplexity"], math.exp(log[-1]["val_loss"])), log
     # A folder that tools/prepare_data.py made stands for its validation shards, with or without the others.
     shutil.copy(shard, folder / "val_000000.bin")
-    (folder / "manifest.json").write_text('{"format": "lce.c shards"}')
+    write_manifest(folder, val=(shard.stat().st_size - 1024) // 2, train=700)
     for option in "--val-data", "--data", "--val-data":
         evaluate(f"--init {model} --seq-len 16 {option} {folder} --log {folder}/log").ok()
         assert abs(read_log(folder / "log")[-1]["val_loss"] - summary["val_loss"]) < 1e-6

@@ -13,7 +13,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import tap  # noqa: E402
 from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
-                     tensors, train, write_mask, write_shard)
+                     tensors, train, write_mask, write_manifest, write_shard)
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
@@ -563,7 +563,7 @@ def made_by_prepare_data(folder, **counts):
     folder.mkdir()
     for name, count in counts.items():
         write_shard(folder / f"{name}_000000.bin", [i * i % 61 for i in range(count)])
-    (folder / "manifest.json").write_text('{"format": "lce.c shards", "splits": {}}')
+    write_manifest(folder, **counts)
     (folder / "tokenizer.json").write_text('{"model": 1}')
     return folder
 
