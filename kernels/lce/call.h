@@ -28,7 +28,7 @@ typedef struct {
 // What a call holds besides its chunks.
 typedef struct {
   Backend *backend;
-  const LinearCrossEntropy *a;
+  const LinearCrossEntropy *args;
   MemoryMark mark;
   Tokens tokens;        // all of the call's
   int ranks;            // that the head's rows are split over; 1: all are here
@@ -49,21 +49,21 @@ typedef struct {
   Tensor scaled_x;           // [C, H]; pushed by each chunk, to lie where the logits-exp pass had its scratch
 } Chunk;
 
-static inline Tensor push_vector(const Call *c, const char *name, Dtype dtype, int64_t count) {
-  return memory_push_1d(&c->backend->memory, name, MEMORY_HEAD, dtype, count);
+static inline Tensor push_vector(const Call *call, const char *name, Dtype dtype, int64_t count) {
+  return memory_push_1d(&call->backend->memory, name, MEMORY_HEAD, dtype, count);
 }
 
-static inline Tensor push_matrix(const Call *c, const char *name, Dtype dtype, int64_t rows,
+static inline Tensor push_matrix(const Call *call, const char *name, Dtype dtype, int64_t rows,
                                  int64_t columns) {
-  return memory_push_2d(&c->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
+  return memory_push_2d(&call->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
 }
 
 // [rows, V] of x's type, with V that of this rank.
-static inline Tensor push_logits(const Call *c, const char *name, int64_t rows) {
-  int64_t vocab_rows = c->a->weight.shape[0];
-  Dtype dtype = c->a->x.dtype;
-  int64_t stride = c->backend->scratch->logits_stride(vocab_rows, dtype);
-  return tensor_columns(push_matrix(c, name, dtype, rows, stride), 0, vocab_rows);
+static inline Tensor push_logits(const Call *call, const char *name, int64_t rows) {
+  int64_t vocab_rows = call->args->weight.shape[0];
+  Dtype dtype = call->args->x.dtype;
+  int64_t stride = call->backend->scratch->logits_stride(vocab_rows, dtype);
+  return tensor_columns(push_matrix(call, name, dtype, rows, stride), 0, vocab_rows);
 }
 
 // A vector as a matrix of one column.
@@ -80,42 +80,42 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
 // --- call.c, check.c ---------------------------------------------------------------------------------------
 
 // Fails with a sentence where the call cannot be.
-void lce_check(const Backend *backend, const LinearCrossEntropy *a);
-void lce_check_shard(const Backend *backend, const LinearCrossEntropy *a);
-// `a` must outlive the call.
-Call lce_begin(Backend *backend, const LinearCrossEntropy *a);
+void lce_check(const Backend *backend, const LinearCrossEntropy *args);
+void lce_check_shard(const Backend *backend, const LinearCrossEntropy *args);
+// `args` must outlive the call.
+Call lce_begin(Backend *backend, const LinearCrossEntropy *args);
 // Label smoothing's sums over the chunk's tokens.
-void lce_add_smoothing(const Call *c, const Chunk *k);
+void lce_add_smoothing(const Call *call, const Chunk *k);
 // Label smoothing's part of dweight and dbias; pops what the call has pushed.
-void lce_end(const Call *c);
+void lce_end(const Call *call);
 
 // --- steps.c: what the loops are made of. Each step makes those of dx, dweight and dbias that are given ----
 
 // Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
-Chunk lce_push_buffers(const Call *c, int64_t rows, int64_t lasting);
+Chunk lce_push_buffers(const Call *call, int64_t rows, int64_t lasting);
 // The part of the buffers that `rows` tokens need, without the tokens.
 Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
 // The call's tokens from `first` on, as many as the buffers hold; target logits and scales of all stay.
-Chunk lce_chunk_at(const Call *c, const Chunk *buffers, int64_t first);
+Chunk lce_chunk_at(const Call *call, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
-void lce_target_z(const Call *c, Tensor target_z, Tensor x, Tensor targets);
+void lce_target_z(const Call *call, Tensor target_z, Tensor x, Tensor targets);
 // The same where the head is split: each is summed from the rank with its row of W. local = the targets in this
 // rank's rows, or ELSEWHERE.
-void lce_split_target_z(const Call *c, Tensor target_z, Tensor local, Tensor x, Tensor targets);
+void lce_split_target_z(const Call *call, Tensor target_z, Tensor local, Tensor x, Tensor targets);
 // E, R, dX = E W: the operation, and its arguments, of which it pushes codes of x.
-void lce_exponentials(const Call *c, const Chunk *k);
-LceLogitsExp lce_logits_exp_of(const Call *c, const Chunk *k);
+void lce_exponentials(const Call *call, const Chunk *k);
+LceLogitsExp lce_logits_exp_of(const Call *call, const Chunk *k);
 // loss and outputs; with gradients r, c, and r X in scaled_x, which it pushes.
-void lce_losses(const Call *c, Chunk *k);
+void lce_losses(const Call *call, Chunk *k);
 // loss and outputs alone.
-void lce_losses_alone(const Call *c, const Tokens *t, SoftmaxStatistics softmax);
+void lce_losses_alone(const Call *call, const Tokens *t, SoftmaxStatistics softmax);
 // dW (+)= E^T (r X), db (+)= E^T r.
-void lce_add_non_targets(const Call *c, const Chunk *k, bool accumulate);
+void lce_add_non_targets(const Call *call, const Chunk *k, bool accumulate);
 // dX = r dX + c W[y].
-void lce_finish_dx(const Call *c, const Chunk *k);
+void lce_finish_dx(const Call *call, const Chunk *k);
 // dW[y] += c X, db[y] += c: of these tokens, and of all.
-void lce_add_targets(const Call *c, Tensor scale_target, Tensor x, Tensor targets);
-void lce_add_all_targets(const Call *c, const Chunk *buffers);
+void lce_add_targets(const Call *call, Tensor scale_target, Tensor x, Tensor targets);
+void lce_add_all_targets(const Call *call, const Chunk *buffers);
 
 // --- sampling.c: a random part of E's tiles makes the gradients --------------------------------------------
 
@@ -127,15 +127,15 @@ typedef struct {
 } Sampling;
 
 // Whether it is asked for and saves time; else the gradients are exact.
-bool lce_samples(const Call *c);
-Sampling lce_push_sampling(const Call *c, int64_t rows);
+bool lce_samples(const Call *call);
+Sampling lce_push_sampling(const Call *call, int64_t rows);
 // E, R and the sums of E's tiles.
-void lce_sampled_exponentials(const Call *c, const Sampling *s, LceLogitsExp a);
+void lce_sampled_exponentials(const Call *call, const Sampling *s, LceLogitsExp exponentials);
 // dX = E W and dW (+)= E^T (r X), of the tiles that are drawn, from a stream of the chunk and rank.
-void lce_sampled_gradients_of(const Call *c, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
+void lce_sampled_gradients_of(const Call *call, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
 
 // --- the ways to compute a call, each with a loop of its own -----------------------------------------------
 
-void lce_materialized(const Call *c, Tensor entropy_weights); // logits; the weights fp32 [N], or absent
-void lce_split_head(const Call *c);                           // the head's rows are split over ranks
-void lce_sampled(const Call *c);                              // gradients of a part of E
+void lce_materialized(const Call *call, Tensor entropy_weights); // logits; the weights fp32 [N], or absent
+void lce_split_head(const Call *call);                           // the head's rows are split over ranks
+void lce_sampled(const Call *call);                              // gradients of a part of E

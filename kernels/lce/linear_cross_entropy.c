@@ -15,39 +15,39 @@
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
 // length H. Where R exceeds LCE_LARGEST_SUM, the row gets a higher anchor.
 //
-// This file has the plain loop; in it `a` is the call's arguments and `c` the call. sampling.c, split_head.c
-// (a head split over ranks) and materialized.c (logits, not exponentials) have loops of their own. steps.c
-// has the loops' steps, call.c what a call begins and ends with, check.c what it refuses.
+// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c (logits,
+// not exponentials) have loops of their own. steps.c has the loops' steps, call.c what a call begins and ends
+// with, check.c what it refuses.
 #include "kernels/lce/call.h"
 
-static void fused(const Call *c) {
-  const LinearCrossEntropy *a = c->a;
-  Memory *memory = &c->backend->memory;
-  int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
-  Chunk buffers = lce_push_buffers(c, size, tokens);
-  lce_target_z(c, buffers.softmax.target_z, a->x, a->targets); // a = z[y]
+static void fused(const Call *call) {
+  const LinearCrossEntropy *args = call->args;
+  Memory *memory = &call->backend->memory;
+  int64_t tokens = args->x.shape[0], size = lce_used_chunk(tokens, args->chunk);
+  Chunk buffers = lce_push_buffers(call, size, tokens);
+  lce_target_z(call, buffers.softmax.target_z, args->x, args->targets); // a = z[y]
   for (int64_t first = 0; first < tokens; first += size) {
-    Chunk k = lce_chunk_at(c, &buffers, first);
+    Chunk k = lce_chunk_at(call, &buffers, first);
     MemoryMark mark = memory_mark(memory);
-    lce_exponentials(c, &k);                                // E, R, dX = E W
-    lce_losses(c, &k);                                      // loss = log1p(R), r, c, r X
-    lce_add_non_targets(c, &k, a->accumulate || first > 0); // dW += E^T (r X)
-    lce_finish_dx(c, &k);                                   // dX = r dX + c W[y]
+    lce_exponentials(call, &k);                                   // E, R, dX = E W
+    lce_losses(call, &k);                                         // loss = log1p(R), r, c, r X
+    lce_add_non_targets(call, &k, args->accumulate || first > 0); // dW += E^T (r X)
+    lce_finish_dx(call, &k);                                      // dX = r dX + c W[y]
     memory_pop_to(memory, mark);
   }
-  lce_add_all_targets(c, &buffers); // dW[y] += c X
+  lce_add_all_targets(call, &buffers); // dW[y] += c X
 }
 
-void linear_cross_entropy(Backend *backend, LinearCrossEntropy a) {
-  lce_check(backend, &a);
-  Call c = lce_begin(backend, &a);
-  if (a.mode == LCE_MATERIALIZED)
-    lce_materialized(&c, (Tensor){0});
-  else if (a.shard.vocab_size)
-    lce_split_head(&c);
-  else if (lce_samples(&c))
-    lce_sampled(&c);
+void linear_cross_entropy(Backend *backend, LinearCrossEntropy args) {
+  lce_check(backend, &args);
+  Call call = lce_begin(backend, &args);
+  if (args.mode == LCE_MATERIALIZED)
+    lce_materialized(&call, (Tensor){0});
+  else if (args.shard.vocab_size)
+    lce_split_head(&call);
+  else if (lce_samples(&call))
+    lce_sampled(&call);
   else
-    fused(&c);
-  lce_end(&c);
+    fused(&call);
+  lce_end(&call);
 }

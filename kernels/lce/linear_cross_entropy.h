@@ -72,7 +72,7 @@ typedef struct {
   bool accumulate; // add to dweight and dbias rather than write them
 } LinearCrossEntropy;
 
-void linear_cross_entropy(Backend *backend, LinearCrossEntropy a);
+void linear_cross_entropy(Backend *backend, LinearCrossEntropy args);
 
 // The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below,
 // reading W for each chunk is the bound); on a CPU a ninth, but at least 112; and at most 4096.

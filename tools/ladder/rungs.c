@@ -190,22 +190,22 @@ static void on_hopper(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], hidden = l->x.shape[1];
   if (l->x.dtype != DTYPE_BF16) fail("rung 6 takes bf16; x is %s", tensor_text(l->x).text);
   if (hidden % 8) fail("rung 6 copies 8 elements at a time; a hidden size of %d is no multiple", (int)hidden);
-  Call c = lce_begin(backend, l);
-  Chunk buffers = lce_push_buffers(&c, l->chunk, tokens);
-  lce_target_z(&c, buffers.softmax.target_z, l->x, l->targets);
+  Call call = lce_begin(backend, l);
+  Chunk buffers = lce_push_buffers(&call, l->chunk, tokens);
+  lce_target_z(&call, buffers.softmax.target_z, l->x, l->targets);
   for (int64_t first = 0; first < tokens; first += l->chunk) {
-    Chunk k = lce_chunk_at(&c, &buffers, first);
+    Chunk k = lce_chunk_at(&call, &buffers, first);
     MemoryMark mark = memory_mark(&backend->memory);
     ladder_hopper_exponentials(backend, k.exps, &k.softmax, k.tokens.x, l->weight, k.targets);
-    lce_losses(&c, &k);
+    lce_losses(&call, &k);
     linear_backward_input(backend,
                           (LinearBackwardInput){.dx = k.tokens.dx, .dout = k.exps, .weight = l->weight});
-    lce_add_non_targets(&c, &k, first > 0);
-    lce_finish_dx(&c, &k);
+    lce_add_non_targets(&call, &k, first > 0);
+    lce_finish_dx(&call, &k);
     memory_pop_to(&backend->memory, mark);
   }
-  lce_add_all_targets(&c, &buffers);
-  lce_end(&c);
+  lce_add_all_targets(&call, &buffers);
+  lce_end(&call);
 }
 #else
 #define on_hopper       NULL

@@ -67,7 +67,7 @@ static int64_t block_rows(const Backend *backend, const LinearCrossEntropy *a) {
 
 void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, Tensor exps,
                          const LceIdGradients *ids) {
-  const LinearCrossEntropy *a = c->a;
+  const LinearCrossEntropy *a = c->args;
   Backend *backend = c->backend;
   int64_t tokens = a->x.shape[0], vocab_size = a->weight.shape[0];
   bool kept = tensor_exists(exps);
@@ -116,7 +116,7 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
 static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
   static const char *const names[] = {"log of total", "factors of p", "factors of p times distance",
                                       "target entries"};
-  const LinearCrossEntropy *a = c->a;
+  const LinearCrossEntropy *a = c->args;
   int64_t tokens = a->x.shape[0];
   Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens);
   GradientFactors factors;
@@ -145,7 +145,7 @@ static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
 // With a head split over ranks, tokens travel and W stays, as in kernels/lce/split_head.c: of every rank a
 // chunk of tokens, with what is known of them, against this rank's rows.
 static void split_gradients(const Call *c, const LogProbGradients *known) {
-  const LinearCrossEntropy *a = c->a;
+  const LinearCrossEntropy *a = c->args;
   Memory *memory = &c->backend->memory;
   int64_t tokens = a->x.shape[0], size = lce_used_chunk(tokens, a->chunk);
   for (int64_t first = 0; first < tokens; first += size) {
@@ -168,7 +168,7 @@ static void split_gradients(const Call *c, const LogProbGradients *known) {
       if (a->weight.shape[0] == 0) fill_zero(c->backend, all.call.dx);
     }
     Call chunk = *c;
-    chunk.a = &all.call;
+    chunk.args = &all.call;
     gradients_of_tokens(&chunk, &all);
     Collective sum = {.out = tensor_rows(a->dx, first, count), .x = all.call.dx};
     if (tensor_exists(a->dx)) reduce_scatter(c->backend, sum);
