@@ -28,7 +28,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_skips, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, skip_empty_step, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -98,7 +98,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
 
   // Load all micro-batches: the loss is the mean over the targets that count in the whole step.
   int64_t counted = trainer_load(t, loader, step);
-  if (trainer_skips(t, step, counted)) return;
+  if (skip_empty_step(t, step, counted)) return;
   float scale = (float)(1.0 / (double)counted);
 
   // Forward and backward of each. Gradients add up, and the last pass sums them over the ranks.

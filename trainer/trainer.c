@@ -125,7 +125,7 @@ void trainer_end_step(Trainer *t, StepResult result) {
   t->pending[t->pending_count++] = result;
 }
 
-bool trainer_skips(Trainer *t, int64_t step, int64_t counted) {
+bool skip_empty_step(Trainer *t, int64_t step, int64_t counted) {
   if (counted) return false;
   trainer_share_results(t); // whether to stop, too
   trainer_end_step(t, (StepResult){.step = step});

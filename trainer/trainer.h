@@ -35,7 +35,7 @@ enum {
 typedef struct {
   int64_t step, counted; // from 0; counted targets
   double grad_norm, learning_rate;
-  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted (trainer_skips), NaN where
+  // Means over the counted targets, in nats, by RESULT_...: 0 where none counted (skip_empty_step), NaN where
   // they are not requested.
   union {
     struct {
@@ -95,7 +95,7 @@ TrainStep train_step;
 void trainer_begin_step(Trainer *trainer);
 void trainer_end_step(Trainer *trainer, StepResult result);
 // Where no target counts: ends the step without a loss and without an update. All ranks agree.
-bool trainer_skips(Trainer *trainer, int64_t step, int64_t counted);
+bool skip_empty_step(Trainer *trainer, int64_t step, int64_t counted);
 // Reads this rank's micro-batches of the step; returns how many targets count in all ranks'. A plan has no
 // loader, and all count.
 int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
