@@ -104,7 +104,7 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
   // Forward and backward of each. Gradients add up, and the last pass sums them over the ranks.
   for (int64_t m = 0; m < o->micro_steps; m++) {
     Batch batch = trainer_micro_batch(t, m);
-    TransformerOptions pass = trainer_pass(t, step, m);
+    TransformerOptions pass = pass_options(t, step, m);
     transformer_train(t->backend, &t->model, &batch, &pass, scale, m > 0, t->loss);
     trainer_add_statistics(t, m > 0); // the loss among them
   }

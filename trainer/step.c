@@ -56,7 +56,7 @@ Batch trainer_micro_batch(Trainer *t, int64_t m) {
   return batch;
 }
 
-TransformerOptions trainer_pass(Trainer *t, int64_t step, int64_t m) {
+TransformerOptions pass_options(Trainer *t, int64_t step, int64_t m) {
   const Options *o = t->options;
   TransformerOptions pass = t->transformer;
   pass.sampling.seed = random_bits(o->seed, STREAM_TILES, (uint64_t)(step * o->micro_steps + m));

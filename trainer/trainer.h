@@ -104,7 +104,7 @@ int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
 Batch trainer_micro_batch(Trainer *trainer, int64_t m);
 Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
 // How transformer_train passes over micro-batch m of the step: with gradients summed over the ranks.
-TransformerOptions trainer_pass(Trainer *trainer, int64_t step, int64_t m);
+TransformerOptions pass_options(Trainer *trainer, int64_t step, int64_t m);
 // Sums the statistics of the micro-batch (its losses, ...) to the step's results, and these over the ranks.
 void trainer_add_statistics(Trainer *trainer, bool accumulate);
 void trainer_share_results(Trainer *trainer);
