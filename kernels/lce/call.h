@@ -108,7 +108,7 @@ LceLogitsExp lce_logits_exp_of(const Call *call, const Chunk *k);
 // loss and outputs; with gradients r, c, and r X in scaled_x, which it pushes.
 void lce_losses(const Call *call, Chunk *k);
 // loss and outputs alone.
-void lce_losses_alone(const Call *call, const Tokens *t, SoftmaxStatistics softmax);
+void lce_losses_only(const Call *call, const Tokens *t, SoftmaxStatistics softmax);
 // dW (+)= E^T (r X), db (+)= E^T r.
 void lce_add_non_targets(const Call *call, const Chunk *k, bool accumulate);
 // dX = r dX + c W[y].

@@ -122,8 +122,8 @@ void lce_split_head(const Call *call) {
     collectives_join(call->backend, 0); // the chunk before has its dx, and this one its tokens
     exponentials(call, &now, sampling);
     int64_t count = now.local.x.shape[0];
-    lce_losses_alone(call, &now.local,
-                     softmax_statistics_range(&k->softmax, call->backend->rank * count, count));
+    lce_losses_only(call, &now.local,
+                    softmax_statistics_range(&k->softmax, call->backend->rank * count, count));
     if (call->backward) lce_losses(call, k);
     // What writes dweight comes before what adds to it. Later chunks' GEMMs overlap the collectives.
     if (sampling)

@@ -117,7 +117,7 @@ static LceRowLosses row_losses_of(const Call *call, const Tokens *t, SoftmaxStat
                         .vocab_size = call->vocab_size};
 }
 
-void lce_losses_alone(const Call *call, const Tokens *t, SoftmaxStatistics softmax) {
+void lce_losses_only(const Call *call, const Tokens *t, SoftmaxStatistics softmax) {
   lce_row_losses(call->backend, row_losses_of(call, t, softmax));
 }
 
