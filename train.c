@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// defines: folder_require_new, output_taken
+// defines: folder_require_new, stdout_ok
 #include "data/file.h"
 // defines: backend_join_ranks, clip_scale, ClipScale, Update
 #include "kernels/kernels.h"
@@ -210,7 +210,7 @@ static void train(Run *run) {
     bool now_validate = !last && every(o->eval_every, done), now_save = !last && every(o->save_every, done);
     if (!report_due(report, &run->trainer) && !now_validate && !now_sample && !now_save && !last) continue;
     report_collect(report, &run->trainer, &run->checkpoints.state);
-    if (!output_taken() || report_log_lost(report)) stop_requested = 1;
+    if (!stdout_ok() || report_log_lost(report)) stop_requested = 1;
     if (now_validate) validate(run, done);
     if (now_sample) sample(run, done);
     if (now_save && o->save) save(run, done);

@@ -233,7 +233,7 @@ static void print_progress(Report *r, const StepResult *s, size_t bytes) {
          r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
          s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
          text_bytes(bytes).text, text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
-  output_taken();
+  stdout_ok();
   r->drawn = r->terminal;
 }
 
@@ -321,7 +321,7 @@ void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t 
 
 void report_checkpoint(Report *r, int64_t step, double seconds) {
   printf("step %lld  saved in %s (%.1fs)\n", (long long)step, text_shell_word(r->options->save), seconds);
-  output_taken(); // a validation may follow
+  stdout_ok(); // a validation may follow
   LOG("checkpoint", NUM("step", step), NUM("seconds", seconds));
 }
 

@@ -61,7 +61,7 @@ void warn(const char *format, ...) {
   fprintf(stderr, "lce: %s\n", sentence);
 }
 
-bool output_taken(void) {
+bool stdout_ok(void) {
   static bool lost;
   bool flushed = !fflush(stdout),
        busy = !flushed && errno == EAGAIN; // a pipe that does not block: not lost for good
@@ -74,7 +74,7 @@ bool output_taken(void) {
 }
 
 static void check_output(void) {
-  if (!output_taken()) _exit(1);
+  if (!stdout_ok()) _exit(1);
 }
 
 void output_check_at_exit(void) {

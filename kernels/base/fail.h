@@ -15,7 +15,7 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void warn_mute(void);
 
 // Flushes standard output. False where it has not taken all that was printed; warns the first time.
-bool output_taken(void);
+bool stdout_ok(void);
 // The exit status becomes 1 where it has not, so that a full disk is no success. Opens closed standard
 // streams as /dev/null, so that no other file takes their place.
 void output_check_at_exit(void);
