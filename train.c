@@ -69,7 +69,7 @@ static void open_run(Run *run, Options *o) {
   run->report = report_open(o, run->backend);
   create_model(run);
   if (o->dump) folder_require_new("dump", o->dump, "first-step");
-  plan_write_recorded(o, run->backend, KEEP); // what cannot be written fails before the run, not after it
+  plan_write_recorded(o, run->backend, BACK_UP); // what cannot be written fails before the run, not after it
   stop_on_signals();
   run->trainer.stop = &stop_requested;
   report_start(&run->report, run->backend, run->data.source->name);
@@ -248,7 +248,7 @@ int main(int argc, char **argv) {
   } else {
     open_run(&run, &options);
     train(&run);
-    plan_write_recorded(&options, run.backend, REPLACE);
+    plan_write_recorded(&options, run.backend, OVERWRITE);
     if (options.compare_modes && !stopping(&run)) plan_compare_modes(&run.trainer);
     status = close_run(&run);
   }

@@ -132,10 +132,10 @@ FILE *file_create(const char *what, const char *path, const char *mark, EarlierO
   if (regular && file >= 0 && flock(file, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK)
     fail("cannot write %s %s: another output is written there; name another file", what, path);
   struct stat status;
-  if (earlier == KEEP && regular && file >= 0 && !fstat(file, &status) && status.st_size > 0) {
+  if (earlier == BACK_UP && regular && file >= 0 && !fstat(file, &status) && status.st_size > 0) {
     move_away(what, path);
     close(file);
-    return file_create(what, path, mark, REPLACE);
+    return file_create(what, path, mark, OVERWRITE);
   }
   off_t end = regular && append && file >= 0 ? lseek(file, 0, SEEK_END) : 0;
   char last; // a full disk may have cut the last line

@@ -148,7 +148,7 @@ static void plan_timeline(const Options *given, DeviceKind device) {
   ledger->recording = true;
   for (ledger->step = 1; ledger->step <= TIMELINE_STEPS; ledger->step++)
     step_to_plan(&trainer, NULL, ledger->step - 1);
-  write_timeline(o.timeline, ledger, KEEP);
+  write_timeline(o.timeline, ledger, BACK_UP);
   trainer_destroy(&trainer);
   backend_destroy(trainer.backend);
 }
@@ -223,7 +223,7 @@ void plan_print(Options *o) {
          options_recompute(o).text);
   report_memory(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
   if (o->log) {
-    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", REPLACE);
+    FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", OVERWRITE);
     bool written = log_plan(log, o, device, LCE_FUSED, &columns[2].memory, capacity) &&
                    log_plan(log, o, device, LCE_MATERIALIZED, &columns[1].memory, capacity);
     if (!written || fclose(log)) fail("cannot write the log %s: %s", o->log, strerror(errno));

@@ -33,6 +33,6 @@ void plan_print(Options *options);
 void plan_compare_modes(Trainer *trainer);
 
 // --timeline of a run: records the second to fourth step until the caller sets recording to false, and writes
-// the bytes in use after each event as CSV, before the steps with KEEP and after them with REPLACE.
+// the bytes in use after each event as CSV, before the steps with BACK_UP and after them with OVERWRITE.
 void plan_record(Ledger *ledger, const Options *options, int64_t step);
 void plan_write_recorded(const Options *options, Backend *backend, EarlierOutput earlier);

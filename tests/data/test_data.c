@@ -521,9 +521,9 @@ TEST(an_earlier_output_is_kept) {
   for (volatile int i = 0; i < 2; i++) {
     write_bytes(names[i], "{earlier", 8);
     if (i == 0)
-      fclose(file_create("the log", temp_path(names[i]), "{", KEEP));
+      fclose(file_create("the log", temp_path(names[i]), "{", BACK_UP));
     else
-      ASSERT_FAILS(file_create("the log", temp_path(names[i]), "{", KEEP), "name another file");
+      ASSERT_FAILS(file_create("the log", temp_path(names[i]), "{", BACK_UP), "name another file");
     char *text = file_read(temp_path(i == 0 ? "kept.jsonl.1" : names[i]), &length, NULL);
     assert_string_equal(text, "{earlier");
     free(text);
