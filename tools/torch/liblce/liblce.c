@@ -84,7 +84,7 @@ static int failed(void) {
   return leave(1);
 }
 
-static bool there(const lce_context *context) {
+static bool is_open(const lce_context *context) {
   if (!context)
     snprintf(last_error, sizeof last_error,
              "the context is NULL: lce_create returned NULL, and lce_last_error gave the reason");
@@ -93,7 +93,7 @@ static bool there(const lce_context *context) {
 
 // A call begins with this and ends with `return leave(0)`; where it fails between them it returns 1.
 #define ENTER(of)                                                                                            \
-  if (!there(of)) return 1;                                                                                  \
+  if (!is_open(of)) return 1;                                                                                \
   Frame entered = {.context = of, .name = __func__};                                                         \
   enter(&entered);                                                                                           \
   if (setjmp(entered.caller)) return failed()
