@@ -8,8 +8,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-// defines: folder_require_new, stdout_ok
+// defines: folder_require_new
 #include "data/file.h"
+// defines: stdout_ok
+#include "kernels/base/fail.h"
 // defines: backend_join_ranks, clip_scale, ClipScale, Update
 #include "kernels/kernels.h"
 // defines: profile_begin

@@ -20,8 +20,9 @@ bool path_is_same(const char *a, const char *b);          // both lead to one fi
 bool path_make_folders(const char *path, Reason *reason); // the folder and those above it
 
 // Opens an output `what` ("the log"). Fails where another output is written there, or where it is neither
-// absent, empty, a pipe, a character device nor an earlier output, which begins with `mark`. BACK_UP renames an
-// earlier one to PATH.1, or the next free number, and fails where it cannot. Standard output may go to the same file.
+// absent, empty, a pipe, a character device nor an earlier output, which begins with `mark`. BACK_UP renames
+// an earlier one to PATH.1, or the next free number, and fails where it cannot. Standard output may go to the
+// same file.
 typedef enum { OVERWRITE, APPEND, BACK_UP } EarlierOutput;
 FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 
