@@ -39,7 +39,7 @@ static Amount matmul_fp8_amount(const MatmulFp8 *m) {
   return a;
 }
 
-// The logits and, where it is given, dX.
+// The logits and, if given, dX.
 static Amount logits_exp_amount(const LceLogitsExp *l) {
   bool backward = tensor_exists(l->dx_raw);
   Amount a = gemm(l->x.shape[0], l->weight, 0, (1 + backward) * bytes_of(l->weight), bytes_of(l->exps));
@@ -166,7 +166,7 @@ static double attention_seconds(const Card *card, Amount a, AttentionShape s, bo
 
 static const double KEPT_TILES = 0.12; // of a trained model, at a full mass of 1
 
-// What lies on the host is read and written there, both ways at once.
+// Tensors on the host are read and written there, both ways at once.
 static double update_seconds(const Card *card, const Update *u, Amount a) {
   const Tensor all[] = {u->grad, u->weight, u->master, u->m, u->v};
   double on_host = 0;

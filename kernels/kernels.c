@@ -1,6 +1,6 @@
 // The entry points: every operation checks that its tensors fit together, pushes the backend's scratch, and
-// calls the backend. So backends check nothing, and a plan, whose operations are NULL, checks and counts what
-// a run does.
+// calls the backend. So backends check nothing, and a plan, whose operations are NULL, checks and counts as a
+// run does.
 #include "kernels/kernels.h"
 
 #include <float.h>
@@ -14,7 +14,7 @@
 #include "kernels/needs.h"
 #include "kernels/ranks/ranks.h"
 
-// --- what is checked ---------------------------------------------------------------------------------------
+// --- checks ------------------------------------------------------------------------------------------------
 
 enum { LETTERS = 32 }; // sizes[letter % LETTERS]; -1: not known yet
 
@@ -101,7 +101,7 @@ void check_fields(Op op, const Field *fields) {
   }
 }
 
-// --- what each operation needs: check_NAME of every operation, in the order of kernels.h -------------------
+// --- each operation's needs: check_NAME, in the order of kernels.h -----------------------------------------
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3
 
 #define NAMED_ACTIVATION REFUSE(!a->activation, "no activation is named")
 
-// Of a matrix of this shape, which is absent or not.
+// A matrix of this shape, which may be absent if codes are given.
 #define MATRIX_OR_CODES(matrix, rows, columns)                                                               \
   FIELD(matrix,                                                                                              \
         tensor_exists(a->fp8.amax) ? "T [" rows ", " columns "] or absent" : "T [" rows ", " columns "]"),   \
@@ -292,7 +292,7 @@ int64_t lce_row_parts(const SoftmaxStatistics *softmax) {
 #define FORM_F32 "fp32"
 #define FORM_I32 "int32"
 
-// Vectors that are given have `rows` elements, and those named in `needed` are given.
+// Checks that given vectors have `rows` elements, and that those named in `needed` are given.
 static void check_softmax(Op op, const SoftmaxStatistics *softmax, int64_t rows, const char *needed) {
 #define ROW(name, type, label)                                                                               \
   NAMED("softmax." #name, softmax->name,                                                                     \

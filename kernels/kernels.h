@@ -5,8 +5,7 @@
 //
 // An absent tensor's data is NULL; only fields marked "or absent" may be absent. The entry point of an
 // operation (kernels.c) checks shapes and dtypes, fails with a sentence that names both shapes, pushes the
-// backend's scratch (`workspace`, which is not a caller's field), and calls the backend, which checks
-// nothing.
+// backend's scratch (`workspace`, which callers leave out), and calls the backend, which checks nothing.
 //
 // Backends: cpu (fp32, the readable reference), cuda (bf16 or fp32 operands, fp32 accumulation and
 // statistics), plan (runs nothing; the ledger counts). Calls are asynchronous in the order of one stream:
@@ -28,7 +27,7 @@ typedef struct Backend Backend;
 
 enum {
   IGNORE_INDEX = -100, // a target that is not counted: no loss, no gradient (PyTorch's ignore_index default)
-  ELSEWHERE = -1 // a token in another rank's part of the vocabulary (ShardIndices); not a caller's to give
+  ELSEWHERE = -1       // internal, callers never pass it: a token in another rank's part (ShardIndices)
 };
 
 // --- tokens to vectors -------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ typedef struct {
 // With g = dout * weight and xhat = (x - mean) * rstd (mean 0 for NORM_RMS):
 //   dx (+)= rstd * (g - [mean(g)] - xhat * mean(g * xhat)),  mean(g) only for NORM_LAYER
 //   dweight (+)= sum_n dout[n] * xhat[n],   dbias (+)= sum_n dout[n]
-//   dx_sum (+)= sum_n dx[n] before the addition: the gradient of the bias of the linear layer that made x
+//   dx_sum (+)= sum_n dx[n] before the addition: the bias gradient of the linear layer that computed x
 typedef struct {
   NormKind kind;
   Tensor dx; // fp32/bf16 [N, M H]; with accumulate_dx the residual stream's gradient, which is added to
@@ -104,13 +103,13 @@ typedef struct {
   Tensor codes;      // e4m3 [N, K], or absent
   Tensor transposed; // e4m3 [K, N], or absent: the same codes
   Tensor amax;     // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
-  bool amax_known; // quantize reads amax, which the operation that made x has written
+  bool amax_known; // quantize reads amax, which the operation that computed x has written
 } Fp8;
 
-// An activation function writes codes as it makes the elements, and so needs amax before it has their
-// maximum: amax is then FP8_MARGIN times the largest element of a sample of rows at equal distances or, where
-// the sample is all rows, that itself. Where an element is larger, the codes are made again with max |x|. The
-// margin costs the smallest elements bits, and the others none.
+// An activation function writes codes as it computes the elements, and so needs amax before it has their
+// maximum: amax is then FP8_MARGIN times the largest element of a sample of rows at equal distances or, if
+// the sample is all rows, that itself. If an element is larger, the codes are computed again with max |x|.
+// The margin costs the smallest elements bits, and the others none.
 enum { FP8_SAMPLED_ROWS = 256, FP8_MARGIN = 8 };
 static inline int64_t fp8_rows_apart(int64_t rows) {
   return max_i64(1, rows / FP8_SAMPLED_ROWS);
@@ -118,7 +117,7 @@ static inline int64_t fp8_rows_apart(int64_t rows) {
 
 // --- activations -------------------------------------------------------------------------------------------
 
-// Of F columns; P = F, or 2F where it is gated: gates in columns [0, F), what they multiply in [F, 2F).
+// An activation of F columns reads P = F or, if gated, 2F: gates in columns [0, F), their ups in [F, 2F).
 typedef enum {
   ACTIVATION_NONE,
   ACTIVATION_GELU,   // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))   (Hendrycks, Gimpel 2016; GPT-2)
@@ -136,11 +135,11 @@ static inline bool is_gated(Activation activation) {
   return false;
 }
 
-// out = activation(x), as it is, as codes, or both. On its own where out was not kept or in FP8; else a part
-// of LinearForward.
+// out = activation(x), as it is, as codes, or both. Runs separately if out was not kept, or in FP8; else it
+// is a part of LinearForward.
 typedef struct {
   Activation activation;
-  Tensor out; // fp32/bf16 [N, F]; or absent where fp8 is given
+  Tensor out; // fp32/bf16 [N, F]; or absent if fp8 is given
   Tensor x;   // fp32/bf16 [N, P]
   Fp8 fp8;    // of out, N and F multiples of 16; or absent
   Tensor workspace;
@@ -149,7 +148,7 @@ typedef struct {
 // dx = the gradient of x, given that of out.
 typedef struct {
   Activation activation;
-  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, and where P = F dout; or absent where fp8 is given
+  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, or dout if P = F; or absent if fp8 is given
   Tensor dout; // fp32/bf16 [N, F]
   Tensor x;    // fp32/bf16 [N, P]
   Fp8 fp8;     // of dx, N and P multiples of 16; or absent
@@ -159,8 +158,8 @@ typedef struct {
 // --- linear layers -----------------------------------------------------------------------------------------
 // Three GEMMs. `in_out_layout`: the weight is [in, out], as GPT-2's Conv1D, not torch.nn.Linear's [out, in].
 
-// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual where given.
-// P as the activation has it; without one it is O.
+// pre = x W^T + bias;   out = residual + activation(pre), each of bias, activation, residual if given. P is
+// the activation's; without one it is O.
 typedef struct {
   Tensor out;    // fp32/bf16 [N, O]; may be strided, and fp32 with bf16 operands; neither with a gated one
   Tensor x;      // fp32/bf16 [N, I]; may be strided
@@ -178,7 +177,7 @@ typedef struct {
   Tensor dout;   // fp32/bf16 [N, O]; may be strided
   Tensor weight; // fp32/bf16 [O, I], or [I, O] when in_out_layout
   bool in_out_layout;
-  Activation activation; // whose output the layer's input is; of I columns
+  Activation activation; // its output, of I columns, is the layer's input
   Tensor pre_activation; // fp32/bf16 [N, P]; given with an activation
   Tensor dactivation;    // fp32/bf16 [N, I] with a gated activation, else absent: scratch, may hold dout W
   bool accumulate;       // not together with pre_activation
@@ -214,9 +213,9 @@ typedef struct {
 
 // A matrix x in FP8 with a scale for each row, or one for all: x is nearly scale codes.
 //   codes = e4m3(x E4M3_MAX / max |x|),   scale = (sum x^2 / sum x codes)
-// Such a scale makes the rounding error orthogonal to x (lce/REFERENCE.md: or else the loss shrinks). The
-// maximum is of the row, or of all; so are the sums, but of all they leave out rows where there are more than
-// FP8_SUMMED_ROWS.
+// Such a scale makes the rounding error orthogonal to x (lce/REFERENCE.md: or else the loss shrinks). Maximum
+// and sums are over the row, or over all rows; the sums over all take at most FP8_SUMMED_ROWS of them, at
+// equal distances.
 enum { FP8_SUMMED_ROWS = 1024 };
 typedef struct {
   Tensor codes; // e4m3 [N, K]
@@ -228,10 +227,10 @@ typedef struct {
   Tensor x; // fp32/bf16 [N, K], K a multiple of 16
 } QuantizeRows;
 
-// out = a b^T + bias + residual, of what codes and amax stand for, summed in fp32.
+// out = a b^T + bias + residual, with the values that codes and amax stand for, summed in fp32.
 typedef struct {
   Tensor out;      // fp32 or bf16 [N, O]; may be strided
-  Fp8 a, b;        // codes [N, K] and [O, K], N, O and K multiples of 16; nothing is read of `transposed`
+  Fp8 a, b;        // codes [N, K] and [O, K], N, O and K multiples of 16; `transposed` is not read
   Tensor bias;     // bf16, on the CPU of out's type [O]; or absent
   Tensor residual; // of out's type [N, O], or absent; may be out itself
   Tensor workspace;
@@ -261,8 +260,8 @@ typedef struct {
 
 // Causal: out[b, t, h] = sum_{u <= t} softmax_u(q_t . k_u / sqrt(D)) v_u;  lse[b, h, t] = the logsumexp.
 // Never a T x T matrix (Dao et al. 2022): tiles, running maximum and sum. With `documents` a token attends to
-// its own, of which documents[0, n] tokens lie before it (t - documents[0, n] <= u) and documents[1, n] after
-// it.
+// its own document, which has documents[0, n] tokens before it (t - documents[0, n] <= u) and documents[1, n]
+// after it.
 typedef struct {
   Tensor out;       // fp32/bf16 [N, Q D]
   Tensor lse;       // fp32 [B, Q * T], row b holds head after head
@@ -273,9 +272,9 @@ typedef struct {
 } AttentionForward;
 
 // With P = softmax as above, recomputed from lse: dv = P^T dout;  dS = P * (dout v^T - rowsum(dout * out));
-// dq = dS k / sqrt(D);  dk = dS^T q / sqrt(D).  dbias (+)= sum_n dqkv[n], of a bias that was added to qkv.
+// dq = dS k / sqrt(D);  dk = dS^T q / sqrt(D).  dbias (+)= sum_n dqkv[n], for a bias that was added to qkv.
 typedef struct {
-  Tensor dqkv;                // as qkv, which it must not be; written whole
+  Tensor dqkv;                // shaped as qkv, but not qkv itself; written whole
   Tensor dbias;               // fp32 or bf16 [(Q + 2K) D], or absent
   Tensor dout, out;           // fp32/bf16 [N, Q D]
   Tensor lse, qkv, documents; // as in the forward pass
@@ -284,8 +283,8 @@ typedef struct {
   Tensor workspace;
 } AttentionBackward;
 
-// Attention of S new tokens a sequence (shape.seq_len = S) that follow `past` earlier ones, whose keys and
-// values the caches hold: position u of head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
+// Attention of S new tokens per sequence (shape.seq_len = S) that follow `past` earlier ones. The caches have
+// their keys and values: position u of head kv of sequence b lies at row b K + kv, columns [u D, (u+1) D).
 // The new tokens' keys and values are stored at positions past .. past + S - 1, then
 //   out[b, s, h] = sum_{u <= past + s} softmax_u(q_s . k_u / sqrt(D)) v_u.
 typedef struct {
@@ -311,7 +310,7 @@ typedef struct {
 //
 // with absent weights read as 1, but entropy_weights as 0. Where the target is IGNORE_INDEX everything is 0.
 
-// The numbers among the terms, each 0 for none: X(name, smallest, largest, what a message says of these).
+// The numbers among the terms, each 0 for none: X(name, smallest, largest, these in a message's words).
 // clang-format off
 #define LOSS_TERMS(X) \
   X(label_smoothing, 0, 1, "in [0, 1]")                                  /* eps */ \
@@ -328,8 +327,8 @@ typedef struct {
   Tensor class_weight_sum; // sum_j w[j]: fp32 [1]; given when class_weights and label_smoothing are
 } LossTerms;
 
-// What a call can output for each token besides its loss: X(name, type, the one of SOFTMAX_STATISTICS that it
-// is made of). All have [N] elements.
+// A call's optional outputs for each token, besides its loss: X(name, type, the one of SOFTMAX_STATISTICS
+// that it derives from). All have [N] elements.
 // clang-format off
 #define TOKEN_OUTPUTS(X) \
   X(token_z_loss, F32, row_sum)       /* z_loss */ \
@@ -356,7 +355,7 @@ typedef struct {
   Tensor loss;          // fp32 [N]
   TokenOutputs outputs; // any of them
   Tensor logits;  // z: fp32/bf16 [N, V], still without the bias; may be strided; overwritten in any case
-  bool backward;  // else the forward pass alone
+  bool backward;  // false: the forward pass alone
   Tensor bias;    // of logits' type [V], or absent: added to z
   Tensor targets; // int32 [N]
   Tensor token_weights, entropy_weights; // fp32 [N], or absent
@@ -375,10 +374,10 @@ typedef struct {
 // --- the fused LM head and loss ----------------------------------------------------------------------------
 // linear_cross_entropy.c combines these and says why the anchor is the target. z, u and v as above.
 
-// What is known of each row (token) of a chunk: X(name, type, its name in the ledger). All have [C] elements.
-// The partial ones are of a rank's part of the vocabulary, if it is split, until LceCombine has combined them.
-// LceLogitsExp writes these and target_e; LceRowLosses the scales, which multiply E, give the target's own
-// entry of the gradient, and (label smoothing) every entry alike.
+// Statistics of each row (token) of a chunk: X(name, type, its name in the ledger). All have [C] elements. If
+// the vocabulary is split, the partial ones cover a rank's part until LceCombine combines them. LceLogitsExp
+// writes these and target_e; LceRowLosses writes the scales, which multiply E, are the target's own entry of
+// the gradient, and (label smoothing) scale every entry alike.
 // clang-format off
 #define PARTIAL_STATISTICS(X) \
   X(anchor, F32, "anchors")               /* a: u[target], or higher (a repaired row); infinite for IGNORE_INDEX */ \
@@ -408,14 +407,14 @@ typedef union { // each is absent where unused
 
 // Rows [first, first + count) of every vector given.
 SoftmaxStatistics softmax_statistics_range(const SoftmaxStatistics *softmax, int64_t first, int64_t count);
-// How many of PARTIAL_STATISTICS are given.
+// Counts the PARTIAL_STATISTICS that are given.
 int64_t lce_row_parts(const SoftmaxStatistics *softmax);
 
 // Each rank's part of a vocabulary that is split over ranks:
 //   out[n] = indices[n] - first where that lies in [0, count), else ELSEWHERE; IGNORE_INDEX stays
 typedef struct {
   Tensor out, indices;  // int32 [N]; may be the same tensor
-  int64_t first, count; // of the part's rows
+  int64_t first, count; // the part's rows
 } ShardIndices;
 
 // target_z[n] = u of z = x[n] . W[targets[n]] + bias[targets[n]], in fp32; 0 for ELSEWHERE and IGNORE_INDEX.
@@ -432,30 +431,30 @@ typedef struct {
 //   E[j]   = exp((u[j] - a) / T), j != target;  E[target] = 0, unless the target is ELSEWHERE
 //   R      = sum_j E[j], in fp32 before E is rounded
 //   exps   = E, with a soft-cap times du/dz                dx_raw = exps W
-// Where R exceeds LCE_LARGEST_SUM (loss_row.h), or u[target] is minus infinity, the row is repaired: its anchor
+// If R exceeds LCE_LARGEST_SUM (loss_row.h), or u[target] is minus infinity, the row is repaired: its anchor
 // is max_j u[j] (a GPU computes the row again), or about T log R (a CPU scales what it has), and target_e =
-// exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite.
-// With codes x W^T is of what they stand for; the target's logit, the rows that a GPU repairs and dx_raw are
-// of x and W. A GPU that does not run Hopper's kernels reads no codes.
+// exp((u[target] - anchor) / T). For IGNORE_INDEX E and R are 0, and the anchor infinite. With codes, x W^T
+// multiplies the values that they stand for; the target's logit, rows that a GPU repairs and dx_raw still use
+// x and W. A GPU that does not run Hopper's kernels reads no codes.
 typedef struct {
   // fp32/bf16 [C, V], may be strided, or absent: forward only. Zeros may pad a row to a multiple of 16 bytes.
   Tensor exps;
-  Tensor dx_raw; // fp32 or x's dtype [C, H]; absent when exps is, or where LceSampledGradients makes it
+  Tensor dx_raw; // fp32 or x's dtype [C, H]; absent if exps is, or if LceSampledGradients writes it
   // fp32 [C, ceil(V / LCE_TILE_COLUMNS)], or absent: R's parts, for LceSampledGradients; excludes a soft-cap
   Tensor tile_sums;
-  SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, and which follow are given
+  SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, and given partial ones
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
   Fp8Rows x_codes;            // of x, scale [C]; or absent: x W^T is exact
   Fp8Rows weight_codes;       // of weight, scale [1]; likewise
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
-  int64_t first;              // is added to softmax.best
+  int64_t first;              // added to softmax.best
   float softcap, temperature; // c, 0 for none; T, 0 is read as 1
   Tensor workspace;
 } LceLogitsExp;
 
-// The rows' sums over a vocabulary that is split over R ranks, from those of its parts, each with its own
-// anchor a_r. In the order of the ranks:
+// Combines R ranks' sums of the rows, each over its part of the vocabulary and with its own anchor a_r, in
+// the order of the ranks:
 //   a          = max_r a_r                                 target_e = exp((target_z - a) / T)
 //   row_sum    = sum_r R_r exp((a_r - a) / T)
 //   rescale    = exp((a_r - a) / T) <= 1 with this rank's a_r, which brings its E to the common anchor
@@ -465,14 +464,14 @@ typedef struct {
 // As a rule all anchors are the target's logit, and target_e and rescale exactly 1.
 typedef struct {
   SoftmaxStatistics softmax; // reads target_z; writes all but the scales
-  // fp32 [R * P C]: from each rank C of every one of PARTIAL_STATISTICS that is given
+  // fp32 [R * P C]: from each rank the [C] of every one of PARTIAL_STATISTICS that is given
   Tensor parts;
   Tensor targets; // int32 [C]; rows with IGNORE_INDEX stay as LceLogitsExp has them
   float temperature;
 } LceCombine;
 
-// What follows from a row's sums. With D = R + target_e, s = factor[0] token_weights[n] / T, omega = (1 -
-// eps) w[y] + eps / V sum w, and smoothing_row S = sum_j w[j] W[j], smoothing_bias = sum_j w[j] b[j]:
+// Computes losses and scales from row sums. With D = R + target_e, s = factor[0] token_weights[n] / T, omega
+// = (1 - eps) w[y] + eps / V sum w, and smoothing_row S = sum_j w[j] W[j], smoothing_bias = sum_j w[j] b[j]:
 //   lse              = anchor / T + log(D);  lse - v[y] computed as log1p(R) where target_e = 1
 //   sum_j w[j] v[j]  = (x . S + smoothing_bias) / T
 //   scale_non_target = s (omega + 2 lambda lse) / D               multiplies E; times rescale, where given
@@ -482,7 +481,7 @@ typedef struct {
 //   scaled_x         = scale_non_target * x
 // With a soft-cap scale_target is multiplied by du/dz of the target, and there is no label smoothing.
 typedef struct {
-  Tensor loss;          // fp32 [C], or absent where scaled_x is given
+  Tensor loss;          // fp32 [C], or absent if scaled_x is given
   TokenOutputs outputs; // any whose statistic is given
   Tensor scaled_x;      // fp32/bf16 [C, H], or absent: forward only, and no scale is written
   // fp32/bf16 [C, V], may be strided, or absent: gets E[target] = scale_target / scale_non_target, the
@@ -505,12 +504,12 @@ typedef struct {
 // It is kept with probability q = min(1, m / full_mass), rounded to a power of two from 2^-32 on (by at most
 // a factor of sqrt(2)), and then multiplied by 1 / q; else it is dropped. A NaN keeps its tile, a mass of 0
 // drops it. With S the E that results,
-//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry is always added apart)
+//   dx_raw = S W,   dweight (+)= alpha S^T scaled_x        (the target's own entry is added separately)
 //   tiles[b, t]  1 / q where the tile is kept, -m where it is dropped
 //   stats       += {tiles dropped, all tiles, the mass dropped}, in a fixed order
 // The draws of a row of tiles are systematic (Madow and Madow 1944), the same on every device: with u the
 // upper 32 bits of random_bits(seed, stream, b) as a fraction and S(t) = u + q[b, 0] + ... + q[b, t], tile t
-// is kept where S passes a whole number. What E holds afterwards is unspecified.
+// is kept where S passes a whole number. E's contents afterwards are unspecified.
 //
 // A call takes its chunks in turn. A backend may keep tiles of several chunks in `kept` and add them
 // together: dweight is complete only after a chunk with `flush`.
@@ -577,9 +576,9 @@ typedef struct {
 // With g = grad * grad_scale[0]:
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w)
-// in fp32, on `master` where given (weight then receives the rounded copy), else on weight itself. Where a
-// bf16 element is the only copy (no master, bf16 moments) it is rounded stochastically, by bits of (seed,
-// step, first + index) alone.
+// in fp32, on `master` if given (weight then receives the rounded copy), else on weight itself. Where a bf16
+// element is the only copy (no master, bf16 moments) it is rounded stochastically, by bits of (seed, step,
+// first + index) alone.
 //
 // Muon (Jordan et al. 2024; torch.optim.Muon but for its polynomials) is nesterov, orthogonalize and sgd:
 //   nesterov  m = momentum m + (1 - momentum) g;  weight = (1 - momentum) g + momentum m, rounded to nearest
@@ -587,9 +586,9 @@ typedef struct {
 typedef struct {
   Tensor weight, master; // fp32/bf16 [n]; fp32 [n], or absent; nesterov: the output, and absent
   Tensor m, v, grad;     // fp32 or bf16 [n]; nesterov has no v, sgd has neither m nor v
-  Tensor grad_scale;     // fp32 [1], on the device; not of sgd
+  Tensor grad_scale;     // fp32 [1], on the device; not for sgd
   float lr;
-  double beta1, beta2, epsilon, momentum, weight_decay; // computed with as fp32
+  double beta1, beta2, epsilon, momentum, weight_decay; // used in fp32
   int64_t step;                                         // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
@@ -601,9 +600,9 @@ typedef struct {
   int64_t apart; // elements from one to the next: a multiple of 128, or there is only one
 } Matrices;
 
-// Of each of `count` matrices, whose gram is x x^T: s[i] = 1 / sqrt(max(1e-20, sum_j |gram[i, j]|)), out =
-// diag(s) x and, in place, gram = diag(s) gram diag(s). No singular value of out is above 1 (Prach, Lampert
-// 2022, "Almost-orthogonal layers"). Where M > N gram is x^T x, and out = x diag(s).
+// Scales each of `count` matrices, given its gram x x^T: s[i] = 1 / sqrt(max(1e-20, sum_j |gram[i, j]|)), out
+// = diag(s) x and, in place, gram = diag(s) gram diag(s). No singular value of out is above 1 (Prach, Lampert
+// 2022, "Almost-orthogonal layers"). If M > N, gram is x^T x and out = x diag(s).
 typedef struct {
   Matrices out, x; // [M, N]
   Matrices gram;   // [S, S], S = min(M, N)
@@ -611,12 +610,12 @@ typedef struct {
   int64_t count;
 } AolScale;
 
-// Of each: out = alpha left right + beta addend + diagonal I, where left or right may be transposed.
+// For each matrix: out = alpha left right + beta addend + diagonal I, where left or right may be transposed.
 typedef struct {
   Matrices out, left, right, addend; // [M, N], [M, K], [K, N]; addend [M, N], or absent
   int64_t count;
   bool left_transposed, right_transposed;
-  float alpha, beta, diagonal; // diagonal: added to what is rounded already
+  float alpha, beta, diagonal; // diagonal: added after rounding
 } BatchedGemm;
 
 // sum[0] (+)= sum of x, or of x^2. A fixed order of summation, in double or in fp32 trees.
@@ -642,16 +641,16 @@ typedef struct {
 //   reduce_scatter    out [n / R] (+)= the sum of all ranks' slice r of x, on rank r; out may be that slice
 //   all_gather        out [n R] = the ranks' x one after the other; x may be out's slice r
 //   broadcast_rank_0  out [n] = rank 0's x
-// All ranks call the same collectives in the same order. The order of summation depends on R and n alone.
-// Where x of a sum, or out of an all_reduce or all_gather, lies in a reservation of weights or gradients, all
-// ranks have it at the same place of one of the same size.
+// All ranks call the same collectives in the same order. The order of summation depends on R and n alone. If
+// x of a sum, or out of an all_reduce or all_gather, lies in a reservation of weights or gradients, it lies
+// on all ranks at the same place of a reservation of the same size.
 typedef struct {
   Tensor out, x;   // fp32 or bf16, dense; all_gather, broadcast_rank_0: or int32
   bool accumulate; // reduce_scatter alone: out is added to, and must not lie in x, whose slice r is then lost
   bool async; // it overlaps the operations that follow; they leave out and x alone until collectives_join
 } Collective;
 
-// What large sums are cut into: enough for the links' full speed, and what a backend may have scratch for.
+// Large sums are cut into such buckets: enough for the links' full speed, and for a backend's scratch.
 enum { BUCKET_BYTES = 32 << 20 };
 
 // copy_in: out = x, with out in the device's memory and x reserved with memory_reserve_host; copy_out: the
@@ -727,10 +726,10 @@ OPERATIONS(DECLARE, DECLARE)
 // `count` of each kind, all kinds of one shape.
 void orthogonalize(Backend *backend, const Matrices *x, int kinds, int64_t count, float scale);
 
-// What follows waits for the asynchronous collectives, except the last `behind` of them, below ASYNC_EVENTS.
+// Later operations wait for all asynchronous collectives but the last `behind`, below ASYNC_EVENTS.
 enum { ASYNC_EVENTS = 64 };
 void collectives_join(Backend *backend, int64_t behind);
-// What follows waits for the copies, except the last `in` and `out` of them, each below ASYNC_EVENTS.
+// Later operations wait for all copies but the last `in` and `out`, each below ASYNC_EVENTS.
 void copies_join(Backend *backend, int64_t in, int64_t out);
 
 // Copies of dense tensors. `host` may change when to_device returns; to_host waits for everything before it.
@@ -738,21 +737,21 @@ void backend_to_device(Backend *backend, Tensor destination, const void *host);
 void backend_to_host(Backend *backend, void *host, Tensor source);
 void backend_synchronize(Backend *backend);
 
-// --- what a backend is -------------------------------------------------------------------------------------
+// --- backends ----------------------------------------------------------------------------------------------
 
-// Where operations run: in the order of all, or concurrently with them.
+// The streams on which operations run: in the order of all, or concurrently with them.
 typedef enum { STREAM_COMPUTE, STREAM_COLLECTIVES, STREAM_COPY_IN, STREAM_COPY_OUT, STREAMS } StreamKind;
 
 // The operations. A member that is NULL does nothing, which is all that a plan needs.
 typedef struct {
-  void (*join_ranks)(Backend *); // connects to the other ranks, if there are any
+  void (*join_ranks)(Backend *); // connects to the other ranks, if any
   void (*collectives_join)(Backend *, int64_t behind);
   void (*copies_join)(Backend *, int64_t in, int64_t out);
   void (*to_device)(Backend *, Tensor, const void *);
   void (*to_host)(Backend *, void *, Tensor);
   void (*synchronize)(Backend *);
   // For profile.c; all NULL on the CPU, whose clock serves. *event (NULL: a new one) keeps the time at which
-  // a stream has done what it holds; false where there is no such stream. event_seconds waits.
+  // a stream has done its work so far; false without such a stream. event_seconds waits.
   bool (*event_record)(Backend *, void **event, StreamKind stream);
   double (*event_seconds)(void *from, void *to);
   void (*event_destroy)(void *event);
@@ -771,11 +770,11 @@ typedef struct {
 typedef struct {
   // The row length (elements) to give a [C, V] matrix of this dtype: at least V, more where alignment pays.
   int64_t (*logits_stride)(int64_t vocab_size, Dtype dtype);
-  // Of LceSampledGradients.kept, for chunks up to `rows`; 0: such tensors are not sampled. NULL: all are.
+  // LceSampledGradients.kept's, for chunks up to `rows`; 0: such tensors are not sampled. NULL: all are.
   size_t (*lce_kept_bytes)(Tensor weight, Tensor dx, Tensor dweight, int64_t rows, float full_mass);
   // Bytes the backend reserves for itself when it starts (the GEMMs' workspace), named in the ledger.
   size_t resident_bytes;
-  // And for sums over ranks when it joins others.
+  // Bytes it reserves for sums over ranks when it joins others.
   size_t ranks_bytes;
 #define MEMBER(name, Arguments, group) size_t (*name)(const Arguments *);
   OPERATIONS(NO_OPERATION, MEMBER)
@@ -809,25 +808,24 @@ struct Backend {
   void *state;             // of the backend
 };
 
-// The reference: fp32, OpenMP, CBLAS where it was found at build time unless no_blas is set.
+// The reference: fp32, OpenMP, CBLAS if it was found at build time, unless no_blas is set.
 Backend *cpu_backend_create(bool no_blas);
-// The fast one, on CUDA device `ordinal`; in bf16 or fp32. NULL where none can be used; *reason then says
-// why.
+// The fast one, on CUDA device `ordinal`, in bf16 or fp32. NULL if none can be used; *reason says why.
 Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **reason);
 // Connects the backend to a job's ranks (kernels/ranks/ranks.h), through MPI or NCCL; fails with a sentence
-// where it cannot. Call it on all ranks at once; with one rank it does nothing.
+// if it cannot. Call it on all ranks at once; with one rank it does nothing.
 void backend_join_ranks(Backend *backend);
-// Runs nothing and counts what the given kind of device would need.
+// Creates a backend that runs nothing and counts what the given kind of device would need.
 Backend *plan_backend_create(DeviceKind device, Dtype dtype);
-// As rank 0 of so many.
+// Plans as rank 0 of `ranks`.
 void plan_join_ranks(Backend *plan, int ranks);
 // The seconds that all it has run so far takes on a card (cost.h; NULL, as at first: an H100).
 typedef struct Card Card;
 void plan_set_card(Backend *plan, const Card *card);
 double plan_seconds(const Backend *plan);
 void backend_destroy(Backend *backend);
-// What creates a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. Where a
-// failure between them is caught, backend_abandon destroys what this thread has begun.
+// The creation of a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. If a
+// failure between them is caught, backend_abandon destroys the backend that this thread has begun.
 Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes);
 Backend *backend_finish(Backend *backend);
 void backend_abandon(void);

@@ -1,4 +1,4 @@
-// What an operation needs of its tensors, as a table; kernels.c reads it. Operations elsewhere check theirs so, too.
+// A table of an operation's needs of its tensors, which kernels.c checks. Operations elsewhere use it, too.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -12,7 +12,7 @@
 //   "... or absent"  it may be absent
 //   "absent: why"    it must be absent
 //
-// or what the fields before it leave to be refused: a sentence with up to five numbers.
+// or a further refusal: a sentence with up to five numbers.
 typedef struct {
   const char *name;
   Tensor tensor;
@@ -40,6 +40,6 @@ typedef const char *Op; // the operation's name, for messages
     CHECK(__VA_ARGS__);                                                                                      \
   }
 
-// Fails with a sentence at the first field that has not the form it must have; the last field's name is NULL.
+// Fails with a sentence at the first field that lacks its form; the last field's name is NULL.
 void check_fields(Op op, const Field *fields);
 void check_loss_terms(Op op, const LossTerms *terms, int64_t vocab_size);

@@ -1,10 +1,10 @@
 // Newton-Schulz: the nearest matrix whose singular values are all equal, nearly, by GEMMs alone (Jordan et
 // al. 2024). Four steps of odd polynomials, a s + b s^3 + c s^5, bring singular values from between 0.003 and
-// 1 to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. Where x has more rows than columns
-// the same is done to its transpose: A = y^T y.
+// 1 to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. If x has more rows than columns,
+// its transpose is treated so: A = y^T y.
 //
-// Where one side of x is more than 1.5 times the other, the last two steps are one product Q y. The first
-// has P = a + b A + c A A, the second A' = P A P, and Q = (a' + b' A' + c' A' A') P: all as small as A.
+// If one side of x is more than 1.5 times the other, the last two steps are one product Q y. The first has P
+// = a + b A + c A A, the second A' = P A P, and Q = (a' + b' A' + c' A' A') P: all as small as A.
 //
 // aol_scale brings them into (0, 1] by the first step's own A (Boissin et al. 2025, "Turbo-Muon"): most are
 // twice what x / |x| has, so that four steps reach as far as Jordan's five. The polynomials have the least
@@ -23,7 +23,7 @@ static Matrices from(Matrices m, int64_t first) {
   return m;
 }
 
-// From A in `gram` to Q there: of the step with P, and of one with a, b, c after it.
+// Turns A in `gram` into Q: the step with P, then one with a, b, c.
 static void append_step(Backend *backend, Matrices gram, Matrices p, Matrices scratch, int64_t all, float a,
                         float b, float c) {
   Matrices none = {0};

@@ -1,6 +1,6 @@
-// The plan: a backend that computes nothing. The entry points check and push as for any backend, onto a memory
-// that only counts, so a training step through it gives exactly what the step needs. Every operation moves the
-// clock of its stream by the time that it takes a GPU (cost.h), so the step also gives how long it lasts.
+// The plan: a backend that computes nothing. The entry points check and push as for any backend, onto a
+// memory that only counts, so a training step through it gives exactly what the step needs. Every operation
+// moves the clock of its stream by the time that it takes a GPU (cost.h), which gives the step's duration.
 #include <math.h>
 #include <stdio.h>
 

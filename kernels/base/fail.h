@@ -1,4 +1,4 @@
-// Errors: one sentence that says what is wrong, where, and what to do. What it quotes from files is escaped.
+// Errors: one sentence that says what is wrong, where, and what to do. Quotes from files are escaped.
 #pragma once
 
 #include <stdbool.h>
@@ -14,9 +14,9 @@ void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 // From here on warn() prints nothing: another process prints the same.
 void warn_mute(void);
 
-// Flushes standard output. False where it has not taken all that was printed; warns the first time.
+// Flushes standard output; false if some output was lost, with a warning the first time.
 bool stdout_ok(void);
-// The exit status becomes 1 where it has not, so that a full disk is no success. Opens closed standard
+// Makes the exit status 1 if output was lost, so that a full disk is no success. Opens closed standard
 // streams as /dev/null, so that no other file takes their place.
 void output_check_at_exit(void);
 
@@ -27,7 +27,7 @@ void fail_set_handler(FailHandler handler);
 // The same for the calling thread, called before the handler above. Returns the thread's handler so far.
 FailHandler fail_set_thread_handler(FailHandler handler);
 
-// Why something was refused, for callers that carry on without it.
+// The reason for a refusal, for callers that carry on.
 typedef struct {
   char text[640]; // a sentence without its full stop
 } Reason;

@@ -202,7 +202,7 @@ void memory_set_stack(Memory *memory, size_t capacity) {
     fail("internal: the memory stack is remade while %s lies on it", memory->pushed[0].name);
   size_t before = memory->stack_capacity;
   if (try_stack(memory, capacity)) return;
-  try_stack(memory, before); // which was there a moment ago
+  try_stack(memory, before); // its memory was there a moment ago
   out_of_memory(memory, "the step's stack", capacity);
 }
 

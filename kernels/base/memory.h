@@ -1,10 +1,10 @@
 // Memory with names.
 //
-// What lives as long as the program (weights, gradients, optimizer state, tables) is reserved once. What
-// lives within a step (activations, logits chunks, workspaces) is pushed on and popped off one stack, a
+// Memory that lives as long as the program (weights, gradients, optimizer state, tables) is reserved once.
+// Memory within a step (activations, logits chunks, workspaces) is pushed on and popped off one stack, a
 // single allocation whose size the plan finds. Every reservation and push has a name and a category, so the
-// ledger knows who holds how many bytes, the high-water mark, and the timeline of a step. It counts what is
-// offloaded to the host's memory apart.
+// ledger knows who holds how many bytes, the high-water mark, and the timeline of a step. It counts memory
+// offloaded to the host separately.
 //
 // On a GPU kernels run behind the host, in the order of one stream. Popping returns bytes to later pushes of
 // the same stream order, so nothing has to wait.
@@ -16,7 +16,7 @@ __BEGIN_DECLS
 
 typedef enum {
   MEMORY_WEIGHTS,              // what the GEMMs read
-  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that the optimizer updates, where the GEMMs read bf16
+  MEMORY_MASTER_WEIGHTS,       // the fp32 copy that the optimizer updates, if the GEMMs read bf16
   MEMORY_GRADIENTS,            // of the weights
   MEMORY_MOMENTS,              // of the optimizer
   MEMORY_TABLES,               // rotary angles, the batch, scalars
@@ -36,20 +36,20 @@ const char *memory_holders(const size_t bytes[MEMORY_CATEGORY_COUNT], size_t min
 enum { MEMORY_ALIGNMENT = 256 };
 size_t memory_padded(size_t bytes);
 
-// Where bytes come from. A plan has no source.
+// A source of bytes. A plan has none.
 typedef struct {
-  void *(*allocate)(void *context, size_t bytes); // zeroed; NULL when there are not that many
+  void *(*allocate)(void *context, size_t bytes); // zeroed; NULL if it has not that many
   void (*release)(void *context, void *data, size_t bytes);
-  // As allocate, where other ranks' devices may reach it; NULL: allocate does.
+  // As allocate, within reach of other ranks' devices; NULL: use allocate.
   void *(*allocate_shared)(void *context, size_t bytes);
-  // As allocate, of the host, at addresses that the device can access too.
+  // As allocate, in the host's memory, at addresses that the device can access too.
   void *(*allocate_host)(void *context, size_t bytes);
   void (*release_host)(void *context, void *data, size_t bytes);
   void (*poison)(void *context, void *data, size_t bytes); // fills with bytes 0xFF (NaN in fp32 and bf16)
   void *context;
 } MemorySource;
 
-extern const MemorySource memory_pages; // pages.c: of the host
+extern const MemorySource memory_pages; // pages.c: the host's memory
 
 // The bytes in use after one reservation, push or pop, by category.
 typedef struct {
@@ -65,11 +65,11 @@ typedef struct {
   size_t total, peak;                    // bytes in use now, and at most
   size_t at_peak[MEMORY_CATEGORY_COUNT]; // who held them at the peak
   size_t stack, stack_peak;              // the part of both that lies on the stack
-  size_t host[MEMORY_CATEGORY_COUNT];    // offloaded, which is in none of the others
+  size_t host[MEMORY_CATEGORY_COUNT];    // offloaded bytes, in none of the others
   // The timeline, kept only while `recording` is set.
   bool recording;
-  int step;                       // that the following events belong to
-  double (*clock)(void *context); // dates the events; NULL: nothing does
+  int step;                       // the following events'
+  double (*clock)(void *context); // dates the events; NULL: they have no dates
   void *clock_context;
   LedgerEvent *events;
   int64_t event_count, event_capacity;
@@ -79,7 +79,7 @@ typedef struct {
   const char *name;
   MemoryCategory category;
   size_t bytes; // padded
-  void *data;   // of a reservation
+  void *data;   // a reservation's
   bool on_host;
 } MemoryBlock;
 
@@ -87,7 +87,7 @@ typedef struct Memory {
   MemorySource source;
   bool planning; // no source: addresses are made up
   bool poison;   // fill every push with NaN first (tests)
-  size_t limit;  // bytes that may be in use, as on a smaller device; 0: what the source has
+  size_t limit;  // bytes that may be in use, as on a smaller device; 0: all that the source has
   Ledger ledger;
   MemoryBlock *reserved;
   int64_t reserved_count, reserved_capacity;
@@ -97,21 +97,21 @@ typedef struct Memory {
   int64_t pushed_count, pushed_capacity;
 } Memory;
 
-// What the user can do when any memory runs out, which ends the sentence: "a smaller chunk needs less".
+// Sets the advice that ends the sentence when any memory runs out: "a smaller chunk needs less".
 void memory_set_advice(const char *advice);
 
 // A memory over a source, or one that only counts (source NULL). The stack has no bytes yet.
 Memory memory_create(const MemorySource *source);
 void memory_destroy(Memory *memory);
 
-// Zeroed bytes that stay until memory_destroy, on the device or the host. Names must outlive the memory. When
-// the source has no more, the program fails with a sentence that says who holds what.
+// Zeroed bytes that stay until memory_destroy, on the device or the host. Names must outlive the memory. If
+// the source has no more, fails with a sentence that says who holds what.
 void *memory_reserve(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
 void *memory_reserve_host(Memory *memory, const char *name, MemoryCategory category, size_t bytes);
-bool memory_plans_on_host(Tensor tensor); // a plan's, whose memory was reserved on the host
+bool memory_plans_on_host(Tensor tensor); // true for a plan's tensor that was reserved on the host
 Tensor memory_reserve_1d(Memory *memory, const char *name, MemoryCategory category, Dtype dtype, int64_t d0);
 
-// Makes (or remakes) the empty stack; where it fails the stack keeps its size. A plan's is boundless without.
+// Creates (or replaces) the empty stack, which keeps its size on failure. Without this a plan's is boundless.
 void memory_set_stack(Memory *memory, size_t capacity);
 
 // A dense tensor on top of the stack, uninitialised. Fails with a sentence when the stack is full.
@@ -124,7 +124,7 @@ typedef int64_t MemoryMark;
 MemoryMark memory_mark(const Memory *memory);
 void memory_pop_to(Memory *memory, MemoryMark mark);
 
-size_t ledger_host_bytes(const Ledger *ledger); // offloaded, of all categories
+size_t ledger_host_bytes(const Ledger *ledger); // offloaded bytes of all categories
 
 // The high-water marks (total, stack, categories) start again from what is in use now.
 void ledger_reset_peak(Ledger *ledger);

@@ -13,7 +13,7 @@ static void *pages_allocate(void *context, size_t bytes) {
   char *base = mmap(NULL, length + margin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return NULL;
   if (!margin) return base;
-  // Give back what lies before the boundary and behind the block's last page.
+  // Give back the bytes before the boundary and behind the block's last page.
   size_t before = (HUGE_PAGE - (uintptr_t)base % HUGE_PAGE) % HUGE_PAGE;
   size_t page = (size_t)sysconf(_SC_PAGESIZE), used = (length + page - 1) / page * page;
   if (before) munmap(base, before);

@@ -10,7 +10,7 @@
 #include "kernels/base/alloc.h"
 #include "kernels/base/system.h"
 
-// With what else takes time on the compute stream.
+// The operations, and all else that takes time on the compute stream.
 #define ALL(X)                                                                                               \
   OPERATIONS(X, X)                                                                                           \
   X(to_device, , COPIES) X(collectives_join, , COMMUNICATION) X(copies_join, , COPIES)
@@ -32,7 +32,7 @@ typedef struct {
   Amount amount;
   struct {
     void *event;
-    double seconds; // where there are no events
+    double seconds; // without events
   } marks[MARKS];
 } Record;
 
@@ -40,7 +40,7 @@ typedef struct Profile {
   const BackendOps *wrapped;
   BackendOps ops;
   int phase;
-  Record *records; // whose events are used again
+  Record *records; // their events are reused
   int64_t count, capacity;
   int64_t step; // the record of the step that has begun; -1: none
   ProfileTotals totals;
@@ -48,7 +48,7 @@ typedef struct Profile {
 
 // --- operations --------------------------------------------------------------------------------------------
 
-// False where the backend has no such stream.
+// False if the backend has no such stream.
 static bool mark(Backend *backend, Record *r, int which, StreamKind stream) {
   const BackendOps *ops = backend->profile->wrapped;
   if (ops->event_record) return ops->event_record(backend, &r->marks[which].event, stream);
@@ -166,7 +166,7 @@ const ProfileTotals *profile_collect(Backend *backend) {
     t->step_seconds += step ? seconds : 0;
     t->groups[PROFILE_IDLE].seconds += step ? seconds : -seconds;
     if (step) continue;
-    t->groups[r->group].calls += r->op < OP_collectives_join; // to wait is no call
+    t->groups[r->group].calls += r->op < OP_collectives_join; // waiting is no call
     t->groups[r->group].seconds += seconds;
     t->groups[r->group].own_seconds += own;
     t->groups[r->group].flops += r->amount.flops;

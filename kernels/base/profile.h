@@ -1,4 +1,4 @@
-// Where the time of a step goes: every operation runs between two events on its stream (CPU: clock readings).
+// Measures a step's time: every operation runs between two events on its stream (CPU: clock readings).
 #pragma once
 
 #include "kernels/cost.h"
@@ -30,16 +30,16 @@ typedef struct {
     int64_t calls;
     double seconds;      // of the compute stream, with its waits for other streams
     double own_seconds;  // on streams of their own, concurrently; the CPU has none, and copies at copies_join
-    double flops, bytes; // Amount has them
+    double flops, bytes; // as in Amount
   } groups[PROFILE_GROUP_COUNT];
 } ProfileTotals;
 
 // Replaces the backend's table of operations by one that times them, until profile_end (backend_destroy calls
-// it). The functions below do nothing without. Steps, phases and operations become NVTX ranges.
+// it). Without it the functions below do nothing. Steps, phases and operations become NVTX ranges.
 void profile_begin(Backend *backend);
 void profile_end(Backend *backend);
 
-// What runs from here on. A step begins at PHASE_STEP, has the phases after it, and ends at PHASE_NONE.
+// Begins a phase. A step begins at PHASE_STEP, has the phases after it, and ends at PHASE_NONE.
 enum { PHASE_NONE, PHASE_EVAL, PHASE_STEP, PHASE_FORWARD, PHASE_LOSS, PHASE_BACKWARD, PHASE_UPDATE };
 void profile_phase(Backend *backend, int phase);
 

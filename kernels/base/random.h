@@ -21,7 +21,7 @@ RANDOM_INLINE uint64_t random_key(uint64_t seed, uint64_t stream) {
          random_mix(stream * 0xD1342543DE82EF95u + 0x632BE59BD9B4E019u);
 }
 
-// 64 well-mixed bits for a counter, given its key or what that is made of.
+// 64 well-mixed bits for a counter and a key.
 RANDOM_INLINE uint64_t random_bits_of(uint64_t key, uint64_t index) {
   return random_mix(key + (index + 1) * 0x9E3779B97F4A7C15u);
 }
@@ -35,6 +35,6 @@ double random_uniform(uint64_t seed, uint64_t stream, uint64_t index);
 // Standard normal (Box-Muller on two uniforms of the same index).
 double random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
-// Where `index` in [0, count) goes under the permutation of (seed, stream): a four-round Feistel network,
-// walked until it lands inside the range.
+// Permutes `index` in [0, count) by the permutation of (seed, stream): a four-round Feistel network, walked
+// until it lands inside the range.
 uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t count);

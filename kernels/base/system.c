@@ -32,7 +32,7 @@ void copy_bytes(void *to, const void *from, size_t bytes) {
     memcpy((char *)to + first, (const char *)from + first, bytes - first < block ? bytes - first : block);
 }
 
-// Of the group `path` of a hierarchy and of those above it.
+// The lowest limit of a hierarchy's group `path` and of the groups above it.
 static size_t lowest_limit(const char *hierarchy, char *path, const char *file) {
   for (size_t lowest = SIZE_MAX;;) {
     char name[3 * PATH_MAX];

@@ -101,7 +101,7 @@ uint8_t e4m3_from_f32(float value) {
   uint8_t sign = signbit(value) ? 0x80 : 0;
   float size = fabsf(value);
   if (size >= E4M3_MAX) return sign | 0x7E;
-  // Below 2^-6 in steps of 2^-9, of which the eighth is the first normal code.
+  // Below 2^-6 in steps of 2^-9, the eighth of these is the first normal code.
   if (size < 0x1p-6f) return sign | (uint8_t)lrintf(size * 0x1p9f);
   uint32_t bits;
   memcpy(&bits, &size, sizeof bits);

@@ -1,4 +1,4 @@
-// A tensor is a small value: where the elements lie, their type and shape. It owns nothing.
+// A tensor is a small value: the elements' address, type and shape. It owns nothing.
 #pragma once
 
 #include <stdbool.h>
@@ -12,8 +12,8 @@ typedef enum { DTYPE_F32, DTYPE_BF16, DTYPE_I32, DTYPE_I64, DTYPE_E4M3, DTYPE_CO
 
 typedef struct Tensor {
   void *data;       // address of element [0, ..., 0] in the backend's memory; NULL means "no such tensor"
-  Dtype dtype;      // of every element
-  int rank;         // 1 or 2; 0 of an absent tensor
+  Dtype dtype;      // every element's
+  int rank;         // 1 or 2; 0: an absent tensor
   int64_t shape[2]; // the last axis is a row, contiguous in memory
   int64_t stride;   // elements from the start of one row to the start of the next; the row length when dense
 } Tensor;
@@ -29,12 +29,12 @@ static inline bool tensor_exists(Tensor t) {
   return t.data != NULL;
 }
 int64_t tensor_count(Tensor t); // elements
-size_t tensor_bytes(Tensor t);  // of the elements, without what a stride skips
+size_t tensor_bytes(Tensor t);  // of the elements alone, without gaps between rows
 bool tensor_is_dense(Tensor t); // rows follow one another without a gap
 bool tensor_same_shape(Tensor a, Tensor b);
 
-// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix. Rows
-// of an absent tensor are absent.
+// Views: rows, or columns of the last axis, [first, first + count); a dense tensor as one row, or a matrix.
+// Rows of an absent tensor are absent, too.
 Tensor tensor_rows(Tensor t, int64_t first, int64_t count);
 Tensor tensor_columns(Tensor t, int64_t first, int64_t count);
 Tensor tensor_flat(Tensor t);

@@ -84,7 +84,7 @@ static inline void cpu_store(Tensor output, int64_t n, double value) {
   if (tensor_exists(output)) ((float *)output.data)[n] = (float)value;
 }
 
-// --- shared by the kernels and backend.c --------------------------------------------------------------------
+// --- shared by the kernels and backend.c -------------------------------------------------------------------
 
 enum { CPU_REDUCE_BLOCK = 32768 };                        // optimizer.c: elements to one partial sum
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a); // linear_cross_entropy.c

@@ -1,5 +1,5 @@
-// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and what is fused around them. GEMMs of codes,
-// and batches of them.
+// A linear layer: three GEMMs (Y = X W^T, dX = dY W, dW = dY^T X) and the operations fused into them. Also
+// GEMMs of codes, and batches of GEMMs.
 //
 // Bias and residual are one more pass over the rows, and an activation another. A residual in place costs
 // nothing: the GEMM starts from it (accumulate).

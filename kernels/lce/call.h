@@ -1,5 +1,4 @@
-// Inside linear_cross_entropy: what its files know of a call and of a chunk of it. They call each other one
-// way:
+// Shared by the files of linear_cross_entropy: a call, and a chunk of it. They call each other one way:
 //
 //     linear_cross_entropy.c -> split_head.c -> sampling.c -> steps.c -> call.c
 //                            -> materialized.c
@@ -7,7 +6,7 @@
 
 #include "kernels/lce/linear_cross_entropy.h"
 
-// Some of a call's tokens: views of the caller's tensors, or what all ranks gave.
+// Some of a call's tokens: views of the caller's tensors, or all ranks' tokens.
 enum { TOKENS_READ = 3, TOKENS_ALL = TOKENS_READ + 2 + sizeof(TokenOutputs) / sizeof(Tensor) };
 typedef union {
   struct {
@@ -25,16 +24,16 @@ typedef struct {
   Tensor x, scales; // fp32 [H], [1]: sum_n scale_uniform[n] x[n] and sum_n scale_uniform[n], over all chunks
 } Smoothing;
 
-// What a call holds besides its chunks.
+// A call's state, apart from its chunks.
 typedef struct {
   Backend *backend;
   const LinearCrossEntropy *args;
   MemoryMark mark;
-  Tokens tokens;        // all of the call's
-  int ranks;            // that the head's rows are split over; 1: all are here
+  Tokens tokens;        // the whole call's
+  int ranks;            // ranks that share the head's rows; 1: this one has all
   bool backward;        // dx, dweight or both
   int64_t vocab_size;   // of the whole head
-  Tensor class_weights; // of this rank's rows of W
+  Tensor class_weights; // for this rank's rows of W
   LossTerms terms;      // with the sum of the class weights
   Tensor factor;        // the mean's, fp32 [1], or absent
   Smoothing smoothing;
@@ -58,7 +57,7 @@ static inline Tensor push_matrix(const Call *call, const char *name, Dtype dtype
   return memory_push_2d(&call->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
 }
 
-// [rows, V] of x's type, with V that of this rank.
+// Pushes [rows, V] of x's type; V: this rank's.
 static inline Tensor push_logits(const Call *call, const char *name, int64_t rows) {
   int64_t vocab_rows = call->args->weight.shape[0];
   Dtype dtype = call->args->x.dtype;
@@ -79,7 +78,7 @@ static inline Tokens tokens_range(const Tokens *t, int64_t first, int64_t count)
 
 // --- call.c, check.c ---------------------------------------------------------------------------------------
 
-// Fails with a sentence where the call cannot be.
+// Fails with a sentence if the call is invalid.
 void lce_check(const Backend *backend, const LinearCrossEntropy *args);
 void lce_check_shard(const Backend *backend, const LinearCrossEntropy *args);
 // `args` must outlive the call.
@@ -89,7 +88,7 @@ void lce_add_smoothing(const Call *call, const Chunk *k);
 // Label smoothing's part of dweight and dbias; pops what the call has pushed.
 void lce_end(const Call *call);
 
-// --- steps.c: what the loops are made of. Each step makes those of dx, dweight and dbias that are given ----
+// --- steps.c: the loops' steps. Each computes those of dx, dweight and dbias that are given ----------------
 
 // Buffers for `rows` tokens, with target logits and target scales for `lasting` tokens.
 Chunk lce_push_buffers(const Call *call, int64_t rows, int64_t lasting);
@@ -99,10 +98,10 @@ Chunk lce_first_rows(const Chunk *buffers, int64_t rows);
 Chunk lce_chunk_at(const Call *call, const Chunk *buffers, int64_t first);
 // target_z = the logits of these targets.
 void lce_target_z(const Call *call, Tensor target_z, Tensor x, Tensor targets);
-// The same where the head is split: each is summed from the rank with its row of W. local = the targets in this
-// rank's rows, or ELSEWHERE.
+// The same for a split head: each comes from the rank with its row of W. local = the targets in this rank's
+// rows, or ELSEWHERE.
 void lce_split_target_z(const Call *call, Tensor target_z, Tensor local, Tensor x, Tensor targets);
-// E, R, dX = E W: the operation, and its arguments, of which it pushes codes of x.
+// E, R, dX = E W: runs the operation; lce_logits_exp_of pushes codes of x and returns its arguments.
 void lce_exponentials(const Call *call, const Chunk *k);
 LceLogitsExp lce_logits_exp_of(const Call *call, const Chunk *k);
 // loss and outputs; with gradients r, c, and r X in scaled_x, which it pushes.
@@ -113,11 +112,11 @@ void lce_losses_only(const Call *call, const Tokens *t, SoftmaxStatistics softma
 void lce_add_non_targets(const Call *call, const Chunk *k, bool accumulate);
 // dX = r dX + c W[y].
 void lce_finish_dx(const Call *call, const Chunk *k);
-// dW[y] += c X, db[y] += c: of these tokens, and of all.
+// dW[y] += c X, db[y] += c: for these tokens, and for all.
 void lce_add_targets(const Call *call, Tensor scale_target, Tensor x, Tensor targets);
 void lce_add_all_targets(const Call *call, const Chunk *buffers);
 
-// --- sampling.c: a random part of E's tiles makes the gradients --------------------------------------------
+// --- sampling.c: gradients from a random part of E's tiles -------------------------------------------------
 
 typedef struct {
   Tensor stats;            // fp32 [3]
@@ -126,16 +125,16 @@ typedef struct {
   int64_t rows;            // C of the largest chunk
 } Sampling;
 
-// Whether it is asked for and saves time; else the gradients are exact.
+// True if sampling is requested and saves time; otherwise the gradients are exact.
 bool lce_samples(const Call *call);
 Sampling lce_push_sampling(const Call *call, int64_t rows);
 // E, R and the sums of E's tiles.
 void lce_sampled_exponentials(const Call *call, const Sampling *s, LceLogitsExp exponentials);
-// dX = E W and dW (+)= E^T (r X), of the tiles that are drawn, from a stream of the chunk and rank.
+// dX = E W and dW (+)= E^T (r X) over the drawn tiles; chunk and rank choose the random stream.
 void lce_sampled_gradients_of(const Call *call, const Sampling *s, const Chunk *k, int64_t chunk, bool last);
 
 // --- the ways to compute a call, each with a loop of its own -----------------------------------------------
 
 void lce_materialized(const Call *call, Tensor entropy_weights); // logits; the weights fp32 [N], or absent
 void lce_split_head(const Call *call);                           // the head's rows are split over ranks
-void lce_sampled(const Call *call);                              // gradients of a part of E
+void lce_sampled(const Call *call);                              // gradients from a part of E

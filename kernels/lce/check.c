@@ -1,11 +1,11 @@
-// What linear_cross_entropy refuses; kernels.c checks what it gives to the operations.
+// Checks a call of linear_cross_entropy; kernels.c checks the operations' tensors.
 #include <math.h>
 #include <string.h>
 
 #include "kernels/base/fail.h"
 #include "kernels/lce/call.h"
 
-// The operations get only a chunk's part, so what belongs to all tokens is measured here.
+// Operations see one chunk at a time, so tensors of all tokens are checked here.
 static void per_token(const char *field, Tensor t, int64_t tokens) {
   if (tensor_exists(t) && (t.rank != 1 || t.shape[0] != tokens))
     fail("linear_cross_entropy: %s is %s for %lld tokens", field, tensor_text(t).text, (long long)tokens);

@@ -6,7 +6,7 @@
 // [C, V] exponentials are at hand. For a row with logits z and target y:
 //
 //     a     = z[y]                                  the anchor: one dot product in fp32
-//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      final as soon as the GEMM's tile is there
+//     E[j]  = exp(z[j] - a), j != y;  E[y] = 0      final as soon as the GEMM's tile is done
 //     R     = sum_j E[j]                            in fp32, before E is rounded for storage
 //     loss  = log1p(R)                              p_y = 1 / (1 + R)
 //     dX    = r (E W)  + c W[y]                     r = 1 / (1 + R),  c = p_y - 1 = -R / (1 + R)
@@ -15,9 +15,9 @@
 // No pass waits for a row's maximum or sum: only r and c depend on the whole row, and both act on vectors of
 // length H. Where R exceeds LCE_LARGEST_SUM, the row gets a higher anchor.
 //
-// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c (logits,
-// not exponentials) have loops of their own. steps.c has the loops' steps, call.c what a call begins and ends
-// with, check.c what it refuses.
+// This file has the plain loop. sampling.c, split_head.c (a head split over ranks) and materialized.c
+// (logits, not exponentials) have loops of their own. steps.c has the loops' steps, call.c a call's beginning
+// and end, check.c its checks.
 #include "kernels/lce/call.h"
 
 static void fused(const Call *call) {

@@ -1,5 +1,5 @@
-// What a row's sums over exponentials give: its loss, and what multiplies the entries of its gradient. One
-// formula for all modes, in double on the CPU and in fp32 on a GPU; kernels.h ("the loss") defines the terms.
+// Computes a row's loss and its gradient's coefficients from its sums over exponentials. One formula for all
+// modes, in double on the CPU and in fp32 on a GPU; kernels.h ("the loss") defines the terms.
 #pragma once
 
 #include <math.h>
@@ -14,12 +14,12 @@ typedef double LossReal;
 #define LOSS_ROW static inline
 #endif
 
-// A row whose sum R exceeds this gets a higher anchor: a logit leads the target's by 66. It leaves E W a factor
-// of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
+// A row with a sum R above this gets a higher anchor: a logit leads the target's by 66. It leaves E W a
+// factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
 #define LCE_LARGEST_SUM 0x1p96f
 
-// Sums of squares are of E times this: none overflows where R is at most LCE_LARGEST_SUM, and what underflows in
-// fp32, of an E below 2^-30, is nothing beside the target's 1.
+// Sums of squares take E times this: none overflows while R is at most LCE_LARGEST_SUM, and squares that
+// underflow in fp32, of an E below 2^-30, are nothing beside the target's 1.
 #define LCE_SQUARED 0x1p-33f
 
 // A row's first anchor, from u[y]. One of minus infinity makes NaN of every masked entry; this makes R too
@@ -34,7 +34,7 @@ static inline float inverse_temperature(float temperature) {
 }
 
 typedef struct {
-  LossReal row_sum;  // R: of exp(v - anchor) over the non-targets
+  LossReal row_sum;  // R: the sum of exp(v - anchor) over the non-targets
   LossReal target_e; // exp(v[y] - anchor)
   LossReal offset;   // anchor - v[y]; infinite where v[y] is minus infinity
   LossReal anchor_v; // the anchor
@@ -44,7 +44,7 @@ typedef struct {
   LossTerms terms;
 } RowSums;
 
-// All that a row has, by place: what one backend does not give fails to compile there.
+// All fields of a row, in order, so that a backend that forgets one does not compile.
 LOSS_ROW RowSums row_sums_of(LossTerms terms, LossReal vocab_size, int32_t target, LossReal row_sum,
                              LossReal target_e, LossReal offset, LossReal anchor_v, LossReal weighted,
                              LossReal scale) {
@@ -75,7 +75,7 @@ LOSS_ROW RowLoss loss_of_row(RowSums s) {
   r.loss = target_scale * r.nll;
   if (smoothing > 0) r.loss += share * (s.class_weight_sum * r.lse - s.weighted);
   r.z_loss = lambda * r.lse * r.lse;
-  // What multiplies p besides the target's weight.
+  // p's factor, apart from the target's weight.
   LossReal p_scale = share * s.class_weight_sum + 2 * lambda * r.lse;
   r.per_e = s.scale * (target_scale + p_scale) / r.total;
   // p - 1 = -R / total, not computed from p.
@@ -105,7 +105,7 @@ LOSS_ROW LossReal entropy_at_target(LossReal p, LossReal nll, LossReal entropy) 
   return p > 0 ? p * (entropy - nll) : 0;
 }
 
-// A dweight in W's dtype has no sum apart for the targets, so r multiplies their entry of E, too. Where terms
+// A dweight in W's dtype has no separate sum for the targets, so r multiplies their entry of E, too. If terms
 // cancel and r is 0, or nearly, it gets a value beside which the rest of the row is nothing.
 LOSS_ROW LossReal scale_with_target(RowLoss r) {
   LossReal least = fabs(r.target) * 0x1p-24f / r.total;

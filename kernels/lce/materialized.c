@@ -1,5 +1,5 @@
-// linear_cross_entropy with the logits of all tokens, in x's type, which become their own gradient in place:
-// what a plain trainer does, with every term of the loss. It is the baseline.
+// linear_cross_entropy with the full logits, in x's type, which become their own gradient in place, as in a
+// plain trainer, with every term of the loss: the baseline.
 #include "kernels/lce/call.h"
 
 void lce_materialized(const Call *call, Tensor entropy_weights) {

@@ -3,20 +3,20 @@
 // against the whole head.
 //
 // For each row, ranks share scalars: the target's logit is summed over them (all but one add 0), the pairs
-// (a_g, R_g), and what outputs need, are gathered, and LceCombine gives each rank the whole row's. A rank's
-// dX is its part of a sum over V, which a reduce_scatter adds. lce/REFERENCE.md counts what is sent. dX
-// leaves and the next x arrives while dW is computed.
+// (a_g, R_g) and the outputs' sums are gathered, and LceCombine gives each rank the whole row's. A rank's dX
+// is its part of a sum over V, which a reduce_scatter adds. lce/REFERENCE.md counts what is sent. dX leaves
+// and the next x arrives while dW is computed.
 #include <math.h>
 
 #include "kernels/base/integers.h"
 #include "kernels/lce/call.h"
 
-// A chunk: this rank's C tokens, and in `all` those of the G ranks, with this rank's part of dx.
+// A chunk: this rank's C tokens, and in `all` the G ranks' tokens, with this rank's part of dx.
 typedef struct {
   Tokens local;
   Chunk all;                       // its rows have the sums over the whole vocabulary
   SoftmaxStatistics local_softmax; // the sums over this rank's rows of W
-  Tensor local_sums, sums;         // fp32 [P G C], what LceCombine takes of this rank; fp32 [G * P G C]
+  Tensor local_sums, sums;         // fp32 [P G C], this rank's part for LceCombine; fp32 [G * P G C]
 } Split;
 
 static Split push_buffers(const Call *call, int64_t count) {
@@ -36,7 +36,7 @@ static Split push_buffers(const Call *call, int64_t count) {
   return b;
 }
 
-// Starts to gather the chunk of `count` tokens from `first` on; it is there after collectives_join.
+// Starts to gather the chunk of `count` tokens from `first` on, which arrives by collectives_join.
 static Split gather(const Call *call, const Split *buffers, int64_t first, int64_t count) {
   Split s = *buffers;
   int64_t rows = count * call->ranks, parts = lce_row_parts(&buffers->all.softmax) * rows;
@@ -72,7 +72,7 @@ static void fill(Backend *backend, Tensor vector, float value) {
     backend_to_device(backend, tensor_rows(vector, n, min_i64(PART, vector.shape[0] - n)), values);
 }
 
-// Where this rank has no row of W its sums are 0 about an anchor below all others, and its part of dX is 0.
+// Without a row of W a rank's sums are 0 about an anchor below all others, and its part of dX is 0.
 static void sum_no_rows(const Call *call, const Split *s) {
   fill_zero(call->backend, s->local_sums);
   fill(call->backend, s->local_softmax.anchor, -INFINITY);
@@ -89,7 +89,7 @@ void lce_split_target_z(const Call *call, Tensor target_z, Tensor local, Tensor 
   all_reduce(call->backend, (Collective){.out = target_z, .x = target_z});
 }
 
-// E, and each row's sums over the whole vocabulary.
+// Computes E, and each row's sums over the whole vocabulary.
 static void exponentials(const Call *call, const Split *s, const Sampling *sampling) {
   const Chunk *k = &s->all;
   lce_split_target_z(call, k->softmax.target_z, k->targets, k->tokens.x, k->tokens.targets);
@@ -125,7 +125,7 @@ void lce_split_head(const Call *call) {
     lce_losses_only(call, &now.local,
                     softmax_statistics_range(&k->softmax, call->backend->rank * count, count));
     if (call->backward) lce_losses(call, k);
-    // What writes dweight comes before what adds to it. Later chunks' GEMMs overlap the collectives.
+    // dweight is written before it is added to. Later chunks' GEMMs overlap the collectives.
     if (sampling)
       lce_sampled_gradients_of(call, sampling, k, first / size, true);
     else if (first == 0)

@@ -1,4 +1,4 @@
-// The steps of a chunk, of which the loops of linear_cross_entropy.c, sampling.c and split_head.c are made.
+// The steps of a chunk, which the loops of linear_cross_entropy.c, sampling.c and split_head.c call.
 #include "kernels/lce/call.h"
 
 const char *lce_mode_name(LceMode mode) {

@@ -7,7 +7,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/random.h"
 
-// An environment variable as a number; `otherwise` where it is not set.
+// An environment variable as a number; `otherwise` if it is not set.
 static int number(const char *name, int otherwise) {
   const char *text = name ? getenv(name) : NULL;
   if (!text || !*text) return otherwise;
@@ -47,7 +47,7 @@ void launch_first_host(const char *list, char *host, int size) {
   snprintf(host, (size_t)size, "%.*s%.*s", stem, list, (int)strcspn(numbers, "-,]"), numbers);
 }
 
-// From a job step's id, so that steps on one machine differ; hashed, since ids in a pattern would meet.
+// Hashes a job step's id, so that steps on one machine differ; unhashed, ids in a pattern would meet.
 static int slurm_port(void) {
   const char *job = getenv("SLURM_JOB_ID"), *step = getenv("SLURM_STEP_ID");
   uint64_t id = strtoull(job ? job : "0", NULL, 10) << 32 ^ strtoull(step ? step : "0", NULL, 10);

@@ -1,4 +1,4 @@
-// Which of how many processes this one is, from the environment that launchers set. Nothing is started here.
+// Reads this process's rank among how many from the environment that launchers set. Nothing is started here.
 //
 //   torchrun and tools/launch   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 //   mpirun                      OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE} (Open MPI); PMI_RANK,
@@ -12,15 +12,15 @@
 
 typedef struct {
   const char *launcher;        // "torchrun", "mpirun", "srun"; NULL: this is the only process
-  int rank, ranks;             // 0 of 1 without a launcher
-  int local_rank, local_ranks; // on this machine; local_ranks is 0 where the launcher does not say
-  char address[256];           // of rank 0's machine; empty where the launcher does not say
-  int port;                    // free on that machine; 0 where the launcher does not say
+  int rank, ranks;             // 0 and 1 without a launcher
+  int local_rank, local_ranks; // on this machine; local_ranks: 0 if the launcher does not say
+  char address[256];           // rank 0's machine; empty if the launcher does not say
+  int port;                    // free on that machine; 0 if the launcher does not say
   bool mpi;                    // MPI_Init finds the other ranks
   bool forwarded; // the launcher gives standard output a terminal, whatever its own is; for one rank too
 } Launch;
 
-// Fails in one sentence when the environment contradicts itself.
+// Fails with a sentence if the environment contradicts itself.
 Launch launch_read(void);
 
 // The first host of a Slurm list such as "gpu[03-06,9],login": "gpu03". Writes at most `size` bytes.

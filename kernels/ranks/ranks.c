@@ -19,7 +19,7 @@
 #include <mpi.h>
 #endif
 
-// Waits: of other ranks than 0 before they print why they fail; of the watchdog between looks; for MPI_Abort.
+// Waits: ranks other than 0 before they print why they fail; the watchdog between looks; for MPI_Abort.
 enum { RANK_0_FIRST_MILLISECONDS = 1500, WATCH_MILLISECONDS = 200, ABORT_SECONDS = 5 };
 
 static Launch self = {.ranks = 1};

@@ -1,6 +1,6 @@
 // A process as one rank of a job: its standard output, how it fails, and a watchdog against hangs. Ranks
-// exchange data through collectives alone (kernels/*/collectives.*), and launchers end a job of which one
-// process fails.
+// exchange data through collectives alone (kernels/*/collectives.*), and launchers end a job if one of its
+// processes fails.
 //
 //   standard output   rank 0's alone; the others' goes nowhere, and they print no warnings
 //   fail()            prints "lce: rank K: sentence" and ends this process with status 1, and under MPI the
@@ -37,9 +37,8 @@ void ranks_alive(void);                  // progress, reported by whatever may t
 void ranks_enter(const char *operation); // a literal; waits for other ranks or the device
 void ranks_leave(void);
 
-// What the watchdog queries about the device from its own thread, five times a second: an error as a sentence
-// (true); or false, and how far the device is in collectives that it has not finished (empty: it has). NULL:
-// nothing.
+// The watchdog calls this from its own thread, five times a second. True: the device has an error, a sentence
+// in `text`; false: `text` tells its progress in unfinished collectives (empty: none). NULL: no queries.
 typedef bool (*RanksDevice)(void *context, char *text, size_t size);
 void ranks_watch_device(RanksDevice device, void *context);
 
