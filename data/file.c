@@ -79,7 +79,7 @@ static int open_regular(const char *path, size_t *size, Reason *reason) {
   return -1;
 }
 
-// False: it is a pipe or a device.
+// False for a pipe or a device.
 static bool is_output(const char *what, const char *path, const char *mark) {
   struct stat status;
   if (stat(path, &status)) return true;
@@ -94,7 +94,7 @@ static bool is_output(const char *what, const char *path, const char *mark) {
   return true;
 }
 
-// The regular file `path` where the shell has opened it for standard output or error, else NULL.
+// The regular file `path` if the shell has opened it for standard output or error, else NULL.
 static FILE *same_stream(const char *path) {
   struct stat named, open_already;
   for (int stream = STDOUT_FILENO; stream <= STDERR_FILENO; stream++)
@@ -166,8 +166,7 @@ char *file_read(const char *path, size_t *length, Reason *given) {
   return text;
 }
 
-// Names the file of which a mapped page is gone. A read raises the signal, so no lock of the C library is
-// held.
+// Names the file that has lost a mapped page. A read raises the signal, so no lock of the C library is held.
 static void on_bus_error(int number, siginfo_t *info, void *context) {
   (void)context;
   static atomic_flag first = ATOMIC_FLAG_INIT;

@@ -12,22 +12,21 @@ typedef struct {
   char text[4096]; // PATH_MAX
 } Path;
 
-Path path_in(const char *folder, const char *name); // "folder/name", or "" where that is too long
+Path path_in(const char *folder, const char *name); // "folder/name", or "" if that is too long
 Path path_folder(const char *path);                 // "folder" of "folder/name", "." of "name"
 bool path_exists(const char *path);                 // a broken link exists
 bool path_is_folder(const char *path);
 bool path_is_same(const char *a, const char *b);          // both lead to one file or folder
-bool path_make_folders(const char *path, Reason *reason); // the folder and those above it
+bool path_make_folders(const char *path, Reason *reason); // the folder and its parents
 
-// Opens an output `what` ("the log"). Fails where another output is written there, or where it is neither
-// absent, empty, a pipe, a character device nor an earlier output, which begins with `mark`. BACK_UP renames
-// an earlier one to PATH.1, or the next free number, and fails where it cannot. Standard output may go to the
-// same file.
+// Opens an output `what` ("the log"). Fails if another output is written there, or if it is neither absent,
+// empty, a pipe, a character device nor an earlier output, which begins with `mark`. BACK_UP renames an
+// earlier one to PATH.1, or the next free number, or fails. Standard output may go to the same file.
 typedef enum { OVERWRITE, APPEND, BACK_UP } EarlierOutput;
 FILE *file_create(const char *what, const char *path, const char *mark, EarlierOutput earlier);
 
-// The whole file and a 0, which *length does not count; NULL: absent. The caller frees it. Where it is no
-// regular file, unreadable or larger than 256 MiB, it fails, or `reason` (not NULL; "" where absent) says so.
+// The whole file and a 0, which *length does not count; NULL: absent. The caller frees it. If it is no
+// regular file, unreadable or larger than 256 MiB, it fails, or `reason` (not NULL; "" if absent) says so.
 char *file_read(const char *path, size_t *length, Reason *reason);
 
 // A file in memory, mapped or copied. The program fails, naming it, when a mapped file is shortened.

@@ -10,7 +10,7 @@
 #include "kernels/base/alloc.h"
 #include "kernels/base/text.h"
 
-// The first name that stands twice in an object, of which cJSON finds the first and Python the last; or NULL.
+// The first name that an object repeats, or NULL: cJSON takes such a name's first value, Python its last.
 static const char *repeated_name(const cJSON *json) {
   struct {
     char *key;

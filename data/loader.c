@@ -18,7 +18,7 @@
 // Windows with free space: stacks by their free tokens, and a bit for each stack that is not empty.
 typedef struct {
   int64_t seq_len;
-  int64_t *next;  // of each window: the one below; an array of stb_ds.h
+  int64_t *next;  // each window's: the one below; an array of stb_ds.h
   int64_t *top;   // [seq_len + 1]: a window, or -1
   uint64_t *some; // [seq_len / 64 + 1]
 } FreeSpace;
@@ -43,7 +43,7 @@ static int64_t best_fit(FreeSpace *s, int64_t length) {
   return window;
 }
 
-// By window, then in the order of the stream.
+// Sorts by window, then in the order of the stream.
 static int by_window(const void *a, const void *b) {
   const PackedSpan *x = a, *y = b;
   if (x->window != y->window) return x->window < y->window ? -1 : 1;
@@ -136,7 +136,7 @@ Loader loader_create(LoaderOptions o) {
   return loader;
 }
 
-// The window at this place of the split's order, in which training has the last places.
+// The window at this place of the split's order; training has the last places.
 static int64_t split_window(const Loader *loader, int64_t place) {
   const LoaderOptions *o = &loader->options;
   int64_t windows = source_windows(o), window = (place + loader->train_windows) % windows;
@@ -188,7 +188,7 @@ static int64_t window_of(const Loader *loader, int64_t validated, int64_t number
   return split_window(loader, source_windows(o) - loader->train_windows + (int64_t)place);
 }
 
-// Rows from `number` on, padded. Returns how many targets count.
+// Fills rows from `number` on, padded. Returns how many targets count.
 static int64_t fill_batch(const Loader *loader, int64_t validated, int64_t number, int32_t *tokens,
                           int32_t *targets, int32_t *documents) {
   const LoaderOptions *o = &loader->options;

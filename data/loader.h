@@ -31,7 +31,7 @@ typedef struct {
   DataOrder order;                 // of the training windows
 } LoaderOptions;
 
-// A place in the training data, which stays the same where a run resumes with other batches.
+// A place in the training data, which stays the same if a run resumes with other batches.
 typedef struct {
   int64_t pass;   // or epoch, from 0
   int64_t tokens; // that this pass has read: whole windows, but see loader_start
@@ -54,22 +54,22 @@ typedef struct {
 // end_of_text as in source_document_ends.
 void source_pack(Source *source, int64_t seq_len, int64_t end_of_text);
 
-// Fails where the data are too few for one window of each requested kind.
+// Fails if the data are too few for one window of each requested kind.
 Loader loader_create(LoaderOptions options);
 
-// Makes step `step` begin at `place`. In sequential order T may be another one than before: where the tokens
-// are no multiple of it, the rest of the pass has windows from there on, one less at its end.
+// Makes step `step` begin at `place`. In sequential order T may have changed: if the tokens are no multiple
+// of it, the rest of the pass has windows from there on, one less at its end.
 void loader_start(Loader *loader, int64_t step, DataPlace place);
-// Where `step` begins, with steps of so many windows.
+// The place at which `step` begins, with steps of `windows` windows.
 DataPlace loader_place(const Loader *loader, int64_t step, int64_t windows);
-// What the order of the training windows follows from, T included unless it is sequential: places in the same
-// order can be compared. "windows in file order; checksum 0a1b2c3d", cut to `size` bytes.
+// Identifies the order of the training windows, with T unless it is sequential: places in the same order can
+// be compared. "windows in file order; checksum 0a1b2c3d", cut to `size` bytes.
 void loader_describe_order(const Loader *loader, char *out, size_t size);
 
-// Fills tokens and targets ([B T], the caller's) with training batch `index` of the `batches` of a step, which
-// are micro_steps * ranks; returns how many targets count. Masked ones and padding are IGNORED_TARGET.
-// documents ([2, B T], or NULL): how many tokens of its document lie before each token in its row, then how
-// many after it; 0 for padding.
+// Fills tokens and targets ([B T], the caller's) with training batch `index` of a step's micro_steps * ranks
+// `batches`; returns how many targets count. Masked ones and padding are IGNORED_TARGET. documents ([2, B T],
+// or NULL): how many tokens of its document lie before each token in its row, then how many after it; 0 for
+// padding.
 int64_t loader_train_batch(const Loader *loader, int64_t step, int64_t index, int64_t batches,
                            int32_t *tokens, int32_t *targets, int32_t *documents);
 
@@ -77,7 +77,7 @@ int64_t loader_train_batch(const Loader *loader, int64_t step, int64_t index, in
 int64_t loader_validation_batch(const Loader *loader, int64_t index, int64_t batches, int32_t *tokens,
                                 int32_t *targets, int32_t *documents);
 
-// Fails where no target of training, or of so many validation batches (0: all), counts.
+// Fails if no target of training, or of so many validation batches (0: all), counts.
 void loader_require_targets(const Loader *loader, bool training, int64_t validation_batches);
 
 // "byte-level text, 63 files, 512,345 tokens; 480 training and 25 validation windows of 1,024; checksum

@@ -44,8 +44,8 @@ static bool has_file(const char *folder, const char *train, const char *validati
   return path_exists(path_in(folder, train).text) || path_exists(path_in(folder, validation).text);
 }
 
-// The manifest.json of a folder that tools/prepare_data.py made; NULL: there is none. Fails where the folder
-// has such shards and the manifest cannot be read.
+// The manifest.json of a folder that tools/prepare_data.py made; NULL: none. Fails if the folder has such
+// shards and the manifest cannot be read.
 static cJSON *manifest_of(const char *folder) {
   Path path = path_in(folder, "manifest.json");
   Reason reason;
@@ -77,7 +77,7 @@ bool manifest_has_validation(const char *folder) {
   return has;
 }
 
-// Whether a directory has shards of another split than the one to read, of which all must exist.
+// True if a directory has shards of another split than the one to read. All shards to read must exist.
 static bool has_other_split(const char *folder, SourceSplit split) {
   cJSON *manifest = manifest_of(folder);
   if (!manifest && has_file(folder, "train_000000.ends", "val_000000.ends"))
@@ -102,7 +102,7 @@ static bool has_other_split(const char *folder, SourceSplit split) {
 
 // --- the files that paths name -----------------------------------------------------------------------------
 
-// Whether a name in a directory is left out; `tree`: what is not of the corpus, too.
+// True if a name in a directory is left out; `tree`: names outside the corpus, too.
 static bool is_left_out(const char *name, bool is_directory, bool tree) {
   static const char corpus[] = "@(*.@(c|h|cu|cuh|py|sh|md)|Makefile|LICENSE)";
   if (name[0] == '.') return true;
@@ -122,8 +122,8 @@ static int compare_paths(const void *a, const void *b) {
   return strcmp(((const SourceFile *)a)->path, ((const SourceFile *)b)->path);
 }
 
-// Adds the regular files under `directory`, links to files included; `tree`: those of the corpus. fts_number:
-// whether a directory has files of another split.
+// Adds the regular files under `directory`, links to files included; `tree`: the corpus alone. fts_number: 1
+// if a directory has files of another split.
 static void add_directory(Source *source, const char *directory, bool tree) {
   char *roots[] = {(char *)directory, NULL};
   FTS *walk = fts_open(roots, FTS_PHYSICAL | FTS_COMFOLLOW | FTS_NOCHDIR, NULL);
@@ -147,7 +147,8 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   fts_close(walk);
 }
 
-// Adds what `path` names: a file, a directory's files or, when nothing has that name, what glob(7) matches.
+// Adds the files that `path` names: one, a directory's or, if nothing has that name, all that glob(7)
+// matches.
 static void add_path(Source *source, const char *path) {
   bool named = path_exists(path) || !strpbrk(path, "*?[");
   glob_t found = {.gl_pathc = 1, .gl_pathv = (char *[]){(char *)path}};
@@ -180,7 +181,7 @@ enum { HEADER_BYTES = 4 * 256, FORMATS = 4 };
 
 static const struct {
   ShardPart part;
-  int32_t magic, version, bits; // of a token
+  int32_t magic, version, bits; // per token
 } formats[FORMATS] = {{SHARD_TOKENS, 20240520, 1, 16},
                       {SHARD_TOKENS, 20240801, 7, 32},
                       {SHARD_MASK, 20261120, 1, 1},
@@ -192,7 +193,7 @@ static int32_t header_value(const void *bytes, int index) {
   return value;
 }
 
-// The row of `formats`; FORMATS where the bytes do not begin with a magic of the part's.
+// The row of `formats`; FORMATS if the bytes do not begin with a magic of the part's.
 static int find_format(const void *bytes, size_t size, ShardPart part) {
   int row = 0;
   while (row < FORMATS &&
@@ -266,7 +267,7 @@ static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping
   return bits.data;
 }
 
-// Fails unless a shard is as its folder's manifest lists it. Other names than prepare_data's may stand beside.
+// Fails unless a shard is as its folder's manifest lists it. Files with other names may stand beside it.
 static void check_listed(const cJSON *manifest, const SourceFile *part) {
   const char *name = strrchr(part->path, '/') ? strrchr(part->path, '/') + 1 : part->path;
   const cJSON *shard, *listed = NULL,
@@ -522,7 +523,7 @@ static bool is_set(const uint8_t *bits, int64_t index) {
   return bits[index / 8] >> (index % 8) & 1;
 }
 
-// As source_read_targets, or, where they are no targets, without masks.
+// As source_read_targets or, if they are no targets, without masks.
 static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   int64_t counted = count;
@@ -563,7 +564,7 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
       if (!bits) widen(part, k, 1, &id);
       if (bits ? is_set(bits, k) : id == end_of_text) arrput(ends, part->first + k + 1);
     }
-    bool is_end = text || next == source->tokens; // of a text, or of the stream
+    bool is_end = text || next == source->tokens; // the end of a text, or of the stream
     if (is_end && !(arrlen(ends) && arrlast(ends) == next)) arrput(ends, next);
     file_advise(&part->file, 0, part->file.size, MADV_DONTNEED); // as in check_ids
     file_unmap(&file);

@@ -6,17 +6,17 @@
 //     their separators.
 //
 // Next to x.bin there may be x.mask, which says what tokens count as targets, and x.ends, which marks the
-// last token of each document (tools/prepare_data.py makes both): the same header (magic 20261120 or
+// last token of each document (tools/prepare_data.py writes both): the same header (magic 20261120 or
 // 20261121, version 1) and a bit for each token, the lowest bit of a byte first.
 //
-// A path is a file; a directory, of which all regular files are read, all levels down, but hidden names and
+// A path is a file; a directory, whose regular files are read at all levels, but for hidden names and
 // directories named "build"; or else a glob(7). The files of one path are in byte order. A file that is named
-// must be text or a shard and not empty. Those found by a glob or in a directory are skipped where they are
+// must be text or a shard and not empty. Files found by a glob or in a directory are skipped if they are
 // empty or binary (a NUL byte in the first 8 KiB), and a directory that holds shards is read for them alone.
-// A *.bin file must be a shard, but one found in a directory only where it begins with the magic.
+// A *.bin file must be a shard, but one found in a directory only if it begins with the magic.
 //
-// Beside shards of tools/prepare_data.py lies its manifest.json. What it lists must be there: the shards of a
-// directory, their tokens, their masks.
+// Beside shards of tools/prepare_data.py lies its manifest.json. All that it lists must exist: a directory's
+// shards, their tokens, their masks.
 //
 // Text files up to 128 KiB are copied, as a source tree may be edited during a run and mappings are limited.
 // Others are mapped and must not change: one that shrinks, or gets an id outside the vocabulary, ends the
@@ -41,15 +41,15 @@ typedef struct {
 typedef struct {
   int64_t windows, documents, pairs;
   PackedSpan *pieces; // by window, and within one in the order of the stream; an array of stb_ds.h
-  int64_t *starts;    // [windows + 1]: where the pieces of a window begin; NULL: the source is not packed
+  int64_t *starts;    // [windows + 1]: each window's first piece; NULL: the source is not packed
 } Packing;
 
-// Whether tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that
-// made them, and, by the second, val_*.bin. Fail where shards of that program have a damaged one.
+// True if tools/prepare_data.py made a folder, by its manifest.json: train_*.bin, the tokenizer.json that
+// made them and, for the second, val_*.bin. Fail if shards of that program have a damaged manifest.
 bool manifest_is_in(const char *folder);
 bool manifest_has_validation(const char *folder);
 
-// What is read of such folders: all; all but val_*.bin; or, where there are val_*.bin, all but train_*.bin.
+// The part of such folders that is read: all; all but val_*.bin; or, if val_*.bin exist, all but train_*.bin.
 typedef enum { SPLIT_NONE, SPLIT_TRAIN, SPLIT_VALIDATION } SourceSplit;
 
 typedef struct {
@@ -61,38 +61,38 @@ typedef struct {
   SourceSplit split;
   bool masked;              // some file has a mask: targets may be ignored
   int64_t left;             // files of directories and globs that were not taken, masks not counted
-  char *first_left;         // the path of one; NULL: there is none
+  char *first_left;         // the path of one; NULL: none
   struct SourceFile *parts; // an array of stb_ds.h
   Packing packing;          // source_pack's
 } Source;
 
-// Opens what `paths[0..count)` name, in this order; with count 0 the program's own sources and prose as text
-// (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden names) in the tree above
-// the executable, or else in the current directory. Fails, naming file and offset, on a path that is missing,
-// unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for which it may
-// read all data. The caller closes it.
+// Opens the data that `paths[0..count)` name, in this order; with count 0 the program's own sources and prose
+// as text (*.c *.h *.cu *.cuh *.py *.sh *.md, Makefile, LICENSE; not build/, runs/, hidden names) in the tree
+// above the executable, or else in the current directory. Fails, naming file and offset, on a path that is
+// missing, unreadable or empty, a mix of kinds, a damaged shard, and an id at or above `vocab_size`, for
+// which it may read all data. The caller closes it.
 Source *source_open(const char *const *paths, int64_t count, int64_t vocab_size, SourceSplit split);
 
 void source_close(Source *source);                                // NULL is fine
-const char *source_path(const Source *source, int64_t file);      // of one of `files`
+const char *source_path(const Source *source, int64_t file);      // the path of one of `files`
 const char *source_shared_file(const Source *a, const Source *b); // the path in b of a file of both, or NULL
 // "byte-level text", "llm.c shards, uint16" or "llm.c shards, uint32".
 const char *source_kind_name(const Source *source);
-// "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" where all were taken.
+// "63 files are left out, such as notes.txt: ..." and why, cut to `size` bytes; "" if all were taken.
 void source_describe_left(const Source *source, char *out, size_t size);
 
 // out[i] = token first + i, for i in [0, count), all within the source. Any number of threads may read.
 void source_read(const Source *source, int64_t first, int64_t count, int32_t *out);
-// The same for tokens as targets: those that a mask leaves out become IGNORED_TARGET. Returns how many count.
+// The same for tokens as targets: masked ones become IGNORED_TARGET. Returns how many count.
 int64_t source_read_targets(const Source *source, int64_t first, int64_t count, int32_t *out);
 
 // The position after the last token of each document, in order, the stream's end included: after each
-// `end_of_text` where that is 0 or more, else as the shards' .ends files say; and after a text file with its
-// separator. Reads all data. Fails where a shard has no .ends file and no end_of_text is given. An array of
+// `end_of_text` if that is 0 or more, else as the shards' .ends files say; and after a text file with its
+// separator. Reads all data. Fails if a shard has no .ends file and no end_of_text is given. An array of
 // stb_ds.h, which the caller frees.
 int64_t *source_document_ends(const Source *source, int64_t end_of_text);
 
-// Whether a source opened from these paths would be masked, without reading the files.
+// True if a source opened from these paths would be masked. Does not read the files.
 bool source_paths_masked(const char *const *paths, int64_t count);
 
 enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
@@ -103,9 +103,9 @@ double source_entropy(const Source *source);
 typedef enum { SHARD_TOKENS, SHARD_MASK, SHARD_ENDS } ShardPart;
 
 typedef struct {
-  int bits;         // of a token: 16 or 32; 1 of a mask or of ends
+  int bits;         // per token: 16 or 32; 1 in a mask or in ends
   const void *data; // within the file
-  int64_t count;    // of tokens
+  int64_t count;    // number of tokens
 } Shard;
 
 // Checks a file against its header; false with a reason, a sentence whose subject is the file.

@@ -12,12 +12,12 @@
 #include "kernels/base/text.h"
 
 enum {
-  MAX_ID = 1 << 22, // of a valid tokenizer; what a damaged file claims stays within memory
+  MAX_ID = 1 << 22, // a valid tokenizer's; it bounds the memory that a damaged file can claim
   BYTES = 256
 };
 
 typedef struct {
-  char *bytes; // what the token stands for; NULL: no token has this id
+  char *bytes; // the token's text; NULL: no token has this id
   int64_t length;
   bool special; // a mark, not text: "<|endoftext|>"
 } Token;
@@ -33,7 +33,7 @@ static int character_of(int byte) {
   return byte == 0xAD ? 0x143 : byte;
 }
 
-// The token stands for the bytes of its characters, or for its text where one of them is no byte.
+// The token stands for the bytes of its characters, or for its text if one of them is no byte.
 static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool special, Reason *reason) {
   size_t length = strlen(text);
   if (!json_is_whole(id) || id->valuedouble >= MAX_ID)
