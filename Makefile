@@ -264,6 +264,8 @@ endif
 
 ifneq ($(SEARCH),)
   SOURCES_CHANGED := $(call record,sources,$(SOURCES))
+  # Programs outside of the build's folder come from the one that was built last.
+  LAST_BUILD := $(if $(BIN),,$(shell mkdir -p build; echo $(BUILD) | cmp -s - build/last || echo $(BUILD) >build/last))
 endif
 
 LIBRARY       := $(BUILD)/lce.a
@@ -307,7 +309,7 @@ define LINK
 $(Q)$(CC) $(ALL_CFLAGS) $(ALL_LDFLAGS) $(filter %.o %.a,$^) $(1) $(ALL_LIBS) -o $@
 endef
 
-$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(BUILD)/trainer/start.c.o $(LIBRARY)
+$(call programs,$(PROGRAMS)): $(BIN)%: $(BUILD)/%.c.o $(BUILD)/trainer/start.c.o $(LIBRARY) $(if $(BIN),,build/last)
 	$(LINK)
 
 $(TEST_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(call objects,$(HELPERS)) $(BUILD)/trainer/start.c.o $(LIBRARY)
@@ -321,9 +323,14 @@ $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 # --- Running ------------------------------------------------------------------------------------------------
 
 # With DEPS_ROOT nothing is installed.
+# Where there is nvcc and no GPU, what runs is built without CUDA, in a folder beside the whole build's.
+$(RUNS): NVCC_HERE = $(wildcard $(CUDA_HOME:%=%/bin/nvcc) /usr/local/cuda/bin/nvcc)$(shell command -v nvcc)
+$(RUNS): GPU_HERE = $(wildcard /dev/nvidia* /dev/dxg)$(shell command -v nvidia-smi)
+$(RUNS): CPU_ALONE = $(and $(filter file,$(origin CUDA)),$(filter-out emulated,$(VARIANT)),$(NVCC_HERE),$(if $(GPU_HERE),,yes))
 $(RUNS):
+	$(if $(CPU_ALONE),@echo "There is no GPU here: building for the CPU alone; \`make\` builds CUDA's part, too.")
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test exercise,$@),,-run))
-	@$(MAKE) build-and-$@
+	@$(MAKE) $(if $(CPU_ALONE),CUDA=0 BUILD=$(BUILD)-cpu) build-and-$@
 
 build-and-run: $(BIN)train
 	$(if $(filter /%,$<),,./)$< $(RUN_ARGS)

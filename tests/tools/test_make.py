@@ -3,10 +3,11 @@
 import os
 import pathlib
 import re
+import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import TEXT, TINY, TRAIN, main, run  # noqa: E402
+from program import GPUS, TEXT, TINY, TRAIN, main, run  # noqa: E402
 from tap import Skip  # noqa: E402
 
 LARGE = f"--data {TEXT} --hidden-size 4096 --intermediate-size 4096 --steps 1"
@@ -19,13 +20,29 @@ def test_a_folder_that_may_not_be_written(folder):
     run("make", "-s", "BUILD=/proc/lce", "info").ok()
 
 
-# CUDA's objects depend on CUDA's flags alone. The toolkit is found, and compiles nothing.
-def test_without_mpi_cuda_stays_built(folder):
+def make_toolkit(folder):
+    """A CUDA toolkit that is found, and compiles nothing."""
     for name, text in (("include/cublasLt.h", ""), ("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_90a\n"),
                        ("lib64/libcudart.so", "/* empty */"), ("lib64/libcublasLt.so", "/* empty */")):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "bin/nvcc").chmod(0o755)
+
+
+# What runs is built without CUDA where no GPU is, in a folder of its own; make builds all.
+def test_without_a_gpu(folder):
+    if GPUS or shutil.which("nvidia-smi"):
+        raise Skip("there is a GPU")
+    make_toolkit(folder)
+    where = "make", "-n", "VARIANT=release", f"BUILD={folder}/b", f"BIN={folder}/b/", f"CUDA_HOME={folder}", "DEPS_ROOT=none"
+    done = run("env", "-u", "CUDA", "-u", "MAKEFLAGS", *where, "run").ok("There is no GPU here: ", f"{folder}/b-cpu/train.c.o")
+    assert f"{folder}/bin/nvcc" not in done.out, done
+    run("env", "-u", "MAKEFLAGS", *where, "CUDA=1", "run").ok(f"{folder}/bin/nvcc", f"{folder}/b/train.c.o")
+
+
+# CUDA's objects depend on CUDA's flags alone.
+def test_without_mpi_cuda_stays_built(folder):
+    make_toolkit(folder)
 
     def flags(*words):
         where = "VARIANT=release", f"BUILD={folder}", f"BIN={folder}/", "CUDA=1", f"CUDA_HOME={folder}"
