@@ -398,7 +398,7 @@ struct Gemm {
   int64_t out_apart = 0, addend_apart = 0;
   GemmEpilogue epilogue = GEMM_PLAIN;
   Tensor bias = {}, pre = {};
-  // Scales of e4m3 operands, on the device: they multiply the result. The bias is then bf16.
+  // Scales of codes, on the device: they multiply the result. The bias is then bf16.
   const void *left_scale = nullptr, *right_scale = nullptr;
 
   __host__ DEVICE int64_t m() const { return out.shape[0]; }

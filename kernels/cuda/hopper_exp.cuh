@@ -139,7 +139,7 @@ template <bool TERMS> struct LogitsExp : OfLogits {
     EACH (h, TILE_M / 64) {
       ThreadParts parts;
       int row = work.row + me.row(h);
-      if constexpr (K::E4M3) K::decode(acc[h], c, row);
+      if constexpr (K::CODES) K::decode(acc[h], c, row);
       epilogue_exp<TERMS>(acc[h], parts, c.s, c.params, row, work.column, me.column);
       if (c.params.store)
         epilogue_store_bf16<K::BUFFERS>(c.out, c.buffer, pairs_of(acc[h]), work.column,

@@ -9,7 +9,7 @@
 #include "kernels/cuda/hopper_exp.cuh"
 
 template <bool TERMS> struct LogitsExpOfCodes : LogitsExp<TERMS> {
-  static constexpr bool E4M3 = true;
+  static constexpr bool CODES = true;
 
   // A row's factor for sums of products of codes, and half its target's logit.
   struct Row {

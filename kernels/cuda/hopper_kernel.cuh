@@ -169,8 +169,9 @@ static DEVICE void mainloop(Accumulators &acc, const Pipeline &pipeline, Pipelin
     wgmma_fence();
     EACH (i, TILE_K / 16)
       EACH (h, TILE_M / 64)
-        if constexpr (K::E4M3)
-          wgmma_e4m3(acc[h], descriptor_advance(a, h * 8192 + i * a_step), descriptor_advance(b, i * b_step));
+        if constexpr (K::CODES)
+          wgmma_codes(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
+                      descriptor_advance(b, i * b_step));
         else
           wgmma<COLUMNS, !K::A_K_MAJOR, !K::B_K_MAJOR>(acc[h], descriptor_advance(a, h * 8192 + i * a_step),
                                                        descriptor_advance(b, i * b_step), k > 0 || i > 0);
@@ -207,7 +208,7 @@ static DEVICE void consume(const TileScheduler &s, const EpilogueParams &params,
     }
     int columns = tile_columns<K>(s, work), a_first = me.row * 128;
     epilogue.begin(me, work, columns);
-    if constexpr (K::E4M3) epilogue.begin_sums(acc, me, work);
+    if constexpr (K::CODES) epilogue.begin_sums(acc, me, work);
     // Ping-pong order: named barrier 1 + c opens when the other consumer has all its stages. Otherwise
     // consumer 1 could wait two rounds ahead, which a parity cannot tell apart.
     if (!K::COOPERATIVE && w >= work_stride()) named_barrier_sync<2 * WARPGROUP>(1 + consumer);

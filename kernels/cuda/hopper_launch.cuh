@@ -31,9 +31,9 @@ static CUtensorMap tma_map(Backend *backend, Tensor t, int rows, int line = 128,
              shape[] = {columns, (cuuint64_t)t.shape[0], (cuuint64_t)parts},
              stride[] = {(cuuint64_t)t.stride * bytes, columns * bytes};
   cuuint32_t tile[] = {(cuuint32_t)(line / bytes), (cuuint32_t)rows, (cuuint32_t)parts}, every[] = {1, 1, 1};
-  CUtensorMapDataType type = t.dtype == DTYPE_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                             : t.dtype == DTYPE_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  CUtensorMapDataType type = bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                             : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   CUresult result = hopper(backend).encode(
       &map, type, parts > 1 ? 3 : 2, t.data, shape, stride, tile, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
       line == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,

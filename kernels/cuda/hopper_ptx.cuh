@@ -322,8 +322,8 @@ template <int COLUMNS> static DEVICE void wgmma(float (&d)[COLUMNS / 2], uint32_
     WGMMA(128, WIDEN("a", "%64") WIDEN("b", "%65"), "a", "b", "%66", "0, %67", "r"(a), "r"(b));
 }
 
-// d[64, 192] += a[64, 32] b[32, 192], of K-major e4m3 operands.
-static DEVICE void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b) {
+// d[64, 192] += a[64, 32] b[32, 192], of K-major codes (e4m3).
+static DEVICE void wgmma_codes(float (&d)[96], uint64_t a, uint64_t b) {
   constexpr bool keep = true;
   constexpr bool B_MN_MAJOR = false; // nor has the instruction a word for it
   WGMMA_OF("k32.f32.e4m3.e4m3", 192, "", "%96", "%97", "%98", "", "l"(a), "l"(b));

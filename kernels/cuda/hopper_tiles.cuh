@@ -144,7 +144,7 @@ struct Epilogue {
   static constexpr bool COOPERATIVE = false;
   static constexpr bool A_K_MAJOR = true, B_K_MAJOR = false;
   // True: A and B are codes, both K-major; a k-step's 128 bytes hold twice as many.
-  static constexpr bool E4M3 = false;
+  static constexpr bool CODES = false;
   // True: K is short, so tiles are rasterised to keep their rows of A in L2 while B streams by.
   static constexpr bool KEEPS_A = false;
   // True: each row of tiles has a list of k-steps; or each column of tiles, with B in panels.
@@ -169,7 +169,7 @@ struct Epilogue {
 // An epilogue and the sizes derived from it.
 template <typename Epilogue> struct KernelTraits : Epilogue {
   enum { ROWS = Epilogue::COOPERATIVE ? CONSUMERS * TILE_M : TILE_M };
-  enum { STEP = Epilogue::E4M3 ? 2 * TILE_K : TILE_K }; // values of K
+  enum { STEP = Epilogue::CODES ? 2 * TILE_K : TILE_K }; // values of K
   enum { CLUSTER_ROWS = Epilogue::SHARE_A ? ROWS : CLUSTER * ROWS };
   enum { CLUSTER_COLUMNS = TILE_N * (Epilogue::SHARE_A ? CLUSTER : 1) / (Epilogue::GATE_UP ? 2 : 1) };
   enum { A_BYTES = ROWS * TILE_K * 2, STAGE_BYTES = A_BYTES + TILE_N * TILE_K * 2 };

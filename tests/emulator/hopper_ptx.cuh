@@ -75,7 +75,7 @@ template <int COLUMNS, bool A_MN_MAJOR, bool B_MN_MAJOR>
 static inline void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
   emulator::wgmma(d, COLUMNS, {(uint32_t)a, A_MN_MAJOR}, {(uint32_t)b, B_MN_MAJOR}, keep);
 }
-static inline void wgmma_e4m3(float (&d)[96], uint64_t a, uint64_t b) {
+static inline void wgmma_codes(float (&d)[96], uint64_t a, uint64_t b) {
   emulator::wgmma(d, 192, {(uint32_t)a, false}, {(uint32_t)b, false}, true, true);
 }
 template <int COLUMNS> static inline void wgmma(float (&d)[COLUMNS / 2], uint32_t a, uint32_t b, bool keep) {
