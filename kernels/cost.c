@@ -28,11 +28,11 @@ static Amount moved(double bytes) {
   return (Amount){.bytes = bytes};
 }
 
-static double codes_bytes(Fp8 x) {
+static double codes_bytes(Quantized x) {
   return bytes_of(x.codes) + bytes_of(x.transposed);
 }
 
-static Amount matmul_fp8_amount(const MatmulFp8 *m) {
+static Amount matmul_quantized_amount(const MatmulQuantized *m) {
   Amount a = gemm(m->a.codes.shape[0], m->b.codes, tensor_exists(m->bias) ? m->a.codes.shape[1] : 0,
                   bytes_of(m->a.codes) + bytes_of(m->b.codes), bytes_of(m->out) + bytes_of(m->residual));
   a.of_codes = a.flops;
@@ -69,7 +69,7 @@ Amount amount_of(int op, const void *arguments) {
        gemm(a->dout.shape[0], a->dweight, a->in_out_layout ? a->dout.shape[0] : 0,
             bytes_of(a->dout) + bytes_of(a->x), bytes_of(a->dweight) * (1 + a->accumulate)))
     OF(sum_columns, SumColumns, moved(bytes_of(a->x)))
-    OF(matmul_fp8, MatmulFp8, matmul_fp8_amount(a))
+    OF(matmul_quantized, MatmulQuantized, matmul_quantized_amount(a))
     OF(lce_logits_exp, LceLogitsExp, logits_exp_amount(a))
     OF(lce_sampled_gradients, LceSampledGradients,
        gemm(a->exps.shape[0] * (1 + tensor_exists(a->dweight)), a->weight, 0, 0, 0))
@@ -79,9 +79,10 @@ Amount amount_of(int op, const void *arguments) {
     OF(norm_forward, NormForward, moved(bytes_of(a->x) + bytes_of(a->out) + bytes_of(a->residual)))
     OF(norm_backward, NormBackward,
        moved(bytes_of(a->dx) * (1 + a->accumulate_dx) + bytes_of(a->dout) + bytes_of(a->x)))
-    OF(activation_forward, ActivationForward, moved(bytes_of(a->x) + bytes_of(a->out) + codes_bytes(a->fp8)))
+    OF(activation_forward, ActivationForward,
+       moved(bytes_of(a->x) + bytes_of(a->out) + codes_bytes(a->quantized)))
     OF(activation_backward, ActivationBackward,
-       moved(bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout) + codes_bytes(a->fp8)))
+       moved(bytes_of(a->x) + bytes_of(a->dx) + bytes_of(a->dout) + codes_bytes(a->quantized)))
     OF(rope, Rope, moved(2 * bytes_of(a->qkv)))
     OF(quantize, Quantize, moved(bytes_of(a->x) * (1 + !a->out.amax_known) + codes_bytes(a->out)))
     OF(quantize_rows, QuantizeRows, moved(bytes_of(a->x) + bytes_of(a->out.codes)))

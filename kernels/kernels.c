@@ -200,7 +200,7 @@ NEEDS(quantize_rows, QuantizeRows, FIELD(x, "T [N, K]"), FIELD(out.codes, "e4m3 
       REFUSE(!backend->memory.planning && a->x.shape[1] % 16,
              "FP8 takes multiples of 16 columns, and not x of %lld", a->x.shape[1]))
 
-NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"),
+NEEDS(matmul_quantized, MatmulQuantized, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3 [O, K]"),
       FIELD(out, "T [N, O] strided"), FIELD(a.amax, "fp32 [1]"), FIELD(b.amax, "fp32 [1]"),
       FIELD(residual, "T [N, O] strided or absent"),
       FIELD(bias, backend->device == ON_CUDA && a->out.dtype == DTYPE_F32 ? "bf16 [O] or absent"
@@ -213,14 +213,14 @@ NEEDS(matmul_fp8, MatmulFp8, FIELD(a.codes, "e4m3 [N, K]"), FIELD(b.codes, "e4m3
 
 // A matrix of this shape, which may be absent if codes are given.
 #define MATRIX_OR_CODES(matrix, rows, columns)                                                               \
-  FIELD(matrix,                                                                                              \
-        tensor_exists(a->fp8.amax) ? "T [" rows ", " columns "] or absent" : "T [" rows ", " columns "]"),   \
-      FIELD(fp8.codes, "e4m3 [" rows ", " columns "] or absent"),                                            \
-      FIELD(fp8.transposed, "e4m3 [" columns ", " rows "] or absent"),                                       \
-      FIELD(fp8.amax, tensor_exists(a->fp8.codes) || tensor_exists(a->fp8.transposed)                        \
-                          ? "fp32 [1]"                                                                       \
-                          : "fp32 [1] or absent"),                                                           \
-      MULTIPLES_OF_16(fp8.codes), MULTIPLES_OF_16(fp8.transposed)
+  FIELD(matrix, tensor_exists(a->quantized.amax) ? "T [" rows ", " columns "] or absent"                     \
+                                                 : "T [" rows ", " columns "]"),                             \
+      FIELD(quantized.codes, "e4m3 [" rows ", " columns "] or absent"),                                      \
+      FIELD(quantized.transposed, "e4m3 [" columns ", " rows "] or absent"),                                 \
+      FIELD(quantized.amax, tensor_exists(a->quantized.codes) || tensor_exists(a->quantized.transposed)      \
+                                ? "fp32 [1]"                                                                 \
+                                : "fp32 [1] or absent"),                                                     \
+      MULTIPLES_OF_16(quantized.codes), MULTIPLES_OF_16(quantized.transposed)
 
 static int64_t columns_out(const ActivationForward *a) {
   return tensor_exists(a->out) ? a->out.shape[1] : a->x.shape[1] / COLUMNS_OF(a->activation, 1);

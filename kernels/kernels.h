@@ -104,7 +104,7 @@ typedef struct {
   Tensor transposed; // e4m3 [K, N], or absent: the same codes
   Tensor amax;     // fp32 [1]: max |x|; NaN or infinite where some x is, and then so is every matmul with it
   bool amax_known; // quantize reads amax, which the operation that computed x has written
-} Fp8;
+} Quantized;
 
 // An activation function writes codes as it computes the elements, and so needs amax before it has their
 // maximum: amax is then FP8_MARGIN times the largest element of a sample of rows at equal distances or, if
@@ -139,19 +139,19 @@ static inline bool is_gated(Activation activation) {
 // is a part of LinearForward.
 typedef struct {
   Activation activation;
-  Tensor out; // fp32/bf16 [N, F]; or absent if fp8 is given
-  Tensor x;   // fp32/bf16 [N, P]
-  Fp8 fp8;    // of out, N and F multiples of 16; or absent
+  Tensor out;          // fp32/bf16 [N, F]; or absent if quantized is given
+  Tensor x;            // fp32/bf16 [N, P]
+  Quantized quantized; // of out, N and F multiples of 16; or absent
   Tensor workspace;
 } ActivationForward;
 
 // dx = the gradient of x, given that of out.
 typedef struct {
   Activation activation;
-  Tensor dx;   // fp32/bf16 [N, P]; may be x itself, or dout if P = F; or absent if fp8 is given
-  Tensor dout; // fp32/bf16 [N, F]
-  Tensor x;    // fp32/bf16 [N, P]
-  Fp8 fp8;     // of dx, N and P multiples of 16; or absent
+  Tensor dx;           // fp32/bf16 [N, P]; may be x itself, or dout if P = F; or absent if quantized is given
+  Tensor dout;         // fp32/bf16 [N, F]
+  Tensor x;            // fp32/bf16 [N, P]
+  Quantized quantized; // of dx, N and P multiples of 16; or absent
   Tensor workspace;
 } ActivationBackward;
 
@@ -207,7 +207,7 @@ typedef struct {
 // --- FP8 ---------------------------------------------------------------------------------------------------
 
 typedef struct {
-  Fp8 out;
+  Quantized out;
   Tensor x; // fp32/bf16 [N, K], N and K multiples of 16
 } Quantize;
 
@@ -220,21 +220,21 @@ enum { FP8_SUMMED_ROWS = 1024 };
 typedef struct {
   Tensor codes; // e4m3 [N, K]
   Tensor scale; // fp32 [N] or [1]: 1 for zeros, NaN where x has a NaN or an infinity
-} Fp8Rows;
+} QuantizedRows;
 
 typedef struct {
-  Fp8Rows out;
+  QuantizedRows out;
   Tensor x; // fp32/bf16 [N, K], K a multiple of 16
 } QuantizeRows;
 
 // out = a b^T + bias + residual, with the values that codes and amax stand for, summed in fp32.
 typedef struct {
   Tensor out;      // fp32 or bf16 [N, O]; may be strided
-  Fp8 a, b;        // codes [N, K] and [O, K], N, O and K multiples of 16; `transposed` is not read
+  Quantized a, b;  // codes [N, K] and [O, K], N, O and K multiples of 16; `transposed` is not read
   Tensor bias;     // bf16, on the CPU of out's type [O]; or absent
   Tensor residual; // of out's type [N, O], or absent; may be out itself
   Tensor workspace;
-} MatmulFp8;
+} MatmulQuantized;
 
 // --- attention ---------------------------------------------------------------------------------------------
 // qkv packs, for each row n = b*T + t, the heads [q_0 .. q_{Q-1} | k_0 .. k_{K-1} | v_0 .. v_{K-1}], each of
@@ -444,8 +444,8 @@ typedef struct {
   Tensor tile_sums;
   SoftmaxStatistics softmax;  // reads target_z; writes anchor, row_sum, target_e, and given partial ones
   Tensor x, weight;           // fp32/bf16 [C, H] and [V, H]
-  Fp8Rows x_codes;            // of x, scale [C]; or absent: x W^T is exact
-  Fp8Rows weight_codes;       // of weight, scale [1]; likewise
+  QuantizedRows x_codes;      // of x, scale [C]; or absent: x W^T is exact
+  QuantizedRows weight_codes; // of weight, scale [1]; likewise
   Tensor bias;                // fp32/bf16 [V], or absent
   Tensor targets;             // int32 [C], each in [0, V), ELSEWHERE or IGNORE_INDEX
   int64_t first;              // added to softmax.best
@@ -678,7 +678,7 @@ typedef struct {
   S(sum_columns, SumColumns, ELEMENTWISE) \
   X(quantize, Quantize, QUANTIZING) \
   X(quantize_rows, QuantizeRows, QUANTIZING) \
-  S(matmul_fp8, MatmulFp8, GEMMS) \
+  S(matmul_quantized, MatmulQuantized, GEMMS) \
   S(activation_forward, ActivationForward, ELEMENTWISE) \
   S(activation_backward, ActivationBackward, ELEMENTWISE) \
   X(rope, Rope, ELEMENTWISE) \

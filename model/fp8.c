@@ -5,15 +5,15 @@
 #include "model/fp8.h"
 
 bool fp8_used(const Pass *p) {
-  return p->training && tensor_exists(p->model->layers->qkv.weight.fp8.codes);
+  return p->training && tensor_exists(p->model->layers->qkv.weight.quantized.codes);
 }
 
-static Fp8 transposed(Fp8 x) {
-  return (Fp8){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
+static Quantized transposed(Quantized x) {
+  return (Quantized){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
 }
 
 // Of a matrix of [rows, columns]: pushes amax where it is absent, and codes as requested.
-static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool transposed) {
+static Quantized push_fp8(const Pass *p, Quantized fp8, int64_t columns, bool codes, bool transposed) {
   Memory *memory = &p->backend->memory;
   if (!tensor_exists(fp8.amax))
     fp8.amax = memory_push_1d(memory, "FP8 maximum", MEMORY_ACTIVATIONS, DTYPE_F32, 1);
@@ -26,8 +26,8 @@ static Fp8 push_fp8(const Pass *p, Fp8 fp8, int64_t columns, bool codes, bool tr
 }
 
 // The same, with the codes of x.
-static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
-  Fp8 fp8 = push_fp8(p, x.fp8, x.x.shape[1], codes, transposed);
+static Quantized quantized(const Pass *p, Operand x, bool codes, bool transposed) {
+  Quantized fp8 = push_fp8(p, x.quantized, x.x.shape[1], codes, transposed);
   quantize(p->backend, (Quantize){.out = fp8, .x = x.x});
   return fp8;
 }
@@ -36,8 +36,8 @@ static Fp8 quantized(const Pass *p, Operand x, bool codes, bool transposed) {
 
 void place_operand(const Pass *p, Operand *operand, Tensor x) {
   operand->x = x;
-  bool stands_in = tensor_exists(operand->fp8.transposed);
-  if (fp8_used(p) && !stands_in) operand->fp8 = push_fp8(p, (Fp8){0}, 0, false, false);
+  bool stands_in = tensor_exists(operand->quantized.transposed);
+  if (fp8_used(p) && !stands_in) operand->quantized = push_fp8(p, (Quantized){0}, 0, false, false);
 }
 
 bool has_stand_ins(const Pass *p) {
@@ -45,7 +45,7 @@ bool has_stand_ins(const Pass *p) {
 }
 
 void push_stand_in(const Pass *p, Operand *operand, int64_t columns) {
-  if (has_stand_ins(p)) operand->fp8 = push_fp8(p, (Fp8){0}, columns, false, true);
+  if (has_stand_ins(p)) operand->quantized = push_fp8(p, (Quantized){0}, columns, false, true);
 }
 
 // The codes take half of the tensor's memory or less, the transposed ones, where they do not stand in, as much.
@@ -55,29 +55,29 @@ void push_activation_operand(const Pass *p, Operand *operand) {
   if (!fp8_used(p)) return;
   uint8_t *bytes = operand->x.data;
   if (!has_stand_ins(p)) {
-    operand->fp8 = push_fp8(p, (Fp8){0}, 0, false, false);
-    operand->fp8.transposed = tensor_2d(bytes + p->rows * columns, DTYPE_E4M3, columns, p->rows);
+    operand->quantized = push_fp8(p, (Quantized){0}, 0, false, false);
+    operand->quantized.transposed = tensor_2d(bytes + p->rows * columns, DTYPE_E4M3, columns, p->rows);
   }
-  operand->fp8.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
+  operand->quantized.codes = tensor_2d(bytes, DTYPE_E4M3, p->rows, columns);
 }
 
 Operand operand_rows(Operand *operand, int64_t first, int64_t count) {
-  operand->fp8.amax_known = false;
+  operand->quantized.amax_known = false;
   return (Operand){.x = tensor_rows(operand->x, first, count)};
 }
 
 void norm_forward_to(const Pass *p, Operand *out, NormForward a) {
   a.out = out->x;
-  a.amax = out->fp8.amax;
+  a.amax = out->quantized.amax;
   norm_forward(p->backend, a);
-  out->fp8.amax_known = tensor_exists(a.amax);
+  out->quantized.amax_known = tensor_exists(a.amax);
 }
 
 void norm_backward_to(const Pass *p, Operand *dx, NormBackward a) {
   a.dx = dx->x;
-  a.amax = dx->fp8.amax;
+  a.amax = dx->quantized.amax;
   norm_backward(p->backend, a);
-  dx->fp8.amax_known = tensor_exists(a.amax);
+  dx->quantized.amax_known = tensor_exists(a.amax);
 }
 
 // --- weights -----------------------------------------------------------------------------------------------
@@ -98,18 +98,19 @@ static Tensor reserve_codes(Memory *memory, const char *name, int64_t rows, int6
 void fp8_reserve(Model *m, Memory *memory, Fp8Use use) {
   for (int i = 0; use && i < MATRICES; i++) {
     Tensor value = matrix_of(m->layers, i)->value;
-    Fp8 fp8 = {.codes = reserve_codes(memory, "FP8 weights", value.shape[0], value.shape[1]),
-               .transposed =
-                   reserve_codes(memory, "FP8 weights, transposed", value.shape[1], value.shape[0])};
+    Quantized fp8 = {.codes = reserve_codes(memory, "FP8 weights", value.shape[0], value.shape[1]),
+                     .transposed =
+                         reserve_codes(memory, "FP8 weights, transposed", value.shape[1], value.shape[0])};
     for (int64_t l = 0; l < m->config.num_hidden_layers; l++) {
       fp8.amax = memory_reserve_1d(memory, "FP8 maximum", MEMORY_WEIGHTS, DTYPE_F32, 1);
-      matrix_of(&m->layers[l], i)->fp8 = fp8;
+      matrix_of(&m->layers[l], i)->quantized = fp8;
     }
   }
   if (use != FP8_ALL) return;
   Tensor head = m->head.grad; // of the rows that the loss reads
-  m->head_codes = (Fp8Rows){.codes = reserve_codes(memory, "FP8 head", head.shape[0], head.shape[1]),
-                            .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
+  m->head_codes =
+      (QuantizedRows){.codes = reserve_codes(memory, "FP8 head", head.shape[0], head.shape[1]),
+                      .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
 }
 
 // The backward pass's first layer was the last to enter. Maxima are those of the step's first pass.
@@ -119,14 +120,14 @@ void matmuls_enter(const Pass *p, int64_t l, Direction direction) {
   if (!fp8_used(p) || entered) return;
   for (int i = 0; i < MATRICES; i++) {
     const Weight *w = matrix_of(&model->layers[l], i);
-    Fp8 fp8 = w->fp8;
+    Quantized fp8 = w->quantized;
     fp8.amax_known = !p->first || direction == BACKWARD;
     quantize(p->backend, (Quantize){.out = fp8, .x = w->value});
   }
 }
 
 void head_enter(const Pass *p, LinearCrossEntropy *loss) {
-  Fp8Rows codes = p->model->head_codes;
+  QuantizedRows codes = p->model->head_codes;
   if (!tensor_exists(codes.codes) || loss->mode == LCE_MATERIALIZED) return;
   if (p->first) quantize_rows(p->backend, (QuantizeRows){.out = codes, .x = loss->weight});
   loss->weight_codes = codes;
@@ -138,42 +139,43 @@ void fp8_project(const Pass *p, Tensor out, Operand *x, const WeightAndBias *w, 
                  Tensor residual) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   int64_t outputs = out.shape[1];
-  Fp8 weight = p->model->config.in_out_layout ? transposed(w->weight.fp8) : w->weight.fp8;
+  Quantized weight = p->model->config.in_out_layout ? transposed(w->weight.quantized) : w->weight.quantized;
   weight.codes = tensor_rows(weight.codes, first, outputs);
   Operand in = *x;
-  if (first) in.fp8.transposed = none; // made with the first outputs
-  if (!tensor_exists(in.fp8.codes)) in.fp8 = quantized(p, in, true, false);
-  x->fp8.amax_known = tensor_exists(x->fp8.amax);
-  matmul_fp8(p->backend, (MatmulFp8){.out = out,
-                                     .a = in.fp8,
-                                     .b = weight,
-                                     .bias = tensor_rows(w->bias.value, first, outputs),
-                                     .residual = residual});
+  if (first) in.quantized.transposed = none; // made with the first outputs
+  if (!tensor_exists(in.quantized.codes)) in.quantized = quantized(p, in, true, false);
+  x->quantized.amax_known = tensor_exists(x->quantized.amax);
+  matmul_quantized(p->backend, (MatmulQuantized){.out = out,
+                                                 .a = in.quantized,
+                                                 .b = weight,
+                                                 .bias = tensor_rows(w->bias.value, first, outputs),
+                                                 .residual = residual});
   memory_pop_to(&p->backend->memory, mark);
 }
 
 void fp8_activate(const Pass *p, Operand out, Tensor pre_activation) {
-  activation_forward(
-      p->backend,
-      (ActivationForward){.activation = p->model->config.activation, .x = pre_activation, .fp8 = out.fp8});
+  activation_forward(p->backend, (ActivationForward){.activation = p->model->config.activation,
+                                                     .x = pre_activation,
+                                                     .quantized = out.quantized});
 }
 
 void fp8_project_backward(const Pass *p, Tensor dx, Operand dout, Operand x, const Weight *weight,
                           Tensor dbias, bool accumulate_dx) {
   MemoryMark mark = memory_mark(&p->backend->memory);
   bool in_out_layout = p->model->config.in_out_layout;
-  Fp8 d = tensor_exists(dout.fp8.codes) ? dout.fp8 : quantized(p, dout, true, true);
-  Fp8 in = tensor_exists(x.fp8.transposed) ? x.fp8 : quantized(p, x, false, true);
-  Fp8 rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
-  matmul_fp8(p->backend, (MatmulFp8){.out = weight->grad,
-                                     .a = transposed(rows),
-                                     .b = transposed(columns),
-                                     .residual = p->accumulate ? weight->grad : none});
+  Quantized d = tensor_exists(dout.quantized.codes) ? dout.quantized : quantized(p, dout, true, true);
+  Quantized in = tensor_exists(x.quantized.transposed) ? x.quantized : quantized(p, x, false, true);
+  Quantized rows = in_out_layout ? in : d, columns = in_out_layout ? d : in; // of the weight
+  matmul_quantized(p->backend, (MatmulQuantized){.out = weight->grad,
+                                                 .a = transposed(rows),
+                                                 .b = transposed(columns),
+                                                 .residual = p->accumulate ? weight->grad : none});
   if (tensor_exists(dbias))
     sum_columns(p->backend, (SumColumns){.sum = dbias, .x = dout.x, .accumulate = p->accumulate});
-  matmul_fp8(p->backend, (MatmulFp8){.out = dx,
+  matmul_quantized(p->backend,
+                   (MatmulQuantized){.out = dx,
                                      .a = d,
-                                     .b = in_out_layout ? weight->fp8 : transposed(weight->fp8),
+                                     .b = in_out_layout ? weight->quantized : transposed(weight->quantized),
                                      .residual = accumulate_dx ? dx : none});
   memory_pop_to(&p->backend->memory, mark);
 }
@@ -182,11 +184,11 @@ Operand fp8_project_activated_backward(const Pass *p, Operand dout, Operand x, T
                                        const Weight *weight) {
   fp8_project_backward(p, x.x, dout, x, weight, none, false);
   Operand dpre = {.x = is_gated(p->model->config.activation) ? none : x.x}; // GELU's is for the bias
-  dpre.fp8 = push_fp8(p, dpre.fp8, pre_activation.shape[1], true, true);
+  dpre.quantized = push_fp8(p, dpre.quantized, pre_activation.shape[1], true, true);
   activation_backward(p->backend, (ActivationBackward){.activation = p->model->config.activation,
                                                        .dx = dpre.x,
                                                        .dout = x.x,
                                                        .x = pre_activation,
-                                                       .fp8 = dpre.fp8});
+                                                       .quantized = dpre.quantized});
   return dpre;
 }

@@ -28,10 +28,10 @@ typedef struct {
   Weight position_embedding; // [P, H], GPT-2 only
   Layer *layers;
   WeightAndBias final_norm;
-  Weight head;        // [V, H]: the token embedding itself when tied; the local rows where it is split
-  Fp8Rows head_codes; // fp8.c's
-  VocabShard shard;   // which those are; {0, 0}: the head is whole
-  Tensor rope_angles; // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
+  Weight head;              // [V, H]: the token embedding itself when tied; the local rows where it is split
+  QuantizedRows head_codes; // fp8.c's
+  VocabShard shard;         // which those are; {0, 0}: the head is whole
+  Tensor rope_angles;       // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
 } Model;
 
 // Lays out the parameters and reserves their slabs and the rotary table for sequences up to seq_len. The

@@ -17,9 +17,9 @@ typedef enum {
 
 // A weight as an operation sees it.
 typedef struct {
-  Tensor value; // of the backend's dtype
-  Tensor grad;  // fp32, or the gradients' dtype
-  Fp8 fp8;      // fp8.c's
+  Tensor value;        // of the backend's dtype
+  Tensor grad;         // fp32, or the gradients' dtype
+  Quantized quantized; // fp8.c's
 } Weight;
 
 typedef enum { INIT_NORMAL, INIT_ONES, INIT_ZEROS } InitKind;

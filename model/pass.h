@@ -7,8 +7,8 @@
 
 // A matrix that a matmul reads. Who makes it writes x, and may ignore the rest.
 typedef struct {
-  Tensor x; // [N, K]
-  Fp8 fp8;  // fp8.c's
+  Tensor x;            // [N, K]
+  Quantized quantized; // fp8.c's
 } Operand;
 
 typedef struct {

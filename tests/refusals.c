@@ -102,29 +102,30 @@ void refusals_watch(Backend *backend) {
 static const struct {
   const char *name;
   int allowed[REFUSALS];
-} free_tensors[] = {{"embedding_forward", {1}},
-                    {"embedding_backward", {2}},
-                    {"norm_forward", {1}},
-                    {"norm_backward", {1}},
-                    {"attention_backward", {1}},
-                    {"matmul_fp8", {2, 2, 2, 2}}, // a.transposed and b.transposed, which it does not read
-                    {"lce_logits_exp", {3}},
-                    {"lce_row_losses", {5, 0, 0, 1}},
-                    {"lce_sampled_gradients", {4}},
-                    {"lce_input_gradient", {4}},
-                    {"lce_target_gradient", {1}},
-                    {"cross_entropy_in_place", {4, 0, 0, 1}},
-                    {"loss_factor", {1, 0, 0, 2}},
-                    {"sum_columns", {1}},
-                    {"add_outer", {1}},
-                    {"gather_rows", {0, 0, 0, 1}},
-                    {"scatter_rows", {0, 0, 0, 1}},
-                    {"sum_elements", {0, 0, 1, 1}},
-                    {"all_reduce", {0, 0, 2}},
-                    {"reduce_scatter", {0, 0, 2}},
-                    {"all_gather", {0, 0, 2}},
-                    {"broadcast_rank_0", {0, 0, 2}},
-                    {"fill_zero", {0, 1, 1, 1}}};
+} free_tensors[] = {
+    {"embedding_forward", {1}},
+    {"embedding_backward", {2}},
+    {"norm_forward", {1}},
+    {"norm_backward", {1}},
+    {"attention_backward", {1}},
+    {"matmul_quantized", {2, 2, 2, 2}}, // a.transposed and b.transposed, which it does not read
+    {"lce_logits_exp", {3}},
+    {"lce_row_losses", {5, 0, 0, 1}},
+    {"lce_sampled_gradients", {4}},
+    {"lce_input_gradient", {4}},
+    {"lce_target_gradient", {1}},
+    {"cross_entropy_in_place", {4, 0, 0, 1}},
+    {"loss_factor", {1, 0, 0, 2}},
+    {"sum_columns", {1}},
+    {"add_outer", {1}},
+    {"gather_rows", {0, 0, 0, 1}},
+    {"scatter_rows", {0, 0, 0, 1}},
+    {"sum_elements", {0, 0, 1, 1}},
+    {"all_reduce", {0, 0, 2}},
+    {"reduce_scatter", {0, 0, 2}},
+    {"all_gather", {0, 0, 2}},
+    {"broadcast_rank_0", {0, 0, 2}},
+    {"fill_zero", {0, 1, 1, 1}}};
 
 int refusals_missed_by_the_core(void) {
   int missed = 0;

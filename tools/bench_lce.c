@@ -235,7 +235,7 @@ typedef struct {
   LinearCrossEntropy layer; // its tensors, and the fused mode at the first chunk
   size_t layer_bytes;       // of the tensors and of what the backend keeps
   Tensor barrier, sampled;  // fp32 [1]; TileSampling's stats
-  Fp8Rows codes;            // of W, with --fp8
+  QuantizedRows codes;      // of W, with --fp8
   int64_t gemm_rows;        // tokens of the plain GEMMs at a time: all where memory suffices
   Work works[MAX_WORKS];
   int count;
@@ -415,8 +415,8 @@ static void lay_out(Bench *b, Backend *backend) {
   b->barrier = memory_push_1d(m, "barrier", MEMORY_TABLES, DTYPE_F32, 1);
   b->sampled = memory_push_1d(m, "tiles dropped", MEMORY_TABLES, DTYPE_F32, 3);
   if (o->fp8)
-    b->codes = (Fp8Rows){.codes = memory_push_2d(m, "codes of W", MEMORY_WEIGHTS, DTYPE_E4M3, v, h),
-                         .scale = memory_push_1d(m, "scale of W", MEMORY_WEIGHTS, DTYPE_F32, 1)};
+    b->codes = (QuantizedRows){.codes = memory_push_2d(m, "codes of W", MEMORY_WEIGHTS, DTYPE_E4M3, v, h),
+                               .scale = memory_push_1d(m, "scale of W", MEMORY_WEIGHTS, DTYPE_F32, 1)};
   b->count = 0;
   Work *gemms = add_work(b, GEMMS, b->layer, "three plain GEMMs");
   gemms->rung = 0;

@@ -19,7 +19,7 @@ void cpu_activation_forward(Backend *backend, const ActivationForward *a) {
       break;
     }
   }
-  cpu_quantize_made(a->fp8, all);
+  cpu_quantize_made(a->quantized, all);
 }
 
 // dx may be x or dout itself: each element is read before it is written.
@@ -45,5 +45,5 @@ void cpu_activation_backward(Backend *backend, const ActivationBackward *a) {
       break;
     }
   }
-  cpu_quantize_made(a->fp8, all);
+  cpu_quantize_made(a->quantized, all);
 }

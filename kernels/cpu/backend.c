@@ -61,7 +61,7 @@ static size_t sum_elements_bytes(const SumElements *a) {
   return (size_t)ceil_div(tensor_count(a->x), CPU_REDUCE_BLOCK) * sizeof(double);
 }
 
-static size_t matmul_fp8_bytes(const MatmulFp8 *a) { // the codes' values
+static size_t matmul_quantized_bytes(const MatmulQuantized *a) { // the codes' values
   return (size_t)(tensor_count(a->a.codes) + tensor_count(a->b.codes)) * sizeof(float);
 }
 
@@ -83,7 +83,7 @@ static int64_t logits_stride(int64_t vocab_size, Dtype dtype) {
 const BackendScratch cpu_scratch = {.embedding_backward = embedding_backward_bytes,
                                     .lce_logits_exp = cpu_lce_logits_exp_scratch,
                                     .lce_sampled_gradients = cpu_lce_sampled_gradients_scratch,
-                                    .matmul_fp8 = matmul_fp8_bytes,
+                                    .matmul_quantized = matmul_quantized_bytes,
                                     .activation_forward = activation_forward_bytes,
                                     .activation_backward = activation_backward_bytes,
                                     .lce_target_gradient = lce_target_gradient_bytes,

@@ -43,13 +43,14 @@ const char *cpu_blas(void); // the library's name; NULL: none
 // --- fp8.c -------------------------------------------------------------------------------------------------
 
 // Writes the values that x stands for to `to`.
-Tensor cpu_decode(Fp8Rows x, float *to);
+Tensor cpu_dequantize(Quantized x, float *to);
+Tensor cpu_dequantize_rows(QuantizedRows x, float *to);
 // Writes the codes of x by the rule for an operation that computes x (kernels.h); nothing if amax is absent.
-void cpu_quantize_made(Fp8 out, Tensor x);
+void cpu_quantize_made(Quantized out, Tensor x);
 
 // --- rows.c ------------------------------------------------------------------------------------------------
 
-// amax[0] = max |x|, as Fp8.amax; does nothing if amax is absent.
+// amax[0] = max |x|, as Quantized.amax; does nothing if amax is absent.
 void cpu_amax(Tensor amax, Tensor x);
 
 // out[ids[n]] += alpha * coefficients[n] * x[n] (coefficients NULL: all 1) for n < N; negative ids name no

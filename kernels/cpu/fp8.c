@@ -4,7 +4,7 @@
 
 #include "kernels/cpu/cpu.h"
 
-static void write_codes(Fp8 out, Tensor x) {
+static void write_codes(Quantized out, Tensor x) {
   int64_t rows = x.shape[0], columns = x.shape[1];
   float factor = fminf(E4M3_MAX / *(float *)out.amax.data, FLT_MAX);
   uint8_t *codes = out.codes.data, *transposed = out.transposed.data;
@@ -21,7 +21,7 @@ void cpu_quantize(Backend *backend, const Quantize *a) {
   write_codes(a->out, a->x);
 }
 
-void cpu_quantize_made(Fp8 out, Tensor x) {
+void cpu_quantize_made(Quantized out, Tensor x) {
   if (!tensor_exists(out.amax)) return;
   int64_t apart = fp8_rows_apart(x.shape[0]);
   Tensor sample = x;
@@ -56,7 +56,7 @@ void cpu_quantize_rows(Backend *backend, const QuantizeRows *a) {
   }
 }
 
-Tensor cpu_decode(Fp8Rows x, float *to) {
+Tensor cpu_dequantize_rows(QuantizedRows x, float *to) {
   int64_t columns = x.codes.shape[1];
   const uint8_t *from = x.codes.data;
   const float *scales = x.scale.data;
@@ -67,4 +67,9 @@ Tensor cpu_decode(Fp8Rows x, float *to) {
     for (int64_t i = n * columns; i < (n + 1) * columns; i++)
       to[i] = values[from[i]] * scales[by_row ? n : 0];
   return tensor_2d(to, DTYPE_F32, x.codes.shape[0], columns);
+}
+
+Tensor cpu_dequantize(Quantized x, float *to) {
+  float scale = *(const float *)x.amax.data / E4M3_MAX;
+  return cpu_dequantize_rows((QuantizedRows){.codes = x.codes, .scale = tensor_1d(&scale, DTYPE_F32, 1)}, to);
 }

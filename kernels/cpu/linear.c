@@ -42,16 +42,11 @@ void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a)
 
 // --- codes -------------------------------------------------------------------------------------------------
 
-static Tensor decode(Fp8 x, float *to) {
-  float scale = *(const float *)x.amax.data / E4M3_MAX;
-  return cpu_decode((Fp8Rows){.codes = x.codes, .scale = tensor_1d(&scale, DTYPE_F32, 1)}, to);
-}
-
-void cpu_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
+void cpu_matmul_quantized(Backend *backend, const MatmulQuantized *a) {
   float *values = a->workspace.data;
   LinearForward decoded = {.out = a->out,
-                           .x = decode(a->a, values),
-                           .weight = decode(a->b, values + tensor_count(a->a.codes)),
+                           .x = cpu_dequantize(a->a, values),
+                           .weight = cpu_dequantize(a->b, values + tensor_count(a->a.codes)),
                            .bias = a->bias,
                            .residual = a->residual};
   cpu_linear_forward(backend, &decoded);

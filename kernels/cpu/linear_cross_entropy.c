@@ -82,8 +82,8 @@ static Scratch split_scratch(const LceLogitsExp *a) {
   if (tensor_exists(a->softmax.max)) s.max = sums + rows, s.best = sums + 2 * rows;
   if (!tensor_exists(a->weight_codes.codes)) return s;
   float *decoded = s.wide + rows * wide_columns(a);
-  s.x = cpu_decode(a->x_codes, decoded);
-  s.weight = cpu_decode(a->weight_codes, decoded + tensor_count(a->x));
+  s.x = cpu_dequantize_rows(a->x_codes, decoded);
+  s.weight = cpu_dequantize_rows(a->weight_codes, decoded + tensor_count(a->x));
   return s;
 }
 

@@ -57,35 +57,35 @@ static __global__ void __launch_bounds__(256) sample_kernel(unsigned *sampled, S
 // The last kernel ends at once if no element exceeded the sample's limit. If the values were stored, perhaps
 // over their inputs, it reads them back.
 template <typename Source>
-static void run_to_codes(Backend *backend, const char *op, const Fp8 &fp8, Tensor out, Source source,
-                         int64_t rows, Tensor workspace) {
+static void run_to_codes(Backend *backend, const char *op, const Quantized &quantized, Tensor out,
+                         Source source, int64_t rows, Tensor workspace) {
   using T = typename Source::T;
   int64_t apart = fp8_rows_apart(rows);
   float margin = apart > 1 ? FP8_MARGIN : 1;
   unsigned *sampled = data_of<unsigned>(workspace); // one element
-  cuda_fill_zero(backend, &fp8.amax);
+  cuda_fill_zero(backend, &quantized.amax);
   cuda_fill_zero(backend, &workspace);
   Grid grid(ceil_div(source.columns, GROUP * 256), ceil_div(rows, apart));
   launch_kernel({op, cuda_stream(backend), grid, 256}, sample_kernel<Source>, sampled, source, apart);
-  launch_codes<SAMPLED>(backend, op, fp8, data_of<T>(out), source, sampled, margin, rows);
+  launch_codes<SAMPLED>(backend, op, quantized, data_of<T>(out), source, sampled, margin, rows);
   if (tensor_exists(out)) {
     Stored<T> stored = {data_of<T>(out), Source::PARTS * source.columns};
-    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, stored, sampled, margin, rows);
+    launch_codes<TRUE_MAXIMUM>(backend, op, quantized, nullptr, stored, sampled, margin, rows);
   } else {
-    launch_codes<TRUE_MAXIMUM>(backend, op, fp8, nullptr, source, sampled, margin, rows);
+    launch_codes<TRUE_MAXIMUM>(backend, op, quantized, nullptr, source, sampled, margin, rows);
   }
 }
 
 template <bool BACKWARD>
 static void run(Backend *backend, const char *op, Activation activation, Tensor out, Tensor dout, Tensor x,
-                const Fp8 &fp8, Tensor workspace) {
+                const Quantized &quantized, Tensor workspace) {
   int64_t rows = x.shape[0], columns = x.shape[1] / (is_gated(activation) ? 2 : 1);
   with_access(x.dtype, {out, dout, x}, [&](auto type, auto width) {
     auto launch = [&](auto function) {
       using T = decltype(type);
       Activated<decltype(function), T, BACKWARD> source = {data_of<T>(dout), data_of<T>(x), columns};
-      if (tensor_exists(fp8.amax))
-        run_to_codes(backend, op, fp8, out, source, rows, workspace);
+      if (tensor_exists(quantized.amax))
+        run_to_codes(backend, op, quantized, out, source, rows, workspace);
       else
         launch_kernel(per_row(backend, op, rows, ceil_div(columns, width)),
                       activation_kernel<width, decltype(source)>, data_of<T>(out), source);
@@ -102,9 +102,9 @@ static void run(Backend *backend, const char *op, Activation activation, Tensor 
 }
 
 void cuda_activation_forward(Backend *backend, const ActivationForward *a) {
-  run<false>(backend, "activation_forward", a->activation, a->out, {}, a->x, a->fp8, a->workspace);
+  run<false>(backend, "activation_forward", a->activation, a->out, {}, a->x, a->quantized, a->workspace);
 }
 
 void cuda_activation_backward(Backend *backend, const ActivationBackward *a) {
-  run<true>(backend, "activation_backward", a->activation, a->dx, a->dout, a->x, a->fp8, a->workspace);
+  run<true>(backend, "activation_backward", a->activation, a->dx, a->dout, a->x, a->quantized, a->workspace);
 }

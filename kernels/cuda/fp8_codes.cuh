@@ -55,8 +55,8 @@ enum Scale { GIVEN, SAMPLED, TRUE_MAXIMUM };
 // values: also receives the elements, unless NULL.
 template <Scale SCALE, typename Source>
 static __global__ void __launch_bounds__(256)
-    codes_kernel(Fp8 out, typename Source::T *values, Source source, const unsigned *sampled, float margin,
-                 int64_t rows) {
+    codes_kernel(Quantized out, typename Source::T *values, Source source, const unsigned *sampled,
+                 float margin, int64_t rows) {
   constexpr int PARTS = Source::PARTS;
   __shared__ uint4 column_codes[PARTS][TILE][TILE / 16];
   int64_t columns = source.columns, stride = PARTS * columns;
@@ -107,7 +107,7 @@ static __global__ void __launch_bounds__(256)
 }
 
 template <Scale SCALE, typename Source>
-static void launch_codes(Backend *backend, const char *op, const Fp8 &out, typename Source::T *values,
+static void launch_codes(Backend *backend, const char *op, const Quantized &out, typename Source::T *values,
                          Source source, const unsigned *sampled, float margin, int64_t rows) {
   Grid grid(ceil_div(source.columns, TILE), ceil_div(rows, TILE));
   launch_kernel({op, cuda_stream(backend), grid, 256}, codes_kernel<SCALE, Source>, out, values, source,

@@ -83,7 +83,8 @@ RowParts row_parts(const LceLogitsExp *a, void *base, int64_t rows) {
 
 // Computes E from x and weight, which are codes with scales, or bf16 without.
 template <typename Epilogue>
-static void logits_exp(Backend *backend, const LceLogitsExp *a, Fp8Rows x, Fp8Rows weight, void *parts) {
+static void logits_exp(Backend *backend, const LceLogitsExp *a, QuantizedRows x, QuantizedRows weight,
+                       void *parts) {
   using K = KernelTraits<Epilogue>;
   bool store = tensor_exists(a->exps);
   int64_t rows = a->x.shape[0], vocab_size = a->weight.shape[0];
@@ -113,7 +114,8 @@ bool hopper_logits_exp(Backend *backend, const LceLogitsExp *a, void *parts) {
   bool codes = tensor_exists(a->weight_codes.codes);
   auto run = codes ? (terms ? logits_exp<LogitsExpOfCodes<true>> : logits_exp<LogitsExpOfCodes<false>>)
                    : (terms ? logits_exp<LogitsExp<true>> : logits_exp<LogitsExp<false>>);
-  run(backend, a, codes ? a->x_codes : Fp8Rows{a->x}, codes ? a->weight_codes : Fp8Rows{a->weight}, parts);
+  run(backend, a, codes ? a->x_codes : QuantizedRows{a->x},
+      codes ? a->weight_codes : QuantizedRows{a->weight}, parts);
   return true;
 }
 

@@ -477,7 +477,7 @@ void cuda_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a
     column_sums(backend, a->dbias, a->dout, nullptr, a->alpha, a->accumulate, data_of<float>(a->workspace));
 }
 
-void cuda_matmul_fp8(Backend *backend, const MatmulFp8 *a) {
+void cuda_matmul_quantized(Backend *backend, const MatmulQuantized *a) {
   Gemm g = gemm_of(a->out, a->a.codes, false, a->b.codes, true);
   g.addend = a->residual;
   g.epilogue = tensor_exists(a->bias) ? GEMM_BIAS : GEMM_PLAIN;

@@ -9,8 +9,8 @@ static size_t column_bytes(Tensor x) {
 }
 
 // Holds the largest element of the sampled rows, if codes are written.
-static size_t sample_bytes(Fp8 fp8) {
-  return tensor_exists(fp8.amax) ? sizeof(float) : 0;
+static size_t sample_bytes(Quantized quantized) {
+  return tensor_exists(quantized.amax) ? sizeof(float) : 0;
 }
 
 #define SCRATCH(operation, Arguments, bytes)                                                                 \
@@ -18,11 +18,11 @@ static size_t sample_bytes(Fp8 fp8) {
     return bytes;                                                                                            \
   }
 SCRATCH(embedding_backward, EmbeddingBackward, cuda_segment_bytes(a->dout.shape[0]))
-SCRATCH(activation_forward, ActivationForward, sample_bytes(a->fp8))
-SCRATCH(activation_backward, ActivationBackward, sample_bytes(a->fp8))
+SCRATCH(activation_forward, ActivationForward, sample_bytes(a->quantized))
+SCRATCH(activation_backward, ActivationBackward, sample_bytes(a->quantized))
 SCRATCH(linear_backward_weight, LinearBackwardWeight, tensor_exists(a->dbias) ? column_bytes(a->dout) : 0)
 SCRATCH(sum_columns, SumColumns, column_bytes(a->x))
-SCRATCH(matmul_fp8, MatmulFp8, 0)
+SCRATCH(matmul_quantized, MatmulQuantized, 0)
 SCRATCH(attention_forward, AttentionForward, MEMORY_ALIGNMENT) // a counter of work
 SCRATCH(lce_target_gradient, LceTargetGradient, cuda_segment_bytes(a->x.shape[0]))
 SCRATCH(sum_elements, SumElements, CUDA_SUM_BLOCKS * sizeof(double))

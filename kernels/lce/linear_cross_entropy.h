@@ -57,11 +57,11 @@ typedef struct {
   // fp32 [V, H], or absent, likewise: sums over chunks drift in bf16. Of W's dtype, too, if it is written
   // once: by one chunk, without sampling, label smoothing, shard or accumulate.
   Tensor dweight;
-  Tensor dbias;          // fp32 [V]; given when bias and dweight are
-  Tensor x;              // fp32/bf16 [N, H]
-  Tensor weight;         // fp32/bf16 [V, H]
-  Fp8Rows weight_codes;  // of weight, or absent: LceLogitsExp then multiplies codes; LCE_FUSED alone
-  Tensor bias;           // [V] of W's dtype, or absent
+  Tensor dbias;               // fp32 [V]; given when bias and dweight are
+  Tensor x;                   // fp32/bf16 [N, H]
+  Tensor weight;              // fp32/bf16 [V, H]
+  QuantizedRows weight_codes; // of weight, or absent: LceLogitsExp then multiplies codes; LCE_FUSED alone
+  Tensor bias;                // [V] of W's dtype, or absent
   Tensor targets;        // int32 [N], each in [0, V) or IGNORE_INDEX; with a shard, V is the whole head's
   Tensor token_weights;  // fp32 [N], or absent
   LossTerms terms;       // without class_weight_sum; class_weights cover the whole vocabulary

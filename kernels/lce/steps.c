@@ -70,10 +70,11 @@ void lce_target_z(const Call *call, Tensor target_z, Tensor x, Tensor targets) {
 }
 
 // x in codes, if W has them.
-static Fp8Rows push_codes(const Call *call, Tensor x) {
-  Fp8Rows codes = {0};
-  if (!tensor_exists(call->args->weight_codes.codes)) return codes;
-  codes.codes = push_matrix(call, "codes of x", DTYPE_E4M3, x.shape[0], x.shape[1]);
+static QuantizedRows push_codes(const Call *call, Tensor x) {
+  QuantizedRows codes = {0};
+  Tensor weight_codes = call->args->weight_codes.codes;
+  if (!tensor_exists(weight_codes)) return codes;
+  codes.codes = push_matrix(call, "codes of x", weight_codes.dtype, x.shape[0], x.shape[1]);
   codes.scale = push_vector(call, "scales of x", DTYPE_F32, x.shape[0]);
   quantize_rows(call->backend, (QuantizeRows){.out = codes, .x = x});
   return codes;

@@ -40,10 +40,10 @@ HARNESS_TEST(test_codes) {
   assert_int_equal(e4m3_from_f32(NAN), 0x7F);
 }
 
-static Fp8 poisoned_fp8(Harness *h, int64_t rows, int64_t columns) {
-  return (Fp8){.codes = poisoned(h, DTYPE_E4M3, rows, columns),
-               .transposed = poisoned(h, DTYPE_E4M3, columns, rows),
-               .amax = poisoned_vector(h, DTYPE_F32, 1)};
+static Quantized poisoned_fp8(Harness *h, int64_t rows, int64_t columns) {
+  return (Quantized){.codes = poisoned(h, DTYPE_E4M3, rows, columns),
+                     .transposed = poisoned(h, DTYPE_E4M3, columns, rows),
+                     .amax = poisoned_vector(h, DTYPE_F32, 1)};
 }
 
 static uint8_t *codes_of(Harness *h, Tensor t) {
@@ -53,7 +53,8 @@ static uint8_t *codes_of(Harness *h, Tensor t) {
 }
 
 // Both kinds of codes, of x by amax.
-static void assert_codes(Harness *h, Fp8 fp8, const double *x, double amax, int64_t rows, int64_t columns) {
+static void assert_codes(Harness *h, Quantized fp8, const double *x, double amax, int64_t rows,
+                         int64_t columns) {
   uint8_t *codes = codes_of(h, fp8.codes), *transposed = codes_of(h, fp8.transposed);
   float factor = fminf(448 / (float)amax, FLT_MAX);
   assert_true(*values_of(h, fp8.amax) == amax);
@@ -71,7 +72,7 @@ static void check_codes(Harness *h, int64_t rows, int64_t columns, double scale,
   double *x = random_values(h, rows * columns, scale);
   x[rows * columns / 2] = outlier;
   Tensor given = tensor_from(h, h->dtype, x, rows, columns);
-  Fp8 both = poisoned_fp8(h, rows, columns), one = both, other = both;
+  Quantized both = poisoned_fp8(h, rows, columns), one = both, other = both;
   one.transposed = other.codes = (Tensor){0};
   quantize(h->backend, (Quantize){.out = both, .x = given});
   uint8_t *codes = codes_of(h, both.codes), *transposed = codes_of(h, both.transposed);
@@ -106,18 +107,18 @@ HARNESS_TEST(test_not_finite) {
   for (int i = 0; i < 3; i++) {
     double *x = random_values(h, 32 * 48, 1);
     x[100] = lost[i];
-    Fp8 fp8 = poisoned_fp8(h, 32, 48);
+    Quantized fp8 = poisoned_fp8(h, 32, 48);
     quantize(h->backend, (Quantize){.out = fp8, .x = tensor_from(h, h->dtype, x, 32, 48)});
     assert_false(isfinite(*values_of(h, fp8.amax)));
     Tensor out = poisoned(h, h->dtype, 32, 32);
-    matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8});
+    matmul_quantized(h->backend, (MatmulQuantized){.out = out, .a = fp8, .b = fp8});
     double *values = values_of(h, out);
     for (int k = 0; k < 32 * 32; k++) assert_false(isfinite(values[k]));
   }
 }
 
 // By the rule of operations that make a matrix: the rows that they sample, and a margin of 8, or max |x|.
-static void assert_made(Harness *h, Fp8 fp8, Tensor made, bool sample_suffices) {
+static void assert_made(Harness *h, Quantized fp8, Tensor made, bool sample_suffices) {
   int64_t rows = made.shape[0], columns = made.shape[1], apart = rows < 512 ? 1 : rows / 256;
   double *x = values_of(h, made), amax = 0, sampled = 0;
   for (int64_t i = 0; i < rows * columns; i++) {
@@ -148,12 +149,13 @@ static void check_made(Harness *h, Activation activation, int64_t rows, int64_t 
   activation_forward(h->backend, (ActivationForward){activation, .out = out, .x = in});
   activation_backward(h->backend, (ActivationBackward){activation, .dx = dx, .dout = d, .x = in});
   for (int with_values = 0; with_values < 2; with_values++) {
-    Fp8 forward = poisoned_fp8(h, rows, width), backward = poisoned_fp8(h, rows, columns);
+    Quantized forward = poisoned_fp8(h, rows, width), backward = poisoned_fp8(h, rows, columns);
     Tensor out_too = with_values ? poisoned(h, h->dtype, rows, width) : none;
     Tensor dx_too = with_values ? gated ? in : d : none; // in place
-    activation_forward(h->backend, (ActivationForward){activation, .out = out_too, .x = in, .fp8 = forward});
-    activation_backward(h->backend,
-                        (ActivationBackward){activation, .dx = dx_too, .dout = d, .x = in, .fp8 = backward});
+    activation_forward(h->backend,
+                       (ActivationForward){activation, .out = out_too, .x = in, .quantized = forward});
+    activation_backward(h->backend, (ActivationBackward){activation, .dx = dx_too, .dout = d, .x = in,
+                                                         .quantized = backward});
     if (kind == LOST) {
       assert_true(isnan(*values_of(h, forward.amax)) && isnan(*values_of(h, backward.amax)));
       continue;
@@ -177,7 +179,7 @@ HARNESS_TEST(test_activations) {
     }
 }
 
-static double *decoded(Harness *h, Fp8 fp8) {
+static double *decoded(Harness *h, Quantized fp8) {
   uint8_t *codes = codes_of(h, fp8.codes);
   double *values = host_values(h, tensor_count(fp8.codes)), scale = *values_of(h, fp8.amax) / 448;
   for (int64_t i = 0; i < tensor_count(fp8.codes); i++) values[i] = (double)e4m3_to_f32(codes[i]) * scale;
@@ -190,12 +192,12 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
                          int variant) {
   bool cuda = h->backend->device == ON_CUDA;
   double *terms = random_values(h, rows * outputs, 3), *bias = random_values(h, outputs, 1);
-  Fp8 a = poisoned_fp8(h, rows, inputs), b = poisoned_fp8(h, outputs, inputs);
+  Quantized a = poisoned_fp8(h, rows, inputs), b = poisoned_fp8(h, outputs, inputs);
   quantize(h->backend,
            (Quantize){a, tensor_from(h, h->dtype, random_values(h, rows * inputs, 1), rows, inputs)});
   quantize(h->backend, (Quantize){b, tensor_from(h, h->dtype, random_values(h, outputs * inputs, 0.02),
                                                  outputs, inputs)});
-  MatmulFp8 m = {.a = a, .b = b};
+  MatmulQuantized m = {.a = a, .b = b};
   if (variant & BIAS) m.bias = vector_from(h, cuda ? DTYPE_BF16 : dtype, bias, outputs);
   Tensor addend = strided_from(h, dtype, terms, rows, outputs, outputs + 16);
   if (variant & (RESIDUAL | IN_PLACE)) m.residual = addend;
@@ -203,7 +205,7 @@ static void check_matmul(Harness *h, Dtype dtype, int64_t rows, int64_t outputs,
   double *x = decoded(h, a), *w = decoded(h, b), *want = host_values(h, rows * outputs);
   reference_linear(want, x, w, false, variant & BIAS ? bias : NULL, tensor_exists(m.residual) ? terms : NULL,
                    rows, inputs, outputs);
-  matmul_fp8(h->backend, m);
+  matmul_quantized(h->backend, m);
   // Hopper's tensor cores align the products of an instruction to their largest and keep 13 bits below it; a
   // bf16 result that is added to may be rounded before, too.
   Tolerance t = within(4, (double)inputs);
@@ -226,14 +228,14 @@ HARNESS_TEST(test_matmul) {
 
 // --- a scale for each row or for all, and the loss's logits of such codes -----------------------------------
 
-static Fp8Rows coded(Harness *h, Tensor x, bool by_row) {
-  Fp8Rows out = {.codes = poisoned(h, DTYPE_E4M3, x.shape[0], x.shape[1]),
-                 .scale = poisoned_vector(h, DTYPE_F32, by_row ? x.shape[0] : 1)};
+static QuantizedRows coded(Harness *h, Tensor x, bool by_row) {
+  QuantizedRows out = {.codes = poisoned(h, DTYPE_E4M3, x.shape[0], x.shape[1]),
+                       .scale = poisoned_vector(h, DTYPE_F32, by_row ? x.shape[0] : 1)};
   quantize_rows(h->backend, (QuantizeRows){.out = out, .x = x});
   return out;
 }
 
-static double *read_of(Harness *h, Fp8Rows fp8) {
+static double *read_of(Harness *h, QuantizedRows fp8) {
   int64_t rows = fp8.codes.shape[0], columns = fp8.codes.shape[1];
   const uint8_t *codes = codes_of(h, fp8.codes);
   double *values = host_values(h, rows * columns), *scales = values_of(h, fp8.scale);
@@ -246,7 +248,7 @@ static void check_rows(Harness *h, int64_t rows, int64_t columns, double scale, 
   double *x = random_values(h, rows * columns, scale);
   x[columns - 1] = -57 * scale; // an outlier
   for (int64_t i = 0; i < columns && rows > 2; i++) x[2 * columns + i] = 0;
-  Fp8Rows fp8 = coded(h, tensor_from(h, h->dtype, x, rows, columns), by_row);
+  QuantizedRows fp8 = coded(h, tensor_from(h, h->dtype, x, rows, columns), by_row);
   const uint8_t *codes = codes_of(h, fp8.codes);
   const double *scales = values_of(h, fp8.scale), *got = read_of(h, fp8);
   int64_t of = by_row ? columns : rows * columns, step = by_row ? 1 : ceil_div(rows, FP8_SUMMED_ROWS);
@@ -309,7 +311,7 @@ static void logits_of_codes_case(Harness *h, const void *shape) {
   for (int64_t i = 0; i < s.hidden; i++) x[i] += 2 * weight[s.vocab / 2 * s.hidden + i]; // a logit of about 8
   Tensor x_tensor = tensor_from(h, h->dtype, x, s.rows, s.hidden);
   Tensor weight_tensor = tensor_from(h, h->dtype, weight, s.vocab, s.hidden);
-  Fp8Rows weight_codes = coded(h, weight_tensor, false), x_codes = coded(h, x_tensor, true);
+  QuantizedRows weight_codes = coded(h, weight_tensor, false), x_codes = coded(h, x_tensor, true);
   double *x_read = x, *weight_read = weight, *z = host_values(h, s.rows * s.vocab);
   if (logits_of_codes(h)) x_read = read_of(h, x_codes), weight_read = read_of(h, weight_codes);
   reference_linear(z, x_read, weight_read, false, NULL, NULL, s.rows, s.hidden, s.vocab);
@@ -421,9 +423,9 @@ HARNESS_TEST(test_refusals) {
   Tensor codes = poisoned(h, DTYPE_E4M3, 16, 24), out = poisoned(h, h->dtype, 16, 16);
   const char *part = "FP8 takes multiples of 16 rows and columns, and not ";
   assert_fails(h, part, quantize(h->backend, (Quantize){.out = {.codes = codes, .amax = amax}, .x = x}));
-  Fp8 fp8 = {.codes = codes, .amax = amax};
-  assert_fails(h, part, matmul_fp8(h->backend, (MatmulFp8){.out = out, .a = fp8, .b = fp8}));
-  Fp8Rows by_row = {.codes = codes, .scale = poisoned_vector(h, DTYPE_F32, 16)};
+  Quantized fp8 = {.codes = codes, .amax = amax};
+  assert_fails(h, part, matmul_quantized(h->backend, (MatmulQuantized){.out = out, .a = fp8, .b = fp8}));
+  QuantizedRows by_row = {.codes = codes, .scale = poisoned_vector(h, DTYPE_F32, 16)};
   assert_fails(h, "FP8 takes multiples of 16 columns, and not x of 24",
                quantize_rows(h->backend, (QuantizeRows){.out = by_row, .x = x}));
 }
