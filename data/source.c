@@ -147,8 +147,7 @@ static void add_directory(Source *source, const char *directory, bool tree) {
   fts_close(walk);
 }
 
-// Adds the files that `path` names: one, a directory's or, if nothing has that name, all that glob(7)
-// matches.
+// Adds the files that `path` names: one, a directory's or, if nothing has that name, a glob(7)'s.
 static void add_path(Source *source, const char *path) {
   bool named = path_exists(path) || !strpbrk(path, "*?[");
   glob_t found = {.gl_pathc = 1, .gl_pathv = (char *[]){(char *)path}};

@@ -2,8 +2,8 @@
 // alternates with the three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW =
 // L^T X over all tokens at once), each term of the loss (--terms) with the loss without it. Prints medians,
 // ratios, and the bytes pushed beyond inputs and gradients. The last term is sampling at M0 = 1. --ladder
-// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7. On the
-// CPU it gives the error of dX for a token whose target leads by about 30, too, against float64.
+// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7. On
+// the CPU it also gives the error, against float64, of dX for a token whose target leads by about 30.
 //
 // How many tiles sampling drops depends on the logits. --checkpoint takes a trained state: W is the model's
 // head, x the final norm's output for the first N tokens that ./train --init DIR --data PATH --val-fraction 0
@@ -13,10 +13,10 @@
 // Started as several ranks, it also times the head split over them (--vocab-parallel of ./train) against the
 // whole head on every rank: the same work for each. A time is then the slowest rank's.
 //
-// --json prints an object a line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
+// --json prints an object per line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
 // inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
-// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term; rung, gemms
-// (how many it computes) and certain_error with --ladder.
+// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term; rung,
+// gemms (how many it computes) and certain_error with --ladder.
 //
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096 --fp8
@@ -53,7 +53,7 @@
 static const char advice[] =
     "give fewer --tokens, a smaller --chunk or, with --checkpoint, a shorter --seq-len";
 
-enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // of a list; of --repeat
+enum { MAX_ITEMS = 32, MAX_ROUNDS = 99 }; // items of a list; rounds of --repeat
 
 typedef struct {
   int64_t tokens, hidden_size, vocab_size, seq_len, repeat;
@@ -130,7 +130,7 @@ static Settings parse(int argc, char **argv) {
 
 // --- a trained state ---------------------------------------------------------------------------------------
 
-// What --checkpoint and --data give, on the host, in the backend's dtype; x and targets of whole sequences.
+// Tensors of --checkpoint and --data on the host, in the backend's dtype; x and targets of whole sequences.
 typedef struct {
   void *x, *weight; // [N or more, H], [V, H]
   int32_t *targets;
@@ -141,7 +141,7 @@ static Backend *open_backend(const Settings *o) {
       &(Options){.device = o->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU, .dtype = o->dtype});
 }
 
-// Bytes that the device can give now. A host's memory is shared: what is free counts, not what is there.
+// Bytes that the device can give now. A host's memory is shared, so only free memory counts.
 static size_t usable_bytes(const Backend *backend) {
   size_t usable = machine_usable_bytes(backend);
   size_t left = backend->device == ON_CPU ? host_memory_left() : 0;
@@ -194,7 +194,7 @@ static State read_state(Settings *o) {
   Source *source = source_open(o->data, arrlen(o->data), o->vocab_size, SPLIT_NONE);
   Loader loader =
       loader_create((LoaderOptions){.source = source, .batch = 1, .seq_len = o->seq_len, .seed = 1});
-  int64_t ranks = ranks_self()->ranks, sequences = ceil_div(o->tokens, o->seq_len); // of each rank
+  int64_t ranks = ranks_self()->ranks, sequences = ceil_div(o->tokens, o->seq_len); // per rank
   if (loader.train_windows < ranks * sequences)
     fail("%s has %s sequences of %lld tokens, and %s tokens need %s: lower --tokens or name more --data",
          source->name, text_grouped(loader.train_windows).text, (long long)o->seq_len,
@@ -212,13 +212,13 @@ static State read_state(Settings *o) {
   return state;
 }
 
-// --- what is timed -----------------------------------------------------------------------------------------
+// --- works to time -----------------------------------------------------------------------------------------
 
 typedef struct {
   char name[64];
   LinearCrossEntropy call;
   int rung;                            // of the ladder; 0: three plain GEMMs, RUNGS: linear_cross_entropy
-  int base;                            // what it alternates with
+  int base;                            // the work it alternates with
   const char *term;                    // of the loss, or NULL
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
@@ -233,10 +233,10 @@ typedef struct {
   State state; // of --checkpoint
   Backend *backend;
   LinearCrossEntropy layer; // its tensors, and the fused mode at the first chunk
-  size_t layer_bytes;       // of the tensors and of what the backend keeps
+  size_t layer_bytes;       // the tensors' and the backend's own
   Tensor barrier, sampled;  // fp32 [1]; TileSampling's stats
   QuantizedRows codes;      // of W, with --fp8
-  int64_t gemm_rows;        // tokens of the plain GEMMs at a time: all where memory suffices
+  int64_t gemm_rows;        // tokens of the plain GEMMs at a time: all if memory suffices
   Work works[MAX_WORKS];
   int count;
 } Bench;
@@ -265,7 +265,7 @@ static void make_certain(const LinearCrossEntropy *l) {
   for (int64_t i = 0; i < l->x.shape[1]; i++) x[i] = 30 * w[i] / square;
 }
 
-// How far off token 0's dX is, over its size. With e = exp(z - z[y]) it is scale (sum e (W - W[y])) / sum e.
+// The relative error of token 0's dX. With e = exp(z - z[y]) it is scale (sum e (W - W[y])) / sum e.
 static double certain_error(const LinearCrossEntropy *l) {
   int64_t hidden = l->x.shape[1], target = *(const int32_t *)l->targets.data;
   const float *x = l->x.data, *dx = l->dx.data, *weight = l->weight.data,
@@ -285,7 +285,7 @@ static double certain_error(const LinearCrossEntropy *l) {
   return sqrt(off / size);
 }
 
-// The state, or random values.
+// Fills the tensors with the state, or with random values.
 static void fill(Bench *b) {
   Backend *backend = b->backend;
   const LinearCrossEntropy *l = &b->layer;
@@ -305,7 +305,7 @@ static void fill(Bench *b) {
   if (b->settings->ladder && backend->device == ON_CPU) make_certain(l);
 }
 
-// What the plan has found out about the work stays.
+// Keeps the plan's findings about the work.
 __attribute__((format(printf, 4, 5))) static Work *add_work(Bench *b, int base, LinearCrossEntropy call,
                                                             const char *name, ...) {
   Work *work = &b->works[b->count++];
@@ -360,7 +360,7 @@ static void add_terms(Bench *b) {
   add_term(b, "sampling")->sampling = (TileSampling){.full_mass = 1, .stats = b->sampled};
 }
 
-// This rank's rows of the head.
+// Narrows the call to this rank's rows of the head.
 static void split(const Bench *b, LinearCrossEntropy *call) {
   int64_t vocab_size = b->settings->vocab_size, part = ceil_div(vocab_size, b->backend->ranks);
   int64_t first = b->backend->rank * part, rows = min_i64(part, vocab_size - first);
@@ -442,7 +442,7 @@ static size_t held_by(const Bench *b, const Work *w) {
   return ledger->stack_peak - ledger->stack;
 }
 
-// Plans every work, and returns the stack that all need. Fails where one needs more than `usable` bytes (0:
+// Plans every work, and returns the stack that all need. Fails if one needs more than `usable` bytes (0:
 // boundless); the plain GEMMs then take fewer tokens at a time.
 static size_t plan_works(Bench *b, size_t usable) {
   const Ledger *ledger = &b->backend->memory.ledger;
@@ -463,7 +463,7 @@ static size_t plan_works(Bench *b, size_t usable) {
 
 // --- time --------------------------------------------------------------------------------------------------
 
-// When all ranks have arrived. With one CPU thread the process's own time: other programs disturb it less.
+// The time once all ranks have arrived; with one CPU thread the process's own, which others disturb less.
 static double clock_seconds(const Bench *b) {
   Backend *backend = b->backend;
   if (backend->ranks > 1) all_reduce(backend, (Collective){.out = b->barrier, .x = b->barrier});
@@ -565,7 +565,7 @@ static void heading(const Bench *b, const char *what, const char *ratio) {
   if (!b->settings->json) printf("  %-32s %12s %7s   held\n", what, "median", ratio);
 }
 
-// The mean loss, to compare with what the model's run says.
+// Prints the mean loss, to compare with the model's run.
 static void report_loss(const Bench *b, const Work *w) {
   int64_t tokens = b->settings->tokens, counted = 0;
   float *loss = host_alloc(tokens, sizeof *loss, "the losses");

@@ -42,7 +42,7 @@ static void read_options(Options *o, int argc, char **argv) {
   options_resolve(o);
 }
 
-// Fails where a signal ends it, or the loss is not a number.
+// Fails if a signal ends it, or if the loss is not a number.
 static void evaluate(const Options *o, Backend *backend, const RunData *data) {
   Prompt prompt = prompt_open(o, data->source);
   Report report = report_open(o, backend);

@@ -1,6 +1,6 @@
 // Token ids from a model: a Hugging Face directory or a checkpoint of ./train continues a prompt. Prints each
-// id on a line of its own as it is drawn, and an empty line between two samples. tools/generate makes text of
-// them.
+// id on a line of its own as it is drawn, and an empty line between two samples. tools/generate turns them
+// into text.
 //
 //   tools/generate_ids --init gpt2 --prompt 15496,995 --tokens 20
 //   tools/generate_ids --init gpt2 --prompt - --top-p 0.9 <ids.txt
@@ -24,7 +24,7 @@
 #include "trainer/trainer.h"
 
 typedef struct {
-  Options train; // what ./train calls the same
+  Options train; // the options that ./train has, too
   int64_t tokens, samples;
   bool go_on; // past the token that ends a text
 } Wanted;

@@ -21,11 +21,11 @@
 //     y = a + b      da += dy,     db += dy             and what is read twice has the sum of two gradients:
 //                                                       hence +=
 //
-// What is special is the loss. The last matmul makes V logits for each of N tokens, one for each entry of the
-// vocabulary. At Llama 3's V of 128,256 these logits are often the largest matrix of a training step.
-// `loss_materialized` makes them. `loss_fused` does not: it takes the tokens in chunks, and computes the
-// gradients while a chunk's logits are there. kernels/lce/LCE.md goes on from there, down to the tensor cores
-// of a GPU.
+// The loss is the special part. The last matmul computes V logits for each of N tokens, one for each entry of
+// the vocabulary. At Llama 3's V of 128,256 these logits are often the largest matrix of a training step.
+// `loss_materialized` stores them. `loss_fused` does not: it takes the tokens in chunks, and computes the
+// gradients while a chunk's logits are still there. kernels/lce/LCE.md goes on from there, down to the tensor
+// cores of a GPU.
 //
 // Letters: B sequences of T tokens, N = B T; H hidden size; Q query heads and K key/value heads of D
 // elements; F width of the MLP; V vocabulary. Matrices are dense and row-major: element (n, h) of x [N, H] is
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
   long rows, columns, count;
   float *value, *grad;
-  char name[80]; // of a weight, for the test; a norm's weight is one row
+  char name[80]; // a weight's, for the test; a norm's weight is one row
   float *m, *v;  // a weight's moments
 } Matrix;
 
@@ -78,7 +78,7 @@ typedef struct {
   float *r, *c, *losses;        // [N] each; r and c are loss_fused's
   Matrix **all;                 // every matrix above, weights and activations
   long count;
-  char prefix[48]; // of the names of the weights to come
+  char prefix[48]; // of the next weights' names
 } Llama;
 
 static void die(const char *what, const char *which) {
@@ -129,10 +129,10 @@ static View transposed(const float *at, long columns) {
   return (View){at, 1, columns};
 }
 
-// C [M, N] += A [M, K] B [K, N]: where nearly all time goes.
-// A tile of 4 x 16 elements of C stays in registers while k runs, so that each value of B that is loaded is
-// used 4 times, and each of A 16 times. Before that, PANEL rows of the tile's 16 columns of B are copied to
-// lie side by side in the first-level cache, where they serve 128 rows of C.
+// C [M, N] += A [M, K] B [K, N]; nearly all time goes here. A tile of 4 x 16 elements of C stays in registers
+// while k runs, so that each value of B that is loaded is used 4 times, and each of A 16 times. Before that,
+// PANEL rows of the tile's 16 columns of B are copied to lie side by side in the first-level cache, where
+// they serve 128 rows of C.
 static void matmul(float *c, View a, View b, long M, long N, long K) {
   enum { ROWS = 4, COLUMNS = 16, PANEL = 256, SERVED = 128 };
 #pragma omp parallel for collapse(2)
@@ -146,7 +146,7 @@ static void matmul(float *c, View a, View b, long M, long N, long K) {
             panel[k][j] = j < columns ? b.at[(start + k) * b.row + (left + j) * b.column] : 0;
         for (long top = first; top < least(first + SERVED, M); top += ROWS) {
           float sum[ROWS][COLUMNS] = {{0}};
-          const float *row[ROWS]; // for those past the end the last one stands in
+          const float *row[ROWS]; // the last one stands in for rows past the end
           for (long i = 0; i < ROWS; i++) row[i] = a.at + least(top + i, M - 1) * a.row + start * a.column;
           for (long k = 0; k < depth; k++)
             for (long i = 0; i < ROWS; i++)
@@ -340,8 +340,8 @@ static void loss_materialized(Llama *m, const int32_t *y) {
 //     dW  += E^T (r x) / N,   dW[y] += c x / N
 //
 // Only r and c depend on a whole row, and they act on vectors of length H. So on a GPU a logit becomes E in
-// the registers of its matmul, and is never stored. E overflows where a logit leads the target's by 88. Where
-// R exceeds 2^96 the row is done again with its maximum as the anchor; the target's exponential e is then
+// the registers of its matmul, and is never stored. E overflows where a logit leads the target's by 88. If R
+// exceeds 2^96, the row is computed again with its maximum as the anchor; the target's exponential e is then
 // less than 1. x's gradient must be 0 before: the matmul adds E W to it, and then its rows are scaled.
 static void loss_fused(Llama *m, const int32_t *y) {
   Matrix *x = &m->final, *w = m->head;
@@ -377,8 +377,8 @@ static void loss_fused(Llama *m, const int32_t *y) {
 
 // --- forward and backward ----------------------------------------------------------------------------------
 
-// Returns the mean loss. Zeroes all gradients; the loss then writes those of the final norm's output and of
-// the head.
+// Returns the mean loss. Zeroes all gradients; the loss then writes the gradients of the final norm's output
+// and the head.
 static double forward(Llama *m, const int32_t *tokens, const int32_t *targets) {
   float eps = m->config.rms_norm_eps;
   double sum = 0;
@@ -441,8 +441,8 @@ static double schedule(double peak, long step, long warmup, long steps) {
   return peak * (0.1 + 0.9 * (1 + cos(acos(-1) * progress)) / 2);
 }
 
-// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down where their norm exceeds
-// max_norm. Returns the norm.
+// AdamW (Loshchilov, Hutter 2019), step 0, 1, ..., of gradients scaled down if their norm exceeds max_norm.
+// Returns the norm.
 //
 //     m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2   running means; they begin at 0, and are
 //     m' = m / (1 - beta1^t),        v' = v / (1 - beta2^t)          too small in early steps t = 1, 2, ...
@@ -475,12 +475,12 @@ static double update(Llama *model, double lr, long step) {
 
 // --- making a model ----------------------------------------------------------------------------------------
 
-// In [0, 1).
+// Uniform in [0, 1).
 static double uniform(void) {
   return rand() / (RAND_MAX + 1.0);
 }
 
-// Of mean 0 and variance 1 (Box, Muller 1958).
+// Normal, of mean 0 and variance 1 (Box, Muller 1958).
 static double normal(void) {
   double radius = sqrt(-2 * log(1 - uniform()));
   return radius * cos(2 * acos(-1) * uniform());
@@ -580,8 +580,8 @@ static void draw_batch(const Llama *m, int32_t *tokens, int32_t *targets) {
   }
 }
 
-// Of twenty matrices, one after the other, the weight with the largest gradient. By definition that is by how
-// much the loss changes when the weight moves a little, over the distance. Returns how many are off.
+// Checks the largest gradient of each of twenty matrices: by definition it is the change of the loss when the
+// weight moves a little, over the distance. Returns how many are off.
 static int check_gradients(Llama *m, const int32_t *tokens, const int32_t *targets) {
   const float distance = 0.004f;
   int wrong = 0;

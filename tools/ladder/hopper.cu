@@ -41,8 +41,8 @@ static __device__ float logit(const Chunk &a, int64_t n, int64_t j) {
 // which reads shared memory itself and adds up in registers. So either waits only at a full or an empty ring,
 // and the producer fills the stages of the next tile while the consumer is in its epilogue.
 
-// A block makes tiles of 128 x 192, as many sums as the registers of a warpgroup hold, and a stage is 64 of
-// the hidden size. Blocks are as many as multiprocessors; block b makes tiles b, b + blocks, ...
+// A block computes tiles of 128 x 192, as many sums as a warpgroup's registers hold, and a stage is 64 of the
+// hidden size. There is a block per multiprocessor; block b computes tiles b, b + blocks, ...
 enum { ROWS = 128, COLUMNS = 192, DEPTH = 64, STAGES = 5, CONSUMER = 128 };
 enum { X_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2 };
 enum { HOPPER_SHARED = STAGES * STAGE_BYTES + 1024 }; // stages start on multiples of 1024 bytes
@@ -143,7 +143,7 @@ static __global__ void __launch_bounds__(CONSUMER + 32, 1)
 #endif
 }
 
-// A row's sum from its parts. Out of range, the row is made again, anchored at its maximum. One block a row.
+// Adds up a row's sum; if out of range, computes the row again, anchored at its maximum. One block per row.
 static __global__ void __launch_bounds__(THREADS)
     row_sums_kernel(const __grid_constant__ Chunk a, const __grid_constant__ Tensor parts) {
   int64_t n = blockIdx.x, vocab = a.weight.shape[0];
@@ -172,7 +172,7 @@ bool ladder_hopper(void) {
   return hopper_has_code((const void *)exponentials_kernel) && tma_encoder();
 }
 
-// How TMA finds tiles of `rows` rows and DEPTH columns of t, zeros outside.
+// Describes tiles of `rows` rows and DEPTH columns of t to TMA, zeros outside.
 static CUtensorMap tiles_of(Tensor t, int rows) {
   CUtensorMap map;
   cuuint64_t shape[] = {(cuuint64_t)t.shape[1], (cuuint64_t)t.shape[0]},

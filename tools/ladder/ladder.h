@@ -1,8 +1,8 @@
 // The loss as a ladder: seven complete versions of LM head + cross-entropy, each one idea further than the
 // one before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
-// rungs.c holds what a rung does: matmuls are the backend's linear_*, the work on single rows is in
-// rows_cpu.c. Rungs 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, the library itself, on both.
+// rungs.c has the rungs: matmuls are the backend's linear_*, the work on single rows is in rows_cpu.c. Rungs
+// 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, the library itself, on both.
 #pragma once
 
 #include <sys/cdefs.h>
@@ -13,32 +13,32 @@ __BEGIN_DECLS
 
 enum { RUNGS = 7 };
 extern const char *const ladder_names[RUNGS];
-extern const int ladder_gemms[RUNGS]; // how many matmuls of 2 N V H flops a rung computes
+extern const int ladder_gemms[RUNGS]; // a rung's number of matmuls of 2 N V H flops each
 
-// Whether the backend runs the rung.
+// True if the backend runs the rung.
 bool ladder_has(const Backend *backend, int rung);
 
 // Runs a rung, 1 to RUNGS, on a fused call of loss, dx, dweight, x, weight, targets, chunk (rung 1 takes all
-// tokens at once) and scale; other fields are for the last alone, except that rungs 4 and 5 sample. Rung 0
-// is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides. What a rung
-// needs beyond the call's tensors is pushed as MEMORY_HEAD and popped.
+// tokens at once) and scale; only rung 7 reads the other fields, except that rungs 4 and 5 sample as well.
+// Rung 0 is the three matmuls alone, on any device. Rung 6 takes bf16 and a hidden size that 8 divides.
+// Scratch is pushed as MEMORY_HEAD and popped.
 void ladder_run(Backend *backend, int rung, LinearCrossEntropy call);
 
-// The call on tokens [first, first + chunk), or what is left of them; all but the first add to dweight.
+// The call on tokens [first, first + chunk), or the rest of them; all but the first add to dweight.
 LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first);
-// How many bytes of dweight that chunk reads and writes.
+// Counts the bytes of dweight that this chunk reads and writes.
 int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first);
 
-// --- what happens to rows: rows_cpu.c, in fp32 -------------------------------------------------------------
+// --- work on rows: rows_cpu.c, in fp32 ---------------------------------------------------------------------
 
-// A chunk of C tokens, and what rungs 4 and 5 know of them.
+// A chunk of C tokens, and their results in rungs 4 and 5.
 typedef struct {
-  LinearCrossEntropy call; // of the chunk
+  LinearCrossEntropy call; // the chunk's
   Tensor target_z;         // [C]: z[y]
   Tensor anchor;           // [C]: a, which is z[y] but in repaired rows
   Tensor target_e;         // [C]: exp(z[y] - a), so 1 but in repaired rows
   Tensor row_sum;          // [C]: R
-  Tensor r, c;             // [C]: what multiplies E W and W[y] in dx
+  Tensor r, c;             // [C]: the factors of E W and W[y] in dx
   Tensor scaled_x;         // [C, H]: r x
   Tensor exps;             // E [C, V]
 } Anchored;
@@ -53,24 +53,24 @@ void ladder_anchors(const Anchored *a);
 void ladder_exponentials(const Anchored *a);
 // The same from x and W, without storing a logit.
 void ladder_matmul_exponentials(Backend *backend, const Anchored *a);
-// Rows whose sum exceeds LCE_LARGEST_SUM (loss_row.h): once more, with the row's maximum as anchor.
+// Computes rows whose sum exceeds LCE_LARGEST_SUM (loss_row.h) once more, with their maximum as anchor.
 void ladder_repair(const Anchored *a);
 // loss, r, c and scaled_x from row_sum and target_e.
 void ladder_finish(const Anchored *a);
 // dx = scale (r dx + c W[y]);  dweight[y] += scale c x.
 void ladder_add_targets(const Anchored *a);
-// Two ranks have some columns of E each, relative to anchors of their own. Into both go the whole row's anchor,
-// which is the larger, row_sum and target_e; rescale [2, C] makes each rank's E relative to that anchor.
+// Two ranks have some columns of E each, relative to anchors of their own. Both get the whole row's anchor,
+// the larger of the two, row_sum and target_e; rescale [2, C] makes each rank's E relative to that anchor.
 void ladder_join(const Anchored ranks[2], Tensor rescale);
-// A random part of E's tiles remains (call.sampling), scaled so that E keeps its expectation.
+// Keeps a random part of E's tiles (call.sampling), scaled so that E keeps its expectation.
 void ladder_sample(const Anchored *a);
 
 // --- hopper.cu ---------------------------------------------------------------------------------------------
 
 // E [C, V] from bf16 x and W, anchored at rows' target_z; anchor, target_e and row_sum. Rows whose sum went
-// out of range are repaired. Where ladder_hopper() alone.
+// out of range are repaired. Needs ladder_hopper().
 void ladder_hopper_exponentials(Backend *backend, Tensor exps, const SoftmaxStatistics *softmax, Tensor x,
                                 Tensor weight, Tensor targets);
-bool ladder_hopper(void); // whether the GPU and the build have what it needs
+bool ladder_hopper(void); // true if the GPU and the build support it
 
 __END_DECLS

@@ -1,4 +1,4 @@
-// What the ladder does to rows, in plain loops.
+// The ladder's work on rows, in plain loops.
 #include <math.h>
 #include <string.h>
 
@@ -76,7 +76,7 @@ void ladder_exponentials(const Anchored *a) {
   EACH_PARALLEL (n, a->exps.shape[0]) row_sum[n] = (float)exponentials_of(a, n, 0, a->exps.shape[1]);
 }
 
-// The matmul a tile of W at a time, and the exponentials while the tile of logits is in cache.
+// Multiplies a tile of W at a time, and exponentiates while the tile of logits is in cache.
 void ladder_matmul_exponentials(Backend *backend, const Anchored *a) {
   enum { TILE = 1024 };
   float *row_sum = a->row_sum.data;
@@ -115,7 +115,7 @@ void ladder_finish(const Anchored *a) {
   float *loss = call->loss.data, *r = a->r.data, *c = a->c.data;
   EACH_PARALLEL (n, call->x.shape[0]) {
     bool counts = target[n] != IGNORE_INDEX;
-    // Exercise 1: loss, r and c of row n, from row_sum, target_e (1 but in repaired rows), anchor and target_z.
+    // Exercise 1: loss, r and c of row n, from row_sum, target_e (1 unless repaired), anchor and target_z.
     float total = row_sum[n] + target_e[n]; // 1 + R
     float nll = target_e[n] == 1 ? log1pf(row_sum[n]) : anchor[n] - target_z[n] + logf(total);
     loss[n] = counts ? nll : 0;
@@ -154,8 +154,8 @@ void ladder_join(const Anchored ranks[2], Tensor rescale) {
   const float *target_z = ranks[0].target_z.data;
   for (int64_t n = 0; n < ranks[0].exps.shape[0]; n++) {
     float anchor = 0, row_sum = 0, target_e = 1, factor[2] = {1, 1};
-    // Exercise 7: the row's anchor, row_sum, target_e, and what each rank's E is multiplied by. An anchor is
-    // target_z except in a repaired row, and infinite in an ignored one.
+    // Exercise 7: the row's anchor, row_sum, target_e, and each rank's factor of E. An anchor is target_z
+    // except in a repaired row, and infinite in an ignored one.
     anchor = fmaxf(anchors[0][n], anchors[1][n]);
     for (int i = 0; i < 2; i++) {
       if (anchors[i][n] < anchor) factor[i] = exp_f32(anchors[i][n] - anchor); // infinity in both stays 1
@@ -170,8 +170,8 @@ void ladder_join(const Anchored ranks[2], Tensor rescale) {
   }
 }
 
-// A tile's mass is its sum of probabilities, r E. The draws are independent, those of linear_cross_entropy
-// systematic; dropped tiles are multiplied as zeros: this shows what sampling does and saves no time.
+// A tile's mass is its sum of probabilities, r E. The draws are independent, linear_cross_entropy's
+// systematic. Dropped tiles are multiplied as zeros, so this shows what sampling does but saves no time.
 void ladder_sample(const Anchored *a) {
   const TileSampling *s = &a->call.sampling;
   const float *r = a->r.data;

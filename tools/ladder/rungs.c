@@ -6,7 +6,7 @@
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
-// [rows, V], with rows as far apart as the backend's matmuls like them.
+// Pushes [rows, V], with the row stride that the backend's matmuls prefer.
 static Tensor push_logit_rows(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
   int64_t stride = backend->scratch->logits_stride(vocab, dtype);
   return tensor_columns(memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride), 0, vocab);
@@ -24,14 +24,14 @@ LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first) {
   for (int i = 0; i < 4; i++) *per_token[i] = tensor_rows(*per_token[i], first, count);
   c.accumulate = first > 0;
   // end of exercise 3
-  c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw apart
+  c.sampling.seed = random_bits(call->sampling.seed, 0, (uint64_t)first); // chunks draw separately
   return c;
 }
 
 int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first) {
   int64_t bytes = tensor_count(call->dweight) * (int64_t)dtype_bytes(call->dweight.dtype);
-  // Exercise 6: `bytes` is the size of dweight; make it what the chunk that begins at token `first` reads
-  // and writes of it.
+  // Exercise 6: `bytes` is the size of dweight; make it the bytes of dweight that the chunk from token
+  // `first` on reads and writes.
   if (first > 0) bytes *= 2; // a sum is read, then written
   // end of exercise 6
   return bytes;
@@ -51,7 +51,7 @@ static void backward(Backend *backend, const LinearCrossEntropy *c, Tensor dz, T
 }
 
 // --- rung 0: no loss ---------------------------------------------------------------------------------------
-// The three matmuls that no rung can do without: what the others are measured against.
+// The three matmuls that no rung can do without: the baseline of the others.
 
 static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
   Tensor logits = push_logit_rows(backend, "logits", l->x.dtype, l->chunk, l->weight.shape[0]);
@@ -64,7 +64,7 @@ static void matmuls(Backend *backend, const LinearCrossEntropy *l) {
 }
 
 // --- rung 1: all logits, then all gradients ----------------------------------------------------------------
-// What autograd does with F.cross_entropy(x @ W.T, y). Two matrices of N rows.
+// Autograd does the same with F.cross_entropy(x @ W.T, y). Two matrices of N rows.
 
 static void materialized(Backend *backend, const LinearCrossEntropy *l) {
   int64_t tokens = l->x.shape[0], vocab = l->weight.shape[0];
@@ -106,11 +106,11 @@ static void recomputed(Backend *backend, const LinearCrossEntropy *l) {
 }
 
 // --- rung 3: the gradient in the forward pass --------------------------------------------------------------
-// The loss is the last operation of the network, so what arrives from above is a constant known beforehand
-// (`scale`): nothing keeps us from making the gradient while the chunk's logits are there, in their place.
+// The loss is the last operation of the network, so the gradient from above is a constant known in advance
+// (`scale`): we can compute the gradient while the chunk's logits are still there, in their place.
 
 static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
-  // Exercise 2: losses and gradients, with three matmuls a chunk and one matrix of a chunk's logits.
+  // Exercise 2: losses and gradients, with three matmuls per chunk and one matrix of a chunk's logits.
   Tensor logits = push_logit_rows(backend, "logits", DTYPE_F32, l->chunk, l->weight.shape[0]);
   Tensor lse = push_floats(backend, "lse", l->chunk);
   for (int64_t first = 0; first < l->x.shape[0]; first += l->chunk) {
@@ -127,7 +127,7 @@ static void gradient_in_forward(Backend *backend, const LinearCrossEntropy *l) {
 
 // --- rungs 4 and 5: anchored at the target ----------------------------------------------------------------
 // The softmax is the same whatever constant is subtracted from a row. The target's logit a is one dot
-// product, known before the row's other logits, so E = exp(z - a) is final as soon as a logit is there, and
+// product, known before the row's other logits, so E = exp(z - a) is final once a logit is computed, and
 //
 //   R = sum_j E[j] (j != y),  loss = log1p(R),  r = 1 / (1 + R),  c = -R / (1 + R)
 //   dX = r (E W) + c W[y],    dW += E^T (r X),  dW[y] += c x
@@ -148,7 +148,7 @@ static Anchored push_anchored(Backend *backend, LinearCrossEntropy c) {
                     .exps = push_logit_rows(backend, "exponentials", c.x.dtype, rows, c.weight.shape[0])};
 }
 
-// Chunk by chunk: E and R, then what follows from them.
+// Computes E and R, then losses and gradients from them, chunk by chunk.
 static void anchored_chunks(Backend *backend, const LinearCrossEntropy *l,
                             void (*exponentials)(Backend *, const Anchored *)) {
   MemoryMark mark = memory_mark(&backend->memory);
@@ -176,8 +176,8 @@ static void anchored(Backend *backend, const LinearCrossEntropy *l) {
   anchored_chunks(backend, l, exponentials_in_place);
 }
 
-// Rung 5: the exponential where the matmul's sums are, before they are stored. No logit is ever in memory,
-// and E takes half the bytes of fp32 logits where operands are bf16.
+// Rung 5: exponentiates the matmul's sums before they are stored. No logit is ever in memory, and E takes
+// half the bytes of fp32 logits if operands are bf16.
 static void in_epilogue(Backend *backend, const LinearCrossEntropy *l) {
   anchored_chunks(backend, l, ladder_matmul_exponentials);
 }
