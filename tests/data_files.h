@@ -1,4 +1,4 @@
-// What tests with files share: small files in a temporary directory, sources whose tokens tell their place.
+// Shared by tests with files: small files in a temporary directory, sources whose tokens tell their place.
 #pragma once
 
 #include "data/source.h"
@@ -9,8 +9,8 @@ int make_temp_dir(void **state);
 int remove_temp_dir(void **state);
 // A set-up that writes words.txt, too: 40 KB of words that, unlike the source tree, never change.
 int make_words(void **state);
-// And shards of 3000 tokens. masked.bin: runs of tokens count, runs do not; packed.bin: so in short documents;
-// nothing.bin: none counts.
+// And shards of 3000 tokens. masked.bin: runs of tokens count, runs do not; packed.bin: the same in short
+// documents; nothing.bin: none counts.
 int make_masked(void **state);
 
 // The path of `name` in the temporary directory, in one of eight buffers used in turn.

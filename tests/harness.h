@@ -1,4 +1,4 @@
-// What the tests of the operations share: a backend to run on, tensors made from float64 values, comparisons
+// Shared by the tests of the operations: a backend to run on, tensors made from float64 values, comparisons
 // whose tolerance follows from the arithmetic, and a way to catch fail().
 //
 // Host values are float64 arrays that live until harness_close. A tensor made from them writes them back as
@@ -15,7 +15,7 @@ typedef struct Harness {
   uint64_t draws;
   void **blocks; // host values
   int64_t block_count, block_capacity;
-  // Of run_mirrored: the CPU beside this backend, and what a case checked, in place of checking it.
+  // For run_mirrored: the CPU beside this backend, and a case's results, recorded instead of checked.
   struct Harness *mirror;
   bool recording;
   struct Record *records;
@@ -47,7 +47,7 @@ void harness_clear(Harness *h);    // pops what a test has pushed so far
   static void name##_on(__attribute__((unused)) Harness *h)
 
 // Runs a case on every shape of a table. RUN_MIRRORED is for kernels that only a GPU has: it compares what
-// the case checks with that of a run on the CPU, and with that of a second run to the bit.
+// the case checks with that of a run on the CPU, and with that of a second run bit for bit.
 typedef void (*TestCase)(Harness *h, const void *shape);
 #define RUN_CASES(h, run, shapes)                                                                            \
   run_cases(h, run, shapes, sizeof *(shapes), sizeof(shapes) / sizeof *(shapes))
@@ -65,7 +65,7 @@ int32_t *random_ids(Harness *h, int64_t count, int64_t below);
 
 Tensor tensor_from(Harness *h, Dtype dtype, double *values, int64_t rows, int64_t columns);
 Tensor vector_from(Harness *h, Dtype dtype, double *values, int64_t count);
-// Of random values of the operands' dtype, which are kept in *values.
+// Tensors of random values of the operands' dtype, which are kept in *values.
 Tensor random_strided(Harness *h, double **values, int64_t rows, int64_t columns, int64_t stride,
                       double scale);
 Tensor random_tensor(Harness *h, double **values, int64_t rows, int64_t columns, double scale);
@@ -116,8 +116,8 @@ void check_gradient(Harness *h, const char *what, Tensor got, const double *befo
 
 // --- refusals ----------------------------------------------------------------------------------------------
 
-// What an operation accepts of a test's calls with one tensor changed. Of its arguments, in words of 8 bytes: which
-// tensor was ever absent, which changes passed (bits).
+// Changes of one tensor that an operation accepts in a test's calls. For each 8-byte word of its arguments:
+// whether a tensor there was ever absent, and which changes passed (bits).
 enum { REFUSALS = 4, REFUSAL_WORDS = 160 };
 typedef struct {
   const char *name;

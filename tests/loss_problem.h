@@ -17,8 +17,8 @@ enum {
   TERM_MEAN = 256
 };
 
-// What a call has but targets, where ReferenceLoss and LinearCrossEntropy hold it, and of how many rows (N,
-// V) and columns. LOSS_APART: an input that LinearCrossEntropy has not.
+// A call's tensors but targets: their places in ReferenceLoss and LinearCrossEntropy, their rows (N, V) and
+// columns. LOSS_APART: an input that LinearCrossEntropy has not.
 typedef enum { LOSS_OPERAND, LOSS_INPUT, LOSS_APART, LOSS_OUTPUT, LOSS_OF_LOGITS, LOSS_GRADIENT } LossKind;
 typedef struct {
   const char *name, *size;
@@ -51,7 +51,7 @@ void reference_gradients(Harness *h,
 LinearCrossEntropy loss_call(Harness *h, const ReferenceLoss *r, LceMode mode, int64_t chunk);
 // The same with sampling's statistics, and without outputs.
 LinearCrossEntropy sampled_loss_call(Harness *h, ReferenceLoss *r, int64_t chunk);
-// What a rank of a split head has of the call: its `rows` tokens, and its `part` rows of the head.
+// The part of the call of a rank of a split head: its `rows` tokens, and its `part` rows of the head.
 LinearCrossEntropy loss_call_of_rank(const Backend *backend, LinearCrossEntropy a, int64_t rows,
                                      int64_t part);
 // With the other outputs: entropy, log_sum_sq_probs (not materialized), max_logit, correct, predicted.
@@ -61,18 +61,18 @@ typedef struct {
   double *dweight, *dbias;
 } LossBefore;
 void loss_call_adds(Harness *h, LinearCrossEntropy *a, LossBefore *before);
-// What the call gives against r from token `first` and the shard's first row on. Fills gradients.terms in.
+// Checks the call's results against r from token `first` and the shard's first row on. Sets gradients.terms.
 void check_loss(Harness *h, const char *which, const LinearCrossEntropy *a, const ReferenceLoss *r,
                 int64_t first, LossBefore before, Tolerance outputs, Tolerance gradients);
-// Of the ignored tokens everything is 0.
+// Checks that all results of ignored tokens are 0.
 void check_ignored(Harness *h, const char *what, const LinearCrossEntropy *a, const int32_t *targets);
-// What both calls give has the same bits.
+// Checks that the results of both calls have the same bits.
 void check_same_bits(Harness *h, const LinearCrossEntropy *a, const LinearCrossEntropy *b);
-// Whether sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.
+// True if sampling saves time: always on the CPU, on a GPU with the Hopper kernels. Else gradients are exact.
 bool samples(const Harness *h, int64_t hidden, int64_t chunk);
 // Results and stats of a call with sampling against float64, which this computes.
 void check_sampled(Harness *h, const LinearCrossEntropy *a, ReferenceLoss *r, LossBefore before);
-// Where r was sampled, some tiles were dropped, some kept, and none by a hair's breadth.
+// If r was sampled, some tiles were dropped, some kept, and none by a hair's breadth.
 void assert_some_dropped(const ReferenceLoss *r);
 // Losses are the exact ones; the mean gradient over so many seeds is off by no more than one seed's distance
 // over the root of their number. Returns the share of tiles dropped.

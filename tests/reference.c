@@ -96,7 +96,7 @@ static double or_else(const double *values, int64_t n, double otherwise) {
   return values ? values[n] : otherwise;
 }
 
-// Where the tiles are, and what multiplies them.
+// The tiles' places, and their factors.
 typedef struct {
   int64_t *tile_row; // [rows]: of a token, or -1
   int64_t tile_rows, across;

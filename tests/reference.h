@@ -20,7 +20,7 @@ void reference_linear(double *out, const double *x, const double *weight, bool i
 
 void reference_swiglu(double *out, const double *gate_up, int64_t rows, int64_t width);
 
-// Of each head the first `rotated` elements; cos_sin [T, rotated].
+// Rotates the first `rotated` elements of each head; cos_sin [T, rotated].
 void reference_rope(double *qkv, const double *cos_sin, AttentionShape shape, int64_t rotated);
 
 // loss[n] = logsumexp(z[n]) - z[n, target]; 0 for IGNORE_INDEX.

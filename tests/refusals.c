@@ -1,4 +1,4 @@
-// Every operation on the CPU first must refuse a test's call with a tensor missing, wider, of a wrong type or rank.
+// CPU operations must first refuse a test's call with a tensor missing, wider, or of a wrong type or rank.
 #include "kernels/kernels.h"
 #include "tests/harness.h"
 
@@ -14,7 +14,7 @@ static void keep_sentence(const char *text) {
   longjmp(refused, 1);
 }
 
-// Whether the entry point accepts the arguments. While it is tried, operations do nothing.
+// True if the entry point accepts the arguments. While it is tried, operations do nothing.
 static bool accepts(Backend *backend, void (*enter)(Backend *, const void *), const void *a, const char *op) {
   MemoryMark mark = memory_mark(&backend->memory);
   FailHandler outside = fail_set_thread_handler(keep_sentence);

@@ -36,5 +36,5 @@ double *model_losses(Harness *h, Model *model, const int32_t *tokens, const int3
 // One step, and its result at once.
 StepResult run_step(Run *run, int64_t step);
 
-// What the run held at most, and who held it, is the plan's to the byte.
+// Checks that the run's peak, and its holders, equal the plan's byte for byte.
 void assert_planned(const Run *run);

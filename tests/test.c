@@ -28,7 +28,7 @@ int skip_all(const char *group, const char *what, const char *why) {
   return cmocka_run_group_tests_name(group, tests, NULL, NULL);
 }
 
-// What a failing call holds is the exiting program's, no leak; absent in a build without LeakSanitizer.
+// Memory of a failing call is the exiting program's, no leak; absent in a build without LeakSanitizer.
 void __lsan_disable(void) __attribute__((weak));
 void __lsan_enable(void) __attribute__((weak));
 

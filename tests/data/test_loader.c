@@ -121,7 +121,7 @@ TEST(every_epoch_is_another_permutation) {
     }
   }
   assert_memory_not_equal(firsts[0], firsts[1], sizeof firsts[0]);
-  // What is held back does not depend on the seed: both seeds trained on the same windows.
+  // The windows held back do not depend on the seed: both seeds trained on the same ones.
   qsort(firsts[0], WINDOWS, sizeof firsts[0][0], compare_values);
   assert_memory_equal(firsts[0], sorted[0], sizeof sorted[0]);
   source_close(source);
@@ -298,7 +298,7 @@ TEST(sequential_windows_overlap_by_a_token) {
   source_close(source);
 }
 
-// A pass that goes on, in sequential order with another T, has every token once, and then the next one begins.
+// A pass that goes on, in sequential order with another T, has every token once; then the next one begins.
 TEST(a_pass_goes_on_where_it_was) {
   enum { COUNT = 613, MOST = 16, STEP = 7 };
   Source *source = open_counting("counting.bin", COUNT);

@@ -40,7 +40,7 @@ struct Warp {
   int index, live = 0;
   Thread *lanes[32] = {}; // as many as there are
   double pace = 1;        // the probability that it runs when it is drawn
-  // Of what its lanes do together: how many have come, and what each brings, until all come again.
+  // Lanes that act together: the number that have come, and the value that each brings, until all come again.
   int arrived = 0;
   const char *what = "";
   uint64_t generation = 0, brought[32] = {}, values[32];
@@ -224,7 +224,7 @@ uint64_t exchange(uint64_t x, int lane) {
   return thread->warp->values[lane];
 }
 
-// What all lanes give, in every lane.
+// Combines the values of all lanes, in every lane.
 template <typename F> static uint32_t combined(uint64_t x, F combine) {
   together("a reduction", x, [](Warp &) {});
   uint32_t all = 0;
@@ -275,7 +275,7 @@ char *shared_pointer(uint32_t address) {
 
 // --- instructions of all GPUs ------------------------------------------------------------------------------
 
-// Where row `row` of 8x8 matrix `matrix` lies, as lane 8 * matrix + row says.
+// The address of row `row` of 8x8 matrix `matrix`, which lane 8 * matrix + row gives.
 static char *matrix_row(int matrix, int row) {
   return shared_pointer((uint32_t)thread->warp->values[8 * matrix + row]);
 }
@@ -358,7 +358,7 @@ static Mbarrier &mbarrier_in(Block &block, const void *barrier) {
   return found->second;
 }
 
-// What lies in another block of the cluster where `p` lies in this one.
+// The address in another block of the cluster that corresponds to `p` in this one.
 static const void *same_place(const Block &block, const void *p) {
   return block.shared + ((const unsigned char *)p - thread->block->shared);
 }
@@ -519,7 +519,7 @@ static float operand(const Block &block, MmaOperand o, int i, int k, bool e4m3) 
   return widened(bits, 0);
 }
 
-// As Hopper adds products of codes: to 14 bits of the largest of them and of the sum so far, without rounding.
+// Adds products of codes as Hopper does: to 14 bits of the largest of them and of the sum, without rounding.
 static float sum_of_codes(float sum, const float *a, const float (*b)[256], int j) {
   float largest = fabsf(sum);
   for (int k = 0; k < 32; k++) largest = fmaxf(largest, fabsf(a[k] * b[k][j]));

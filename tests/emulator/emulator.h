@@ -95,7 +95,7 @@ void cluster_sync();
 
 // --- what the lanes of a warp do together ------------------------------------------------------------------
 
-// What lane `lane` passes as x.
+// Returns the x that lane `lane` passes.
 uint64_t exchange(uint64_t x, int lane);
 void warp_sync();
 uint32_t ballot(bool x);

@@ -105,7 +105,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 
 // --- cuBLASLt ----------------------------------------------------------------------------------------------
 
-// What a caller sets, by attribute.
+// A caller's settings, by attribute.
 struct Settings {
   std::map<int, std::vector<char>> values;
   void set(int attribute, const void *value, size_t bytes) {

@@ -1,8 +1,8 @@
 // Rotary embedding and attention against float64: lengths around the tiles' edges, packed documents, grouped
 // heads, decoding, odd head sizes; on a GPU the portable kernels, too; twice the same bits.
 //
-// What a result may be off by follows from where it is rounded. With u the unit roundoff of the operands'
-// dtype and e the error of a probability in fp32 (its exponent is a sum of D products):
+// The allowed error of a result follows from its roundings. With u the unit roundoff of the operands' dtype
+// and e the error of a probability in fp32 (its exponent is a sum of D products):
 //   out     P is rounded to the dtype:  (u + e) sum |P v|,          and u |out| when stored
 //   delta   out was stored:             sum |dout| (error of out)
 //   dS      rounded to the dtype:       u |dS| + P (error of delta) + e P (sum |dout v| + |delta|)

@@ -19,7 +19,7 @@ static const Case cases[] = {
 };
 static const Case on_gpus[] = {{"a MiB", 1 << 18, 0, 256}, {"a MiB and some", 1 << 18, 3, 1}};
 
-// What the tensors lie in: reservations of gradients and of weights, or the stack.
+// Memory of the tensors: reservations of gradients and of weights, or the stack.
 typedef struct {
   Tensor x, out;
 } Slabs;
@@ -57,7 +57,7 @@ static void draw(Harness *h, Tensor x, double **values) {
   }
 }
 
-// Of elements [first, first + count) of all ranks' values, added to `before` where that is given. A sum of
+// Checks the sum of elements [first, first + count) of all ranks' values, and of `before` if given. A sum of
 // two is rounded once, whoever makes it.
 static void check_sum(Harness *h, const char *what, Tensor got, double **values, int64_t first,
                       const double *before) {
@@ -177,7 +177,7 @@ static void check_repeats(Harness *h, const Case *c, Slabs s) {
   check_sum(h, "a repeated sum", out[0], values, 0, NULL);
 }
 
-// Whether sums have the bits of an addition in the order of the ranks, which copied sums promise.
+// Reports whether sums have the bits of an addition in the order of the ranks, which copied sums promise.
 static void report_order(Harness *h, Slabs s) {
   Backend *b = h->backend;
   double *values[b->ranks];

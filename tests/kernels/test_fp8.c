@@ -226,7 +226,7 @@ HARNESS_TEST(test_matmul) {
     }
 }
 
-// --- a scale for each row or for all, and the loss's logits of such codes -----------------------------------
+// --- a scale for each row or for all, and the loss's logits of such codes ----------------------------------
 
 static QuantizedRows coded(Harness *h, Tensor x, bool by_row) {
   QuantizedRows out = {.codes = poisoned(h, DTYPE_E4M3, x.shape[0], x.shape[1]),
@@ -289,7 +289,7 @@ HARNESS_TEST(test_quantize_rows) {
   assert_true(isnan(*values_of(h, coded(h, given, false).scale)));
 }
 
-// Whether the logits are of codes; a GPU without the Hopper kernels, and one in fp32, makes them exactly.
+// True if the logits come from codes; a GPU without the Hopper kernels, or in fp32, computes them exactly.
 static bool logits_of_codes(const Harness *h) {
   return h->backend->device == ON_CPU || (h->dtype == DTYPE_BF16 && !h->backend->no_sampling);
 }

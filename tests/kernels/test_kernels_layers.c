@@ -2,7 +2,7 @@
 
 #include "tests/harness.h"
 
-// What an objective reads and writes.
+// An objective's inputs and outputs.
 typedef struct {
   const void *shape;
   int32_t *tokens;
@@ -23,7 +23,7 @@ static double embedding_objective(void *context) {
   return reference_dot(c->out, c->dout, rows * s->hidden);
 }
 
-// What is written (NaN before) or, where it adds, added to *before.
+// A tensor to be written (NaN before) or, if `adds`, to be added to *before.
 static Tensor result(Harness *h, Dtype dtype, bool adds, double **before, int64_t rows, int64_t columns) {
   *before = adds ? random_values(h, rows * columns, 1) : NULL;
   return adds ? tensor_from(h, dtype, *before, rows, columns) : poisoned(h, dtype, rows, columns);
@@ -479,7 +479,7 @@ HARNESS_TEST(test_activations) {
 #define REFUSED(part, operation, Arguments, ...)                                                             \
   assert_fails(h, part, operation(h->backend, (Arguments){__VA_ARGS__}))
 
-// What more than one tensor decides, or what it holds; tests/refusals.c tries the rest in every operation.
+// Refusals by several tensors together, or by contents; tests/refusals.c tries the rest in every operation.
 HARNESS_TEST(test_refusals) {
   Dtype dtype = h->dtype;
   Tensor m34 = poisoned(h, dtype, 3, 4), other = poisoned(h, dtype, 3, 4), m35 = poisoned(h, dtype, 3, 5),

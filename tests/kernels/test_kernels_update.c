@@ -1,4 +1,4 @@
-// What surrounds the layers: rows and targets, the optimizer, copies, and the memory that is counted.
+// The operations around the layers: rows and targets, the optimizer, copies, and the memory that is counted.
 
 #include "tests/harness.h"
 

@@ -1,4 +1,4 @@
-// What launchers say in the environment is understood.
+// The launchers' environment variables are understood.
 #include "kernels/ranks/launch.h"
 #include "tests/data_files.h"
 

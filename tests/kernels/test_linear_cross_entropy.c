@@ -60,7 +60,7 @@ static void check_row(Harness *h, const char *what, const double *got, const dou
       fail_msg("%s[%d] of the worked example is %.7g, and the page says %.7g", what, i, got[i], want[i]);
 }
 
-// The numbers of kernels/lce/LCE.md, "An example with numbers": relative, row by row, so that the certain token counts.
+// LCE.md's "An example with numbers": relative errors row by row, so that the certain token counts.
 HARNESS_TEST(test_worked_example) {
   enum { ROWS = 3, HIDDEN = 2, VOCAB = 5 };
   double x[] = {1, 2, 20, 0, 3, -1}, weight[] = {2, 0, 0, 1, -1, 0, 0, -1, 1, 1};
@@ -231,7 +231,7 @@ HARNESS_TEST(test_low_temperature) {
   }
 }
 
-// Where fp32's rounding of a logit over T is far above 1, losses are as exact as that, and gradients stay
+// If fp32's rounding of a logit over T is far above 1, losses are as exact as that, and gradients stay
 // finite, even with log-probabilities that are wrong.
 HARNESS_TEST(test_lowest_temperature) {
   ReferenceLoss p = make_problem(h, 40, 16, 300, 30);
@@ -373,7 +373,7 @@ HARNESS_TEST(test_target_in_exps) {
   }
 }
 
-// All rows but one are to the bit what they are where nothing is wrong with that one.
+// All rows but one have the bits that they have when nothing is wrong with that one.
 static void check_other_rows(Harness *h, LinearCrossEntropy a, LinearCrossEntropy clean, int64_t wrong) {
   for (int64_t n = 0; n < a.loss.shape[0]; n++) {
     if (n == wrong) continue;

@@ -121,7 +121,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
   run(h, way.apart ? &x_alone : &a, entropy_weights);
   if (way.apart) run(h, &weight_alone, entropy_weights);
   reference_loss(r);
-  // Where logits are stored their rounding shows; the anchored form and fp32 have none.
+  // Stored logits show their rounding; the anchored form and fp32 have none.
   bool stored = way.mode == LCE_MATERIALIZED;
   Tolerance outputs = stored ? within_stored(h, 16, (double)hidden) : within(16, (double)(hidden + vocab));
   char what[64];
@@ -130,7 +130,7 @@ static void check_case(Harness *h, int terms, int64_t rows, int64_t hidden, int6
              with_size(within_stored(h, 8, 0), r->scale * (1 + 8 * r->z_loss)));
 }
 
-// Whether the fused mode gives the gradients in the forward pass.
+// True if the fused mode computes the gradients in the forward pass.
 static bool is_fused(int terms) {
   return !(terms & TERM_ENTROPY) && !(terms & TERM_SMOOTHING && terms & TERM_SOFTCAP);
 }

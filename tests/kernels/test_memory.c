@@ -48,7 +48,7 @@ static Memory counted_memory(Counter *counter) {
   return memory_create(&source);
 }
 
-// What is not 0 of bytes by category.
+// The bytes by category that are not 0, as text.
 static const char *said(const size_t *bytes) {
   static char texts[4][512];
   static int turn;
@@ -79,7 +79,7 @@ static void check_events(const Memory *m, const char *want) {
   assert_string_equal(got, want);
 }
 
-// The stack returns the same bytes, last in, first out. A plan counts and lays out as what it plans for.
+// The stack returns the same bytes, last in, first out. A plan counts and lays out as the real memory does.
 static void check_memory(Memory *m) {
   memory_set_stack(m, 4096);
   char *weights = memory_reserve(m, "weights", MEMORY_WEIGHTS, 1000);
@@ -358,7 +358,7 @@ TEST(test_permutation) {
       if (count >= 100)
         assert_true(stays < 10 && same_seed < 10 && same_stream < 10); // one of each is expected
     }
-  // Where an index goes is spread evenly over 16 stretches.
+  // An index's images are spread evenly over 16 stretches.
   uint64_t stretches[16] = {0}, large = (uint64_t)1 << 40;
   for (uint64_t seed = 0; seed < 3200; seed++) stretches[random_permute(seed, 1, 0, 1600) / 100]++;
   for (int i = 0; i < 16; i++) assert_in_range(stretches[i], 130, 270); // 200, 5 standard errors of 13.7

@@ -104,7 +104,7 @@ HARNESS_TEST(test_all_kept) {
   assert_true(p.r.sampled[0] == 0);
 }
 
-// What remains is the target's own entry.
+// Only the target's own entry remains.
 HARNESS_TEST(test_all_dropped) {
   if (!samples(h, 40, 151)) skip();
   const Case c = {301, 40, 1401, 200, 151, .terms = false};

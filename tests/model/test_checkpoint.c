@@ -162,7 +162,7 @@ TEST(shards_and_index_must_agree) {
     ASSERT_FAILS(weights_load(&t.run->trainer.model, t.run->h->backend, temp_path("other"), false),
                  cases[i].why, cases[i].more);
   }
-  // A head that the index names and no file has: a tied one. The one file counts where there is an index, too.
+  // A head that the index names and no file has: a tied one. The one file counts even with an index.
   shell("cd %s && rm -rf other && cp -r tampered other && cd other && "
         "sed -i 's/\"weight_map\":[^{]*{/&\"lm_head.weight\": \"model-00001-of-00003.safetensors\",/' *.json "
         "&& "
@@ -539,7 +539,7 @@ TEST(foreign_files_are_never_removed) {
           cases[i].left);
     checkpoint_store_close(&store);
   }
-  // What stands in a checkpoint's place, or is hidden by our names, is in the way.
+  // A foreign file in a checkpoint's place, or hidden by our names, is in the way.
   CheckpointStore store = open_store("foreign/store", 2);
   Reason reason;
   shell("touch %s/step-000003/notes", temp_path("foreign/store"));
@@ -644,7 +644,7 @@ TEST(companions_travel_along) {
     shell("cd %s && grep -q '\"eos_token_id\":\t%s' config.json", temp_path(cases[i].store),
           origin ? "2" : "null");
   }
-  // What others may not read in the origin they may not read in a checkpoint, where a link led to it, too.
+  // Others may not read files in a checkpoint that they may not read in the origin, even through a link.
   shell("cd %s && test $(stat -Lc%%a by-file/tokenizer.json by-model/merges.txt by-model/config.json "
         "by-model/trainer_state.json no-model/config.json | tr -d '\n') = 600600640644644",
         temp_path("."));

@@ -39,7 +39,7 @@ static void case_close(Case *c) {
   harness_close(c->h);
 }
 
-// Of `length` tokens after `past` in a cache.
+// Logits of `length` tokens after `past` in a cache.
 static Tensor logits_of(Case *c, const int32_t *tokens, int64_t length, const KeyValueCache *cache,
                         int64_t past) {
   int32_t positions[2 * WINDOW];

@@ -35,7 +35,7 @@ static LinearCrossEntropy make_call(Harness *h, const ReferenceLoss *p, const Ca
   return a;
 }
 
-// What x holds of ignored tokens is not read.
+// Rows of x of ignored tokens are not read.
 static void check_case(Harness *h, const Case *c, Pattern pattern) {
   char what[64];
   snprintf(what, sizeof what, "%d tokens of pattern %d, terms %d", (int)c->rows, pattern, c->terms);

@@ -271,7 +271,7 @@ static void gather_parts(Backend *backend, const Collective *a) {
   }
 }
 
-// Where an element of a group lies: buckets are cut from the end, and each into a slice for each rank.
+// The address of an element of a group: buckets are cut from the end, and each into a slice for each rank.
 static float *element_of(ParameterGroup group, int64_t element) {
   const ParameterSet *p = &parts[0].parameters;
   int64_t total = p->group_elements[group], bucket = p->bucket[group];

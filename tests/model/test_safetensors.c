@@ -226,7 +226,7 @@ TEST(configs_are_read_with_the_defaults_of_transformers) {
       {LLAMA ",'rope_theta':7,'rope_scaling':{'type':'linear','factor':2,'low_freq_factor':1,"
              "'original_max_position_embeddings':32}}",
        SCALED " 2 0 0 0", 0},
-      // What transformers 5.24 makes of each
+      // As transformers 5.24 reads each
       {LLAMA ",'rope_theta':7,'rope_scaling':{'rope_type':'dynamic','factor':2}}", SCALED, 0},
       {LLAMA ",'rope_theta':7,'rope_scaling':{" LLAMA3_ALONE "}}", SCALED " 8 1 4 2048", 0},
       {LLAMA ",'rope_theta':7,'original_max_position_embeddings':16,'rope_scaling':{" LLAMA3_ALONE "}}",

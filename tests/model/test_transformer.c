@@ -22,7 +22,7 @@ static const char *const families[FAMILIES] = {
 static ModelConfig tiny(int family) {
   ModelConfig c = options_on(ON_CPU, "%s --num-layers 2 --batch 1 --seq-len 5", families[family]).model;
   c.rope_theta = 100;
-  // Of the four rotary frequencies one stays, one is blended and two are stretched.
+  // One of the four rotary frequencies stays, one is blended and two are stretched.
   if (family == LLAMA_UNTIED) c.rope_scaling = (RopeScaling){8, 1, 4, 40};
   // With all that the later families have: biases, heads normalised, positions scaled, logits capped.
   if (family == QWEN) c.qkv_bias = true, c.rope_scaling.factor = 3;

@@ -3,7 +3,7 @@
 #include "tests/loss_problem.h"
 #include "tools/ladder/ladder.h"
 
-// What the matmuls of a rung amount to: of 2 N V H flops, and bytes of dW that each call reads and writes.
+// Totals of a rung's matmuls: flops in units of 2 N V H, and bytes of dW that each call reads and writes.
 static const BackendOps *uncounted;
 static double flops;
 static int64_t dweight_bytes[64], dweight_calls;
@@ -200,8 +200,8 @@ static Anchored anchored_part(Harness *h, LinearCrossEntropy call, int64_t first
   return a;
 }
 
-// What ladder_anchors, ladder_repair and ladder_join leave: the target's logit, and by the row's anchor its E,
-// which is too small to be seen in a loss or gradient. `right` [N] are the targets' logits.
+// Checks the results of ladder_anchors, ladder_repair and ladder_join: the target's logit, and by the row's
+// anchor its E, which is too small to be seen in a loss or gradient. `right` [N] are the targets' logits.
 static void check_anchored(Harness *h, const char *step, Anchored a, const double *right) {
   const double *anchor = values_of(h, a.anchor), *z = values_of(h, a.target_z), *e = values_of(h, a.target_e);
   const int32_t *target = a.call.targets.data;
@@ -276,8 +276,8 @@ HARNESS_TEST(test_two_ranks) {
 }
 
 // Exercise 5: six tiles of given masses, in which rows and columns differ. Those above M0 stay as they are;
-// others stay with the probability m / M0, or that rounded to a power of two, and count for as much on average
-// as if all did.
+// others stay with the probability m / M0, or that rounded to a power of two, and count for as much on
+// average as if all stayed.
 HARNESS_TEST(test_tiles) {
   enum { ROWS = LCE_TILE_ROWS + 72, VOCAB = 2 * LCE_TILE_COLUMNS + 116, DRAWS = 400, FULL = 30 };
   const double masses[] = {60, 31, 15, 8, 3, 33};
@@ -381,7 +381,7 @@ static void sampled_rung(Backend *backend, LinearCrossEntropy call) {
   ladder_run(backend, 4, call);
 }
 
-// Rung 4 with tiles of E dropped: its gradients are right on average, and its losses to the bit.
+// Rung 4 with tiles of E dropped: its gradients are right on average, its losses bit for bit.
 HARNESS_TEST(test_sampling) {
   if (h->backend->device != ON_CPU) return;
   ReferenceLoss p = loss_problem(h, 140, 6, 1000, 1);

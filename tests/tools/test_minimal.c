@@ -21,7 +21,7 @@ static Matrix *find(const Llama *m, const Parameter *p) {
   fail_msg("minimal.c has no %s", p->name);
 }
 
-// Of the run's shape, and both with the same weights, which make every path matter. Returns the parameters.
+// Makes a model of the run's shape; both get weights that make every path matter. Returns the parameters.
 static const ParameterSet *make_alike(Run *run, Llama *m, long chunk, double head) {
   const ModelConfig *o = &run->options.model;
   Config c = {o->vocab_size,          o->hidden_size,         o->intermediate_size, o->num_hidden_layers,

@@ -1,4 +1,4 @@
-// A plan is what a run takes, to the byte; and what follows from plans: the default chunk, the time of a step.
+// A plan equals a run's memory byte for byte; also the default chunk and a step's time, which plans decide.
 #include "tests/runs.h"
 
 #include <time.h>
@@ -176,8 +176,8 @@ TEST(test_saving_a_split_head) {
   options_free(&o);
 }
 
-// Measured on one H100 (tools/BENCHMARKS.md). Predictions choose settings, so their order matters most: in each
-// group a later row is faster, by at least 1%.
+// Measured on one H100 (tools/BENCHMARKS.md). Predictions choose settings, so their order matters most: in
+// each group a later row is faster by at least 1%.
 #define LEAN "--seq-len 1024 --total-batch 131072 --moment-dtype bf16 --no-master-weights "
 TEST(test_predicted_speed) {
   static const struct {

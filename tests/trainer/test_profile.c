@@ -217,7 +217,7 @@ static double logged(const char *log, const char *event, const char *name) {
   return number;
 }
 
-// What is logged on a GPU: here the report is given an H200's name.
+// Checks the log of a GPU's run: here the report is given an H200's name.
 static void check_report(Dtype dtype, const char *device, double peak) {
   enum { RANKS = 2 };
   const double seconds = 0.25;

@@ -1,4 +1,5 @@
-// What changes no bit of a run, on every backend; with the plan's bytes each time. test_ranks.py has ranks.
+// Options that change no bit of a run, on any backend; with the plan's bytes each time. test_ranks.py has
+// ranks.
 #include "tests/runs.h"
 
 static const char *backend;
@@ -37,7 +38,7 @@ static Outcome outcome_of(Run *run) {
     if (tensor_exists(t) && tensor_count(t)) backend_to_host(b, grow(&out, tensor_bytes(t)), t);
   }
   assert_planned(run);
-  // Of one layer the input stays on the device.
+  // The input of a single layer stays on the device.
   int64_t recomputed = o->pass.recompute_layers ? o->pass.recompute_layers : o->model.num_hidden_layers;
   bool offloads = o->dtypes.offload & OFFLOAD_PARAMETERS || (o->dtypes.offload && recomputed > 1);
   assert_true((ledger_host_bytes(&b->memory.ledger) > 0) == offloads);

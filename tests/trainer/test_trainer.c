@@ -191,7 +191,7 @@ TEST(test_one_curve) {
 // At first a token's probability is about 1 / 300. 12 tiles: six of 192 vocabulary entries and six of 108.
 #define SAMPLING "--total-batch 102 --lce-chunk 20 "
 
-// Whether some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
+// True if some number of wide tiles and of narrow ones, `dropped` together, have this share of the mass.
 static bool adds_up(int dropped, double mass) {
   for (int wide = 0; wide <= 6; wide++) {
     int narrow = dropped - wide;
