@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "kernels/base/alloc.h"
 
@@ -69,6 +70,15 @@ static int64_t size_of(const ModelConfig *c, char letter) {
   return sizes[(int)letter];
 }
 
+// Llama stores each matrix in a tensor of its own; another family's tensor as large as those packs them.
+static void set_matrices(Parameter *p, const ModelConfig *c, const WeightRow *w, int64_t outputs) {
+  const Part *alone = w->parts[NAMES_LLAMA];
+  int64_t sizes[3] = {0}, all = 0;
+  for (int i = 0; i < 3 && alone[i].name; i++) all += sizes[i] = size_of(c, alone[i].outputs);
+  p->matrices[0] = outputs;
+  if (all == outputs) memcpy(p->matrices, sizes, sizeof sizes);
+}
+
 // `prefix` is the layer's: "model.layers.3.".
 static void add_weight(Model *m, void *owner, const char *prefix, const WeightRow *w) {
   const ModelConfig *c = &m->config;
@@ -94,9 +104,10 @@ static void add_weight(Model *m, void *owner, const char *prefix, const WeightRo
                                                             : GROUP_EMBEDDINGS,
                      .rank = norm ? 1 : 2,
                      .shape = {in_out ? inputs : outputs, in_out ? outputs : inputs},
-                     .column_blocks = in_out && w->kind & QKV ? 3 : 1,
+                     .outputs_in_rows = !in_out,
                      .init = norm ? INIT_ONES : INIT_NORMAL,
                      .stddev = c->initializer_range};
+    set_matrices(p, c, w, outputs);
     if (scaled) p->stddev /= sqrt(2.0 * (double)c->num_hidden_layers);
     *b = (Parameter){.group = GROUP_VECTORS, .rank = 1, .shape = {outputs}, .init = INIT_ZEROS};
     snprintf(p->name, sizeof p->name, "%s%s.weight", prefix, part->name);

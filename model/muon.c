@@ -19,10 +19,11 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
   int all = 0;
   for (const Parameter *t = p->items; t < p->items + p->count; t++) {
     if (t->group != GROUP_MATRICES || t->offset >= s->layer) continue; // of the first layer
-    int64_t columns = t->shape[1] / t->column_blocks;
     Tensor layer = tensor_rows(updates, from * s->layer + t->offset, parameter_elements(t));
-    for (int b = 0; b < t->column_blocks; b++) {
-      Tensor x = tensor_columns(tensor_reshape_2d(layer, t->shape[0], t->shape[1]), b * columns, columns);
+    layer = tensor_reshape_2d(layer, t->shape[0], t->shape[1]);
+    int64_t at = 0;
+    for (int i = 0; i < 3 && t->matrices[i]; at += t->matrices[i++]) {
+      Tensor x = (t->outputs_in_rows ? tensor_rows : tensor_columns)(layer, at, t->matrices[i]);
       found[all++] = (Matrices){x, s->layer};
     }
   }

@@ -29,8 +29,9 @@ typedef struct {
   char name[96];
   ParameterGroup group;
   int rank;
-  int64_t shape[2];  // rank 1: [0] alone
-  int column_blocks; // matrices side by side: q, k and v in GPT-2's layout; else 1
+  int64_t shape[2];     // rank 1: [0] alone
+  int64_t matrices[3];  // outputs of each matrix in it: of q, k and v, of gate and up, or all
+  bool outputs_in_rows; // else in columns
   InitKind init;
   double stddev;      // of INIT_NORMAL
   Weight *view;       // spans this tensor and its neighbours of the same view

@@ -372,6 +372,38 @@ TEST(test_update) {
                false);
 }
 
+static void copy_groups(const Tensor *to, const Tensor *from) {
+  for (int g = 0; g < GROUP_COUNT; g++)
+    if (tensor_exists(from[g])) memcpy(to[g].data, from[g].data, tensor_bytes(from[g]));
+}
+
+// Phi-3 packs q, k and v, and gate and up, in a tensor each: the same matrices, and the same updates.
+TEST(test_packed_matrices_are_updated_as_if_apart) {
+  Run *run = open(LLAMA, "--optimizer muon --lr 0.01 --warmup 0");
+  const Options *o = &run->options;
+  Backend *backend = run->h->backend;
+  ModelConfig config = o->model;
+  config.family = FAMILY_PHI3;
+  Model packed;
+  model_create(&packed, &config, backend, o->dtypes, o->seq_len);
+  ParameterSet *p = &packed.parameters, *apart = &run->trainer.model.parameters;
+  assert_true(p->count < apart->count);
+  copy_groups(p->value, apart->value);
+  run_step(run, 0);
+  copy_groups(p->grad, apart->grad);
+  Update update = o->update;
+  update.grad_scale = run->trainer.scale;
+  update.lr = (float)schedule_rate(&o->schedule, 0);
+  update.step = 1;
+  update.seed = o->seed;
+  parameters_update(backend, p, update);
+  for (int g = 0; g < GROUP_COUNT; g++)
+    if (tensor_exists(p->value[g]))
+      check_bitwise_equal(run->h, "weights of Phi-3", p->value[g], apart->value[g]);
+  model_destroy(&packed);
+  run_close(run);
+}
+
 static Update updates[64];
 static int update_count;
 
