@@ -488,7 +488,7 @@ TEST(test_samples) {
   enum { DRAWS = 300, VOCAB = 11, SEQ_LEN = 5, PROMPT = 7, SAMPLE_STREAM = 7 };
   Run *run = run_open("--model llama-tiny --vocab 11 --hidden-size 8 --intermediate-size 8 --num-layers 1 "
                       "--num-attention-heads 1 --num-key-value-heads 1 --seq-len 5 --sample-tokens 1 "
-                      "--temperature 0.2 --lr 0.1 --prompt \1 --data %s",
+                      "--temperature 0.2 --lr 0.1 --prompt \1\1\1\1 --data %s",
                       temp_path("ten_letters.txt"));
   draw_weights(run->h, &run->trainer.model);
   static const int32_t prompt[PROMPT] = {2, 7, 1, 8, 3, 1, 4};
