@@ -56,7 +56,7 @@ static void create_model(Run *run) {
   run->backend->ops->device_peak_reset(run->backend);
 }
 
-// Checks before it reserves memory, and reserves before it writes.
+// Check everything, then allocate, then write.
 static void open_run(Run *run, Options *o) {
   *run = (Run){.options = o, .backend = machine_open(o)};
   backend_join_ranks(run->backend);
@@ -150,7 +150,7 @@ static void sample(Run *run, int64_t step) {
   free(tokens);
 }
 
-// Where it cannot be written the run continues: the next one may find space.
+// If a checkpoint cannot be written, the run goes on: there may be space for the next one.
 static void save(Run *run, int64_t step) {
   double start = now_seconds();
   report_break(&run->report);
@@ -181,7 +181,8 @@ static bool every(int64_t period, int64_t done) {
   return period && done % period == 0;
 }
 
-// The last checkpoint has the last validation's loss. A stopped run may soon be killed: it saves first.
+// The last checkpoint has the last validation's loss. A run that was told to stop may soon be killed, so it
+// saves first.
 static void finish(Run *run, int64_t done) {
   Report *report = &run->report;
   Checkpoints *c = &run->checkpoints;
@@ -221,7 +222,7 @@ static void train(Run *run) {
   finish(run, done);
 }
 
-// 1 where the log or the last weights could not be written.
+// Returns 1 if the log or the last weights could not be written.
 static int close_run(Run *run) {
   const Options *o = run->options;
   const Checkpoints *c = &run->checkpoints;

@@ -13,7 +13,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/text.h"
 
-// Shards that tools/prepare_data.py made must be of the tokenizer of the model that they are for.
+// Shards of tools/prepare_data.py must be made with the model's tokenizer.
 static void require_tokenizer(const Options *o, const Source *source) {
   Path own = path_in(o->origin ? o->origin : "", "tokenizer.json"), folder, last = {""};
   if (!o->origin || o->other_tokenizer || !path_exists(own.text)) return;
@@ -36,7 +36,7 @@ static void require_tokenizer(const Options *o, const Source *source) {
   }
 }
 
-// Where the checkpoint's run was in its data.
+// The place of the checkpoint's run in its data.
 static DataPlace saved_place(const Options *o, const RunData *d, const char **order) {
   const cJSON *place = json_member(o->resumed_from, "place"), *pass = json_member(place, "pass"),
               *tokens = json_member(place, "tokens");
@@ -45,7 +45,7 @@ static DataPlace saved_place(const Options *o, const RunData *d, const char **or
     fail("%s/trainer_state.json: \"place\" has no pass, tokens and order; name another checkpoint",
          o->origin);
   if (place) return (DataPlace){(int64_t)pass->valuedouble, (int64_t)tokens->valuedouble};
-  // Of an earlier version, which had no place.
+  // Checkpoints of an earlier version have no place.
   const char *total = json_text(json_member(o->resumed_from, "settings"), "total-batch");
   int64_t in_pass = d->loader.train_windows * o->seq_len, read;
   if (__builtin_mul_overflow(o->first_step, total ? strtoll(total, NULL, 10) : o->total_batch, &read) ||

@@ -1,7 +1,7 @@
-// Candidates are a micro-batch, a chunk of the loss and what is offloaded. For each, one ladder of what is
-// recomputed: nothing, elementwise in 1 to L layers, the MLPs, whole layers, and these with the MLP in chunks.
-// Memory falls and time rises from rung to rung, so the first rung that fits is the fastest: a search in
-// halves. A plan (trainer/plan.h) gives both, in milliseconds.
+// A candidate is a micro-batch, a chunk of the loss and a choice of offloading. For each, one ladder of what
+// is recomputed: nothing, elementwise in 1 to L layers, the MLPs, whole layers, and these with the MLP in
+// chunks. Memory falls and time rises from rung to rung, so the first rung that fits is the fastest: a search
+// in halves. A plan (trainer/plan.h) gives both, in milliseconds.
 #include "trainer/fit.h"
 
 #include <stdio.h>
@@ -23,7 +23,7 @@ typedef struct {
   Recompute recompute;
   unsigned offload;
   size_t peak;
-  double rate;  // tokens a second
+  double rate;  // tokens per second
   double score; // the rate, and a little for memory that stays free and for each thing that is not offloaded
 } Choice;
 
@@ -58,7 +58,7 @@ static bool fits(const Machine *m, Choice *c) {
   return c->peak <= m->usable && (!host || host <= host_memory_left());
 }
 
-// Rung 0 recomputes nothing, L elementwise in all layers, 2 L their MLPs, 3 L the layers, and one more chunks.
+// Rung 0 recomputes nothing, L elementwise in all layers, 2 L their MLPs, 3 L the layers, 3 L + 1 chunks.
 static void set_rung(const Machine *m, Choice *c, int64_t rung) {
   int64_t layers = m->options->model.num_hidden_layers, last = min_i64(rung, 3 * layers);
   c->recompute = (Recompute)((last + layers - 1) / layers);
@@ -154,7 +154,7 @@ static void print_choice(const Machine *m, const Choice *c, double best, const c
   printf("\n");
 }
 
-// What the user may choose beside, and --fit does not: where things lie, and what changes the numbers.
+// Options that the user may add and --fit does not choose: they move tensors or change the numbers.
 static const struct {
   const char *name, *value;
   bool gpu, several;
@@ -184,7 +184,7 @@ static Text other_words(int i) {
   return text_of(" --%s%s%s", others[i].name, bare ? "" : " ", bare ? "" : others[i].value);
 }
 
-// What each would bring, where it brings something.
+// Prints each of these options that would make the run faster, and by how much.
 static void print_others(const Machine *m, Choice all[MAX_CHOICES], double best) {
   for (int i = 0; i < OTHERS; i++) {
     Options with = *m->options;

@@ -22,7 +22,7 @@ static size_t word_length(const char *list, const char **next) {
   return length;
 }
 
-// The place of a word in a list; -1: it is not there.
+// The place of a word in a list; -1: absent.
 static int place_in(const char *list, const char *text, size_t length) {
   int place = 0;
   for (const char *word = list, *next; *word; word = next, place++)
@@ -207,7 +207,7 @@ static const char *likely(const Option *rows, const char *word) {
   return NULL;
 }
 
-// What is wrong with a word that argp does not take.
+// Fails with the reason why argp does not take a word.
 static void refuse_word(const Option *rows, const struct argp_state *state) {
   const char *word = state->argv[state->next - 1],
              *next = state->next < state->argc ? state->argv[state->next] : "";

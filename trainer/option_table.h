@@ -32,7 +32,7 @@ typedef struct {
   const char *initial;        // the value when not given, shown in --help; NULL: the field stays as it is
   unsigned flags;             // the program's own
   const char *excludes, *why; // "log, save": options that cannot be given with this one, and why not
-  // What this option says nothing without, and why: "save DIR", "recompute layer", "recompute" (not "none").
+  // Required option, and why: "save DIR", "recompute layer", "recompute" (not "none").
   const char *needs, *because;
 } Option;
 
@@ -40,27 +40,27 @@ enum { OPTION_ROWS_MAX = 128 };
 
 typedef struct {
   const Option *rows; // up to one of OPTION_END
-  const char *doc;    // stands above the options in --help; what follows a \v stands below
+  const char *doc;    // stands above the options in --help; the part after a \v stands below
   const char *stray;  // "paths are given with --data PATH": the advice for a word that is no option
 } OptionTable;
 
 // Writes the initial values and those of the command line into the struct `values`, and sets given[row] of
-// every option that is given. What is no option or a wrong value ends the program with a sentence, and so do
-// two options that exclude each other: flags that write the same field, and what a row `excludes`, unless a
-// number of the two is 0 or a choice its first.
+// every option that is given. An unknown option or a wrong value ends the program with a sentence, and so do
+// two options that exclude each other: flags that write the same field, and those that a row `excludes`,
+// unless a number of the two is 0 or a choice its first.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // One value as from the command line. option_try_set: or false with a reason, "give a number from 1 to 9".
 void option_set(const Option *option, void *values, const char *text);
 bool option_try_set(const Option *option, void *values, const char *text, Reason *reason);
-// The value as the command line would have it ("" for a flag): what option_set reads back, bit for bit. False
-// for a flag whose value is not set. Not of texts and lists. option_number: of a choice its place.
+// The value as the command line would have it ("" for a flag): option_set reads it back bit for bit. False
+// for a flag whose value is not set. Not for texts and lists. option_number: a choice's place.
 bool option_text(const Option *option, const void *values, char text[64]);
 double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
-// Whether what a row needs is given: a text, a number that is not 0, a choice's word or any but its first.
-// The second fails unless it is, or the row's option has its initial value.
+// True if a row's required option is given: a text, a number that is not 0, a choice's word or any but its
+// first. The second fails if not, unless the row's option has its initial value.
 bool option_needs_met(const Option *rows, const void *values, int row);
 void option_require_needs(const Option *rows, const void *values, int row);
 // The first given option that excludes rows[row], or -1.

@@ -266,7 +266,7 @@ int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
 }
 
-// With --compare-modes both modes' plans have the codes, which are there in both.
+// With --compare-modes both modes' plans count the codes, which exist in both.
 bool options_fp8_logits(const Options *o) {
   return o->dtypes.fp8 == FP8_ALL && !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
 }

@@ -76,13 +76,13 @@ typedef struct {
   const char *log, *timeline, *dump;
   bool plan, compare_modes, profile;
   enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit; // the last may keep things on the host
-  double device_memory;                           // GiB that the device is taken to have; 0: what it has
+  double device_memory;                           // GiB that the device is taken to have; 0: all that it has
 } Options;
 
-// The rows, up to one of OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is
-// taken from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to
-// validate, sample and save, may change without a warning. Settings and what is SAME have one value on all
-// ranks. What is FITTED --fit chooses again when a run resumes.
+// The rows, up to OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is taken
+// from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to validate,
+// sample and save, may change without a warning. Settings and SAME rows have one value on all ranks. --fit
+// chooses FITTED ones again when a run resumes.
 enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3, FITTED = 1 << 4 };
 extern const Option options_rows[];
 
@@ -95,11 +95,11 @@ void options_free(Options *options);
 // options_read for a program that has some of these options: their rows are the table's. Without validation
 // options, --data directories with a manifest of validation shards are --val-data, too.
 void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
-// Whether --name was given, on the command line or by the checkpoint.
+// True if --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
-// Whether the loss's logits are made of FP8 codes.
+// True if the loss's logits are computed from FP8 codes.
 bool options_fp8_logits(const Options *options);
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);

@@ -21,7 +21,7 @@ void plan_set_step(TrainStep *step) {
   step_to_plan = step;
 }
 
-// A trainer that allocates nothing. Two micro-batches a step need as much memory as more.
+// A trainer that allocates nothing. Two micro-batches per step need as much memory as more.
 static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   options->micro_steps = min_i64(options->micro_steps, 2);
   Backend *backend = plan_backend_create(device, options->dtype);
@@ -45,7 +45,7 @@ static double time_step(Trainer *t, Options *o, int64_t micro_steps) {
 
 TimedPlan plan_run_timed(const Options *given, DeviceKind device, LceMode mode) {
   Options o = *given;
-  if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // which that mode does not have
+  if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // that mode does not have it
   if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.terms.label_smoothing = 0; // likewise
   o.pass.mode = mode;
   TimedPlan plan;

@@ -8,7 +8,7 @@
 void plan_set_step(TrainStep *step);
 
 // The ledger of a training step of `options` (resolved) in `mode` on `device`, and of a validation batch and
-// a sampled token where the options have them; where nothing is trained of the validation batch alone.
+// a sampled token if the options have them; without training, of the validation batch alone.
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode);
 // The same, and how many seconds the whole step (or that batch) takes on o->card by kernels/cost.h.
 typedef struct {
@@ -19,12 +19,12 @@ TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);
 // With --fit chooses what is open (fit.h), for a device that can give `usable` bytes (0: unknown). Else only
-// the default chunk, where --lce-chunk gives none.
+// the default chunk, if --lce-chunk gives none.
 void plan_resolve(Options *options, DeviceKind device, size_t usable);
-// What all ranks of this machine offload together.
+// Bytes that all ranks of this machine offload together.
 size_t plan_host_bytes(const Ledger *plan);
-// Fails when the run needs more than `usable` bytes of the device (0: unknown), and says what holds them; or
-// when it offloads more than the host has left.
+// Fails if the run needs more than `usable` bytes of the device (0: unknown), and says what holds them; or if
+// it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events.

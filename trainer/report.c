@@ -39,7 +39,7 @@ bool report_log_lost(const Report *r) {
   return r->log && ferror(r->log);
 }
 
-// Where it fails after the first step, the run stops and saves its weights: report_log_lost.
+// If this fails after the first step, the run stops and saves its weights: report_log_lost.
 static void log_write(const Report *r, const LogField *fields) {
   bool lost = report_log_lost(r); // and said so
   if (!log_line(lost ? NULL : r->log, fields))
@@ -193,7 +193,7 @@ static double mfu(const Report *r, double seconds_per_step) {
   return r->flops_per_step / r->peak / seconds_per_step;
 }
 
-// Why a loss is not finite; `updated`: the weights are no longer those that the run began with.
+// The reason why a loss is not finite; `updated`: the weights are no longer those that the run began with.
 static Reason why_lost(const Options *o, bool updated) {
   Reason why;
   refuse(&why,
@@ -305,7 +305,7 @@ void report_validation(Report *r, int64_t step, double loss, double bits_per_byt
   LOG("validation", NUM("step", step), NUM("val_loss", loss), OPTIONAL("bits_per_byte", bits_per_byte));
 }
 
-// As text where something says what the tokens mean.
+// Prints text if something says what the tokens mean.
 void report_sample(Report *r, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count) {
   char *text = prompt->tokenizer ? tokenizer_show(prompt->tokenizer, tokens, count) : NULL;
   report_break(r);
@@ -350,7 +350,7 @@ static MemoryColumn largest_peak(Trainer *trainer) {
   return peak;
 }
 
-// What a group reaches, in TFLOP/s or GB/s; "" where neither is counted.
+// A group's rate in TFLOP/s or GB/s; "" if neither is counted.
 static Text rate_text(double flops, double bytes, double seconds) {
   double rate = (flops > 0 ? 1e-12 * flops : 1e-9 * bytes) / seconds;
   if (!(rate > 0 && isfinite(rate))) return (Text){""};

@@ -1,4 +1,4 @@
-// What a run prints, and writes to its log: one function for each event.
+// Prints a run's output and writes its log: one function for each event.
 #pragma once
 
 #include <stdio.h>
@@ -12,7 +12,7 @@ enum { PROFILE_WARM_UP = 2 }; // steps before those that --profile counts
 
 typedef struct {
   const Options *options;
-  FILE *log; // one JSON object a line; NULL: none
+  FILE *log; // one JSON object per line; NULL: none
   // The progress line: it rewrites itself on a terminal, and is a plain line every few seconds when piped.
   bool terminal, drawn; // a line stands unfinished
   double last_printed;
@@ -20,7 +20,7 @@ typedef struct {
   double peak;             // gpu_peak_flops of all ranks
   double smoothed_seconds; // per step
   int64_t steps_done;      // by this run
-  int64_t steps_skipped;   // of them: without a target that counts
+  int64_t steps_skipped;   // of these: without a target that counts
   int64_t steps_timed;     // after the first ones,
   double seconds_timed;    // without validation and samples
   double since; // when the steps under way began; the caller sets it again after whatever else takes time
@@ -35,7 +35,7 @@ void report_close(Report *report);
 bool report_log_lost(const Report *report); // it could not be written
 
 void report_start(Report *report, const Backend *backend, const char *data_name);
-// Whether to fetch the steps' results: about twice a second, on all ranks after the same step.
+// True if it is time to fetch the steps' results: about twice a second, on all ranks after the same step.
 bool report_due(const Report *report, const Trainer *trainer);
 // Fetches and reports them, which waits for the device.
 void report_collect(Report *report, Trainer *trainer, RunState *state);
@@ -43,11 +43,11 @@ void report_collect(Report *report, Trainer *trainer, RunState *state);
 // loss or norm is not finite.
 void report_steps(Report *report, Trainer *trainer, RunState *state, const StepResult *results, int count,
                   double seconds);
-// bits_per_byte: NaN where it is not known.
+// bits_per_byte: NaN if not known.
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, const Loader *loader);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);
 void report_checkpoint(Report *report, int64_t step, double seconds);
-// At the end, on all ranks: losses, speed and peak memory. `entropy` is that of the tokens' frequencies.
+// At the end, on all ranks: losses, speed and peak memory. `entropy` is the tokens' frequencies'.
 void report_summary(Report *report, Trainer *trainer, const RunState *state, double entropy, bool stopped);
 // Prints the command that resumes a stopped run, or that nothing was saved.
 void report_resuming(const Report *report, bool stopped);
@@ -60,14 +60,14 @@ void report_break(Report *report);
 typedef struct {
   Text title; // "fused, measured"
   Ledger memory;
-  size_t device_bytes; // what the system counts, the ledger's included; 0 when not measured
+  size_t device_bytes; // by the system's count, the ledger's included; 0 if not measured
   double pass_seconds; // one forward and backward; 0 when not measured
 } MemoryColumn;
 
-// Prints a table of at most 3 columns; a row is left out where no column has bytes.
+// Prints a table of at most 3 columns; a row is left out if no column has bytes.
 void report_memory(const MemoryColumn *columns, int count, DeviceKind device);
 
-// What --zero and --vocab-parallel do with the ranks: "master weights and moments are sharded over them".
+// Describes the effect of --zero and --vocab-parallel: "master weights and moments are sharded over them".
 const char *sharding_name(const ParameterDtypes *dtypes);
 
 // --- the log: one JSON object a line -----------------------------------------------------------------------
@@ -76,7 +76,7 @@ const char *sharding_name(const ParameterDtypes *dtypes);
 typedef struct {
   const char *name;
   double number;
-  bool optional; // left out where the number is not finite
+  bool optional; // left out if the number is not finite
   const char *text;
   struct cJSON *item;
 } LogField;
@@ -87,7 +87,7 @@ typedef struct {
 #define STR(name, value)      {name, .text = value}
 // The fields of a line: log_line(log, LOG_EVENT("step", NUM("step", 1), ...)).
 #define LOG_EVENT(event, ...) (const LogField[]) {STR("event", event), __VA_ARGS__, {0}}
-// What the lines of a run and of a plan say about it.
+// The fields that describe a run, in its log's lines and in a plan's.
 #define LOG_RUN(o, mode)                                                                                     \
   STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), NUM("seq_len", (o)->seq_len),        \
   NUM("lce_chunk", (mode) == LCE_FUSED ? options_used_chunk(o) : 0), NUM("batch", (o)->batch),               \

@@ -1,4 +1,4 @@
-// What the values of the options mean together: the model, the job, the dtypes.
+// Resolves the options together: the model, the job, the dtypes.
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -14,7 +14,7 @@
 
 // --- the model ---------------------------------------------------------------------------------------------
 
-// Whether a row says what the model is; after parsing, o->model holds what was given.
+// True if a row describes the model; after parsing, o->model holds the given values.
 static bool describes_model(const Option *row) {
   size_t model = offsetof(Options, model);
   return row->offset >= model && row->offset < model + sizeof(ModelConfig);
@@ -46,7 +46,7 @@ static ModelConfig requested_model(const Options *o) {
   return *m;
 }
 
-// A model that comes from a directory is as it is; what the command line says about it must be so.
+// A model from a directory is fixed; the command line must agree with it.
 static void require_agreement(const Options *o, const Options *requested) {
   if (o->preset && requested->model.family != o->model.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
@@ -63,7 +63,7 @@ static void require_agreement(const Options *o, const Options *requested) {
   }
 }
 
-// What a directory's model may change: other rotary frequencies, or more positions, extend the context.
+// Changes that a directory's model allows: other rotary frequencies, or more positions, extend the context.
 static void change_positions(Options *o, const Options *requested) {
   static const char *const names[] = {"rope-theta", "max-position-embeddings"};
   size_t length = 0;
@@ -119,7 +119,7 @@ static void resolve_batch(Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
-// What the loss cannot do with this model.
+// Refuses losses that cannot be computed with this model.
 static void check_loss(const Options *o) {
   double softcap = o->model.final_logit_softcapping;
   if (softcap > 0 && o->pass.sampling.full_mass > 0)

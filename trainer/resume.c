@@ -40,13 +40,13 @@ static void take_paths(const char ***list, const Options *o, const char *member)
          member);
 }
 
-// A setting in a checkpoint; NULL: it has none. --fp8 took no word when it was of the layers alone.
+// A setting in a checkpoint; NULL: it has none. --fp8 took no word when it was for the layers alone.
 static const char *saved_text(const cJSON *settings, const char *name) {
   const char *text = json_text(settings, name);
   return text && !*text && !strcmp(name, "fp8") ? "layers" : text;
 }
 
-// A setting's value as a message has it. NULL: of a flag that is not set, or older than the option.
+// A setting's value as a message has it. NULL: a flag that is not set, or a checkpoint older than the option.
 static const char *value_words(const Option *row, const char *text) {
   if (!text) return row->initial ? row->initial : "not set";
   return *text ? text : "set";

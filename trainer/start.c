@@ -63,8 +63,9 @@ __attribute__((section(".preinit_array"), used)) static void (*const first)(int,
 
 // --- OpenBLAS's kernels ------------------------------------------------------------------------------------
 
-// An OpenBLAS that is older than the CPU may take it for one of 2004 and be many times as slow as its kernels
-// for these instructions are. They are chosen by starting over, once a child has computed rightly with them.
+// An OpenBLAS that is older than the CPU may take it for one of 2004 and run many times slower than it can.
+// Its kernels for these instructions are chosen by starting over, once a child has computed rightly with
+// them.
 
 #define PROBE "LCE_PROBE_BLAS"
 
@@ -73,7 +74,7 @@ extern void cblas_sgemm(int order, int a_transposed, int b_transposed, int m, in
                         const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc)
     __attribute__((weak));
 
-// The core whose kernels use what the CPU has, where OpenBLAS's own choice does not; else NULL.
+// The core whose kernels use the CPU's instructions, if OpenBLAS's own choice does not; else NULL.
 static const char *better_core(void) {
 #if defined(__x86_64__)
   static const char *const good[] = {"Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids"};

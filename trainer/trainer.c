@@ -186,7 +186,7 @@ void trainer_dump(const Trainer *t) {
 
 enum { VALIDATION_ROUNDS = 64 }; // batches of a rank between two reads of the device
 
-// What was validated so far: the losses, the counted targets, and the bytes of their text.
+// Totals of the validation so far: the losses, the counted targets, and the bytes of their text.
 typedef struct {
   double loss;
   int64_t tokens, bytes;

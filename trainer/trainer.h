@@ -1,4 +1,4 @@
-// A training run on one backend: the model, its optimizer, the batch, and what a step does with them.
+// A training run on one backend: the model, its optimizer, the batch, and a step's work with them.
 #pragma once
 
 #include <signal.h>
@@ -24,7 +24,7 @@ enum {
   LOGGED_OUTPUTS(RESULT) RESULT_TILES_DROPPED,
   RESULT_TILES,
   RESULT_MASS_DROPPED,
-  RESULT_STATISTICS, // of tokens and tiles: all before
+  RESULT_STATISTICS, // number of results above
   RESULT_STOP = RESULT_STATISTICS,
   RESULT_SECONDS,
   RESULT_NORM,
@@ -56,7 +56,7 @@ typedef struct Trainer {
   TransformerOptions transformer;
   // On the device, reserved once: the micro-batch, its losses, and scalars.
   Tensor tokens, targets, positions, documents, loss;
-  Tensor statistics[RESULT_STATISTICS]; // of the micro-batch, where they are requested: views
+  Tensor statistics[RESULT_STATISTICS]; // of the micro-batch, if requested: views
   Tensor squares, scale;                // fp32 [1]: the gradients' sum of squares, the clip factor
   Tensor results; // fp32, of each pending step: sums of the statistics, and the gradient norm
   // On the host: the whole step's tokens and targets.
@@ -68,16 +68,16 @@ typedef struct Trainer {
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   bool cut_short;       // the last validation, by a signal
-  // What this rank shares with each step, and what follows for all ranks; with one rank false and 0.
+  // Exchanged at each step; unused with one rank.
   const volatile sig_atomic_t *stop; // not 0 once a signal asks to stop; NULL: none does
   double step_seconds;
   bool stopping;         // some rank got such a signal
   double agreed_seconds; // of a step, the mean over the ranks
-  double wire_bytes;     // that this rank sent in the last step
+  double wire_bytes;     // sent by this rank in the last step
 } Trainer;
 
 // Reserves weights, gradients, moments and tables on the backend (a plan's too), and reads the first weights
-// from options->origin or draws them. Fails when the (resolved) options, the memory or the files do not allow
+// from options->origin or draws them. Fails if the (resolved) options, the memory or the files do not allow
 // it.
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
@@ -89,12 +89,12 @@ double schedule_rate(const Schedule *schedule, int64_t step);
 typedef void TrainStep(Trainer *trainer, const Loader *loader, int64_t step);
 TrainStep train_step;
 
-// --- what train.c's step is made of ------------------------------------------------------------------------
+// --- the parts of train.c's step ---------------------------------------------------------------------------
 
 // Around all else of a step. `result` has what the host knows; trainer_collect adds what the device computed.
 void trainer_begin_step(Trainer *trainer);
 void trainer_end_step(Trainer *trainer, StepResult result);
-// Where no target counts: ends the step without a loss and without an update. All ranks agree.
+// If no target counts, ends the step without a loss and without an update. All ranks agree.
 bool skip_empty_step(Trainer *trainer, int64_t step, int64_t counted);
 // Reads this rank's micro-batches of the step; returns how many targets count in all ranks'. A plan has no
 // loader, and all count.
@@ -103,7 +103,7 @@ int64_t trainer_load(Trainer *trainer, const Loader *loader, int64_t step);
 // targets that count, then the ignored ones: the loss is computed for the former.
 Batch trainer_micro_batch(Trainer *trainer, int64_t m);
 Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
-// How transformer_train passes over micro-batch m of the step: with gradients summed over the ranks.
+// Settings of transformer_train for micro-batch m of the step: with gradients summed over the ranks.
 TransformerOptions pass_options(Trainer *trainer, int64_t step, int64_t m);
 // Sums the statistics of the micro-batch (its losses, ...) to the step's results, and these over the ranks.
 void trainer_add_statistics(Trainer *trainer, bool accumulate);
@@ -119,8 +119,8 @@ int trainer_collect(Trainer *trainer, StepResult results[TRAINER_PENDING]);
 // weight, before clipping, of the last step, which had one micro-batch on one rank.
 void trainer_dump(const Trainer *trainer);
 // The mean loss over `batches` validation batches (0: all), spread evenly over all, in nats per counted
-// token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short
-// where a signal to a rank cuts it short (NaN).
+// token: the same number whatever the number of ranks, which share them. Sets bits_per_byte, and cut_short if
+// a signal to a rank cuts it short (NaN).
 double trainer_validate(Trainer *trainer, const Loader *loader, int64_t batches);
 // Continues `prompt` by options->generation.max_new_tokens tokens, drawn with `seed`. The caller frees the
 // tokens (prompt included); *count receives how many. All ranks but rank 0 get NULL.
@@ -136,11 +136,11 @@ extern volatile sig_atomic_t stop_requested;
 void stop_on_signals(void);
 
 // Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails,
-// and --device auto prints why there is none. The caller destroys it.
+// and --device auto prints why none is used. The caller destroys it.
 Backend *machine_open(Options *options);
 // Sends rank 0's bytes (a multiple of 4) to all ranks, through the backend's stack.
 void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
-// Bytes that the ledger may use: the device's memory less what the backend itself takes; 0 when unknown.
+// Bytes that the ledger may use: the device's memory less the backend's own; 0: unknown.
 size_t machine_usable_bytes(const Backend *backend);
 size_t machine_agreed_bytes(Backend *backend); // rank 0's, for what all ranks choose alike
