@@ -195,7 +195,7 @@ bool model_config_possible(const ModelConfig *c, Reason *reason) {
                   "partial_rotary_factor %g rotates %lld of a head's %lld elements; give one of at most 1 "
                   "that makes them even",
                   c->partial_rotary_factor, (long long)rotary, dim);
-  const double max = 1e15; // what is derived from these sizes then stays within 64 bits
+  const double max = 1e15; // products of these sizes then stay within 64 bits
   double weights = (double)c->num_hidden_layers * (double)hidden *
                        (4 * (double)heads * (double)dim + 3 * (double)c->intermediate_size) +
                    (double)hidden * (2 * (double)c->vocab_size + (double)c->max_position_embeddings);

@@ -4,7 +4,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/kernels.h"
 
-// What is accepted, from the command line as from a file.
+// Limits on values, from the command line as from a file.
 enum { MAX_LAYERS = 10000 };
 #define MIN_ROPE_THETA 1.
 #define MAX_ROPE_THETA 1e12
@@ -23,7 +23,7 @@ typedef enum {
 } ModelFamily;
 
 // How rotary frequencies are scaled: as Llama 3 does (rope_type "llama3" of transformers), all alike
-// ("linear"; Chen et al. 2023) where original_max_position_embeddings is 0, or not at all where factor is 0.
+// ("linear"; Chen et al. 2023) if original_max_position_embeddings is 0, or not at all if factor is 0.
 typedef struct {
   double factor;                            // long wavelengths turn this much slower
   double low_freq_factor, high_freq_factor; // wavelengths between original/high and original/low are blended
@@ -42,7 +42,7 @@ typedef struct {
   int64_t num_key_value_heads;     // K, divides Q
   int64_t head_dim;                // D
   int64_t max_position_embeddings; // the longest sequence
-  int64_t sliding_window; // a token sees so many, itself among them; 0: all. No sequence may be longer
+  int64_t sliding_window;          // tokens that a token sees, with itself; 0: all. No sequence may be longer
   // choices
   NormKind norm;            // LayerNorm with bias, or RMSNorm
   bool learned_positions;   // a table added to the embedding; otherwise rotary
@@ -50,7 +50,7 @@ typedef struct {
   bool qk_norm;             // RMSNorm of q and k before their rotation: of each head, or of all (OLMo 2)
   bool post_norm;           // norms of attention's and the MLP's outputs, not of their inputs: norms.c
   bool qkv_bias, out_bias;  // biases on the projections of attention
-  bool mlp_bias;            // and on those of the MLP
+  bool mlp_bias;            // and on the MLP's
   bool in_out_layout;       // projections stored [in, out] (GPT-2's Conv1D); otherwise [out, in]
   bool tie_word_embeddings; // the head is the token embedding
   double final_logit_softcapping; // c of c tanh(logit / c), as Gemma 2 has it; 0: none
@@ -61,7 +61,7 @@ typedef struct {
   double initializer_range; // standard deviation of the initial weights
 } ModelConfig;
 
-// The columns of model.c's tables of tensors. What one after Llama's leaves empty is as in Llama's.
+// The columns of model.c's tables of tensors. Empty entries of those after Llama's are as Llama's.
 typedef enum { NAMES_GPT2, NAMES_LLAMA, NAMES_PHI3, NAMES_OLMO2, NAMES_COUNT } TensorNames;
 
 // A family, as transformers knows it.
@@ -70,7 +70,7 @@ typedef struct {
   const char *model_type, *architecture; // in config.json
   const char *prefix, *layers;           // of the names of all tensors but the head's, and of a layer's
   const char *buffers[2];                // how tensors end that old files have besides the weights
-  ModelConfig config; // what its models have in common: choices, and transformers' defaults
+  ModelConfig config;                    // its models' common choices, and transformers' defaults
 } Family;
 
 extern const Family model_families[FAMILY_COUNT];
@@ -80,15 +80,15 @@ extern const Family model_families[FAMILY_COUNT];
 // are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.
 ModelConfig model_preset(const char *name);
 double model_preset_learning_rate(const char *name);
-int64_t model_default_seq_len(const ModelConfig *config); // what --seq-len is when not given
-const char *model_preset_names(const char *begin); // of those that begin so: "gpt2-tiny, gpt2-124m, ..."
+int64_t model_default_seq_len(const ModelConfig *config); // --seq-len's default
+const char *model_preset_names(const char *begin); // names with this beginning: "gpt2-tiny, gpt2-124m, ..."
 
 // The longest sequence: all positions, or the sliding window, within which attention is full.
 int64_t model_max_seq_len(const ModelConfig *config);
-int64_t model_rotary_dim(const ModelConfig *config); // of a head's elements, how many rotate
-// Fails where seq_len is longer.
+int64_t model_rotary_dim(const ModelConfig *config); // a head's elements that rotate
+// Fails if seq_len is longer.
 void model_check_seq_len(const ModelConfig *config, int64_t seq_len);
 
-// False with the reason where the sizes make no model; model_config_check fails with it.
+// False with the reason if the sizes make no model; model_config_check fails with it.
 bool model_config_possible(const ModelConfig *config, Reason *reason);
 void model_config_check(const ModelConfig *config);

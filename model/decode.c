@@ -19,7 +19,7 @@ static void attend_to_cache(const Pass *p, int64_t l, const LayerState *s) {
 void transformer_logits(Backend *backend, Model *model, const Batch *batch, const KeyValueCache *cache,
                         int64_t past, Tensor indices, Tensor logits) {
   Pass p = pass_begin(backend, model, batch, &(TransformerOptions){0});
-  p.cache = cache; // attention_decode refuses what does not fit
+  p.cache = cache; // attention_decode refuses tokens that do not fit
   if (cache) p.attend = attend_to_cache;
   p.past = past;
   Tensor stream = layers_forward(&p);

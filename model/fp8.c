@@ -1,7 +1,7 @@
-// Matmuls in FP8 (--fp8): an operand is quantized before its GEMM, with one scale for the tensor. A GEMM reads
-// codes along its inner dimension alone, so the backward pass needs those of the transpose; where nothing is
-// recomputed, these are kept instead of the operand, in half its memory. Activation functions are then
-// operations of their own, which write codes and not their values; norms bring the maximum of what they write.
+// Matmuls in FP8 (--fp8): an operand is quantized before its GEMM, with one scale for the tensor. A GEMM
+// reads codes along its inner dimension alone, so the backward pass needs the transpose's codes; if nothing
+// is recomputed, these are kept instead of the operand, in half its memory. Activation functions are then
+// operations of their own, which write codes and not values; norms compute their output's maximum.
 #include "model/fp8.h"
 
 bool fp8_used(const Pass *p) {
@@ -12,7 +12,7 @@ static Quantized transposed(Quantized x) {
   return (Quantized){.codes = x.transposed, .transposed = x.codes, .amax = x.amax};
 }
 
-// Of a matrix of [rows, columns]: pushes amax where it is absent, and codes as requested.
+// For a matrix of [rows, columns]: pushes amax if absent, and codes as requested.
 static Quantized push_fp8(const Pass *p, Quantized fp8, int64_t columns, bool codes, bool transposed) {
   Memory *memory = &p->backend->memory;
   if (!tensor_exists(fp8.amax))
@@ -48,7 +48,7 @@ void push_stand_in(const Pass *p, Operand *operand, int64_t columns) {
   if (has_stand_ins(p)) operand->quantized = push_fp8(p, (Quantized){0}, columns, false, true);
 }
 
-// The codes take half of the tensor's memory or less, the transposed ones, where they do not stand in, as much.
+// Codes take half of the tensor's memory or less; transposed ones, unless they stand in, as much.
 void push_activation_operand(const Pass *p, Operand *operand) {
   int64_t columns = p->model->config.intermediate_size;
   operand->x = push_activation(p, "mlp activation", columns);

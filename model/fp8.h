@@ -5,7 +5,7 @@
 
 // Reserves a model's codes.
 void fp8_reserve(Model *m, Memory *memory, Fp8Use use);
-// Whether the pass trains with --fp8.
+// True if the pass trains with --fp8.
 bool fp8_used(const Pass *p);
 
 // As project_outputs, with a residual.

@@ -1,7 +1,7 @@
-// Gradients are summed over the ranks in buckets, from a group's end, as soon as the backward pass has made
-// them, on a stream of their own: all-reduced or, where the optimizer is sharded (ZeRO 1 and 2),
-// reduce-scattered. Of a step's micro-batches the last one sums them; with ZeRO-2 each does, and accumulates
-// in the shards.
+// Gradients are summed over the ranks in buckets, from a group's end, as soon as the backward pass has
+// computed them, on a stream of their own: all-reduced or, if the optimizer is sharded (ZeRO 1 and 2),
+// reduce-scattered. A step's last micro-batch sums them; with ZeRO-2 each does, and accumulates in the
+// shards.
 #include <string.h>
 
 #include "model/pass.h"
@@ -48,7 +48,7 @@ void reduce_ready(Pass *p, ParameterGroup group, int64_t first) {
 
 // A tied head's gradient, [V, H] in fp32, takes longest to reduce. So it begins before the layers' backward
 // passes, and every rank adds the embedding's part of all ranks, of N rows each, afterwards, in the same
-// order. Where the head is split a rank adds those of its own rows.
+// order. With a split head a rank adds only its own rows.
 static bool embedding_added_last(const Pass *p) {
   bool positions = tensor_exists(p->model->position_embedding.grad);
   bool head_first = p->model->parameters.sharding.split_head || (p->options.last && !positions);

@@ -1,5 +1,5 @@
-// What comes before a layer computes, and goes after it. By default layer_enter pushes the layer's output and
-// layer_leave pops its state, and that is all.
+// Fetches a layer's tensors before it computes, and sends them away after it. By default layer_enter pushes
+// the layer's output and layer_leave pops its state, and that is all.
 //
 // With --offload, copies between host and device begin a layer ahead, on two streams of their own, one for
 // each way; the compute stream waits at copies_join. The device has the weights and gradients of two layers,
@@ -21,7 +21,7 @@ static int64_t layers_of(const Pass *p) {
   return p->model->config.num_hidden_layers;
 }
 
-// What begins copies returns how many: none for what stays on the device, or for a layer that does not exist.
+// Each returns the number of copies it started: 0 if the data stays on the device, or without such a layer.
 static int64_t fetch_weights(const Pass *p, int64_t l) {
   const ParameterSet *w = &p->model->parameters;
   if (!tensor_exists(w->layer_values) || l < 0 || l >= layers_of(p)) return 0;
@@ -66,7 +66,7 @@ static int64_t move_input(const Pass *p, int64_t l, Direction direction) {
   return 1;
 }
 
-// Where inputs do not stay on the device, two tensors are input and output in turn.
+// If inputs do not stay on the device, two tensors are input and output in turn.
 static void push_output(const Pass *p, int64_t l) {
   LayerState *s = &p->states[l];
   bool in_turn = (!p->training || tensor_exists(p->options.inputs)) && p->recompute == RECOMPUTE_LAYER;
@@ -96,7 +96,7 @@ void layer_leave(Pass *p, int64_t l, Direction direction) {
     if (l == layers_of(p) - 1) fetch_grads(p, l);
     return;
   }
-  memory_pop_to(&p->backend->memory, p->states[l].below); // the output too: that of the layer below is next
+  memory_pop_to(&p->backend->memory, p->states[l].below); // the output too: the layer below is next
   send_grads(p, l);
   reduce_ready(p, GROUP_MATRICES, l * p->model->parameters.sharding.layer);
   if (l == 0) copies_join(p->backend, 0, 0);

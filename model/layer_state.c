@@ -1,9 +1,9 @@
-// What a layer keeps for its backward pass. On the stack, from the bottom up: dx, then for each layer its
-// output, then what RECOMPUTE_LAYER, RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to drop is to pop, and to
-// recompute is to push and compute the same again.
+// A layer's state for its backward pass. On the stack, from the bottom up: dx, then for each layer its
+// output, then the tensors that RECOMPUTE_LAYER, RECOMPUTE_MLP and RECOMPUTE_ELEMENTWISE drop: to drop is to
+// pop, and to recompute is to push and compute the same again.
 #include "model/pass.h"
 
-// All that attention computes but its norm's output.
+// Pushes all results of attention but its norm's output.
 static void push_kept(const Pass *p, LayerState *s) {
   const AttentionShape *h = &p->heads;
   int64_t q = h->num_heads, k = h->num_key_value_heads, size = h->head_dim;

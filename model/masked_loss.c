@@ -1,5 +1,5 @@
-// Where targets are ignored (instruction tuning; the last token of each packed document), the other tokens
-// are gathered before the loss, and its results are scattered:
+// If targets are ignored (instruction tuning; the last token of each packed document), the other tokens are
+// gathered before the loss, and its results are scattered:
 //
 //     x'[i] = x[indices[i]],  y'[i] = y[indices[i]]                 the counted tokens, one after the other
 //     loss', dx', dW = linear_cross_entropy(x', W, y')
@@ -19,7 +19,7 @@ static void plan_all_tokens(Backend *backend, LinearCrossEntropy a) {
   backend->memory = plan.memory;
 }
 
-// Memory as for all tokens; absent where t is.
+// Memory as for all tokens; absent if t is.
 static Tensor push_counted(Backend *backend, Tensor t, int64_t counted) {
   if (!tensor_exists(t)) return t;
   return tensor_rows(memory_push_1d(&backend->memory, "of counted tokens", MEMORY_HEAD, t.dtype, t.shape[0]),
@@ -43,7 +43,7 @@ void masked_linear_cross_entropy(Backend *backend, LinearCrossEntropy a, Tensor 
   enum { OUTPUTS = sizeof a.outputs.all / sizeof *a.outputs.all };
   Memory *memory = &backend->memory;
   MemoryMark mark = memory_mark(memory);
-  counted = max_i64(counted, 1); // where none does, of an ignored token, which makes zeros
+  counted = max_i64(counted, 1); // if none does, an ignored token, which gives zeros
   indices = tensor_rows(indices, 0, counted);
   LinearCrossEntropy few = a;
   few.chunk = lce_used_chunk(a.x.shape[0], a.chunk); // no larger than a chunk of all tokens

@@ -1,4 +1,4 @@
-// The matmuls of a layer and their gradients, in the backend's dtype; fp8.c has those in FP8.
+// The matmuls of a layer and their gradients, in the backend's dtype; fp8.c has the FP8 ones.
 #include "model/fp8.h"
 
 static LinearForward linear_of(const Pass *p, Tensor out, Operand *x, const WeightAndBias *w) {

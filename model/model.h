@@ -5,7 +5,7 @@
 #include "model/config.h"
 #include "model/parameters.h"
 
-// What a matmul or a norm applies. The bias is absent where the model has none, as in Llama.
+// The weights of a matmul or a norm. The bias is absent if the model has none, as in Llama.
 typedef struct {
   Weight weight, bias;
 } WeightAndBias;
@@ -28,15 +28,15 @@ typedef struct {
   Weight position_embedding; // [P, H], GPT-2 only
   Layer *layers;
   WeightAndBias final_norm;
-  Weight head;              // [V, H]: the token embedding itself when tied; the local rows where it is split
+  Weight head;              // [V, H]: the token embedding itself if tied; the local rows if split
   QuantizedRows head_codes; // fp8.c's
-  VocabShard shard;         // which those are; {0, 0}: the head is whole
+  VocabShard shard;         // the local rows; {0, 0}: the head is whole
   Tensor rope_angles;       // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
 } Model;
 
 // Lays out the parameters and reserves their slabs and the rotary table for sequences up to seq_len. The
-// model owns its tables on the host, the backend's memory the tensors. Fails where the sizes make no model.
-// The model must not move.
+// model owns its tables on the host, the backend's memory the tensors. Fails if the sizes make no model. The
+// model must not move.
 void model_create(Model *model, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
                   int64_t seq_len);
 // The rows of the head [., H] that this rank computes the training loss with.
@@ -54,7 +54,7 @@ int64_t model_parameter_count(const ModelConfig *config);
 // L T Q D, half of PaLM's 12, as it is causal. Norms, optimizer and recomputation are not counted.
 double model_flops_per_token(const ModelConfig *config, int64_t seq_len);
 
-// inv_freq[i] = theta^(-2i/A) for i < A/2, with A = model_rotary_dim; with linear scaling divided by the factor; as Llama 3.1 scales it
-// (_compute_llama3_parameters of transformers) divided by the factor where the wavelength is beyond
+// inv_freq[i] = theta^(-2i/A) for i < A/2, with A = model_rotary_dim; linear scaling divides it by the
+// factor; Llama 3.1 (_compute_llama3_parameters of transformers) divides it where the wavelength is beyond
 // original/low_freq_factor, not where it is under original/high_freq_factor, and blended linearly between.
 void rope_frequencies(const ModelConfig *config, float *inv_freq);

@@ -41,8 +41,8 @@ static void orthogonalize_layers(Backend *backend, const ParameterSet *p, Tensor
   }
 }
 
-// A rank makes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others, so
-// that the ranks' sums are the updates, again in slices.
+// A rank computes its slices of u, gathers all, orthogonalizes some layers and leaves zeros for the others,
+// so that the ranks' sums are the updates, again in slices.
 static void update_some(Backend *backend, const ParameterSet *p, Range some, Update settings) {
   const ParameterGroup group = GROUP_MATRICES;
   int64_t part = p->sharding.part, parts = p->sharding.parts, count = some.size / p->sharding.layer;

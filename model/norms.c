@@ -1,5 +1,5 @@
-// Norms, and the sums of the residual stream x, to which a layer adds attention and the MLP: two blocks, with
-// f all of a block before its last matmul W:
+// Norms, and the sums of the residual stream x, to which a layer adds attention and the MLP: two blocks, f is
+// the block up to its last matmul, W:
 //     x + f(norm(x)) W^T      the GEMM adds x; backward, the norm adds to x's gradient
 //     x + norm(f(x) W^T)      with config.post_norm: the norm adds x; backward, f's first matmul adds
 #include "model/pass.h"
@@ -68,7 +68,7 @@ void block_input_backward(const Pass *p, Operand *dx, Operand dout, MemoryMark k
                           Tensor dbias, const Norm *norm, Tensor x, const WeightAndBias *w,
                           Tensor previous_dbias) {
   bool post_norm = p->model->config.post_norm;
-  Tensor dinput = post_norm ? dx->x : norm->out.x; // else in the place of the norm's output
+  Tensor dinput = post_norm ? dx->x : norm->out.x; // else in place of the norm's output
   project_backward(p, dinput, dout, norm->out, first, dbias, post_norm);
   memory_pop_to(&p->backend->memory, kept);
   if (!post_norm) run_norm_backward(p, norm, dx, dinput, x, w, true, previous_dbias);

@@ -2,8 +2,8 @@
 #include "kernels/base/profile.h"
 #include "model/shards.h"
 
-// What is updated in one call: this rank's slice of a bucket; where nothing is sharded a layer's matrices, or
-// the rest of a group.
+// The elements of one update: this rank's slice of a bucket; without sharding a layer's matrices, or the rest
+// of a group.
 typedef struct {
   int place; // of the group, in the order of the updates
   ParameterGroup group;

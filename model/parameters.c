@@ -63,7 +63,7 @@ enum {
   ALL = (1 << GROUP_COUNT) - 1
 };
 
-// A group's flat tensor in a role: all of it or, where the role is sharded, this rank's part.
+// A group's flat tensor in a role: all of it or, if the role is sharded, this rank's part.
 static Tensor tensor_of(const ParameterSet *p, const Tensor *role, int group, Dtype dtype, bool sharded) {
   int64_t count = p->group_elements[group] / (sharded ? p->sharding.parts : 1);
   if (role == p->state[1] && group == GROUP_MATRICES && p->muon) count = 0;

@@ -10,7 +10,7 @@
 typedef enum {
   GROUP_HEAD,       // the head's matrix: decayed, and its gradient is always fp32
   GROUP_EMBEDDINGS, // tables of positions, and of tokens unless that is the head: decayed
-  GROUP_MATRICES,   // of the layers, all of which have as many elements: decayed
+  GROUP_MATRICES,   // the layers', each with as many elements: decayed
   GROUP_VECTORS,    // norms and biases: not decayed
   GROUP_COUNT
 } ParameterGroup;
@@ -39,8 +39,8 @@ typedef struct {
   Tensor value, grad; // the local rows of a split head
 } Parameter;
 
-// What lies in the host's memory. Weights and gradients of GROUP_MATRICES are copied to and from a double
-// buffer of two layers on the device; embeddings, and what the optimizer reads, are accessed in place.
+// Tensors in the host's memory. Weights and gradients of GROUP_MATRICES are copied to and from a double
+// buffer of two layers on the device; embeddings, and the optimizer's tensors, are accessed in place.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,
@@ -54,16 +54,16 @@ typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON } Optimizer;
 typedef enum { FP8_NONE, FP8_ALL, FP8_LAYERS } Fp8Use; // the layers' matmuls; all: and the loss's logits
 
 typedef struct {
-  Dtype weight;      // what the GEMMs read
-  bool master;       // keep an fp32 copy (only where weight is bf16)
+  Dtype weight;      // the GEMMs' operands
+  bool master;       // keep an fp32 copy (only if weight is bf16)
   bool weights_only; // for evaluation and text: no master, gradients or states
   Dtype grad;        // of all gradients but the head's
   Dtype moment;      // of the optimizer's states
   Optimizer optimizer;
-  int zero;            // what is sharded where there are several ranks, 0 to 2
+  int zero;            // sharding over several ranks, 0 to 2
   bool vocab_parallel; // the head's rows are split over them; needs zero 1 or 2
   unsigned offload;    // OFFLOAD_...
-  Fp8Use fp8;          // what is trained in FP8
+  Fp8Use fp8;          // the matmuls trained in FP8
 } ParameterDtypes;
 
 // Each weight has these; under Muon the layers' matrices have only the first.
@@ -90,7 +90,7 @@ static inline Range range_overlap(Range a, Range b) {
 // How the parameters are sharded over ranks (shards.h). {0, 0, 1} shards nothing.
 typedef struct {
   int zero;                            // 0 to 2
-  int part, parts;                     // this rank's shard, of how many
+  int part, parts;                     // this rank's shard, and their number
   int64_t layer;                       // elements of GROUP_MATRICES in a layer
   bool split_head, split_head_weights; // gradients of local rows alone; and weights, unless tied
   Range head_rows;                     // the local ones; the last part may have fewer
@@ -108,7 +108,7 @@ typedef struct {
   Tensor state[OPTIMIZER_STATES][GROUP_COUNT];
   Tensor grad_sum[GROUP_COUNT];     // over all ranks: grad or, at zero 2, shards
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
-  Tensor layer_values, layer_grads; // double buffers of two layers, where value or grad is offloaded
+  Tensor layer_values, layer_grads; // double buffers of two layers, if value or grad is offloaded
 } ParameterSet;
 
 // At zero 2 the gradients of layers are a double buffer of two.
@@ -120,7 +120,7 @@ static inline bool grads_double_buffered(const ParameterSet *p, ParameterGroup g
 void parameters_shard(ParameterSet *parameters, ParameterDtypes dtypes, bool tied, int rank, int ranks);
 
 // Adds `count` tensors (name, group, rank, shape and first value) of one group and shape[1], which
-// parameters_allocate makes `view` span. Fails where a split head leaves some rank without rows.
+// parameters_allocate makes `view` span. Fails if a split head leaves some rank without rows.
 void parameters_add(ParameterSet *parameters, Weight *view, const Parameter *tensors, int count);
 
 // Reserves the slabs (zeroed) and fills in every tensor of the table and every requested Weight.
@@ -136,7 +136,7 @@ void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t 
 // fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
 const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded);
 
-int64_t parameter_elements(const Parameter *parameter); // of the whole, however it is sharded
+int64_t parameter_elements(const Parameter *parameter); // the whole's, however it is sharded
 
 // The tensor called `name`, or NULL.
 Parameter *parameters_find(ParameterSet *parameters, const char *name);
@@ -145,9 +145,9 @@ void parameters_free(ParameterSet *parameters);
 
 // The sum of the squares of all gradients, over the ranks, to parameters->squares.
 void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);
-// Whether layer_leave sums those of the layers, before the offloaded gradients leave the device.
+// True if layer_leave sums the layers' squares, before the offloaded gradients leave the device.
 bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *backend);
-// Updates all weights; of what is sharded each rank updates its part, and the new weights are gathered.
+// Updates all weights; each rank updates its part of sharded ones, and the new weights are gathered.
 // `settings` has no tensor but grad_scale, and the run's seed.
 void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
 // Updates the layers' matrices, all at once.

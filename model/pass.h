@@ -1,23 +1,23 @@
-// What the files of one pass share: the layers (transformer.c), their norms (norms.c), their matmuls (matmul.c)
-// and the operands of these (fp8.c), what comes and goes around a layer (layer_door.c), sums of gradients over
-// the ranks (gradient_reduction.c), decoding with a cache (decode.c).
+// Shared by the files of a pass: the layers (transformer.c), their norms (norms.c), their matmuls (matmul.c)
+// and FP8 operands (fp8.c), the copies around a layer (layer_door.c), sums of gradients over the ranks
+// (gradient_reduction.c), decoding with a cache (decode.c).
 #pragma once
 
 #include "model/transformer.h"
 
-// A matrix that a matmul reads. Who makes it writes x, and may ignore the rest.
+// A matrix that a matmul reads. Its producer writes x, and may ignore the rest.
 typedef struct {
   Tensor x;            // [N, K]
   Quantized quantized; // fp8.c's
 } Operand;
 
 typedef struct {
-  Operand out; // of norm1 and norm2: what attention or the MLP reads, with config.post_norm the stream itself
+  Operand out; // norm1's and norm2's: the input of attention or the MLP; the stream if config.post_norm
   Tensor mean, rstd;
-  Tensor x; // [N, H], with config.post_norm: what attention or the MLP puts out, and the norm reads
+  Tensor x; // [N, H], with config.post_norm: the output of attention or the MLP, which the norm reads
 } Norm;
 
-// What a layer computes. Recompute says which of these stay on the stack for the backward pass.
+// A layer's results. Recompute says which of these stay on the stack for the backward pass.
 typedef struct {
   MemoryMark below;      // the stack before the layer; of training
   Tensor input;          // [N, H], the output of the layer below
@@ -41,14 +41,14 @@ typedef struct Pass {
   TransformerOptions options;
   bool training;   // a backward pass follows
   bool first;      // of a step's micro-batches: the head's gradient is written, not added to
-  bool accumulate; // the other gradients are added to; never where every pass sums them over the ranks
+  bool accumulate; // the other gradients are added to; never if every pass sums them over the ranks
   int64_t rows;    // N
   AttentionShape heads;
   MemoryMark bottom;              // the stack before the pass
-  LayerState *states;             // one a layer
+  LayerState *states;             // one per layer
   Recompute recompute;            // in the layer that computes
   int64_t unreduced[GROUP_COUNT]; // gradients from a group's start whose sums over the ranks have not begun
-  // Of decoding (decode.c), else NULL: attention over layer l's keys and values in `cache`, `past` tokens of
+  // For decoding (decode.c), else NULL: attention over layer l's keys and values in `cache`, `past` tokens of
   // each.
   void (*attend)(const struct Pass *pass, int64_t l, const LayerState *state);
   const KeyValueCache *cache;
@@ -59,28 +59,28 @@ typedef enum { FORWARD, BACKWARD } Direction; // evaluation and generation go FO
 
 static const Tensor none; // an operand that is absent
 
-// A forward pass alone. Fails where the sequences are longer than the model was made for.
+// A forward pass alone. Fails if the sequences are longer than the model was made for.
 Pass pass_begin(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options);
-// With a backward pass, which adds to the gradients where `accumulate`.
+// With a backward pass, which adds to the gradients if `accumulate`.
 Pass pass_begin_training(Backend *backend, Model *model, const Batch *batch,
                          const TransformerOptions *options, bool accumulate);
 // Pops all that it pushed.
 void pass_end(Pass *p);
-// [N, columns] of the backend's dtype, on the stack.
+// Pushes [N, columns] of the backend's dtype.
 Tensor push_activation(const Pass *p, const char *name, int64_t columns);
 Tensor push_gradient(const Pass *p, const char *name, int64_t columns);
 // fp32 [N heads].
 Tensor push_statistic(const Pass *p, const char *name, int64_t heads);
 void push_norm_statistics(const Pass *p, Norm *norm);
 
-// layer_state.c. All that layer_forward writes but the output. What p->recompute keeps lies below the
-// returned mark.
+// layer_state.c. Pushes all that layer_forward writes but the output. Tensors that p->recompute keeps lie
+// below the mark.
 MemoryMark push_layer(const Pass *p, LayerState *s);
-// Parts of it, in the backward pass, where the forward pass popped them: norm1's output; norm2's output and the
-// activation, with RECOMPUTE_MLP the pre-activation, too.
+// Push parts of it in the backward pass, if the forward pass popped them: norm1's output; norm2's output and
+// the activation, with RECOMPUTE_MLP the pre-activation, too.
 void push_norm1_again(const Pass *p, LayerState *s);
 void push_mlp_again(const Pass *p, LayerState *s);
-// Whether the layer's forward pass is computed again in parts.
+// True if the layer's forward pass is computed again in parts.
 bool recomputes_parts(const Pass *p);
 // p->rows rows of a state's MLP from row `first` on, with these pushed.
 LayerState push_mlp_rows(const Pass *p, const LayerState *s, int64_t first);
@@ -90,12 +90,12 @@ void run_norm(const Pass *p, Norm *norm, Tensor x, const WeightAndBias *w, Tenso
 // previous_dbias: the gradient of a bias that x ends with, the sum of dx as it comes, or none.
 void run_norm_backward(const Pass *p, const Norm *norm, Operand *dx, Tensor dout, Tensor x,
                        const WeightAndBias *w, bool accumulate_dx, Tensor previous_dbias);
-// A block (attention, MLP) from the stream x to out: f is what its last matmul reads, dout the gradient of its
-// first one's output. What it reads (norm->out) is pushed unless that is x.
+// A block (attention, MLP) from the stream x to out: f is its last matmul's input, dout the gradient of its
+// first one's output. Its input (norm->out) is pushed unless it is x.
 void push_block_input(const Pass *p, const char *name, Norm *norm, Tensor x);
 void add_block(const Pass *p, Tensor out, Tensor x, Operand *f, const WeightAndBias *last, const Norm *norm,
                const WeightAndBias *w);
-// From dx, the gradient of out: that of the last matmul's output, and of its bias where that is given.
+// From dx, the gradient of out: the gradients of the last matmul's output and, if given, of its bias.
 Operand add_block_backward(const Pass *p, const Operand *dx, Tensor dbias, const Norm *norm,
                            const WeightAndBias *w);
 // Adds the block's part to dx, which then is the gradient of x. After its matmuls it pops to `kept`.
@@ -103,8 +103,8 @@ void block_input_backward(const Pass *p, Operand *dx, Operand dout, MemoryMark k
                           Tensor dbias, const Norm *norm, Tensor x, const WeightAndBias *w,
                           Tensor previous_dbias);
 
-// transformer.c: from the tokens to the residual stream after all layers. Training keeps what its backward
-// pass reads.
+// transformer.c: from the tokens to the residual stream after all layers. Training keeps its backward pass's
+// inputs.
 Tensor layers_forward(Pass *p);
 // Into `out`, or else on the stack.
 Norm final_norm(const Pass *p, Tensor stream, Tensor out);
@@ -115,7 +115,7 @@ Norm final_norm(const Pass *p, Tensor stream, Tensor out);
 void place_operand(const Pass *p, Operand *operand, Tensor x);
 // Pushes the activation function's output.
 void push_activation_operand(const Pass *p, Operand *operand);
-// True if the backward pass reads stand-ins of norms' outputs and activations, which are popped after a layer.
+// True if the backward pass reads stand-ins of norms' outputs and activations, popped after a layer.
 bool has_stand_ins(const Pass *p);
 // Pushes the operand's stand-in, if so.
 void push_stand_in(const Pass *p, Operand *operand, int64_t columns);
@@ -150,9 +150,9 @@ Operand project_activated_backward(const Pass *p, Operand dout, Operand x, Tenso
 
 // layer_door.c
 
-// Before layer l: waits for what it reads, begins to fetch the next layer's; FORWARD pushes its output.
+// Before layer l: waits for its tensors, begins to fetch the next layer's; FORWARD pushes its output.
 void layer_enter(Pass *p, int64_t l, Direction direction);
-// After it: begins to send what it made, while the next layer computes.
+// After it: begins to send its results, while the next layer computes.
 void layer_leave(Pass *p, int64_t l, Direction direction);
 
 // gradient_reduction.c. Before a training pass: decides whether it accumulates.
@@ -161,5 +161,5 @@ void reduction_begin(Pass *p);
 void reduce_ready(Pass *p, ParameterGroup group, int64_t first);
 // The same for the head's gradient, unless the embedding's is added to it before it is summed.
 void head_leave(Pass *p);
-// embedding_backward, and the same for all gradients that are left.
+// embedding_backward, and the same for all remaining gradients.
 void embedding_leave(Pass *p, EmbeddingBackward a);

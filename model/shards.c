@@ -39,7 +39,7 @@ Update shards_update(const ParameterSet *p, ParameterGroup group, Range bucket, 
   u.m = shards_rows(p, p->state[0], group, mine);
   u.v = shards_rows(p, p->state[1], group, mine);
   u.grad = shards_rows(p, p->grad_sum, group, mine);
-  u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // of stochastic rounding
+  u.seed = u.seed * GROUP_COUNT + (uint64_t)group; // for stochastic rounding
   u.first = mine.offset;
   if (group == GROUP_VECTORS) u.weight_decay = 0;
   return u;

@@ -18,17 +18,17 @@ bool shards_next(const ParameterSet *parameters, ParameterGroup group, Range ele
 // This rank's slice of a bucket.
 Range shards_slice(const ParameterSet *parameters, Range bucket);
 // A bucket, or this rank's slice of it, in a role (parameters->value, ...). A role that is sharded has slices
-// alone; where it is absent so is the result.
+// alone; if it is absent, so is the result.
 Tensor shards_rows(const ParameterSet *parameters, const Tensor *role, ParameterGroup group, Range range);
 
-// Gathers the weights of a bucket, of which each rank has a slice, on all ranks. Asynchronous.
+// Gathers the weights of a bucket from the ranks' slices, on all ranks. Asynchronous.
 void shards_gather(const ParameterSet *parameters, Backend *backend, ParameterGroup group, Range bucket);
 
 // The settings with the tensors of this rank's slice of a bucket.
 Update shards_update(const ParameterSet *parameters, ParameterGroup group, Range bucket, Update settings);
 
 // Writes `values`, of the role's dtype, to elements [first, first + count) of a parameter in one role, or to
-// this rank's part of them. Does nothing where the role is absent.
+// this rank's part of them. Does nothing if the role is absent.
 void shards_write(const ParameterSet *parameters, Backend *backend, const Tensor *role,
                   const Parameter *parameter, int64_t first, int64_t count, const void *values);
 

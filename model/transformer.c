@@ -9,8 +9,8 @@
 //
 // Matmuls add the residual to their output, so no sum is a kernel of its own. The backward pass goes through
 // these lines from the bottom up with one gradient of the stream, dx, which it adds to in place.
-// layer_state.c has what a layer keeps for it, matmul.c the matmuls, norms.c the norms and the sums (some
-// models' norms come after attention and the MLP), and layer_door.c what happens before and after a layer.
+// layer_state.c has a layer's state for it, matmul.c the matmuls, norms.c the norms and the sums (some
+// models' norms come after attention and the MLP), and layer_door.c the copies around a layer.
 #include "kernels/base/profile.h"
 #include "model/masked_loss.h"
 #include "model/pass.h"
@@ -127,7 +127,7 @@ static void layer_forward(const Pass *p, const Layer *w, LayerState *s) {
 
 static Recompute recompute_of(const Pass *p, int64_t l) {
   const TransformerOptions *o = &p->options;
-  if (!p->training) return RECOMPUTE_LAYER; // nothing is kept
+  if (!p->training) return RECOMPUTE_LAYER; // keep nothing
   bool less = o->recompute_layers && l >= o->recompute_layers;
   return o->recompute - (less && o->recompute > RECOMPUTE_NONE);
 }
@@ -192,8 +192,8 @@ static void head_and_loss(Pass *p, Tensor stream, Operand *dx, float scale, Tens
   memory_pop_to(memory, top);
 }
 
-// dx: in, the gradient of the layer's output; out, that of its middle. Gradients replace what is not needed
-// any more.
+// dx: in, the gradient of the layer's output; out, its middle's. Gradients replace tensors that are not
+// needed any more.
 static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Tensor dbias = w->down.bias.grad;
   Operand dout = add_block_backward(p, dx, dbias, &s->norm2, &w->norm2);
@@ -203,7 +203,7 @@ static void mlp_backward(const Pass *p, const Layer *w, LayerState *s, Operand *
                        &w->norm2, dbias);
 }
 
-// dx: in, the gradient of the layer's middle; out, that of its input.
+// dx: in, the gradient of the layer's middle; out, its input's.
 static void attention_block_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Memory *memory = &p->backend->memory;
   Tensor dqkv = push_gradient(p, "d qkv", s->qkv.shape[1]);
@@ -246,7 +246,7 @@ static void recompute_mlp(const Pass *p, const Layer *w, LayerState *s) {
   }
 }
 
-// dx: in, the gradient of the layer's output; out, that of its input.
+// dx: in, the gradient of the layer's output; out, its input's.
 static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Operand *dx) {
   Memory *memory = &p->backend->memory;
   MemoryMark mark = memory_mark(memory);
@@ -264,7 +264,7 @@ static void layer_backward(const Pass *p, const Layer *w, LayerState *s, Operand
   memory_pop_to(memory, mark);
 }
 
-// dx: in, the gradient of the stream after all layers; out, of the embedding.
+// dx: in, the gradient of the stream after all layers; out, the embedding's.
 static void layers_backward(Pass *p, Operand *dx) {
   for (int64_t l = p->model->config.num_hidden_layers; l-- > 0;) {
     p->recompute = recompute_of(p, l);

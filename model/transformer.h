@@ -3,8 +3,8 @@
 
 #include "model/model.h"
 
-// What the backward pass computes again (activation checkpointing; Chen et al. 2016); each level includes
-// those before. Bytes per token and layer, bf16 Llama: none 2 (6 H + 2 K D + 3 F), layer 2 H.
+// Recomputation in the backward pass (activation checkpointing; Chen et al. 2016); each level includes those
+// before. Bytes per token and layer, bf16 Llama: none 2 (6 H + 2 K D + 3 F), layer 2 H.
 typedef enum {
   RECOMPUTE_NONE,
   RECOMPUTE_ELEMENTWISE, // norms and activation functions: cheap to repeat, a third of the memory
@@ -17,9 +17,9 @@ typedef enum {
 typedef struct {
   int64_t batch, seq_len;
   Tensor tokens;    // int32 [N]
-  Tensor targets;   // int32 [N], IGNORE_INDEX where nothing is predicted
-  Tensor indices;   // int32 [N], or absent where no target is ignored: see masked_loss.h
-  int64_t counted;  // how many targets count; read where indices is given
+  Tensor targets;   // int32 [N]; IGNORE_INDEX: nothing is predicted
+  Tensor indices;   // int32 [N], or absent if no target is ignored: see masked_loss.h
+  int64_t counted;  // how many targets count; read if indices is given
   Tensor documents; // int32 [2, N], or absent: see AttentionForward. Positions then count within documents
 } Batch;
 
@@ -34,19 +34,19 @@ typedef struct {
   LceMode mode;
   int64_t chunk;
   Recompute recompute;
-  int64_t recompute_layers; // in so many of the first layers, and one level less in the others; 0: in all
+  int64_t recompute_layers; // first layers with this level, the others one less; 0: all have it
   int64_t mlp_chunk;        // tokens of the MLP at a time, under RECOMPUTE_LAYER and in evaluation; 0: all
   LossNumbers terms;        // of training; the soft-cap is the model's
   TileSampling sampling;    // of training in the fused mode
   TokenOutputs outputs;     // of training: any of them, fp32 [N] each
-  // Of training: [(R - 1) N, H] on the host, for the inputs of the R layers under RECOMPUTE_LAYER but the
+  // For training: [(R - 1) N, H] on the host, for the inputs of the R layers under RECOMPUTE_LAYER but the
   // last; absent: all stay on the device.
   Tensor inputs;
   bool last; // of a step's micro-batches: its gradients are final, and summed over the ranks
 } TransformerOptions;
 
 // One micro-batch: forward, loss, backward. loss (fp32 [N]) receives each token's loss; the parameters'
-// gradients, scale times those of the losses' sum, are written or, with accumulate, added.
+// gradients of the losses' sum, times scale, are written or, with accumulate, added.
 void transformer_train(Backend *backend, Model *model, const Batch *batch, const TransformerOptions *options,
                        float scale, bool accumulate, Tensor loss);
 

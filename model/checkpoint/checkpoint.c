@@ -21,7 +21,7 @@
 // --- our names ---------------------------------------------------------------------------------------------
 
 #define STEP "step-"
-// Before a folder's name: while it is made or replaced, and while it is removed.
+// Prefixes of a folder's name: while it is written or replaced, and while it is removed.
 #define SAVING            ".saving-"
 #define REMOVING          ".removing-"
 #define CONFIG            "config.json"
@@ -86,7 +86,7 @@ static bool is_left_over(const char *name) {
   return *name == '.' && step_of(name) >= 0;
 }
 
-// Whether a trainer_state.json, which may be absent, is of the step that its folder's name says.
+// True if a trainer_state.json, which may be absent, has the step of its folder's name.
 static bool is_state_of(const cJSON *state, const char *name) {
   const cJSON *step = json_member(state, "step");
   return cJSON_IsNumber(step) && step->valuedouble == (double)step_of(name);
@@ -108,7 +108,7 @@ static int in_order(const struct dirent **a, const struct dirent **b) {
   return x == y ? strcmp((*a)->d_name, (*b)->d_name) : (x < y) - (x > y);
 }
 
-// A folder's entries: the newest step first, others last and in byte order; none where it is unreadable.
+// A folder's entries: the newest step first, others last and in byte order; none if it is unreadable.
 static Listing list(int at, const char *path) {
   Listing l = {0};
   int count = scandirat(at, path, &l.entries, is_entry, in_order);
@@ -133,7 +133,7 @@ static bool sync_folder(const char *path) {
   return synced;
 }
 
-// Whether a folder holds the trainer_state.json of the step that its name says.
+// True if a folder holds a trainer_state.json with the step of its name.
 static bool is_marked(const char *path) {
   Reason reason;
   cJSON *state = json_read(path_in(path, TRAINER_STATE).text, &reason);
@@ -142,8 +142,8 @@ static bool is_marked(const char *path) {
   return marked;
 }
 
-// Removes a hidden folder, if it exists; of any other only checks that it may go. False with a reason: it is
-// another's, or something in it cannot be removed.
+// Removes a hidden folder, if it exists; any other it only checks. False with a reason: it is another's, or
+// something in it cannot be removed.
 static bool remove_folder(const char *path, Reason *reason) {
   bool hidden = strrchr(path, '/')[1] == '.';
   int folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -253,7 +253,7 @@ static bool enter(CheckpointStore *store, Reason *reason) {
                 "another run is writing its checkpoints there; wait for it or name another directory");
 }
 
-// Whether directory/name is a link as point_to makes it.
+// True if directory/name is a link as point_to makes it.
 static bool is_own_link(const char *directory, const char *name) {
   char target[PATH_MAX] = "";
   return readlink(path_in(directory, name).text, target, sizeof target - 1) >= 0 &&
@@ -302,7 +302,7 @@ static void clean(const char *directory) {
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
-// Text NULL: absent. Fails where what should be JSON is none, as a file that was cut short.
+// Text NULL: absent. Fails if a JSON file is not JSON, as when it was cut short.
 static Companion companion(const char *name, const char *path) {
   struct stat status;
   Companion c = {.name = name, .mode = S_IRUSR | S_IWUSR};
@@ -323,7 +323,7 @@ static void take(CheckpointStore *store, const char *name, const char *path) {
   if (c.text) arrput(store->companions, c);
 }
 
-// The tokenizer's files come from one place: those of two tokenizers would contradict each other.
+// The tokenizer's files come from one place: two tokenizers' files would contradict each other.
 static void take_tokenizer(CheckpointStore *store, const char *path) {
   bool is_folder = path_is_folder(path);
   Path copy = path_in(path, "");
@@ -369,7 +369,7 @@ static void point_to(const char *directory, const char *name) {
     const char *file = files.entries[i]->d_name;
     if (is_ours(file)) make_link(directory, file, path_in(LATEST, file).text);
   }
-  for (int i = 0; i < links.count; i++) { // to what only an earlier checkpoint has
+  for (int i = 0; i < links.count; i++) { // to files that only an earlier checkpoint has
     const char *link = links.entries[i]->d_name;
     Path path = path_in(directory, link);
     if (is_ours(link) && access(path.text, F_OK) && is_own_link(directory, link)) unlink(path.text);
@@ -466,8 +466,7 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 #define WEIGHTS MODEL_STEM "*.safetensors*"
 
-// False with a reason: the files of a folder that a model is read from, as far as `pattern` matches them, do
-// not all have a checksum.
+// False with a reason if a file that a model is read from, and that `pattern` matches, has no checksum.
 static bool all_have_checksums(const char *folder, const char *pattern, const cJSON *checksums,
                                Reason *reason) {
   static const char *const read[] = {CONFIG, TRAINER_STATE, WEIGHTS, STATE_STEM "*.safetensors*"};
@@ -486,7 +485,7 @@ static bool all_have_checksums(const char *folder, const char *pattern, const cJ
 }
 
 // Compares the files that match a pattern with the checksums in trainer_state.json, which older checkpoints
-// lack. False with `path` that of a file that has changed or, without a reason, is absent.
+// lack. False if a file has changed or, without a reason, is absent; `path` is then its path.
 static bool is_unchanged(const char *folder, cJSON *state, const char *pattern, Path *path, Reason *reason) {
   cJSON *item, *checksums = cJSON_DetachItemFromObjectCaseSensitive(state, CHECKSUMS);
   bool same = !checksums || all_have_checksums(folder, pattern, checksums, reason);

@@ -14,7 +14,7 @@ typedef enum {
   NUMBER, // double
   FLAG,   // bool
   TEXT,   // const char *
-  ONLY    // of which one value can be computed, which is also what it has when absent, and a synonym
+  ONLY    // one computable value, also the one meant when absent, and a synonym
 } MemberKind;
 
 enum {
@@ -169,7 +169,7 @@ static bool is_null(const cJSON *json, const char *name) {
   return cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(json, name));
 }
 
-// Whether Qwen's attention is windowed in some layer: by layer_types or, without, from max_window_layers on.
+// True if Qwen's attention is windowed in some layer: by layer_types or, without, from max_window_layers on.
 static bool read_windowed(const cJSON *json, const ModelConfig *c, bool *windowed, Reason *reason) {
   const cJSON *type, *types = json_member(json, "layer_types"),
                      *from = json_member(json, "max_window_layers");
@@ -183,7 +183,7 @@ static bool read_windowed(const cJSON *json, const ModelConfig *c, bool *windowe
   return true;
 }
 
-// transformers' defaults that follow from other members.
+// Sets transformers' defaults that follow from other members.
 static bool set_defaults(const cJSON *json, ModelConfig *c, Reason *reason) {
   bool windowed = c->family == FAMILY_MISTRAL || c->family == FAMILY_PHI3;
   if (!c->num_key_value_heads || is_null(json, "num_key_value_heads"))
@@ -308,7 +308,7 @@ static cJSON *describe(const ModelConfig *c) {
   return json;
 }
 
-// A number that a run may change, wherever the file has it; added where it is absent and not the default.
+// A number that a run may change, wherever the file has it; added if it is absent and not the default.
 static void change_number(cJSON *json, const char *name, double value, double standard) {
   cJSON *places[] = {json, cJSON_GetObjectItemCaseSensitive(json, "rope_parameters"),
                      cJSON_GetObjectItemCaseSensitive(json, "rope_scaling")};

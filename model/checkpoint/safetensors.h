@@ -12,7 +12,7 @@
 
 enum { SAFETENSORS_RANK = 8, SAFETENSORS_NAME = 256 };
 
-// Where a tensor lies in its file.
+// A tensor's place in its file.
 typedef struct {
   const char *name;
   const char *dtype; // the format's name: "F32", "BF16", "F16", "I64", ...
@@ -37,5 +37,5 @@ const char *safetensors_dtype(Dtype dtype);                  // "F32", "BF16" or
 // The header of a file with these tensors, padded to a multiple of 8 bytes. The caller frees it.
 char *safetensors_compose(const SafetensorsEntry *entries, int64_t count);
 
-// `count` elements at `from`, unaligned, as fp32 or bf16; false where `stored` is not F32, F16 or BF16.
+// `count` elements at `from`, unaligned, as fp32 or bf16; false if `stored` is not F32, F16 or BF16.
 bool safetensors_convert(const char *stored, const char *from, int64_t count, Dtype dtype, void *to);

@@ -18,7 +18,7 @@ static const char head_name[] = "lm_head.weight";
 enum {
   AT_ONCE = 1 << 22,     // elements on the way between disk and backend
   READ_AHEAD = 64 << 20, // bytes that the disk reads while the backend takes those before
-  REQUESTS = 4           // that keep the disk's queue full
+  REQUESTS = 4           // reads that keep the disk's queue full
 };
 
 // One of several, or the index (number 0).
@@ -69,7 +69,7 @@ void folder_add(Folder *f, const char *name, mode_t mode, const void *bytes, siz
   folder_write(f, bytes, count);
 }
 
-// False with a reason, "" where the file is absent. One that is open already is not opened again.
+// False with a reason, "" if the file is absent. A file that is open already is not opened again.
 static bool add_file(TensorSet *set, const char *path, Reason *reason) {
   for (int64_t i = 0; i < set->count; i++)
     if (!strcmp(set->files[i].path, path)) return true;
@@ -82,7 +82,7 @@ static bool add_file(TensorSet *set, const char *path, Reason *reason) {
          refuse(reason, "%s: %s", path, reason->text);
 }
 
-// Opens the files that an index names, which hold the tensors that it says; but for a head, which may be tied.
+// Opens the files that an index names, which hold the tensors it lists, except a head, which may be tied.
 static bool open_indexed(TensorSet *set, const char *folder, const cJSON *map, Reason *reason) {
   const cJSON *item;
   if (!cJSON_IsObject(map)) return refuse(reason, "%s has no weight_map", set->path.text);
@@ -142,7 +142,7 @@ StoredTensor tensor_set_find(const TensorSet *set, const char *name) {
 // --- reading -----------------------------------------------------------------------------------------------
 
 // Copies a stored tensor to a parameter in one role (parameters->value, ...) and, unless NULL, another:
-// straight from the file's pages where the dtype is the role's. A rank keeps what it owns.
+// straight from the file's pages if the dtype is the role's. A rank keeps its part.
 static void tensor_read(StoredTensor t, Backend *backend, const ParameterSet *parameters,
                         const Parameter *parameter, const Tensor *role, const Tensor *also_role) {
   const Tensor *const roles[] = {role, also_role};
@@ -180,7 +180,7 @@ static SafetensorsEntry entry_of(const TensorToStore *t) {
                             .bytes = (size_t)tensor_count(t->tensor) * dtype_bytes(t->dtype)};
 }
 
-// By way of two host_buffers. Several ranks fetch everything even after a write has failed.
+// Writes through two host buffers. Several ranks fetch everything even after a write has failed.
 static void write_elements(Folder *folder, const TensorToStore *t, Backend *backend, void *raw,
                            void *converted) {
   Tensor x = t->tensor;
@@ -212,7 +212,7 @@ static void write_file(Folder *folder, const char *name, const TensorToStore *te
   free(converted);
 }
 
-// Where the file that begins with tensor `first` ends.
+// The end of the file that begins with tensor `first`.
 static int64_t file_end(const SafetensorsEntry *entries, int64_t first, int64_t count, size_t shard_bytes) {
   size_t bytes = entries[first].bytes;
   int64_t end = first + 1;
@@ -252,7 +252,7 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 
 // --- matching tensors --------------------------------------------------------------------------------------
 
-// Whether a tied head and embedding, the first of the parameters, are stored once and as the head.
+// True if a tied head and embedding, the first of the parameters, are stored once and as the head.
 static bool stored_as_head(const Model *model, const TensorSet *set) {
   const char *embedding = model->parameters.items->name;
   const char *bare = embedding + strlen(model_families[model->config.family].prefix);
@@ -302,7 +302,7 @@ static void check_tied_head(const Model *model, const TensorSet *set, StoredTens
          head.file->path, head_name, e->name);
 }
 
-// Fails unless the set is that of the model's tensors.
+// Fails unless the set is exactly the model's tensors.
 static void check_set(Model *model, const TensorSet *set) {
   int64_t count = model->parameters.count;
   StoredTensor *stored = host_alloc(count, sizeof *stored, "a list of tensors");
@@ -335,7 +335,7 @@ static void optimizer_load(Model *model, Backend *backend, const char *folder) {
   const ParameterSet *all = &model->parameters;
   for (const Parameter *p = all->items; p < all->items + all->count; p++)
     for (int s = 0; s <= OPTIMIZER_STATES; s++) {
-      bool master = s == OPTIMIZER_STATES; // which not every run stores
+      bool master = s == OPTIMIZER_STATES; // not every run stores it
       const Tensor *role = master ? all->value : all->state[s];
       if (!tensor_exists(role[p->group])) continue;
       TensorToStore stored = parameter_to_store(master ? "master" : optimizer_states[s].name, all, p, role,
@@ -383,7 +383,7 @@ TensorToStore parameter_to_store(const char *prefix, const ParameterSet *all, co
 
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes) {
   const ParameterSet *all = &model->parameters;
-  // What the weights would be without rounding.
+  // The weights without rounding.
   const Tensor *exact = tensor_exists(all->master[GROUP_MATRICES]) ? all->master : all->value;
   const Tensor *role = dtype == DTYPE_F32 ? exact : all->value;
   TensorToStore *weights = host_alloc(all->count, sizeof *weights, "a list of tensors");

@@ -13,19 +13,19 @@
 typedef struct {
   bool ok;
   Reason reason;
-  Path parent, hidden; // parent/name is where it will be, hidden where it is made
+  Path parent, hidden; // parent/name: its final place; hidden: its place while written
   char name[256];
   FILE *out; // the file being written, at the path `file`; NULL between files
   Path file;
-  uint32_t crc;     // of what is written to it
-  cJSON *checksums; // {"NAME": crc} of the files that are ended; NULL: none are taken
+  uint32_t crc;     // of the bytes written so far
+  cJSON *checksums; // {"NAME": crc} of finished files; NULL: none are computed
 } Folder;
 
 bool is_plain_name(const char *name); // no path, not "." or ".."
 // The next file, or its beginning, with the permissions of `mode` less the umask; ends the one before.
 void folder_add(Folder *folder, const char *name, mode_t mode, const void *bytes, size_t count);
 void folder_end_file(Folder *folder);
-void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and what errno says
+void folder_give_up(Folder *folder, const char *path); // "cannot write PATH: " and errno's text
 
 typedef struct {
   char *path;
@@ -39,8 +39,8 @@ typedef struct {
   int64_t count;
 } TensorSet;
 
-// Opens the set (count 0: neither file nor index exists). Fails naming a file that is damaged or disagrees
-// with the index.
+// Opens the set (count 0: neither file nor index exists). Fails, naming the file, if one is damaged or
+// disagrees with the index.
 TensorSet tensor_set_open(const char *folder, const char *stem);
 bool tensor_set_try_open(TensorSet *set, const char *folder, const char *stem, Reason *reason);
 void tensor_set_close(TensorSet *set);
@@ -56,7 +56,7 @@ typedef struct {
   char name[112];
   Tensor tensor; // on the backend; of a parameter only shape and dtype count
   Dtype dtype;   // as stored: unchanged, widened to fp32 or rounded to bf16
-  // Of a parameter in a role that may be sharded; NULL otherwise.
+  // Set for a parameter in a role that may be sharded; NULL otherwise.
   const ParameterSet *parameters;
   const Parameter *parameter;
   const Tensor *role;
@@ -74,10 +74,11 @@ void tensor_set_write(Folder *folder, const char *stem, const TensorToStore *ten
 #define MODEL_STEM "model"
 #define STATE_STEM "training_state"
 
-// Reads model.safetensors or its shards into the weights and, where kept, the master weights; with `state`
-// also the optimizer's states. Fails naming a tensor that is missing, misshapen or not the model's, but for
-// buffers of old files and a tied head, which may be there besides the embedding or in its place. Names may lack the prefix transformer. or model.
+// Reads model.safetensors or its shards into the weights and, if kept, the master weights; with `state` also
+// the optimizer's states. Fails, naming the tensor, if one is missing, misshapen or foreign, but for old
+// files' buffers and a tied head beside the embedding or in its place. Names may lack the prefix transformer.
+// or model.
 void weights_load(Model *model, Backend *backend, const char *folder, bool state);
-// Writes them, as fp32 from the master weights where given, or as bf16; and to training_state.safetensors or
-// its shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.
+// Writes them, as fp32 from the master weights if given, or as bf16; and to training_state.safetensors or its
+// shards the optimizer's states ("m.NAME", ...) and, beside bf16 weights, "master.NAME" in fp32.
 void weights_store(const Model *model, Backend *backend, Folder *folder, Dtype dtype, size_t shard_bytes);
