@@ -545,10 +545,11 @@ void backend_join_ranks(Backend *backend) {
 
 static _Thread_local Backend *unfinished;
 
-Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes) {
+Backend *backend_begin(const BackendOps *ops, const BackendScratch *scratch, DeviceKind device, Dtype dtype,
+                       size_t state_bytes) {
   Backend *backend = host_alloc(1, sizeof *backend + state_bytes, "a backend");
-  *backend = (Backend){.ops = ops, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
-  backend->scratch = device == ON_CUDA ? &cuda_scratch : &cpu_scratch;
+  *backend = (Backend){
+      .ops = ops, .scratch = scratch, .device = device, .dtype = dtype, .ranks = 1, .state = backend + 1};
   return unfinished = backend;
 }
 

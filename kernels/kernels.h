@@ -826,7 +826,8 @@ double plan_seconds(const Backend *plan);
 void backend_destroy(Backend *backend);
 // The creation of a backend begins and ends with these: one rank, `state_bytes` of zeros as its state. If a
 // failure between them is caught, backend_abandon destroys the backend that this thread has begun.
-Backend *backend_begin(const BackendOps *ops, DeviceKind device, Dtype dtype, size_t state_bytes);
+Backend *backend_begin(const BackendOps *ops, const BackendScratch *scratch, DeviceKind device, Dtype dtype,
+                       size_t state_bytes);
 Backend *backend_finish(Backend *backend);
 void backend_abandon(void);
 

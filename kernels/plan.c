@@ -57,7 +57,8 @@ Backend *plan_backend_create(DeviceKind device, Dtype dtype) {
   static const BackendOps ops = {OPERATIONS(MEMBER, MEMBER).collectives_join = plan_collectives_join,
                                  .copies_join = plan_copies_join};
 #undef MEMBER
-  Backend *backend = backend_begin(&ops, device, dtype, sizeof(Plan));
+  Backend *backend =
+      backend_begin(&ops, device == ON_CUDA ? &cuda_scratch : &cpu_scratch, device, dtype, sizeof(Plan));
   snprintf(backend->description, sizeof backend->description, "plan for %s", device_name(device));
   backend->memory = memory_create(NULL);
   if (backend->scratch->resident_bytes)

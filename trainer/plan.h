@@ -18,17 +18,12 @@ typedef struct {
 TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode);
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);
-// With --fit chooses what is open (fit.h), for a device that can give `usable` bytes (0: unknown). Else only
-// the default chunk, if --lce-chunk gives none.
-void plan_resolve(Options *options, DeviceKind device, size_t usable);
 // Bytes that all ranks of this machine offload together.
 size_t plan_host_bytes(const Ledger *plan);
 // Fails if the run needs more than `usable` bytes of the device (0: unknown), and says what holds them; or if
 // it offloads more than the host has left.
 void plan_require(const Options *options, DeviceKind device, size_t usable);
 
-// --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events.
-void plan_print(Options *options);
 // --compare-modes: measures a few forward and backward passes in each mode; plans a mode that does not fit.
 void plan_compare_modes(Trainer *trainer);
 
@@ -36,3 +31,13 @@ void plan_compare_modes(Trainer *trainer);
 // the bytes in use after each event as CSV, before the steps with BACK_UP and after them with OVERWRITE.
 void plan_record(Ledger *ledger, const Options *options, int64_t step);
 void plan_write_recorded(const Options *options, Backend *backend, EarlierOutput earlier);
+// The same of three planned steps.
+void plan_write_timeline(const Options *options, DeviceKind device);
+
+// --- plan_print.c ------------------------------------------------------------------------------------------
+
+// With --fit chooses what is open (fit.h), for a device that can give `usable` bytes (0: unknown). Else only
+// the default chunk, if --lce-chunk gives none.
+void plan_resolve(Options *options, DeviceKind device, size_t usable);
+// --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events.
+void plan_print(Options *options);

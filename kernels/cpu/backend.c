@@ -26,14 +26,6 @@ static void peak_reset(Backend *backend) {
   fclose(file);
 }
 
-void cpu_fill_zero(Backend *backend, const Tensor *t) {
-  enum { BLOCK = 1 << 20 };
-  size_t bytes = tensor_bytes(*t);
-#pragma omp parallel for schedule(static)
-  for (size_t first = 0; first < bytes; first += BLOCK)
-    memset((char *)t->data + first, 0, bytes - first < BLOCK ? bytes - first : BLOCK);
-}
-
 static void to_device(Backend *backend, Tensor destination, const void *host) {
   copy_bytes(destination.data, host, tensor_bytes(destination));
 }
@@ -127,7 +119,7 @@ static size_t capacity(size_t overhead, int blas_threads) {
 
 Backend *cpu_backend_create(bool no_blas) {
   const char *blas = no_blas ? NULL : cpu_blas();
-  Backend *backend = backend_begin(&cpu_ops, ON_CPU, DTYPE_F32, sizeof(CpuState));
+  Backend *backend = backend_begin(&cpu_ops, &cpu_scratch, ON_CPU, DTYPE_F32, sizeof(CpuState));
   ((CpuState *)backend->state)->no_blas = !blas;
   backend->memory = memory_create(&memory_pages);
   int threads = omp_get_max_threads();

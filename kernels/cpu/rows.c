@@ -1,8 +1,16 @@
-// Rows: gather, scatter, sums of columns, the largest element, the scatter-add of the embedding's gradient.
+// Rows: zeros, gather, scatter, sums of columns, the largest element, the scatter-add of embedding gradients.
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
+
+void cpu_fill_zero(Backend *backend, const Tensor *t) {
+  enum { BLOCK = 1 << 20 };
+  size_t bytes = tensor_bytes(*t);
+#pragma omp parallel for schedule(static)
+  for (size_t first = 0; first < bytes; first += BLOCK)
+    memset((char *)t->data + first, 0, bytes - first < BLOCK ? bytes - first : BLOCK);
+}
 
 // Row lengths in bytes, so that one loop serves every dtype.
 static char *row_address(Tensor t, int64_t i) {

@@ -298,7 +298,7 @@ extern "C" Backend *cuda_backend_create(int ordinal, Dtype dtype, const char **r
     *reason = why.text;
     return nullptr;
   }
-  Backend *backend = backend_begin(&operations, ON_CUDA, dtype, sizeof(CudaState));
+  Backend *backend = backend_begin(&operations, &cuda_scratch, ON_CUDA, dtype, sizeof(CudaState));
   CudaState *state = cuda_state(backend);
   MemorySource source = {.allocate = allocate,
                          .release = release,

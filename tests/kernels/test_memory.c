@@ -407,10 +407,10 @@ static void count_destroyed(Backend *backend) {
 TEST(test_abandoned_backend) {
   static const BackendOps ops = {.destroy = count_destroyed};
   backend_abandon(); // nothing has begun
-  Backend *finished = backend_finish(backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t)));
+  Backend *finished = backend_finish(backend_begin(&ops, &cpu_scratch, ON_CPU, DTYPE_F32, sizeof(int64_t)));
   backend_abandon();
   assert_int_equal(destroyed, 0);
-  backend_begin(&ops, ON_CPU, DTYPE_F32, sizeof(int64_t));
+  backend_begin(&ops, &cpu_scratch, ON_CPU, DTYPE_F32, sizeof(int64_t));
   backend_abandon();
   backend_abandon();
   assert_int_equal(destroyed, 1);
