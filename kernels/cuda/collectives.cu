@@ -14,35 +14,6 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/ranks/ranks.h"
 
-template <typename T, int W>
-static __global__ void sum_shares_kernel(T *out, const T *shares, int ranks, int64_t count, bool accumulate) {
-  int64_t i = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
-  if (i >= count) return;
-  float sum[W], next[W];
-  load(sum, shares + i);
-  for (int r = 1; r < ranks; r++) {
-    load(next, shares + r * count + i);
-    EACH (k, W) sum[k] += next[k];
-  }
-  if (accumulate) {
-    load(next, out + i);
-    EACH (k, W) sum[k] = next[k] + to_float(from_float<T>(sum[k]));
-  }
-  store(out + i, sum);
-}
-
-// Short blocks all over the GPU: few long ones would hold up the CTAs of a GEMM that starts beside them.
-void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate) {
-  int64_t count = tensor_count(out);
-  Tensor all = tensor_2d(const_cast<void *>(shares), out.dtype, ranks, count);
-  with_access(out.dtype, {out, all}, [&](auto type, auto width) {
-    using T = decltype(type);
-    constexpr int W = decltype(width)::value;
-    launch_kernel({"the sum over ranks", stream, ceil_div(count, 256 * W), 256}, sum_shares_kernel<T, W>,
-                  data_of<T>(out), data_of<T>(all), ranks, count, accumulate);
-  });
-}
-
 // With one rank every collective is a copy, or an addition to `out`.
 static void copy_or_add(Backend *backend, const Collective *a) {
   if (a->accumulate)

@@ -76,12 +76,15 @@ template <typename T> static __host__ DEVICE T *data_of(const Tensor &t) {
   return static_cast<T *>(t.data);
 }
 
-// backend.cu. Work queued between side_begin and side_end is one operation of the side stream, which waits
+// streams.cu. Work queued between side_begin and side_end is one operation of the side stream, which waits
 // for the backend's operations before it.
 cudaStream_t side_begin(Backend *backend, StreamKind kind);
 void side_end(Backend *backend, StreamKind kind);
 // `later` waits for all operations of a side stream but the last `behind`.
 void side_join(Backend *backend, StreamKind kind, cudaStream_t later, int64_t behind);
+void side_destroy(SideStream *side);
+cudaStream_t new_stream(bool urgent);
+cudaEvent_t new_event();
 
 // --- launches ----------------------------------------------------------------------------------------------
 
@@ -435,11 +438,10 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 
-// collectives.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it
+// copy_engines.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it
 // is added to out.
 void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate);
-
-// copy_engines.cu. Memory for weights and gradients, which ranks share; NULL if they cannot, or if it fails.
+// Memory for weights and gradients, which ranks share; NULL if they cannot, or if it fails.
 void *cuda_shared_allocate(Backend *backend, size_t bytes);
 bool cuda_shared_release(Backend *backend, void *data); // false: it is other memory
 // An all_reduce, reduce_scatter or all_gather by copy engines; false where they do not reach the tensors.
