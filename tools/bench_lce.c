@@ -69,32 +69,31 @@ typedef struct {
 
 #define OPTION_VALUES Settings
 static const Option option_rows[] = {
-    {INTEGER("tokens", "N", tokens, 1, INT32_MAX), DEFAULT("1024"), HELP("Tokens")},
-    {INTEGER("hidden-size", "H", hidden_size, 1, INT32_MAX), DEFAULT("256"), HELP("Hidden size")},
-    {INTEGER("vocab", "V", vocab_size, 1, INT32_MAX), DEFAULT("128256"), HELP("Vocabulary")},
-    {TEXT("chunk", "C[,C...]", chunk_list), HELP("Tokens per chunk (default as for ./train --lce-chunk)")},
-    {TEXT("checkpoint", "DIR", checkpoint), NEEDS("data", "reads text or shards"),
-     EXCLUDES("hidden-size, vocab", "the model has its own sizes"),
-     HELP("Take x, W, H and V from a model: a checkpoint of ./train, or config.json and safetensors of "
-          "Hugging Face (default: x and W are random)")},
-    {LIST("data", "PATH", data), NEEDS("checkpoint", "is what a model reads"),
-     HELP("With --checkpoint: what the model reads, as for ./train: text or shards; may be given again")},
-    {INTEGER("seq-len", "T", seq_len, 1, INT32_MAX), NEEDS("checkpoint", "is what a model reads"),
-     HELP("With --checkpoint: tokens in a sequence (default that of ./train)")},
+    {INTEGER("tokens", "N", tokens, 1, INT32_MAX), "Tokens", .initial = "1024"},
+    {INTEGER("hidden-size", "H", hidden_size, 1, INT32_MAX), "Hidden size", .initial = "256"},
+    {INTEGER("vocab", "V", vocab_size, 1, INT32_MAX), "Vocabulary size", .initial = "128256"},
+    {TEXT("chunk", "C[,C...]", chunk_list), "Tokens per chunk (default: as for ./train --lce-chunk)"},
+    {LIST("data", "PATH", data), "What the model reads: text or shards, as for ./train; may be given again",
+     NEEDS("checkpoint", 1)},
+    {TEXT("checkpoint", "DIR", checkpoint),
+     "Take x, W, H and V from a model: a checkpoint of ./train, or config.json and safetensors of Hugging "
+     "Face (default: x and W are random)",
+     NEEDS("data", 1), EXCLUDES("the model has its own sizes", "hidden-size", "vocab")},
+    {INTEGER("seq-len", "T", seq_len, 1, INT32_MAX), "Tokens per sequence (default: as for ./train)",
+     NEEDS("checkpoint", 1)},
     {TEXT("sample", "M0[,M0...]", sample_list),
-     HELP("Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample")},
-    {CHOICE("device", "cpu|cuda", device, "cpu or cuda"), DEFAULT("cpu"), HELP("Where to run")},
-    {CHOICE("dtype", "TYPE", dtype, "fp32 or bf16"), HELP("Of x, W and dX (default bf16 on cuda)")},
-    {INTEGER("repeat", "R", repeat, 1, MAX_ROUNDS), DEFAULT("7"), HELP("Rounds, of which the median counts")},
-    {FLAG("fp8", fp8, true),
-     HELP("Also time these with logits of FP8 codes: those of W are made once a call")},
-    {FLAG("materialized", materialized, true), HELP("Time materialized logits, too")},
-    {FLAG("terms", terms, true), HELP("Time the fused mode with each term of the loss, at the first chunk")},
-    {FLAG("ladder", ladder, true), EXCLUDES("terms, sample, fp8", "the ladder has seven rungs and no more"),
-     HELP("Time the versions of kernels/lce/LCE.md instead, at the first chunk")},
-    {FLAG("plan", plan, true), EXCLUDES("checkpoint, ladder", "a plan computes nothing"),
-     HELP("Compute nothing: only the memory, also for a GPU that is not here")},
-    {FLAG("json", json, true), HELP("Print a JSON object a line instead of the table")},
+     "Also time the fused mode with sampled tiles, at each chunk; M0 as for ./train --lce-sample"},
+    {CHOICE("device", device, "cpu", "cuda"), "Where to run", .initial = "cpu"},
+    {CHOICE("dtype", dtype, "fp32", "bf16"), "Type of x, W and dX (default: bf16 on cuda)"},
+    {INTEGER("repeat", "R", repeat, 1, MAX_ROUNDS), "Rounds, of which the median counts", .initial = "7"},
+    {FLAG("fp8", fp8, true), "Also time these with FP8 logits; a call makes the codes of W once"},
+    {FLAG("materialized", materialized, true), "Time materialized logits, too"},
+    {FLAG("terms", terms, true), "Time the fused mode with each term of the loss, at the first chunk"},
+    {FLAG("ladder", ladder, true), "Time the versions of kernels/lce/LCE.md instead, at the first chunk",
+     EXCLUDES("the ladder has seven rungs and no more", "terms", "sample", "fp8")},
+    {FLAG("plan", plan, true), "Compute nothing: only the memory, also for a GPU that is not here",
+     EXCLUDES("a plan computes nothing", "checkpoint", "ladder")},
+    {FLAG("json", json, true), "Print a JSON object per line instead of the table"},
     {.type = OPTION_END}};
 
 // Sets the array that begins at the item's field, and returns how many items the list has.
@@ -112,13 +111,13 @@ static int parse_list(const char *list, Option item, Settings *o) {
 
 static Settings parse(int argc, char **argv) {
   static const OptionTable table = {
-      option_rows, "Times LM head + loss, forward and backward, against the three GEMMs it is made of.",
-      "paths are given with --checkpoint DIR and --data PATH"};
+      .rows = option_rows,
+      .doc = "Times LM head + loss, forward and backward, against the three GEMMs it is made of.",
+      .stray = "paths are given with --checkpoint DIR and --data PATH"};
   bool given[OPTION_ROWS_MAX] = {false};
   Settings o = {.dtype = DTYPE_COUNT};
   option_table_parse(&table, &o, given, argc, argv);
-  for (int row = 0; option_rows[row].type != OPTION_END; row++)
-    if (given[row]) option_require_needs(option_rows, &o, row);
+  option_require_possible(option_rows, &o, given);
   if (o.device == ON_CPU && o.dtype == DTYPE_BF16)
     fail("the CPU computes in fp32 only; leave out --dtype, or give --device cuda");
   if (o.dtype == DTYPE_COUNT) o.dtype = o.device == ON_CUDA ? DTYPE_BF16 : DTYPE_F32;

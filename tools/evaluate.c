@@ -32,8 +32,9 @@ static void read_options(Options *o, int argc, char **argv) {
   for (int i = 0; i < NAMES; i++) rows[i] = options_rows[option_row(options_rows, names[i])];
   rows[0].help = "Evaluate the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES ")";
   const OptionTable table = {
-      rows, "Evaluates --init: the loss over all of --val-data, or over the held-out part of --data.",
-      "the model is named with --init DIR, and data with --val-data PATH"};
+      .rows = rows,
+      .doc = "Evaluates --init: the loss over all of --val-data, or over the held-out part of --data.",
+      .stray = "the model is named with --init DIR, and data with --val-data PATH"};
   options_parse(o, &table, argc, argv);
   if (!o->init) fail("there is no model to evaluate; name its folder with --init DIR");
   if (!o->data) // nothing is trained on

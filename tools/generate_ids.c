@@ -37,11 +37,11 @@ static const char *const train_options[] = {"init", "temperature", "top-k", "top
                                             "seed", "device",      "dtype"};
 static const Option own[] = {
     {TEXT("prompt", "IDS", train.prompt),
-     HELP("Ids such as 15496,995 that the text begins with; - reads them from standard input")},
-    {INTEGER("tokens", "N", tokens, 1, MANY), DEFAULT("200"),
-     HELP("Tokens to add; the model may end the text earlier")},
-    {INTEGER("samples", "N", samples, 1, MANY), DEFAULT("1"), HELP("Texts to write")},
-    {FLAG("go-on", go_on, true), HELP("Do not stop at the token that ends a text")},
+     "Ids such as 15496,995 that the text begins with; - reads them from standard input"},
+    {INTEGER("tokens", "N", tokens, 1, MANY), "Tokens to add; the model may end the text earlier",
+     .initial = "200"},
+    {INTEGER("samples", "N", samples, 1, MANY), "Texts to write", .initial = "1"},
+    {FLAG("go-on", go_on, true), "Do not stop at the token that ends a text"},
     {.type = OPTION_END}};
 enum { TRAIN_OPTIONS = sizeof train_options / sizeof *train_options };
 
@@ -50,8 +50,9 @@ static Wanted parse(int argc, char **argv) {
   for (int i = 0; i < TRAIN_OPTIONS; i++) rows[i] = options_rows[option_row(options_rows, train_options[i])];
   memcpy(rows + TRAIN_OPTIONS, own, sizeof own);
   const OptionTable table = {
-      rows, "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
-      "the model is named with --init DIR"};
+      .rows = rows,
+      .doc = "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
+      .stray = "the model is named with --init DIR"};
   Wanted w = {.train = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
   bool given[OPTION_ROWS_MAX] = {false};
   option_table_parse(&table, &w, given, argc, argv);

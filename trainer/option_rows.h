@@ -1,25 +1,22 @@
 // Short forms for the rows of an option table, after `#define OPTION_VALUES Settings` (the struct of values):
-// {INTEGER("steps", "N", steps, 0, 100), DEFAULT("20"), HELP("...")}.
+// {INTEGER("steps", "N", steps, 0, 100), "Optimizer steps", "20"} has a help text and an initial value.
 #pragma once
 
 #include "trainer/option_table.h"
 
-#define OPTION_FIELD(field)                                                                                  \
-  .offset = offsetof(OPTION_VALUES, field), .size = sizeof((OPTION_VALUES *)0)->field
+#define OPTION_ROW(type, name, argument, field, min, max, ...)                                               \
+  type, name, argument, offsetof(OPTION_VALUES, field), sizeof((OPTION_VALUES *)0)->field, min, max,         \
+      .words = {__VA_ARGS__}
 
 #define GROUP(title)             OPTION_GROUP, .help = title
-#define FLAG(name, field, value) OPTION_FLAG, name, OPTION_FIELD(field), .min = value
-#define INTEGER(name, argument, field, from, to)                                                             \
-  OPTION_INTEGER, name, argument, OPTION_FIELD(field), .min = from, .max = to
-#define NUMBER(name, argument, field, from, to)                                                              \
-  OPTION_NUMBER, name, argument, OPTION_FIELD(field), .min = from, .max = to
-#define CHOICE(name, argument, field, words)                                                                 \
-  OPTION_CHOICE, name, argument, OPTION_FIELD(field), .choices = words
-#define SET(name, argument, field, words) OPTION_SET, name, argument, OPTION_FIELD(field), .choices = words
-#define TEXT(name, argument, field)       OPTION_TEXT, name, argument, OPTION_FIELD(field)
-#define LIST(name, argument, field)       OPTION_LIST, name, argument, OPTION_FIELD(field)
-#define DEFAULT(text)                     .initial = text
-#define BARE(word)                        .bare = word
-#define HELP(text)                        .help = text
-#define EXCLUDES(names, reason)           .excludes = names, .why = reason
-#define NEEDS(option, reason)             .needs = option, .because = reason
+#define FLAG(name, field, value) OPTION_ROW(OPTION_FLAG, name, NULL, field, value, 0, NULL)
+#define INTEGER(name, argument, field, min, max)                                                             \
+  OPTION_ROW(OPTION_INTEGER, name, argument, field, min, max, NULL)
+#define NUMBER(name, argument, field, min, max)                                                              \
+  OPTION_ROW(OPTION_NUMBER, name, argument, field, min, max, NULL)
+#define CHOICE(name, field, ...)    OPTION_ROW(OPTION_CHOICE, name, NULL, field, 0, 0, __VA_ARGS__)
+#define SET(name, field, ...)       OPTION_ROW(OPTION_SET, name, NULL, field, 0, 0, __VA_ARGS__)
+#define TEXT(name, argument, field) OPTION_ROW(OPTION_TEXT, name, argument, field, 0, 0, NULL)
+#define LIST(name, argument, field) OPTION_ROW(OPTION_LIST, name, argument, field, 0, 0, NULL)
+#define EXCLUDES(reason, ...)       .why = ": " reason, .excludes = {__VA_ARGS__}
+#define NEEDS(option, value)        .needs = option, .at_least = value

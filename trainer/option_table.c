@@ -1,7 +1,7 @@
 #include "trainer/option_table.h"
 
-#include <argp.h>
 #include <errno.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,34 +9,45 @@
 #include <stb/stb_ds.h>
 
 #include "kernels/base/alloc.h"
-#include "kernels/base/fail.h"
 #include "kernels/base/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 
-// The length of the word at `list`; *next is the one after it, in "a, b or c".
-static size_t word_length(const char *list, const char **next) {
-  size_t length = strcspn(list, ", ");
-  *next = list + length + strspn(list + length, ", ");
-  if (!strncmp(*next, "or ", 3)) *next += 3;
-  return length;
+typedef struct {
+  char text[96];
+} Words;
+
+// words[first] and those after it, as "a, b or c" for between ", " and last " or ".
+static Words join_words(const Option *o, int first, const char *between, const char *last) {
+  Words all = {""};
+  for (int i = first, at = 0; o->words[i]; i++)
+    at += snprintf(all.text + at, sizeof all.text - (size_t)at, "%s%s",
+                   i == first        ? ""
+                   : o->words[i + 1] ? between
+                                     : last,
+                   o->words[i]);
+  return all;
 }
 
-// The place of a word in a list; -1: absent.
-static int place_in(const char *list, const char *text, size_t length) {
-  int place = 0;
-  for (const char *word = list, *next; *word; word = next, place++)
-    if (word_length(word, &next) == length && !strncmp(word, text, length)) return place;
+// Names the value in --help: "FILE", "cpu|cuda" or, where several can be given, "a,b,c".
+static Words argument_of(const Option *o) {
+  const char *between = o->type == OPTION_SET ? "," : "|";
+  Words words = join_words(o, 0, between, between);
+  if (o->argument) snprintf(words.text, sizeof words.text, "%s", o->argument);
+  return words;
+}
+
+static int word_index(const Option *o, const char *word, size_t length) {
+  for (int i = 0; o->words[i]; i++)
+    if (strlen(o->words[i]) == length && !strncmp(o->words[i], word, length)) return i;
   return -1;
 }
 
-static void store(const Option *o, void *field, int64_t value) {
-  if (o->size == sizeof(bool))
-    *(bool *)field = value != 0;
-  else if (o->size == sizeof(int))
-    *(int *)field = (int)value;
-  else
-    *(int64_t *)field = value;
+// A bool, an int or an int64_t, little-endian.
+static int64_t stored(const Option *o, const void *values) {
+  int64_t value = 0;
+  memcpy(&value, (const char *)values + o->offset, o->size);
+  return o->size == sizeof(int) ? (int)value : value;
 }
 
 static bool set_integer(const Option *o, void *field, const char *text, Reason *reason) {
@@ -46,7 +57,7 @@ static bool set_integer(const Option *o, void *field, const char *text, Reason *
             max = o->max > 0 ? (int64_t)o->max : INT64_MAX;
   if (errno || end == text || *end || value < min || value > max)
     return refuse(reason, "give a whole number from %lld to %lld", min, max);
-  store(o, field, value);
+  memcpy(field, &value, o->size);
   return true;
 }
 
@@ -60,34 +71,28 @@ static bool set_number(const Option *o, double *field, const char *text, Reason 
   return true;
 }
 
-// The place of a choice; the bits of a set.
 static bool set_words(const Option *o, void *field, const char *text, Reason *reason) {
   bool several = o->type == OPTION_SET;
-  int64_t value = 0;
+  int value = 0;
   for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
     end = word + (several ? strcspn(word, ",") : strlen(word));
-    int place = place_in(o->choices, word, (size_t)(end - word));
-    if (place < 0)
-      return refuse(reason, "give %s%s%s", several ? "one or more of " : "", o->choices,
-                    several ? ", with commas between them" : "");
-    value |= several ? 1 << place : place;
+    int index = word_index(o, word, (size_t)(end - word));
+    if (index < 0)
+      return refuse(reason, several ? "give one or more of %s, with commas between them" : "give %s",
+                    join_words(o, 0, ", ", " or ").text);
+    value |= several ? 1 << index : index;
   }
-  store(o, field, value);
+  memcpy(field, &value, o->size);
   return true;
-}
-
-static int64_t stored(const Option *o, const void *field) {
-  return o->size == sizeof(bool)  ? *(const bool *)field
-         : o->size == sizeof(int) ? *(const int *)field
-                                  : *(const int64_t *)field;
 }
 
 bool option_try_set(const Option *o, void *values, const char *text, Reason *reason) {
   void *field = (char *)values + o->offset;
+  const int64_t flag = (int64_t)o->min;
   if (o->type == OPTION_INTEGER) return set_integer(o, field, text, reason);
   if (o->type == OPTION_NUMBER) return set_number(o, field, text, reason);
-  if (o->type == OPTION_CHOICE || o->type == OPTION_SET) return set_words(o, field, text, reason);
-  if (o->type == OPTION_FLAG) store(o, field, (int64_t)o->min);
+  if (o->words[0]) return set_words(o, field, text, reason);
+  if (o->type == OPTION_FLAG) memcpy(field, &flag, o->size);
   if (o->type == OPTION_TEXT) *(const char **)field = text;
   if (o->type == OPTION_LIST) arrput(*(const char ***)field, text);
   return true;
@@ -99,25 +104,20 @@ void option_set(const Option *o, void *values, const char *text) {
 }
 
 double option_number(const Option *o, const void *values) {
-  const void *field = (const char *)values + o->offset;
-  return o->type == OPTION_NUMBER ? *(const double *)field : (double)stored(o, field);
+  bool pointer = o->type == OPTION_TEXT || o->type == OPTION_LIST;
+  if (o->type == OPTION_NUMBER) return *(const double *)((const char *)values + o->offset);
+  return pointer ? stored(o, values) != 0 : (double)stored(o, values);
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {
-  const void *field = (const char *)values + o->offset;
-  int64_t value = o->type == OPTION_NUMBER ? 0 : stored(o, field);
-  size_t length = 0, at = 0;
+  int64_t value = stored(o, values);
   *text = 0;
   if (o->type == OPTION_FLAG) return value == (int64_t)o->min;
   if (o->type == OPTION_INTEGER) snprintf(text, 64, "%lld", (long long)value);
   if (o->type == OPTION_NUMBER) snprintf(text, 64, "%s", text_number(option_number(o, values)).text);
-  if (o->type != OPTION_CHOICE && o->type != OPTION_SET) return true;
-  int place = 0;
-  for (const char *word = o->choices, *next; *word; word = next, place++) {
-    length = word_length(word, &next);
-    if (o->type == OPTION_SET ? value >> place & 1 : value == place)
-      at += (size_t)snprintf(text + at, 64 - at, "%s%.*s", at ? "," : "", (int)length, word);
-  }
+  for (int i = 0, at = 0; o->words[i]; i++)
+    if (o->type == OPTION_SET ? value >> i & 1 : value == i)
+      at += snprintf(text + at, 64 - (size_t)at, "%s%s", at ? "," : "", o->words[i]);
   return true;
 }
 
@@ -127,159 +127,161 @@ int option_row(const Option *rows, const char *name) {
   return -1;
 }
 
-// --- options that exclude each other -----------------------------------------------------------------------
+// --- options together --------------------------------------------------------------------------------------
 
-static bool excludes(const Option *a, const Option *b) {
-  return a->excludes && place_in(a->excludes, b->name, strlen(b->name)) >= 0;
-}
-
-// 0 is "none" of a number and of a choice.
-static bool in_force(const Option *o, const void *values) {
-  bool counts = o->type == OPTION_NUMBER || o->type == OPTION_INTEGER || o->type == OPTION_CHOICE;
-  return !counts || option_number(o, values) != 0;
-}
-
-int option_excluded_by(const Option *rows, const void *values, const bool *given, int row) {
-  const Option *o = &rows[row];
-  for (int i = 0; rows[i].type != OPTION_END; i++) {
-    const Option *other = &rows[i];
-    bool same = o->size && o->size == other->size && o->offset == other->offset;
-    if (i == row || !given[i] || !(same || in_force(other, values))) continue;
-    if (same || excludes(o, other) || excludes(other, o)) return i;
+// Why two options exclude each other; "" for flags that write the same field, NULL where they do not.
+static const char *conflict(const Option *a, const Option *b) {
+  if (a->size == b->size && a->offset == b->offset) return "";
+  for (int i = 0; i < OPTION_WORDS_MAX; i++) {
+    if (a->excludes[i] && !strcmp(a->excludes[i], b->name)) return a->why;
+    if (b->excludes[i] && !strcmp(b->excludes[i], a->name)) return b->why;
   }
-  return -1;
+  return NULL;
 }
 
-bool option_needs_met(const Option *rows, const void *values, int row) {
-  const char *needs = rows[row].needs;
-  if (!needs) return true;
-  char name[32], now[64];
-  size_t length = strcspn(needs, " ");
-  snprintf(name, sizeof name, "%.*s", (int)length, needs);
-  const Option *needed = &rows[option_row(rows, name)];
-  if (needed->type == OPTION_TEXT) return *(const char *const *)((const char *)values + needed->offset);
-  if (needed->type == OPTION_INTEGER || !needs[length]) return option_number(needed, values) != 0;
-  option_text(needed, values, now);
-  return !strcmp(now, needs + length + 1);
+// 0 is "none" of a number that cannot be negative, and of a choice that has an initial value.
+static bool in_use(const Option *o, const void *values) {
+  bool number = o->type == OPTION_NUMBER || o->type == OPTION_INTEGER;
+  bool has_none = o->type == OPTION_CHOICE ? o->initial != NULL : number && o->min >= 0;
+  return !has_none || option_number(o, values) != 0;
 }
 
-void option_require_needs(const Option *rows, const void *values, int row) {
-  const Option *o = &rows[row];
+static bool is_initial(const Option *o, const void *values) {
   char now[64];
-  bool in_use = option_text(o, values, now) && (!o->initial || strcmp(now, o->initial));
-  if (in_use && !option_needs_met(rows, values, row))
-    fail("--%s %s: add --%s", o->name, o->because, o->needs);
+  return o->initial && option_text(o, values, now) && !strcmp(now, o->initial);
 }
 
-static void check_exclusions(const Option *rows, const void *values, const bool *given) {
+bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason) {
+  const Option *o = &rows[row];
   for (int i = 0; rows[i].type != OPTION_END; i++) {
-    int other = given[i] && in_force(&rows[i], values) ? option_excluded_by(rows, values, given, i) : -1;
-    if (other < 0) continue;
-    const Option *by = excludes(&rows[i], &rows[other]) ? &rows[i] : &rows[other];
-    fail("--%s and --%s exclude each other%s%s; give one of them", rows[i].name, rows[other].name,
-         by->why ? ": " : "", by->why ? by->why : "");
+    const char *why = given[i] && i != row ? conflict(o, &rows[i]) : NULL;
+    if (why && (!*why || in_use(&rows[i], values)))
+      return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, rows[i].name,
+                    why);
   }
+  const Option *needed = o->needs ? &rows[option_row(rows, o->needs)] : o;
+  if (!o->needs || option_number(needed, values) >= o->at_least) return true;
+  if (given[row] && is_initial(o, values)) return true;
+  return refuse(
+      reason, "--%s needs --%s %s", o->name, needed->name,
+      (needed->words[0] ? join_words(needed, (int)o->at_least, ", ", " or ") : argument_of(needed)).text);
+}
+
+void option_require_possible(const Option *rows, const void *values, const bool *given) {
+  Reason reason;
+  for (int i = 0; rows[i].type != OPTION_END; i++)
+    if (given[i] && in_use(&rows[i], values) && !option_possible(rows, values, given, i, &reason))
+      fail("%s", reason.text);
+}
+
+// --- --help ------------------------------------------------------------------------------------------------
+
+enum { HELP_COLUMN = 28, HELP_WIDTH = 79 };
+
+// Prints words from column `indent` on; the line has `at` columns already.
+static void print_wrapped(int at, int indent, const char *text) {
+  if (at > 0 && at + 2 > indent) at = printf("\n") - 1;
+  at += printf("%*s", indent - at, "");
+  for (int length; *text; text += length + (int)strspn(text + length, " ")) {
+    length = (int)strcspn(text, " ");
+    if (at + 1 + length > HELP_WIDTH) at = printf("\n%*s", indent, "") - 1;
+    at += printf("%s%.*s", at > indent ? " " : "", length, text);
+  }
+  printf("\n");
+}
+
+// "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
+static void print_option(const Option *o) {
+  Text limits = {""}, initial = {""};
+  bool number = o->type == OPTION_INTEGER || o->type == OPTION_NUMBER, open = o->max == 0 || o->max > 1e5;
+  if (number) limits = text_of(open ? "%g or more" : "%g to %g", o->min, o->max);
+  if (o->initial) initial = text_of("%sdefault %s", number ? "; " : "", o->initial);
+  char *help = text_format(number || o->initial ? "%s [%s%s]" : "%s", o->help, limits.text, initial.text);
+  Words takes = argument_of(o);
+  int at = printf(o->bare ? "  --%s[=%s]" : *takes.text ? "  --%s=%s" : "  --%s", o->name, takes.text);
+  print_wrapped(at, HELP_COLUMN, help);
+  free(help);
+}
+
+static void print_help(const OptionTable *table, const char *program) {
+  const char *slash = strrchr(program, '/');
+  printf("Usage: %s [OPTION...]\n", slash ? slash + 1 : program);
+  print_wrapped(0, 0, table->doc);
+  for (const Option *o = table->rows; o->type != OPTION_END; o++)
+    if (o->type == OPTION_GROUP)
+      printf("\n"), print_wrapped(0, 1, o->help);
+    else
+      print_option(o);
+  printf("\n  -h, --help                Print this\n  -V, --version             Print the version\n%s",
+         table->examples ? table->examples : "");
 }
 
 // --- the command line --------------------------------------------------------------------------------------
 
-enum { USAGE = 999, FIRST_KEY = 1000 }; // of argp: no letter's, so that no option has a short form
+enum { NONE = -1, SEVERAL = -2 };
 
-typedef struct {
-  const OptionTable *table;
-  void *values;
-  bool *given;
-} Parsing;
-
-// The option whose name begins or ends a word that is no option, or whose help has the word; or NULL.
-static const char *likely(const Option *rows, const char *word) {
-  for (const Option *o = rows; o->type != OPTION_END; o++) {
-    size_t length = strlen(word), own = o->name ? strlen(o->name) : length + 1;
-    bool begins = own <= length && !strncmp(word, o->name, own) && strchr("-", word[own]);
-    bool ends = own < length && !strcmp(word + length - own, o->name) && word[length - own - 1] == '-';
-    if (begins || ends) return o->name;
-  }
-  char words[64];
-  snprintf(words, sizeof words, "%s", word);
-  for (char *at = words; (at = strchr(at, '-'));) *at = ' ';
-  for (const Option *o = rows; o->type != OPTION_END; o++)
-    if (o->name && strcasestr(o->help, words)) return o->name;
-  return NULL;
+// The row that a name means in full or by its beginning.
+static int named_row(const Option *rows, const char *name) {
+  int found = option_row(rows, name);
+  if (found >= 0) return found;
+  for (int i = 0; rows[i].type != OPTION_END; i++)
+    if (rows[i].name && !strncmp(rows[i].name, name, strlen(name))) found = found == NONE ? i : SEVERAL;
+  return found;
 }
 
-// Fails with the reason why argp does not take a word.
-static void refuse_word(const Option *rows, const struct argp_state *state) {
-  const char *word = state->argv[state->next - 1],
-             *next = state->next < state->argc ? state->argv[state->next] : "";
-  if (*next == '-' && next[1] != '-') word = next; // of several letters, which argp has not passed
-  char name[64];
-  snprintf(name, sizeof name, "%s", word + strspn(word, "-"));
-  name[strcspn(name, "=")] = 0;
-  for (char *at = name; (at = strchr(at, '_'));) *at = '-';
-  int count = 0, row = option_row(rows, name);
-  for (int i = 0; rows[i].type != OPTION_END && row < 0; i++)
-    count += rows[i].name && !strncmp(rows[i].name, name, strlen(name));
-  if (row >= 0 && rows[row].type == OPTION_FLAG) fail("%s: --%s takes no value", word, name);
-  if (row >= 0) fail("%s: give a value, --%s %s", word, name, rows[row].argument);
-  const char *meant = count || strlen(name) < 3 ? NULL : likely(rows, name);
-  fail("%s %s%s%s; --help lists the options", word,
-       count > 1 ? "is how several options begin" : "is not an option", meant ? ": try --" : "",
-       meant ? meant : "");
+// "--seq_len=16" has the name "seq-len".
+static Text name_in(const char *word) {
+  Text name = text_of("%s", word + strspn(word, "-"));
+  name.text[strcspn(name.text, "=")] = 0;
+  for (char *at = name.text; (at = strchr(at, '_'));) *at = '-';
+  return name;
 }
 
-static error_t parse_one(int key, char *text, struct argp_state *state) {
-  const Parsing *p = state->input;
-  if (key == ARGP_KEY_ERROR) refuse_word(p->table->rows, state);
-  if (key == '?' || key == 'h' || key == USAGE) {
-    argp_help(state->root_argp, stdout, key == USAGE ? ARGP_HELP_USAGE : ARGP_HELP_STD_HELP, state->name);
-    exit(0);
-  }
-  if (key == 'V') exit(puts(argp_program_version) < 0);
-  if (key == ARGP_KEY_ARG)
-    fail("'%s' is not an option; %s, and --help lists the rest", text, p->table->stray);
-  if (key < FIRST_KEY || key >= FIRST_KEY + OPTION_ROWS_MAX) return ARGP_ERR_UNKNOWN;
-  const Option *o = &p->table->rows[key - FIRST_KEY];
-  const char *next = state->next < state->argc ? state->argv[state->next] : "";
-  if (o->bare && !text) { // "--name WORD" and "--name", where argp knows "--name=WORD" alone
-    bool word = place_in(o->choices, next, strlen(next)) >= 0;
-    state->next += word;
-    text = (char *)(uintptr_t)(word ? next : o->bare);
-  }
-  option_set(o, p->values, text);
-  p->given[key - FIRST_KEY] = true;
-  return 0;
+static _Noreturn void refuse_word(const OptionTable *table, const char *word, const char *name) {
+  static const char see[] = "--help lists the options";
+  const char *in = NULL; // the longest option's name in the word
+  for (const OptionAlias *a = table->aliases; a && a->name; a++)
+    if (!strcmp(a->name, name)) fail("%s is not an option: %s; %s", word, a->instead, see);
+  if (named_row(table->rows, name) == SEVERAL) fail("%s is how several options begin; %s", word, see);
+  for (const Option *o = table->rows; o->type != OPTION_END; o++)
+    if (o->name && strstr(name, o->name) && (!in || strlen(o->name) > strlen(in))) in = o->name;
+  fail("%s is not an option%s%s; %s", word, in ? ": try --" : "", in ? in : "", see);
 }
 
-static const Option *shown; // by --help, whose functions get no input
-
-// "(default ...)" behind what an option does.
-static char *help_text(int key, const char *text, void *input) {
-  const char *initial =
-      key >= FIRST_KEY && key < FIRST_KEY + OPTION_ROWS_MAX ? shown[key - FIRST_KEY].initial : NULL;
-  return initial ? text_format("%s (default %s)", text, initial) : (char *)(uintptr_t)text;
+// The value of an option without a "=": the word after it, or what the option alone means.
+static const char *next_value(const Option *rows, const Option *o, const char *word, const char *next) {
+  if (o->bare && (!next || word_index(o, next, strlen(next)) < 0)) return o->bare;
+  bool option = next && !strncmp(next, "--", 2) && option_row(rows, name_in(next).text) >= 0;
+  if (!next || option)
+    fail("%s: give a value, --%s %s%s%s", word, o->name, argument_of(o).text, option ? ", before " : "",
+         option ? next : "");
+  return next;
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  // argp's own are silent where its errors are.
-  const struct argp_option standard[] = {{"help", '?', 0, 0, "Give this help list", -1},
-                                         {NULL, 'h', 0, OPTION_ALIAS, NULL, 0},
-                                         {"usage", USAGE, 0, 0, "Give a short usage message", -1},
-                                         {"version", 'V', 0, 0, "Print program version", -1}};
-  struct argp_option options[OPTION_ROWS_MAX + 5] = {{0}};
-  Parsing parsing = {table, values, given};
-  int i = 0;
-  shown = table->rows;
+  static const Option help = {.words = {"help", "usage", "h", "?"}}, version = {.words = {"version", "V"}};
+  const Option *rows = table->rows;
   output_check_at_exit();
-  for (const Option *o = table->rows; o->type != OPTION_END; o++, i++) {
-    if (i == OPTION_ROWS_MAX) fail("internal: more than %d options", OPTION_ROWS_MAX);
-    int optional = o->bare ? OPTION_ARG_OPTIONAL : 0;
-    options[i] =
-        (struct argp_option){o->name, o->name ? FIRST_KEY + i : 0, o->argument, optional, o->help, 0};
+  for (const Option *o = rows; o->type != OPTION_END; o++)
     if (o->initial) option_set(o, values, o->initial);
+  for (int i = 1; i < argc; i++) {
+    const char *word = argv[i], *equals = strchr(word, '='), *value = equals ? equals + 1 : NULL;
+    Text name = name_in(word);
+    if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
+    if (word_index(&version, name.text, strlen(name.text)) >= 0) exit(puts("lce.c 0.1") < 0);
+    if (word_index(&help, name.text, strlen(name.text)) >= 0) {
+      print_help(table, *argv);
+      exit(0);
+    }
+    int row = word[1] == '-' ? named_row(rows, name.text) : NONE;
+    if (row < 0) refuse_word(table, word, name.text);
+    const Option *o = &rows[row];
+    if (o->type == OPTION_FLAG && value) fail("%s: --%s takes no value", word, o->name);
+    if (o->type != OPTION_FLAG && !value) {
+      value = next_value(rows, o, word, argv[i + 1]);
+      i += value == argv[i + 1];
+    }
+    option_set(o, values, value);
+    given[row] = true;
   }
-  memcpy(&options[i], standard, sizeof standard);
-  const struct argp argp = {options, parse_one, .doc = table->doc, .help_filter = help_text};
-  error_t error = argp_parse(&argp, argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &parsing);
-  if (error) fail("cannot read the command line: %s", strerror(error));
-  check_exclusions(table->rows, values, given);
 }

@@ -11,216 +11,182 @@
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
 
-const char *argp_program_version = "lce.c 0.1";
-
 #define OPTION_VALUES Options
 #define MAX           INT32_MAX
 #define MAX_STEPS     ((int64_t)1 << 40)
-#define DTYPES        "fp32 or bf16"
+#define DTYPES        "fp32", "bf16"
 
 // clang-format off
+// A row stands after the one that it needs; in --help the options used most come first.
 const Option options_rows[] = {
-    {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
-    {TEXT("model", "PRESET", preset),
-     HELP("gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, -8b; mistral-7b; "
-          "qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b")},
-    {INTEGER("vocab", "V", model.vocab_size, 1, MAX), HELP("Vocabulary size (default the preset's)")},
-    {INTEGER("hidden-size", "H", model.hidden_size, 1, MAX), HELP("Width of the residual stream")},
-    {INTEGER("intermediate-size", "F", model.intermediate_size, 1, MAX), HELP("Width of the MLP")},
-    {INTEGER("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), HELP("Transformer blocks")},
-    {INTEGER("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), HELP("Query heads")},
-    {INTEGER("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX),
-     HELP("Key/value heads (not GPT-2); divides the query heads")},
-    {INTEGER("head-dim", "D", model.head_dim, 1, MAX), HELP("Size of a head (default H / Q; Qwen3: 128)")},
-    {INTEGER("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), HELP("Longest sequence")},
-    {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), HELP("The head is the token embedding")},
-    {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), HELP("The head has its own matrix")},
-    {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
-     HELP("Base of the rotary frequencies (not GPT-2; default the preset's, or what --init says)")},
+  {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
+  {TEXT("model", "PRESET", preset), "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, "
+   "-8b; mistral-7b; qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b"},
+  {INTEGER("vocab", "V", model.vocab_size, 1, MAX), "Vocabulary size (default: the preset's)"},
+  {INTEGER("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), "Transformer blocks"},
+  {INTEGER("hidden-size", "H", model.hidden_size, 1, MAX), "Width of the residual stream"},
+  {INTEGER("intermediate-size", "F", model.intermediate_size, 1, MAX), "Width of the MLP"},
+  {INTEGER("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), "Query heads"},
+  {INTEGER("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX), "Key/value heads, a divisor of Q"},
+  {INTEGER("head-dim", "D", model.head_dim, 1, MAX), "Size of a head (default: H / Q; Qwen3: 128)"},
+  {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
+   "Base of the rotary frequencies (not GPT-2; default: the model's)"},
+  {INTEGER("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), "Longest sequence"},
+  {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), "The head is the token embedding"},
+  {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), "The head has its own matrix"},
 
-    {GROUP("Job")},
-    {INTEGER("batch", "B", batch, 1, MAX), DEFAULT("4"), .flags = SETTING | FITTED, HELP("Sequences in a micro-batch")},
-    {INTEGER("seq-len", "T", seq_len, 1, MAX), .flags = SETTING,
-     HELP("Tokens in a sequence (default 256 for tiny models, 1024 for GPT-2, else 2048)")},
-    {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), .flags = SETTING,
-     HELP("Tokens in an optimizer step, a multiple of ranks x B x T (the default): gradients accumulate")},
-    {INTEGER("steps", "N", steps, 0, MAX_STEPS), DEFAULT("100"), .flags = SETTING, HELP("Optimizer steps")},
-    {INTEGER("seed", "SEED", seed, 0, 0), DEFAULT("1"), .flags = SETTING, HELP("Of weights and data order")},
+  {GROUP("Job")},
+  {INTEGER("steps", "N", steps, 0, MAX_STEPS), "Optimizer steps", SETTING, "100"},
+  {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
+  {INTEGER("seq-len", "T", seq_len, 1, MAX),
+   "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING},
+  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS),
+   "Tokens per optimizer step, a multiple of ranks x B x T (the default): gradients accumulate", SETTING},
+  {INTEGER("seed", "SEED", seed, 0, 0), "Seed of the weights, the data order and samples", SETTING, "1"},
 
-    {GROUP("Optimizer (AdamW, or Muon)")},
-    {CHOICE("optimizer", "NAME", dtypes.optimizer, "adamw or muon"), DEFAULT("adamw"), .flags = SETTING,
-     HELP("adamw, or muon: orthogonalized momentum for the layers' matrices, which then have one moment, and "
-          "AdamW for all else; the same rates and decay serve")},
-    {NUMBER("lr", "RATE", schedule.peak, 0, 100), .flags = SETTING,
-     HELP("Highest learning rate (default the preset's; 2e-5 with --init)")},
-    {NUMBER("min-lr", "SHARE", schedule.floor, 0, 1), DEFAULT("0.1"), .flags = SETTING,
-     HELP("Share of --lr left at the end, 0 to 1")},
-    {INTEGER("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), .flags = SETTING,
-     HELP("Warm-up steps (default a twentieth of --steps)")},
-    {CHOICE("schedule", "KIND", schedule.kind, "cosine, linear, constant or wsd"), DEFAULT("cosine"),
-     .flags = SETTING, HELP("cosine, linear, constant or wsd")},
-    {NUMBER("decay-share", "SHARE", schedule.decay_share, 0, 1), DEFAULT("0.2"), .flags = SETTING,
-     NEEDS("schedule wsd", "says when the rate of wsd falls"),
-     HELP("wsd: share of the steps after the warm-up in which the rate falls, 0 to 1")},
-    {NUMBER("beta1", "B", update.beta1, 0, 0.999999), DEFAULT("0.9"), .flags = SETTING,
-     HELP("Decay of the first moment")},
-    {NUMBER("beta2", "B", update.beta2, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING,
-     HELP("Decay of the second moment")},
-    {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), DEFAULT("1e-8"), .flags = SETTING,
-     HELP("Added to the root of the second moment")},
-    {NUMBER("momentum", "MU", update.momentum, 0, 0.999999), DEFAULT("0.95"), .flags = SETTING,
-     NEEDS("optimizer muon", "is Muon's"), HELP("Decay of Muon's momentum")},
-    {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), DEFAULT("0.1"), .flags = SETTING,
-     HELP("Decoupled; matrices only, not norms and biases")},
-    {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), DEFAULT("1"), .flags = SETTING,
-     HELP("Largest global gradient norm; 0 does not clip")},
+  {GROUP("Optimizer (AdamW or Muon)")},
+  {NUMBER("lr", "RATE", schedule.peak, 0, 100),
+   "Peak rate (default: the preset's; 2e-5 with --init)", SETTING},
+  {INTEGER("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS),
+   "Warm-up steps (default: --steps / 20)", SETTING},
+  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"),
+   "Shape of the rate after the warm-up; wsd: stable, then linear decay", SETTING, "cosine"},
+  {NUMBER("min-lr", "FRACTION", schedule.floor, 0, 1), "Final rate, as a fraction of --lr", SETTING, "0.1"},
+  {NUMBER("decay-share", "FRACTION", schedule.decay_share, 0, 1), "Fraction of the steps after the warm-up "
+   "in which wsd decays", SETTING, "0.2", NEEDS("schedule", SCHEDULE_WSD)},
+  {NUMBER("weight-decay", "D", update.weight_decay, 0, 100),
+   "Decoupled; not for norms and biases", SETTING, "0.1"},
+  {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30),
+   "Largest gradient norm; 0: no clipping", SETTING, "1"},
+  {CHOICE("optimizer", dtypes.optimizer, "adamw", "muon"), "muon: orthogonalized momentum, one moment, for "
+   "the layers' matrices, and AdamW for all else, with the same rates and decay", SETTING, "adamw"},
+  {NUMBER("momentum", "MU", update.momentum, 0, 0.999999),
+   "Decay of Muon's momentum", SETTING, "0.95", NEEDS("optimizer", OPTIMIZER_MUON)},
+  {NUMBER("beta1", "B", update.beta1, 0, 0.999999), "Decay of the first moment", SETTING, "0.9"},
+  {NUMBER("beta2", "B", update.beta2, 0, 0.999999), "Decay of the second moment", SETTING, "0.95"},
+  {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), "Added to the second moment's root", SETTING, "1e-8"},
 
-    {GROUP("LM head + loss")},
-    {FLAG("fused-lce", pass.mode, LCE_FUSED), .flags = SETTING,
-     HELP("Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)")},
-    {FLAG("materialized-logits", pass.mode, LCE_MATERIALIZED), .flags = SETTING,
-     EXCLUDES("lce-chunk, lce-sample", "chunks and sampling belong to --fused-lce"),
-     HELP("Keep the logits of all tokens, to compare with")},
-    {INTEGER("lce-chunk", "TOKENS", pass.chunk, 1, MAX), .flags = SETTING | FITTED,
-     HELP("Most tokens in a chunk, up to 4096 (default B x T / 9 or 112, the larger; on cuda 1024 or an "
-          "eighth); chunks are nearly equal, so that 256 tokens make three of 86")},
-    {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), DEFAULT("0"), .flags = SETTING,
-     EXCLUDES("metrics", "sampling knows only the rows' sums, and metrics need more"),
-     HELP("Sample the softmax gradient: keep a tile (128 tokens x 192 vocabulary entries) with probability "
-          "mass / M0, scaled to leave the expectation unchanged, and skip the rest; 1 skips about nine tiles "
-          "of ten; 0 samples nothing. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 it "
-          "would save no time: gradients are exact")},
-    {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1), DEFAULT("0"), .flags = SETTING,
-     HELP("Share of every target that is spread over the vocabulary, 0 to 1; validation has none")},
-    {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6), DEFAULT("0"), .flags = SETTING,
-     HELP("Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4")},
-    {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-     HELP("Logits become C tanh(logit / C), as in Gemma 2 (default what --init says, else 0: none)")},
-    {FLAG("metrics", metrics, true), .flags = SETTING, HELP("Log accuracy, entropy and largest logit")},
+  {GROUP("LM head + loss")},
+  {INTEGER("lce-chunk", "TOKENS", pass.chunk, 1, MAX), "Tokens per chunk at most (default: tokens / 9 on a "
+   "CPU, at least 112; tokens / 8 on a GPU, at least 1024; never above 4096)", SETTING | FITTED},
+  {FLAG("materialized-logits", pass.mode, LCE_MATERIALIZED), "Store the full logits: the baseline to compare "
+   "with", SETTING, EXCLUDES("chunks and sampling belong to --fused-lce", "lce-chunk", "lce-sample")},
+  {FLAG("fused-lce", pass.mode, LCE_FUSED),
+   "Fused, chunked lm_head + cross-entropy; gradients in the forward pass (default)", SETTING},
+  {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), "Sample the softmax gradient, without bias: "
+   "keep a tile (128 tokens x 192 vocabulary entries) with probability mass / M0, scaled up; 1 drops about "
+   "nine tiles of ten. On GPUs other than Hopper, in fp32 on a GPU and with M0 below 1/32 gradients stay "
+   "exact", SETTING, "0", EXCLUDES("sampling knows only the rows' sums, and metrics need more", "metrics")},
+  {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1), "Fraction of each target's weight "
+   "that is spread over the vocabulary; not used in validation", SETTING, "0"},
+  {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6),
+   "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4", SETTING, "0"},
+  {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
+   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's)"},
+  {FLAG("metrics", metrics, true), "Log accuracy, entropy and the largest logit", SETTING},
 
-    {GROUP("Data")},
-    {LIST("data", "PATH", data),
-     HELP("Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; may be given again "
-          "(default: this source tree). Of a directory by tools/prepare_data.py its train_*.bin")},
-    {LIST("val-data", "PATH", val_data),
-     EXCLUDES("val-fraction", "nothing is held out where there is separate validation data"),
-     HELP("Separate validation data (default: val_*.bin of a --data directory by tools/prepare_data.py, else "
-          "a held-out part of --data)")},
-    {FLAG("other-tokenizer", other_tokenizer, true), .flags = SETTING,
-     HELP("Accept shards made with another tokenizer than the one in --init")},
-    {CHOICE("data-order", "ORDER", data_order, "shuffled or sequential"), DEFAULT("shuffled"),
-     .flags = SETTING, HELP("shuffled, or sequential: windows in file order, one token shared, as in llm.c")},
-    {CHOICE("pack", "WHAT", pack, "none or documents"), DEFAULT("none"), .flags = SETTING,
-     EXCLUDES("dump, data-order", "packed windows do not follow the files' order"),
-     HELP("documents: fill windows with whole documents, each with attention and positions of its own, and "
-          "padding; only those longer than --seq-len are cut")},
-    {INTEGER("end-of-text", "ID", end_of_text, -1, MAX), DEFAULT("-1"), .flags = SETTING,
-     NEEDS("pack documents", "says where documents end, which only --pack documents asks for"),
-     HELP("--pack: the token that ends a document; -1: as tools/prepare_data.py wrote, or at files' ends")},
-    {NUMBER("val-fraction", "SHARE", val_fraction, 0, 0.999), DEFAULT("0.05"), .flags = SETTING,
-     HELP("Part held out for validation, below 1; 0 for none")},
-    {INTEGER("eval-every", "N", eval_every, 0, MAX), DEFAULT("50"), .flags = OUTPUT_SETTING,
-     HELP("Validate every N steps and at the end; 0 only at the end")},
-    {INTEGER("eval-batches", "N", eval_batches, 0, MAX), DEFAULT("8"), .flags = OUTPUT_SETTING,
-     HELP("Batches of a validation, spread evenly over all; 0 takes all")},
-    {INTEGER("sample-every", "N", sample_every, 0, MAX), DEFAULT("100"), .flags = OUTPUT_SETTING,
-     HELP("Show a text sample every N steps; 0 for none")},
-    {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), DEFAULT("64"), .flags = SAME,
-     HELP("Tokens of a sample")},
-    {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), DEFAULT("0.8"), .flags = SAME,
-     HELP("Temperature of the samples; 0 takes the likeliest token")},
-    {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX), DEFAULT("0"), .flags = SAME,
-     HELP("Samples take one of the K likeliest tokens; 0: of all tokens")},
-    {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), DEFAULT("1"), .flags = SAME,
-     HELP("Samples take one of the fewest tokens that together have probability P")},
-    {TEXT("tokenizer", "PATH", tokenizer),
-     HELP("tokenizer.json, or a folder with one, for samples as text (default the one in --init)")},
-    {TEXT("prompt", "PROMPT", prompt),
-     HELP("What samples begin with (default a newline): text where a token is a byte, else a shard (*.bin) "
-          "or ids such as 15496,995")},
+  {GROUP("Data, validation and samples")},
+  {LIST("data", "PATH", data), "Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; "
+   "may be given again (default: this source tree). In a directory by tools/prepare_data.py: train_*.bin"},
+  {LIST("val-data", "PATH", val_data), "Validation data (default: val_*.bin of such a directory, else a part "
+   "of --data)", EXCLUDES("nothing is held out where there is separate validation data", "val-fraction")},
+  {NUMBER("val-fraction", "FRACTION", val_fraction, 0, 0.999),
+   "Part of --data to validate on", SETTING, "0.05"},
+  {INTEGER("eval-every", "N", eval_every, 0, MAX),
+   "Validate every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "50"},
+  {INTEGER("eval-batches", "N", eval_batches, 0, MAX),
+   "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
+  {CHOICE("data-order", data_order, "shuffled", "sequential"),
+   "sequential: windows in file order that share one token, as in llm.c", SETTING, "shuffled"},
+  {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its "
+   "own attention and positions, and padding; only those longer than --seq-len are cut", SETTING, "none",
+   EXCLUDES("packed windows do not follow the files' order", "dump", "data-order")},
+  {INTEGER("end-of-text", "ID", end_of_text, -1, MAX), "Token that ends a document; -1: what "
+   "tools/prepare_data.py recorded, else the end of a file", SETTING, "-1", NEEDS("pack", PACK_DOCUMENTS)},
+  {FLAG("other-tokenizer", other_tokenizer, true),
+   "Accept shards of another tokenizer than the model's", SETTING},
+  {INTEGER("sample-every", "N", sample_every, 0, MAX),
+   "Sample every N steps; 0: never", OUTPUT_SETTING, "100"},
+  {TEXT("prompt", "PROMPT", prompt), "What samples begin with (default: a newline): text where a token is a "
+   "byte, else a shard (*.bin) or ids such as 15496,995"},
+  {TEXT("tokenizer", "PATH", tokenizer),
+   "tokenizer.json or its folder, for samples as text (default: the model's)"},
+  {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
+  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100),
+   "Temperature of the samples; 0 takes the most likely token", SAME, "0.8"},
+  {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX),
+   "Sample from the K most likely tokens; 0 means all", SAME, "0"},
+  {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1),
+   "Sample from the fewest tokens that together have probability P", SAME, "1"},
 
-    {GROUP("Checkpoints")},
-    {TEXT("init", "DIR", init), EXCLUDES("model", "both say what the model is"),
-     HELP("Begin with the Hugging Face model in DIR, in place of --model: " FAMILY_NAMES)},
-    {TEXT("save", "DIR", save),
-     HELP("Save checkpoints as DIR/step-...; they and DIR open as models in transformers (default with "
-          "--resume DIR that DIR, else nothing is saved)")},
-    {INTEGER("save-every", "N", save_every, 0, MAX_STEPS), DEFAULT("0"), .flags = OUTPUT_SETTING,
-     NEEDS("save DIR", "says when to save, and not where"),
-     HELP("Save every N steps and at the end; 0 only at the end")},
-    {INTEGER("keep", "M", keep, 0, MAX), DEFAULT("0"), .flags = OUTPUT_SETTING,
-     NEEDS("save DIR", "says how many checkpoints to keep, and not where"),
-     HELP("Keep the newest M checkpoints; 0 keeps all")},
-    {CHOICE("save-dtype", "TYPE", save_dtype, DTYPES), .flags = OUTPUT_SETTING,
-     NEEDS("save DIR", "says how to save, and not where"), HELP("fp32 or bf16 weights (default as --dtype)")},
-    {TEXT("resume", "WHERE", resume),
-     HELP("Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its "
-          "options where none are given; the number of ranks, --zero and --vocab-parallel may differ")},
+  {GROUP("Checkpoints")},
+  {TEXT("save", "DIR", save),
+   "Save checkpoints as DIR/step-..., which transformers opens, too (default: DIR of --resume DIR, or none)"},
+  {INTEGER("save-every", "N", save_every, 0, MAX_STEPS),
+   "Save every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "0", NEEDS("save", 1)},
+  {TEXT("resume", "WHERE", resume),
+   "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
+   "where none are given; the number of ranks, --zero and --vocab-parallel may differ"},
+  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
+   EXCLUDES("both say what the model is", "model")},
+  {INTEGER("keep", "M", keep, 0, MAX),
+   "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0", NEEDS("save", 1)},
+  {CHOICE("save-dtype", save_dtype, DTYPES),
+   "Type of the saved weights (default: --dtype)", OUTPUT_SETTING, NEEDS("save", 1)},
 
-    {GROUP("Machine and memory")},
-    {CHOICE("device", "DEVICE", device, "auto, cpu or cuda"), DEFAULT("auto"),
-     HELP("cpu, cuda or auto: the GPU if there is one")},
-    {CHOICE("dtype", "TYPE", dtype, DTYPES), .flags = GPU_SETTING | SAME,
-     HELP("fp32 or bf16 weights and activations (default bf16 on cuda; the CPU is fp32)")},
-    {CHOICE("fp8", "all|layers", dtypes.fp8, "none, all or layers"), BARE("all"), DEFAULT("none"),
-     .flags = SETTING,
-     HELP("Train with the layers' GEMMs and the fused loss's logits in FP8 (e4m3; cuda from Ada on, in bf16; the "
-          "CPU emulates it), or with the layers alone: less exact, 2 bytes more for each weight of one layer and "
-          "1 for the head's; sizes are multiples of 16. On GPUs other than Hopper logits stay in bf16")},
-    {FLAG("no-fp8", dtypes.fp8, FP8_NONE), HELP("Resume without the checkpoint's --fp8")},
-    {CHOICE("grad-dtype", "TYPE", dtypes.grad, DTYPES), .flags = GPU_SETTING,
-     HELP("fp32 or bf16 weight gradients (default as --dtype); the head's are fp32")},
-    {CHOICE("moment-dtype", "TYPE", dtypes.moment, DTYPES), DEFAULT("fp32"), .flags = GPU_SETTING,
-     HELP("fp32 or bf16 optimizer moments")},
-    {FLAG("master-weights", dtypes.master, true), .flags = GPU_SETTING,
-     HELP("Keep fp32 master weights of bf16 ones (default)")},
-    {FLAG("no-master-weights", dtypes.master, false), .flags = GPU_SETTING,
-     HELP("Update bf16 weights directly, with stochastic rounding")},
-    {CHOICE("recompute", "WHAT", pass.recompute, "none, elementwise, mlp or layer"), DEFAULT("none"),
-     .flags = SETTING | FITTED, HELP("Recompute in backward instead of keeping: none, elementwise, mlp or layer")},
-    {INTEGER("recompute-layers", "N", pass.recompute_layers, 0, MAX), DEFAULT("0"), .flags = SETTING | FITTED,
-     NEEDS("recompute", "says in how many layers to recompute, and not what"),
-     HELP("Apply --recompute to the first N layers (0: to all), and one level less to the others: faster")},
-    {INTEGER("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), DEFAULT("0"), .flags = SETTING | FITTED,
-     NEEDS("recompute layer", "drops a chunk's activations before the next one"),
-     HELP("With --recompute layer: compute the MLP in chunks of so many tokens (0: all), for long texts")},
-    {SET("offload", "LIST", dtypes.offload, "weights, gradients, optimizer or activations"),
-     HELP("Keep in the host's memory, separated by commas: weights, gradients, optimizer (master weights and "
-          "moments), activations (the layers' inputs; with --recompute layer); the same bits, in more time")},
+  {GROUP("Machine and memory")},
+  {CHOICE("device", device, "auto", "cpu", "cuda"), "auto: the GPU if there is one", .initial = "auto"},
+  {CHOICE("dtype", dtype, DTYPES),
+   "Type of weights and activations (default: bf16 on cuda; the CPU has fp32)", GPU_SETTING | SAME},
+  {CHOICE("recompute", pass.recompute, "none", "elementwise", "mlp", "layer"),
+   "What the backward pass computes again instead of storing it", SETTING | FITTED, "none"},
+  {INTEGER("recompute-layers", "N", pass.recompute_layers, 0, MAX),
+   "Apply --recompute to the first N layers, and one level less to the others: faster; 0: to all",
+   SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_ELEMENTWISE)},
+  {SET("offload", dtypes.offload, "weights", "gradients", "optimizer", "activations"),
+   "Keep these in the host's memory, with commas between; optimizer: master weights and moments; "
+   "activations: the layers' inputs, with --recompute layer; slower, with the same bits"},
+  {CHOICE("fp8", dtypes.fp8, "none", "all", "layers"), "FP8 (e4m3) GEMMs in the layers, and FP8 logits in "
+   "the fused loss, or in the layers alone: less exact, and codes take 2 bytes more per weight of one layer "
+   "and 1 per weight of the head. Needs cuda from Ada on with bf16 (the CPU emulates it) and sizes that are "
+   "multiples of 16; logits stay in bf16 on GPUs other than Hopper", SETTING, "none", .bare = "all"},
+  {FLAG("no-fp8", dtypes.fp8, FP8_NONE), "Resume without the checkpoint's --fp8"},
+  {CHOICE("moment-dtype", dtypes.moment, DTYPES), "Type of the optimizer's moments", GPU_SETTING, "fp32"},
+  {CHOICE("grad-dtype", dtypes.grad, DTYPES),
+   "Type of weight gradients (default: --dtype); the head's are fp32", GPU_SETTING},
+  {FLAG("master-weights", dtypes.master, true), "Keep fp32 copies of bf16 weights (default)", GPU_SETTING},
+  {FLAG("no-master-weights", dtypes.master, false),
+   "Update bf16 weights directly, with stochastic rounding", GPU_SETTING},
+  {INTEGER("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), "Compute the MLP in chunks of TOKENS, for long "
+   "sequences; 0: all at once", SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_LAYER)},
 
-    {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-    {INTEGER("zero", "LEVEL", dtypes.zero, 0, 2), DEFAULT("1"), .flags = SAME,
-     HELP("Sharding over the ranks: 0 nothing, 1 master weights and moments, 2 also gradients")},
-    {FLAG("vocab-parallel", dtypes.vocab_parallel, true), .flags = SAME,
-     NEEDS("zero 1 or --zero 2",
-           "leaves the head's gradients where its rows are, and so its master weights and moments"),
-     EXCLUDES("materialized-logits, compare-modes", "a split head has only the fused mode"),
-     HELP("Split the head's rows over the ranks: each computes its part of every loss (not with --zero 0)")},
-    {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), DEFAULT("300"),
-     HELP("End the job when no rank has made progress for so long")},
-    {INTEGER("ranks", "N", ranks, 1, 1 << 20), HELP("With --plan or --fit: as if N ranks had been started")},
+  {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
+  {INTEGER("zero", "LEVEL", dtypes.zero, 0, 2),
+   "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME, "1"},
+  {FLAG("vocab-parallel", dtypes.vocab_parallel, true),
+   "Split the head's rows over the ranks: each computes its part of every loss", SAME,
+   EXCLUDES("a split head has only the fused mode", "materialized-logits", "compare-modes")},
+  {NUMBER("timeout", "SECONDS", timeout, 1, 1e6),
+   "End the job when no rank has made progress for this many seconds", .initial = "300"},
+  {INTEGER("ranks", "N", ranks, 1, 1 << 20), "Plan for N ranks, with --plan or --fit"},
 
-    {GROUP("Output")},
-    {TEXT("log", "FILE", log),
-     HELP("Write one JSON object a line, the last the summary; a log of another run is kept as FILE.1. With "
-          "--plan: the plan in each mode")},
-    {FLAG("plan", plan, true),
-     HELP("Only print how much memory this run needs, in both modes; nothing is allocated")},
-    {CHOICE("fit", "device|offload", fit, "none, device or offload"), BARE("device"), DEFAULT("none"),
-     HELP("Choose the --batch, --recompute and chunks that fit the device and are fast, where they are not given; "
-          "offload: also what to --offload. With --plan the choice is only printed")},
-    {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
-     HELP("As if the device had no more to give; with --plan or --fit, --device cuda then needs no GPU")},
-    {TEXT("dump", "DIR", dump),
-     HELP("Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step")},
-    {FLAG("compare-modes", compare_modes, true), .flags = SAME,
-     HELP("Afterwards measure both modes and print the table")},
-    {FLAG("profile", profile, true),
-     HELP("Print and log a step's time by groups of operations; with NVTX ranges for Nsight Systems")},
-    {TEXT("timeline", "FILE", timeline),
-     HELP("Write the bytes in use over three steps by category, as CSV; waits for the device each time. An "
-          "earlier one is kept as FILE.1")},
-    {.type = OPTION_END}};
+  {GROUP("Output")},
+  {TEXT("log", "FILE", log), "Write a JSON object per line, the last one the summary; a log of another run "
+   "is kept as FILE.1. With --plan: the plan in each mode"},
+  {FLAG("plan", plan, true), "Only print how much memory this run needs, in both modes"},
+  {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the "
+   "device and are fast, where they are not given; offload: also what to --offload. With --plan the choice "
+   "is only printed", .initial = "none", .bare = "device"},
+  {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
+   "Pretend the device has only GIB of memory; with --plan or --fit this needs no GPU"},
+  {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
+  {FLAG("profile", profile, true),
+   "Print and log a step's time by groups of operations, with NVTX ranges for Nsight Systems"},
+  {TEXT("timeline", "FILE", timeline), "Write the bytes in use over three steps by category, as CSV, waiting "
+   "for the device each time; an earlier one is kept as FILE.1"},
+  {TEXT("dump", "DIR", dump),
+   "Write the tokens, losses and gradients of a first step of one micro-batch to DIR/first-step"},
+  {.type = OPTION_END}};
 // clang-format on
 
 bool options_given(const Options *o, const char *name) {
@@ -245,19 +211,48 @@ void options_parse(Options *o, const OptionTable *table, int argc, char **argv) 
   o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
 }
 
+// Names of other programs' options, and what serves here.
+static const OptionAlias aliases[] = {
+    {"bf16", "--dtype bf16 is the default on a GPU"},
+    {"block-size", "try --seq-len"},
+    {"compile", "nothing is compiled at run time"},
+    {"deepspeed", "--zero 1 or 2 shards the optimizer over the ranks, and --offload uses the host's memory"},
+    {"dropout", "no layer has dropout"},
+    {"ema", "no average of the weights is kept"},
+    {"epochs", "--steps N counts optimizer steps of --total-batch tokens, and the data start over as needed"},
+    {"eval-only", "tools/evaluate --init DIR --val-data PATH evaluates a model"},
+    {"eval-steps", "try --eval-every"},
+    {"fp16", "--dtype takes fp32 or bf16"},
+    {"fsdp", "--zero 2 shards gradients, master weights and moments; each rank has all weights"},
+    {"gradient-accumulation-steps",
+     "--total-batch TOKENS sets the tokens per step, in as many micro-batches as needed"},
+    {"gradient-checkpointing", "try --recompute layer"},
+    {"layers", "try --num-layers"},
+    {"learning-rate", "try --lr"},
+    {"logging-steps", "--log FILE has every step"},
+    {"lora", "all weights are trained"},
+    {"lr-scheduler-type", "try --schedule"},
+    {"max-grad-norm", "try --grad-clip"},
+    {"max-length", "try --seq-len"},
+    {"num-train-epochs", "--steps N counts optimizer steps of --total-batch tokens"},
+    {"output-dir", "try --save DIR"},
+    {"save-steps", "try --save-every"},
+    {"tensorboard", "--log FILE writes what tools/plot_run draws"},
+    {"wandb", "--log FILE writes what tools/plot_run draws"},
+    {"wd", "try --weight-decay"},
+    {NULL, NULL}};
+
 void options_read(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
-      .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. LM head and loss are a "
-             "fused, chunked linear_cross_entropy; --materialized-logits is there to measure it against.\v"
-             "Examples:\n"
-             "  ./train --vocab 128256 --fused-lce\n"
-             "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-             "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
-      .stray = "paths are given with --data PATH"};
-  for (int i = 1; i < argc; i++)
-    if (!strcmp(argv[i], "--eval-only"))
-      fail("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR --val-data PATH");
+      .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. The LM head and the loss "
+             "are one fused, chunked operation; --materialized-logits is the baseline.",
+      .examples = "\nExamples:\n"
+                  "  ./train --vocab 128256 --fused-lce\n"
+                  "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
+                  "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
+      .stray = "paths are given with --data PATH",
+      .aliases = aliases};
   options_parse(o, &table, argc, argv);
   o->trains = true;
 }

@@ -29,7 +29,7 @@ typedef struct {
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   const char *preset;          // NULL: none was named
   ModelConfig model;
-  char changes[128]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
+  char changes[192]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
   // job
   int64_t batch, seq_len; // of a micro-batch on one rank: sequences, and tokens in each
   int64_t total_batch;    // tokens in an optimizer step, over micro-batches and ranks

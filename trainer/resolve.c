@@ -46,34 +46,32 @@ static ModelConfig requested_model(const Options *o) {
   return *m;
 }
 
-// A model from a directory is fixed; the command line must agree with it.
-static void require_agreement(const Options *o, const Options *requested) {
+// A folder's model may have another soft-cap; other rotary frequencies or more positions extend its context.
+static bool can_change(const ModelConfig *folder, const Option *row) {
+  if (row->offset == offsetof(Options, model.final_logit_softcapping)) return true;
+  bool positions = row->offset == offsetof(Options, model.rope_theta) ||
+                   row->offset == offsetof(Options, model.max_position_embeddings);
+  return positions && !folder->learned_positions;
+}
+
+// Changes a folder's model as the command line says; all else that it says must agree.
+static void change_or_agree(Options *o, const Options *requested) {
   if (o->preset && requested->model.family != o->model.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
-  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+  for (int i = 0, length = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
     if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_INTEGER))) continue;
     double wanted = option_number(row, requested), have = option_number(row, o);
-    if (wanted != have && row->type == OPTION_FLAG)
+    if (wanted == have) continue;
+    if (row->type == OPTION_FLAG)
       fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
            o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
-    if (wanted != have)
+    if (!o->given[i] || !can_change(&o->model, row))
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
            row->name, wanted, o->origin, have);
-  }
-}
-
-// Changes that a directory's model allows: other rotary frequencies, or more positions, extend the context.
-static void change_positions(Options *o, const Options *requested) {
-  static const char *const names[] = {"rope-theta", "max-position-embeddings"};
-  size_t length = 0;
-  for (int i = 0; i < 2 && !o->model.learned_positions; i++) {
-    const Option *row = &options_rows[option_row(options_rows, names[i])];
-    double wanted = option_number(row, requested), have = option_number(row, o);
-    if (!options_given(o, names[i]) || wanted == have) continue;
     memcpy((char *)o + row->offset, (const char *)requested + row->offset, row->size);
-    length += (size_t)snprintf(o->changes + length, sizeof o->changes - length,
-                               "%s--%s %.10g in place of %.10g", length ? ", " : "", names[i], wanted, have);
+    length += snprintf(o->changes + length, sizeof o->changes - (size_t)length,
+                       "%s--%s %.10g in place of %.10g", length ? ", " : "", row->name, wanted, have);
   }
 }
 
@@ -81,13 +79,10 @@ static void resolve_model(Options *o) {
   Options requested = *o;
   if (o->preset || !o->origin) requested.model = requested_model(o);
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;
-  if (options_given(o, "logit-softcap"))
-    o->model.final_logit_softcapping = requested.model.final_logit_softcapping;
-  if (o->origin) change_positions(o, &requested);
-  model_config_check(&o->model);
   if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
     fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
-  if (o->origin) require_agreement(o, &requested);
+  if (o->origin) change_or_agree(o, &requested);
+  model_config_check(&o->model);
 }
 
 // --- the job -----------------------------------------------------------------------------------------------
@@ -119,37 +114,7 @@ static void resolve_batch(Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
-// Refuses losses that cannot be computed with this model.
-static void check_loss(const Options *o) {
-  double softcap = o->model.final_logit_softcapping;
-  if (softcap > 0 && o->pass.sampling.full_mass > 0)
-    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
-         o->model.name, softcap);
-  if (softcap > 0 && o->pass.terms.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
-    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
-         "with --materialized-logits alone, or give --logit-softcap 0",
-         o->model.name, softcap);
-}
-
-static void check_fp8_size(const char *name, int64_t size) {
-  if (size % 16) fail("--fp8 takes multiples of 16, and %s is %lld", name, (long long)size);
-}
-
-static void check_fp8(const Options *o) {
-  const ModelConfig *m = &o->model;
-  check_fp8_size("hidden size", m->hidden_size);
-  check_fp8_size("attention heads x head size", m->num_attention_heads * m->head_dim);
-  check_fp8_size("key/value heads x head size", m->num_key_value_heads * m->head_dim);
-  check_fp8_size("intermediate size", m->intermediate_size);
-  check_fp8_size("--seq-len", o->seq_len);
-  check_fp8_size("--mlp-chunk", o->pass.mlp_chunk);
-}
-
-static void resolve_job(Options *o) {
-  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
-  model_check_seq_len(&o->model, o->seq_len);
-  if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
-  resolve_batch(o);
+static void resolve_schedule(Options *o) {
   if (!options_given(o, "lr")) // of fine-tuning, or of training from scratch
     o->schedule.peak = o->origin ? 2e-5 : model_preset_learning_rate(preset_name(o));
   o->schedule.total_steps = o->steps;
@@ -161,26 +126,66 @@ static void resolve_job(Options *o) {
     fail("--steps %lld: %s is after step %lld already; give --steps above that, or resume from an earlier "
          "checkpoint",
          (long long)o->steps, o->origin, (long long)o->first_step);
-  if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
+}
+
+static void check_loss(const Options *o) {
+  double softcap = o->model.final_logit_softcapping;
+  if (softcap > 0 && o->pass.sampling.full_mass > 0)
+    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
+         o->model.name, softcap);
+  if (softcap > 0 && o->pass.terms.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
+    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
+         "with --materialized-logits alone, or give --logit-softcap 0",
+         o->model.name, softcap);
+}
+
+static void check_dump(const Options *o) {
+  if (o->micro_steps > 1 || o->ranks > 1)
     fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
          (long long)(o->micro_steps * o->ranks),
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
-  if (o->dump && o->first_step >= o->steps)
+  if (o->first_step >= o->steps)
     fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
+}
+
+static void check_fp8(const Options *o) {
+  const ModelConfig *m = &o->model;
+  const struct {
+    const char *name;
+    int64_t size;
+  } sizes[] = {{"hidden size", m->hidden_size},
+               {"attention heads x head size", m->num_attention_heads * m->head_dim},
+               {"key/value heads x head size", m->num_key_value_heads * m->head_dim},
+               {"intermediate size", m->intermediate_size},
+               {"--seq-len", o->seq_len},
+               {"--mlp-chunk", o->pass.mlp_chunk}};
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    if (sizes[i].size % 16)
+      fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
+}
+
+static void resolve_job(Options *o) {
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
+  model_check_seq_len(&o->model, o->seq_len);
+  if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
+  resolve_batch(o);
+  resolve_schedule(o);
+  o->masked = o->pack || source_paths_masked(o->data, arrlen(o->data));
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
-  o->masked = o->pack || source_paths_masked(o->data, arrlen(o->data));
-  for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i]) option_require_needs(options_rows, o, i);
   if (o->pass.recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
-  check_loss(o);
-  if (o->dtypes.fp8) check_fp8(o);
+  if (o->dtypes.vocab_parallel && !o->dtypes.zero)
+    fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
+         "moments: add --zero 1 or --zero 2");
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
          "--recompute layer");
+  if (o->dump) check_dump(o);
+  if (o->dtypes.fp8) check_fp8(o);
+  check_loss(o);
 }
 
 // An earlier log may be written over, but not while it is read as text.
@@ -202,6 +207,7 @@ void options_resolve(Options *o) {
   memory_set_advice(
       "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
       "less, and --plan says how much");
+  option_require_possible(options_rows, o, o->given);
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);

@@ -75,8 +75,7 @@ static void take_settings(Options *o) {
     Reason reason = {"it is no text"};
     if (item && !value) refuse_setting(o, row, &reason);
     dtypes_given |= row->flags & GPU_SETTING && o->given[i];
-    if (!value || option_excluded_by(options_rows, o, o->given, i) >= 0) continue;
-    if (!option_needs_met(options_rows, o, i)) continue;
+    if (!value || !option_possible(options_rows, o, o->given, i, &reason)) continue;
     if (!option_try_set(row, o, value, &reason)) refuse_setting(o, row, &reason);
     o->given[i] = true;
   }
@@ -87,7 +86,8 @@ static void take_settings(Options *o) {
 
 static char *find_checkpoint(Options *o) {
   bool automatic = !strcmp(o->resume, "auto");
-  if (automatic && !o->save) fail("--resume auto looks for checkpoints in --save DIR; give that too");
+  if (automatic && !o->save)
+    fail("--resume auto looks for checkpoints in --save DIR, so give --save as well");
   bool any;
   const char *directory = automatic ? o->save : o->resume;
   bool contents = !o->plan; // a plan reads no weights

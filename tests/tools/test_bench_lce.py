@@ -116,9 +116,9 @@ def test_refusals(folder):
     state = ["--checkpoint", model, "--data", corpus]
     for part, *words in (
             ("the model has its own sizes", *state, "--vocab", 300), ("the model has its own sizes", *state, "--hidden-size", 16),
-            ("--checkpoint reads text or shards: add --data\n", "--checkpoint", model),
-            ("--data is what a model reads: add --checkpoint\n", "--data", corpus),
-            ("--seq-len is what a model reads", "--seq-len", 16),
+            ("--checkpoint needs --data PATH\n", "--checkpoint", model),
+            ("--data needs --checkpoint DIR\n", "--data", corpus),
+            ("--seq-len needs --checkpoint DIR\n", "--seq-len", 16),
             ("missing/config.json does not exist; name a directory", "--checkpoint", folder / "missing", "--data", corpus),
             ("cannot read ", "--checkpoint", model, "--data", folder / "missing"),
             ("--seq-len 65 is longer than the 64 positions of ", *state, "--seq-len", 65),

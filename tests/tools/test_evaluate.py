@@ -95,7 +95,7 @@ def test_wrong_uses(folder):
         evaluate(f"--log {log} --init {model} {option}").refused(f"{option.split()[0]} is not an option")
     evaluate(f"--log {log} --init {model} --val-data {shard} --val-fraction 0.1").refused("exclude each other")
     assert log.read_text() == "of another run\n"
-    train("--eval-only --init nowhere").refused("--eval-only: a program of its own evaluates a model, tools/evaluate --init DIR")
+    train("--eval-only --init nowhere").refused("--eval-only is not an option: tools/evaluate --init DIR --val-data PATH evaluates a model")
 
 
 # A model of NaN is not evaluated with a figure and status 0: not by the loss or by a sample.

@@ -19,91 +19,82 @@ ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
 
 # --- refusals that follow from the table of options ---------------------------------------------------------
 
-# Values of options. An option that is not listed is tested by what it says that it takes.
-TAKES = {
-    "a whole number from 1 to 2147483647":
-        "batch seq-len vocab hidden-size intermediate-size num-attention-heads num-key-value-heads head-dim "
-        "max-position-embeddings lce-chunk",
-    "a whole number from 1 to 10000": "num-layers",
-    "a whole number from 1 to 1099511627776": "total-batch",
-    "a whole number from 1 to 1048576": "sample-tokens ranks",
-    "a whole number from 0 to 1099511627776": "steps warmup save-every",
-    "a whole number from 0 to 9223372036854775807": "seed",
-    "a whole number from 0 to 2147483647": "eval-every eval-batches sample-every top-k keep recompute-layers mlp-chunk",
-    "a whole number from -1 to 2147483647": "end-of-text",
-    "a whole number from 0 to 2": "zero",
-    "a number from 0 to 100": "lr weight-decay temperature",
-    "a number from 0 to 1": "min-lr decay-share label-smoothing",
-    "a number from 0 to 0.999999": "beta1 beta2 momentum",
-    "a number from 1e-30 to 1": "epsilon",
-    "a number from 0 to 1e+30": "grad-clip",
-    "a number from 0 to 0.999": "val-fraction",
-    "a number from 1e-09 to 1": "top-p",
-    "a number from 0 to 1e+06": "lce-sample z-loss",
-    "a number from 1 to 1e+06": "timeout",
-    "a number from 1e-06 to 1e+06": "device-memory",
-    "cosine, linear, constant or wsd": "schedule",
-    "auto, cpu or cuda": "device",
-    "fp32 or bf16": "dtype grad-dtype moment-dtype save-dtype",
-    "none, elementwise, mlp or layer": "recompute",
-    "shuffled or sequential": "data-order",
-    "none or documents": "pack",
-    "adamw or muon": "optimizer",
-}
-
 
 @once
 def options():
-    """Returns {name: True if it takes a value} for all options that --help lists."""
-    rows = re.findall(r"^ {6}--([a-z0-9-]+)(=)?", train("--help").ok().out, re.M)
-    assert len(rows) > 70, rows
-    return {name: bool(value) for name, value in rows}
+    """Returns {name: (what stands behind "=", or "", and the lines' text)} of all options that --help lists."""
+    listed = re.findall(r"^  --([a-z0-9-]+)\[?=?([^ \n\]]*)\]?((?: .*| *\n {28}.*)(?:\n {28}.*)*)$", train("--help").ok().out, re.M)
+    assert len(listed) > 70, listed
+    return {name: (value, " ".join(text.split())) for name, value, text in listed}
 
 
-def wrong_values(takes):
-    """Returns values that such an option refuses: first those just outside of the range."""
-    numbers = re.fullmatch("a (whole )?number from (.*) to (.*)", takes)
-    if not numbers:
-        words = re.split(", | or ", takes)
+def wrong_values(limits, words):
+    """Returns what an option refuses that takes such numbers or words: first numbers just outside of the limits."""
+    if not limits:
         return [wrong for word in words for wrong in (word + "x", word[:-1], word.upper(), word + ",")]
-    whole, low, high = numbers[1], float(numbers[2]), float(numbers[3])
+    whole, low, high = limits
     if whole:
-        return [str(int(numbers[2]) - 1), str(int(numbers[3]) + 1), "1.5", "4x", "99999999999999999999"]
-    return [repr(low / 2 if low > 0 else -1e-6), repr(high * 1.01), "nan", "inf", "1e-3x"]
+        return [str(int(low) - 1), str(int(high) + 1), "1.5", "4x", "99999999999999999999"]
+    return [repr(float(low) / 2 if float(low) > 0 else -1e-6), repr(float(high) * 1.01), "nan", "inf", "1e-3x"]
 
 
+# --help has the limits or words of each option; its refusal names them, and an option takes its limits and words themselves.
 def test_each_option_refuses_wrong_values(folder):
-    takes, tried = {name: words for words, names in TAKES.items() for name in names.split()}, set()
-    for name, has_value in options().items():
-        if not has_value:
+    tried = set()
+    for name, (value, text) in options().items():
+        shown = re.search(r"\[(\S+) (?:to (\S+?)|or more)[];]", text)
+        words = re.split("[|,]", value) if re.search("[a-z0-9][|,][a-z]", value) else []
+        if not shown and not words:
             continue
-        sentence = re.fullmatch(r"lce: --\S+ x: give (a .*number from .*|[a-z0-9]+(, [a-z0-9]+)* or [a-z0-9]+)\n",
-                                train(f"--{name} x --plan", cwd=folder).err)
-        if sentence:
-            assert takes.get(name, sentence[1]) == sentence[1], f"--{name} takes {sentence[1]}"
-            values = wrong_values(sentence[1])
-            for value in ["", *(values[:2] if sentence[1] in tried else values)]:  # one parser reads them all
-                output = train(f"--{name}={value} --plan", cwd=folder).refused()
-                assert output.err == f"lce: --{name} {value}: give {sentence[1]}\n", output
-            tried.add(sentence[1])
+        refusal = train(f"--{name}=x --plan", cwd=folder).refused(f"lce: --{name} x: give ").err
+        limits = re.search("give a (whole )?number from (.*) to (.*)\n", refusal)
+        assert bool(limits) == bool(shown), refusal
+        if shown:
+            assert limits[2] == shown[1] and (limits[3] == shown[2] or not shown[2] and float(limits[3]) > 1e5), (shown[0], refusal)
         else:
-            assert name not in takes, name
-    (folder / "x").unlink(missing_ok=True)  # what --plan writes with --log x
-    assert not os.listdir(folder), "refused, and written all the same"
+            assert all(word in refusal for word in words), refusal
+        takes = limits.groups() if limits else (*words,)
+        values = wrong_values(limits and takes, words)
+        for wrong in ["", *(values[:2] if takes in tried else values)]:  # one parser reads them all
+            output = train(f"--{name}={wrong} --plan", cwd=folder).refused()
+            assert output.err == refusal.replace(f"--{name} x:", f"--{name} {wrong}:"), output
+        for right in (takes[1], takes[2] if shown and shown[2] else takes[1]) if limits else words:
+            if takes not in tried:
+                assert ": give " not in train(f"--{name}={right} --help", cwd=folder).ok().err
+        tried.add(takes)
+    assert len(tried) > 20 and not os.listdir(folder), "refused, and written all the same"
 
 
 # Words that are no options: what was meant, and nothing that a terminal would act on.
 def test_words_that_are_no_options(folder):
-    for name, has_value in options().items():
-        line, says = (f"--{name}", f": give a value, --{name} ") if has_value else (f"--{name}=7", f"=7: --{name} takes no value")
-        if name not in ("help", "usage", "version", "fp8", "fit"):
-            train(line, cwd=folder).refused(f"lce: --{name}{says}")
+    for name, (value, _) in options().items():
+        line, says = (f"--{name}", f": give a value, --{name} {value}") if value else (f"--{name}=7", f"=7: --{name} takes no value")
+        if name not in ("fp8", "fit"):  # which may stand alone
+            train(line, cwd=folder).refused(f"lce: --{name}{says}\n")
     for line, says in {"--vocabulary 7": "--vocabulary is not an option: try --vocab; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
                        "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
                        "--max-steps 9": "try --steps", "--batch_size 4": "try --batch", "--$(printf 'a\\033b')": "--a\\x1Bb is not",
-                       "--weight_decay 1": "--weight_decay: give a value, --weight-decay D"}.items():
-        run("sh", "-c", f"{TRAIN} {line}").refused(says)
-    assert train("-h").ok().out == train("--help").ok().out
+                       "-steps 9": "-steps is not an option: try --steps", "--warmup-steps 9": "try --warmup;", "-": "- is ",
+                       "--seq_len": "--seq_len: give a value, --seq-len T\n", "--log --plan": "--log: give a value, --log FILE, before --plan\n"}.items():
+        run("sh", "-c", f"{TRAIN} {line}", cwd=folder).refused(says)
+    assert not os.listdir(folder), "--log --plan has written"
+    assert train("-h").ok().out == train("--help").ok().out == train("--usage").ok().out
+    # What is typed elsewhere, and what begins as one option alone, is understood. A value may look like an option behind "=".
+    train("--seq_len 32 --num-l=2 --plan").ok(" x 32, ")
+    train(f"{TINY} --steps 0 --sample-every 0 --log=--plan", cwd=folder).ok()
+    assert os.listdir(folder) == ["--plan"]
+
+
+ELSEWHERE = ("gradient-accumulation-steps bf16 layers save-steps eval-steps epochs output-dir wandb tensorboard max-length wd lr-scheduler-type "
+             "num-train-epochs micro-batch-size gradient-checkpointing max-grad-norm compile fsdp lora ema").split()
+
+
+# What other programs call an option is answered with what serves here.
+def test_options_of_other_programs(folder):
+    for name in ELSEWHERE:
+        answer = train(f"--{name} 1", cwd=folder).refused(f"lce: --{name} is not an option: ").err.split(": ", 2)[2]
+        named = re.findall("--([a-z0-9-]+)", answer.replace("--help lists", ""))
+        assert set(named) <= options().keys(), answer
 
 
 EXCLUSIONS = [
@@ -150,9 +141,9 @@ REFUSED = [
     ("--prompt ''", "--prompt: give at least one character"),
     ("corpus.txt", "'corpus.txt' is not an option; paths are given with --data PATH"),
     ("--steps 5 7", "'7' is not an option"),
-    ("--recompute-layers 1", "says in how many layers to recompute, and not what: add --recompute"),
+    ("--recompute-layers 1", "--recompute-layers needs --recompute elementwise, mlp or layer\n"),
     ("--recompute layer --recompute-layers 99", "99: the model has 4 layers; leave it out, or give 0, for all of them"),
-    ("--mlp-chunk 8 --recompute mlp", "--mlp-chunk drops a chunk's activations before the next one: add --recompute layer"),
+    ("--mlp-chunk 8 --recompute mlp", "--mlp-chunk needs --recompute layer\n"),
     ("--fp8=head", "--fp8 head: give none, all or layers"),
     ("--fp8 head", "'head' is not an option"),
     ("--fp8 --seq-len 100", "--fp8 takes multiples of 16, and --seq-len is 100"),
@@ -162,20 +153,21 @@ REFUSED = [
     ("--offload activations", "from which all else is computed again: add --recompute layer"),
     ("--offload optimizer --num-layers 10000 --hidden-size 65536", "of this machine's memory and "),
     ("--pack documents --end-of-text 60000 --vocab 60000", "--end-of-text 60000: the vocabulary has 60000"),
-    ("--end-of-text 5", "--end-of-text says where documents end, which only --pack documents asks for"),
+    ("--end-of-text 5", "--end-of-text needs --pack documents\n"),
     ("--init a --resume b", "--init begins with the model in a and --resume with the checkpoint in b"),
-    ("--resume auto", "--resume auto looks for checkpoints in --save DIR; give that too"),
-    ("--keep 2", "--keep says how many checkpoints to keep, and not where: add --save DIR"),
-    ("--save-every 2", "--save-every says when to save, and not where: add --save DIR"),
-    ("--save-dtype fp32", "--save-dtype says how to save, and not where: add --save DIR"),
+    ("--end-of-text 0", "--end-of-text needs --pack documents\n"),
+    ("--resume auto", "--resume auto looks for checkpoints in --save DIR, so give --save as well\n"),
+    ("--keep 2", "--keep needs --save DIR\n"),
+    ("--save-every 2", "--save-every needs --save DIR\n"),
+    ("--save-dtype fp32", "--save-dtype needs --save DIR\n"),
     ("--zero 0 --vocab-parallel", "add --zero 1 or --zero 2"),
     ("--logit-softcap 30 --label-smoothing 0.1", "none together with llama-tiny's logit soft-cap of 30; train with --materialized-logits"),
     ("--logit-softcap 30 --label-smoothing 0.1 --materialized-logits --compare-modes", "with --materialized-logits alone, or"),
     ("--steps 10 --warmup 11", "--warmup 11 is longer than --steps 10; shorten it or raise --steps"),
     ("--model gpt2-tiny --rope-theta 10000", "--rope-theta: gpt2-tiny is a GPT-2, which has no rotary embedding; leave it out"),
     ("--rope-theta 0", "--rope-theta 0: give a number from 1 to "),
-    ("--momentum 0.9", "--momentum is Muon's: add --optimizer muon"),
-    ("--decay-share 0.5", "--decay-share says when the rate of wsd falls: add --schedule wsd"),
+    ("--momentum 0.9", "--momentum needs --optimizer muon\n"),
+    ("--decay-share 0.5", "--decay-share needs --schedule wsd\n"),
     (TINY + "--dump x", "--dump: there is no step to run; raise --steps above 0"),
     ("--logit-softcap 30 --lce-sample 1", "--lce-sample has no logit soft-cap, and llama-tiny has one, of 30; leave it out, or"),
     ("--batch 3 --seq-len 64 --total-batch 500",
@@ -329,14 +321,13 @@ def test_data_that_changes(folder):
 
 
 def test_help(folder):
-    output = train("--help").ok("Model (", "Job", "Optimizer (", "LM head + loss", "Data", "Checkpoints", "Machine and memory",
-                                "Output", "--model=PRESET", "--batch=B", "on cuda 1024", "(default 4)", "Examples:")
+    output = train("--help").ok("Model (", "Job", "Optimizer (", "LM head + loss", "Data, ", "Checkpoints", "Machine and memory",
+                                "Output", "--model=PRESET", "--batch=B", "never above 4096", "[1 or more; default 4]", "Examples:")
     assert not output.err and max(map(len, output.out.splitlines())) < 80
     assert output.out[output.out.index("Examples:"):].count("\n  ./train --") == 3, output
     assert all(line.startswith("  ./train") for line in output.out.split("Examples:\n")[1].split("\n")[:3]), output
-    for names in TAKES.values():
-        assert set(names.split()) <= options().keys(), names
-    assert train("--version").ok().out.startswith("lce.c ")
+    assert train("--help", ARGP_HELP_FMT="garbage").ok().out == output.out
+    assert train("--version").ok().out.startswith("lce.c ") and train("-V").ok().out == train("--version").ok().out
 
 
 # --- what is said about memory ------------------------------------------------------------------------------
