@@ -32,7 +32,8 @@ def readme_examples():
 def run(tests):
     def skipped():
         raise tap.Skip(f"{sys.executable} has no PyTorch; make test PYTHON=... names one that has")
-    sys.exit(tap.run(tests if torch else {"PyTorch": skipped}))
+    wanted = {name: test for name, test in tests.items() if not sys.argv[1:] or name in sys.argv[1:]}
+    sys.exit(tap.run(wanted if torch else {"PyTorch": skipped}))
 
 
 def close(what, got, want, most):

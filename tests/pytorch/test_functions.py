@@ -3,12 +3,16 @@
 import array
 import functools
 import itertools
+import os
+import subprocess
+import sys
 import types
 
 from setting import DEVICE, all_close, calls_of_the_operator, close, raises, run, torch
 
 if torch:
     import torch.nn.functional as F
+    import torch.utils.checkpoint
     import lce
     from lce import functional, linear_cross_entropy, linear_log_probs
 
@@ -206,6 +210,45 @@ def exponentials_are_kept():
         for more in dict(chunk=41), dict(), dict(chunk=42, softcap=3.0):
             linear_log_probs(x, weight, target, **more)
         assert given == [(False, False)] * 4, given
+
+
+def hooks_that_free():
+    """Saved tensors may be unpacked once: by hooks that forget them (TRL's and torchtune's activation offloading do),
+    and under a checkpoint."""
+    packed = {}
+
+    def pack(t):
+        packed[len(packed)] = t
+        return len(packed) - 1
+    ways = [lambda function, x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)]
+    freeing = [lambda: torch.autograd.graph.saved_tensors_hooks(pack, packed.pop)]
+    try:
+        from trl.models.activation_offloading import OffloadActivations
+        freeing += [lambda s=s: OffloadActivations(use_streams=s, min_offload_size=1) for s in (False, True)] * (DEVICE == "cuda")
+    except ImportError:
+        pass
+    x, weight, bias, target = problem(bias=True, ignored=5)
+    ids, offsets = torch.randint(V, (*N, 3), device=DEVICE), torch.arange(0, 85, 2, device=DEVICE)
+    functions = [lambda x, r=r: linear_cross_entropy(x, weight, target, bias, reduction=r) for r in REDUCTIONS]
+    functions += [lambda x, c=c: sum(linear_log_probs(x, weight, target, bias=bias, chunk=c)) for c in (0, 1000)]
+    functions += [lambda x: sum(t.sum() for t in lce.linear_log_probs(x, weight, ids, bias=bias, entropy=True)),
+                  lambda x: sum(t.sum() for t in lce.linear_ids_log_probs(x.view(-1, H), weight, ids.view(-1)[:84], offsets=offsets))]
+    for i, function in enumerate(functions):
+        want = results(function(2 * x).sum(), x, weight)
+        for way in ways:
+            all_close(f"function {i} under a checkpoint", results(way(function, 2 * x).sum(), x, weight), want, 1e-6)
+        for hooks in freeing:
+            with hooks():
+                output = function(2 * x).sum()
+            all_close(f"function {i} under hooks", results(output, x, weight), want, 1e-6)
+
+
+def the_first_call():
+    """It imports no torch._dynamo, which takes seconds."""
+    program = ("import sys, torch, lce; x = torch.ones(2, 3, requires_grad=True); y = torch.tensor([0, 1]); "
+               "lce.linear_cross_entropy(x, x, y).backward(); lce.linear_log_probs(x, x, y)[1].sum().backward(); "
+               "lce.linear_log_probs(x, x, y[:, None])[0].sum().backward(); sys.exit('torch._dynamo' in sys.modules)")
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def bf16():
@@ -520,7 +563,7 @@ def the_module():
 if __name__ == "__main__":
     tests = (every_option_alone_and_all_that_go_together, shapes_and_layouts, targets_that_do_not_count,
              any_upstream_gradient_and_twice, ignored_tokens_are_skipped, no_second_derivative,
-             only_needed_gradients, exponentials_are_kept, bf16, autocast, main_grad, torch_compile, the_operator,
-             log_probs_and_entropy, a_temperature_per_token, batch_invariance, flops, outputs,
+             only_needed_gradients, exponentials_are_kept, hooks_that_free, the_first_call, bf16, autocast, main_grad,
+             torch_compile, the_operator, log_probs_and_entropy, a_temperature_per_token, batch_invariance, flops, outputs,
              names_of_pytorchs_function, sampling, memory, wrong_arguments, the_module)
     run({test.__name__: test for test in tests})

@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
 """linear_ids_log_probs of tools/torch, and what is made of it, against PyTorch's operations in float64."""
-from setting import DEVICE, all_close, close, raises, readme_examples, run, torch
+import itertools
+
+from setting import DEVICE, all_close, close, raises, run, torch
 
 if torch:
     import torch.nn.functional as F
-    from lce import linear_ids_log_probs, linear_log_probs
+    from lce import linear_ids_log_probs, linear_log_probs, log_mass, renormalized, topk_kl
     from lce.functional import context
-
-    recipes = {"torch": torch}
-    exec(next(example for example in readme_examples() if "def log_mass" in example), recipes)
-    log_mass, renormalized, topk_kl = (recipes[name] for name in ("log_mass", "renormalized", "topk_kl"))
 
 N, H, V = (3, 7), 24, 301
 
@@ -56,6 +54,53 @@ def values():
             lambda x, w, b, i: reference(x, w, i, bias=b), x, weight.detach(), bias.detach(), ids)
     compare("bias alone", lambda x, w, b, i: linear_ids_log_probs(x, w, i, bias=b),
             lambda x, w, b, i: reference(x, w, i, bias=b), x.detach(), weight.detach(), bias, ids)
+
+
+def entropies():
+    """And None as ignore_index."""
+    def both(function):
+        return lambda x, w, b, i: function(x, w, i, bias=b, temperature=0.7, softcap=4.0, ignore_index=None, entropy=True)
+
+    def wanted(x, w, b, i):
+        v = 4 * torch.tanh(F.linear(x, w, b) / 4) / 0.7
+        p = torch.softmax(v, -1)
+        return *reference(x, w, i, 0.7, b, 4.0), -(p * torch.log_softmax(v, -1)).sum(-1)
+    compare("entropies", both(linear_ids_log_probs), wanted, *problem(5, bias=True))
+    compare("the same", both(linear_log_probs), wanted, *problem(5, bias=True))
+    assert len(linear_log_probs(*problem(5)[:2], problem(5)[3], group=None, outputs=())) == 2
+
+
+def ignored_tokens_are_skipped():
+    """Gradients are the same; lse and entropy of those left out are 0."""
+    for entropy, unequal in itertools.product((False, True), (False, True)):
+        x, weight, bias, ids = problem(4, bias=True)
+        ids[:, :3] = -100
+        counts, more, shape = (ids != -100).any(-1), {}, x.shape
+        if unequal:
+            x, ids = x.detach().view(-1, H).requires_grad_(), ids.view(-1, 4)
+            kept = torch.rand(ids.shape, device=DEVICE) < 0.7
+            ids, offsets = ids[kept], F.pad(kept.sum(1).cumsum(0), (1, 0))
+            counts = torch.stack([(part != -100).any() for part in ids.split(kept.sum(1).tolist())])
+            more = dict(offsets=offsets)
+        got, want = (linear_ids_log_probs(x, weight, ids, bias=bias, entropy=entropy, skip_ignored=skip, **more) for skip in (True, False))
+        want = want[0], *(t * counts for t in want[1:])
+        upstream = [torch.randn_like(t) for t in got]
+        all_close(f"{entropy} {unequal}", *((*r, *torch.autograd.grad(r, (x, weight, bias), upstream)) for r in (got, want)), 2e-6)
+        assert got[1].eq(0).equal(~counts) and 0 < counts.sum() < counts.numel()
+    none = linear_ids_log_probs(x, weight, torch.full_like(ids, -100), skip_ignored=True, **more)
+    assert all(t.eq(0).all() for t in none)
+
+
+def flops():
+    x, weight, bias, ids = problem(4)
+    from torch.utils.flop_counter import FlopCounterMode
+    with FlopCounterMode(display=False) as counted:
+        log_probs, lse = linear_log_probs(x, weight, ids)
+    tokens, gemm = len(ids.view(-1, 4)), 2 * H * V * len(ids.view(-1, 4))
+    assert counted.get_total_flops() == gemm + 2 * H * 4 * tokens, counted.get_total_flops()
+    with FlopCounterMode(display=False) as counted:
+        (log_probs.sum() + lse.sum()).backward()
+    assert counted.get_total_flops() == 3 * gemm, counted.get_total_flops()
 
 
 def by_offsets():
@@ -154,7 +199,7 @@ def wrong_arguments():
              (RuntimeError, "softcap is -1", dict(softcap=-1.0)))
     for kind, part, more in wrong:
         raises(kind, part, lambda: linear_ids_log_probs(**{**dict(x=x, weight=weight, ids=ids, bias=bias), **more}))
-    raises(ValueError, "exclude group", lambda: linear_log_probs(x, weight, ids, skip_ignored=True))
+    raises(ValueError, "exclude group", lambda: linear_log_probs(x, weight, ids, outputs=["correct"]))
     log_probs, lse = linear_ids_log_probs(x, weight, ids)
     first, = torch.autograd.grad(log_probs.sum(), x, create_graph=True)
     raises(RuntimeError, "no second derivative", lambda: first.sum().backward())
@@ -168,5 +213,5 @@ def wrong_arguments():
 
 
 if __name__ == "__main__":
-    tests = values, by_offsets, what_is_made_of_it, compiled_narrow_and_invariant, wrong_arguments
+    tests = values, entropies, ignored_tokens_are_skipped, flops, by_offsets, what_is_made_of_it, compiled_narrow_and_invariant, wrong_arguments
     run({test.__name__: test for test in tests})

@@ -5,6 +5,7 @@ Builds a library of its own for the CPU, and the usual one for a GPU.
 """
 import array
 import ctypes
+import fcntl
 import functools
 import itertools
 import json
@@ -34,8 +35,12 @@ def address(elements):
 
 
 def build(folder, *settings):
-    """The path of a library built in the folder."""
-    done = subprocess.run(["make", "-s", *settings, f"LIBLCE_BUILD={folder}", f"LIBLCE={folder}/liblce.so", "liblce.so"], cwd=ROOT, capture_output=True, text=True)
+    """The path of a library built in the folder, by one of the tests that run at the same time."""
+    os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
+    with open(os.path.join(ROOT, folder, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["make", "-s", *settings, f"LIBLCE_BUILD={folder}", f"LIBLCE={folder}/liblce.so", "liblce.so"],
+                              cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return os.path.join(ROOT, folder, "liblce.so")
 

@@ -91,12 +91,15 @@ HARNESS_TEST(test_refusals) {
                             .offsets = MAYBE(offsets)};
     refusals_try(h->backend, &tried[OF_lce_id_logits], &values);
     refusals_try(h->backend, &tried[OF_lce_id_log_probs], &values);
-    LceIdGradients gradients = {.per_p = of_n,
+    LceIdGradients gradients = {.factors = factors,
+                                .anchors = targets,
                                 .targets = targets,
                                 .log_probs = of_m,
                                 .lse = of_n,
                                 .dlog_probs = of_m,
                                 .dlse = MAYBE(of_n),
+                                .entropy = MAYBE(of_n),
+                                .dentropy = MAYBE(of_n),
                                 .ids = ids,
                                 .offsets = MAYBE(offsets)};
     refusals_try(h->backend, &tried[OF_lce_id_factors], &gradients);

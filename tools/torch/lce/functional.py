@@ -1,4 +1,5 @@
-"""linear_cross_entropy and linear_log_probs: an operator over liblce.so and two ways to differentiate it.
+"""linear_cross_entropy, and linear_log_probs of one target a token: an operator over liblce.so and two ways to
+differentiate it.
 
 A scalar loss computes its gradients in the forward pass; the backward pass scales them. A loss per token
 keeps O(N), and its backward pass is one more call with the tokens' weights, since dW cannot be scaled
@@ -151,20 +152,30 @@ def empty(x, weight, dtype, dweight_dtype, wanted):
     return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in itertools.zip_longest(shapes, (True, *wanted)))
 
 
-# Opaque to torch.compile. The tags: calls that sample differ, and the host draws their seed and may allocate.
-# The name changes with the schema, since Inductor's cache on disk would call the operator of an earlier
-# version by its schema.
+OPERATORS = torch.library.Library("lce", "FRAGMENT")  # a custom_op would import torch._dynamo at its first call
+
+
+def operator_of(name, call, fake, schema, *tags):
+    """An operator opaque to torch.compile. Its name changes with the schema: Inductor's cache on disk would call the
+    operator of an earlier version by its schema. PyTorch 2.6 lacks some tags."""
+    name = f"{name}_{zlib.crc32(schema.encode()):08x}"
+    known = [getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", *tags) if hasattr(torch.Tag, tag)]
+    OPERATORS.define(name + schema, tags=known)
+    OPERATORS.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lce::{name}", fake, lib=OPERATORS)
+    return getattr(torch.ops.lce, name).default
+
+
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
           "Tensor? class_weights, Tensor? log_prob, Tensor? entropy, Tensor(a!)? exps, ScalarType dtype, str group, "
           "SymInt vocab_size, float label_smoothing, float z_loss, float softcap, float temperature, bool invariant, "
           "SymInt chunk, float sampling, bool mean, ScalarType dweight_dtype, bool[] wanted) -> (" + ", ".join(["Tensor"] * 11) + ")")
-operator = torch.library.custom_op(
-    f"lce::linear_cross_entropy_{zlib.crc32(SCHEMA.encode()):08x}", call, mutates_args=("exps",), schema=SCHEMA,
-    tags=[getattr(torch.Tag, tag) for tag in ("nondeterministic_seeded", "cudagraph_unsafe") if hasattr(torch.Tag, tag)])
-operator.register_fake(lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]))
+# The tags: calls that sample differ, and the host draws their seed and may allocate.
+operator = operator_of("linear_cross_entropy", call, lambda x, weight, *more: empty(x, weight, more[8], *more[-2:]), SCHEMA,
+                       "nondeterministic_seeded", "cudagraph_unsafe")
 
 
-@register_flop_formula(operator._opoverload.overloadpacket)
+@register_flop_formula(operator.overloadpacket)
 def flops(x_shape, weight_shape, *more, **_):
     """Of the GEMMs: logits, unless given exponentials, dx, dweight."""
     exps, vocab_size, (_, dx, dweight, *_) = more[7], more[10], more[-1]
@@ -187,18 +198,18 @@ def dweight_dtype(x, weight, options, known=False):
     return dtype if narrow else torch.float32
 
 
-def gradients_of(ctx, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None, exps=None):
-    x, weight, bias, target, _, class_weights = ctx.saved_tensors[:6]
+def gradients_of(ctx, saved, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None, exps=None):
+    x, weight, bias, target, _, class_weights = saved[:6]
     wanted = gradients_wanted(ctx.needs_input_grad, bias, ctx.options[-1])
     return operator(x, weight, bias, target, token_weights, entropy_weights, class_weights, log_prob, entropy, exps, *ctx.options,
                     mean, dweight_dtype(x, weight, ctx.options, log_prob is not None), [False, *wanted, False])[2:5]
 
 
-def returned(ctx, gradients, factor=None):
+def returned(ctx, parameters, gradients, factor=None):
     """What backward() returns: factor times the gradients, in the parameters' dtypes. Eager mode overwrites
     the gradients, and adds to a parameter's main_grad (Megatron's) instead of returning one."""
     functional, results = torch.compiler.is_compiling(), [None] * len(ctx.needs_input_grad)
-    for i, (parameter, gradient) in enumerate(zip(ctx.saved_tensors[:3], gradients)):
+    for i, (parameter, gradient) in enumerate(zip(parameters, gradients)):
         if not ctx.needs_input_grad[i]:
             continue
         main_grad = None if functional else getattr(parameter, "main_grad", None)
@@ -232,13 +243,15 @@ class Constant(torch.autograd.Function):
 
 
 def once(backward):
-    """PyTorch's once_differentiable would return a constant where nothing upstream needs a gradient."""
+    """backward(ctx, saved, *upstream), whose saved tensors are read once: hooks may free what they have handed out.
+    PyTorch's once_differentiable would return a constant where nothing upstream needs a gradient."""
     def refusing(ctx, *upstream):
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = backward(ctx, *upstream)
+            gradients = backward(ctx, saved, *upstream)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # grad mode: create_graph=True
             return gradients
-        return Constant.apply(len(gradients), *gradients, *ctx.saved_tensors[:3], *upstream)
+        return Constant.apply(len(gradients), *gradients, *saved[:3], *upstream)
     return refusing
 
 
@@ -266,11 +279,11 @@ class Reduced(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx, upstream, *_):
-        gradients = ctx.gradients or gradients_of(ctx, ctx.saved_tensors[4], None, ctx.mean)
+    def backward(ctx, saved, upstream, *_):
+        gradients = ctx.gradients or gradients_of(ctx, saved, saved[4], None, ctx.mean)
         if not torch.compiler.is_compiling():
             ctx.gradients = None
-        return returned(ctx, gradients, upstream)
+        return returned(ctx, saved[:3], gradients, upstream)
 
 
 class PerToken(torch.autograd.Function):
@@ -294,18 +307,18 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx, dloss, dentropy, *_):
+    def backward(ctx, saved, dloss, dentropy, *_):
         if dloss is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
         if dloss is None:
             dloss = torch.zeros_like(dentropy)
-        weights, _, log_prob, entropy, exps = ctx.saved_tensors[4:]
+        weights, _, log_prob, entropy, exps = saved[4:]
         dloss = dloss if weights is None else dloss * weights
         if not ctx.want_entropy or dentropy is None:
             dentropy = entropy = None
         # They serve once; a second backward pass makes them again. `data` has a version of its own.
         exps, ctx.kept = exps.data if ctx.kept else None, False
-        return returned(ctx, gradients_of(ctx, dloss, dentropy, False, log_prob, entropy, exps))
+        return returned(ctx, saved[:3], gradients_of(ctx, saved, dloss, dentropy, False, log_prob, entropy, exps))
 
 
 # --- functions ----------------------------------------------------------------------------------------------
@@ -492,14 +505,9 @@ def linear_log_probs(x, weight, target, temperature=1.0, *, bias=None, softcap=0
     tokens keeps N V elements of x's dtype for the backward pass, which then takes two GEMMs instead of three.
     The other arguments: linear_cross_entropy.
 
-    With ids [..., K] in place of a target: log p of each and lse, as linear_ids_log_probs.
+    With ids [..., K] in place of a target: log p of each and lse, and entropies where they are asked for, as
+    linear_ids_log_probs.
     """
-    if isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor) and target.dim() == x.dim():
-        if group is not None or skip_ignored or outputs:
-            raise ValueError("ids [..., K] exclude group, skip_ignored and outputs")
-        from .ids import linear_ids_log_probs
-        return linear_ids_log_probs(x, weight, target, temperature, bias=bias, softcap=softcap, ignore_index=ignore_index,
-                                    chunk=chunk, batch_invariant=batch_invariant)
     tensors, options, flags = prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, temperature, softcap,
                                        chunk, batch_invariant)
     tensors, in_place = counted_alone(tensors, skip_ignored, group, target.shape)

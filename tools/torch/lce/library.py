@@ -23,8 +23,8 @@ class IdsArgs(ctypes.Structure):
     _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "vocab_size", "chunk", "id_count")] +
                 [(name, c_int32) for name in ("ids_int64", "narrow_dweight", "batch_invariant", "check_ids")] +
                 [(name, c_float) for name in ("softcap", "temperature")] +
-                [(name, c_void_p) for name in ("x", "weight", "bias", "ids", "offsets", "log_probs", "lse", "dlog_probs",
-                                               "dlse", "dx", "dweight", "dbias", "stream")])
+                [(name, c_void_p) for name in ("x", "weight", "bias", "ids", "offsets", "log_probs", "lse", "entropy",
+                                               "dlog_probs", "dlse", "dentropy", "dx", "dweight", "dbias", "stream")])
 
 
 # int collective(user, kind, out, x, count, dtype), and the names of its kinds.

@@ -102,7 +102,7 @@ void cpu_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
 }
 
 void cpu_lce_id_factors(Backend *backend, const LceIdGradients *a) {
-  EACH_PARALLEL (n, a->per_p.shape[0]) id_factors_of_row(a, n, inverse_temperature(a->temperature));
+  EACH_PARALLEL (n, a->targets.shape[0]) id_factors_of_row(a, n, inverse_temperature(a->temperature));
 }
 
 void cpu_lce_id_gradients(Backend *backend, const LceIdGradients *a) {

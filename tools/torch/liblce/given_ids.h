@@ -33,28 +33,40 @@ LOSS_ROW void id_log_probs_of_row(const LceIdLogProbs *a, int64_t n, float inv_t
   }
 }
 
+LOSS_ROW void set_entry(Tensor vector, int64_t i, LossReal value) {
+  ((float *)vector.data)[i] = (float)value;
+}
+
 // lce_id_factors of row n.
 LOSS_ROW void id_factors_of_row(const LceIdGradients *a, int64_t n, float inv_temperature) {
-  RowIds r = ids_of_row(a->ids, a->offsets, a->per_p.shape[0], n);
-  LossReal dlse = entry(a->dlse, n), sum = 0;
-  bool counts = dlse != 0;
+  RowIds r = ids_of_row(a->ids, a->offsets, a->targets.shape[0], n);
+  LossReal dlse = entry(a->dlse, n), dentropy = entry(a->dentropy, n), sum = 0, best = -INFINITY;
+  bool counts = dlse != 0 || dentropy != 0;
+  int32_t anchor = IGNORE_INDEX;
   for (int64_t m = r.first; m < r.end; m++) {
     if (r.ids[m] < 0) continue;
     sum += entry(a->dlog_probs, m);
     counts = true;
+    if (!(entry(a->log_probs, m) <= best)) best = entry(a->log_probs, m), anchor = r.ids[m];
   }
-  ((float *)a->per_p.data)[n] = (float)((dlse - sum) * inv_temperature);
+  set_entry(a->factors.log_total, n, anchor >= 0 ? -best : entry(a->lse, n));
+  set_entry(a->factors.per_p, n, (dlse - sum - dentropy * entry(a->entropy, n)) * inv_temperature);
+  set_entry(a->factors.per_distance, n, -dentropy * inv_temperature);
+  set_entry(a->factors.at_target, n, 0);
+  ((int32_t *)a->anchors.data)[n] = anchor;
   ((int32_t *)a->targets.data)[n] = counts ? ELSEWHERE : IGNORE_INDEX;
 }
 
 // lce_id_gradients of entry m of row n, whose duplicates count with it, so that none of the sums cancels.
 LOSS_ROW LossReal id_gradient(const LceIdGradients *a, RowIds r, int64_t n, int64_t m) {
-  LossReal log_prob = entry(a->log_probs, m), own = 0, others = 0;
+  LossReal log_prob = entry(a->log_probs, m), p = exp(log_prob), own = 0, others = 0;
   for (int64_t i = r.first; i < r.end; i++) {
     if (r.ids[i] == r.ids[m]) own += entry(a->dlog_probs, i);
     if (r.ids[i] != r.ids[m] && r.ids[i] >= 0) others += entry(a->dlog_probs, i);
   }
   LossReal temperature = a->temperature > 0 ? a->temperature : 1, cap = a->softcap;
   LossReal slope = cap > 0 ? capped_slope(temperature * (log_prob + entry(a->lse, n)), cap) : 1;
-  return (exp(log_prob) * (entry(a->dlse, n) - others) - own * expm1(log_prob)) * slope / temperature;
+  LossReal d = p * (entry(a->dlse, n) - others) - own * expm1(log_prob);
+  if (p > 0) d -= p * entry(a->dentropy, n) * (log_prob + entry(a->entropy, n));
+  return d * slope / temperature;
 }

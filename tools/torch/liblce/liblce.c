@@ -495,8 +495,8 @@ static IdLogProbs checked_ids(const lce_ids_args *a, const Backend *backend) {
     fail("%s: id_count is %lld for %lld tokens; give a multiple of tokens, or with offsets 1 or more",
          frame->name, (long long)m, (long long)n);
   bool backward = a->dlog_probs;
-  if (!backward && (a->dlse || a->dx || a->dweight || a->dbias))
-    fail("%s: gradients need dlog_probs; give zeros where only dlse is there", frame->name);
+  if (!backward && (a->dlse || a->dentropy || a->dx || a->dweight || a->dbias))
+    fail("%s: gradients need dlog_probs; give zeros where only dlse or dentropy is there", frame->name);
   Dtype dtype = backend->dtype;
   IdLogProbs r = {.call = {.chunk = a->chunk ? a->chunk : lce_default_chunk(backend->device, n),
                            .terms = {.softcap = a->softcap, .temperature = a->temperature},
@@ -507,10 +507,12 @@ static IdLogProbs checked_ids(const lce_ids_args *a, const Backend *backend) {
       {"ids", a->ids, m, 0, a->ids_int64 ? DTYPE_I64 : DTYPE_I32, false, &r.ids},
       {"log_probs", a->log_probs, m, 0, DTYPE_F32, !backward, &r.log_probs},
       {"lse", a->lse, n, 0, DTYPE_F32, !backward, &r.lse},
+      {"entropy", a->entropy, n, 0, DTYPE_F32, !backward, &r.entropy},
       {"bias", a->bias, v, 0, dtype, false, &r.call.bias},
       {"offsets", a->offsets, n + 1, 0, DTYPE_I64, false, &r.offsets},
       {"dlog_probs", a->dlog_probs, m, 0, DTYPE_F32, false, &r.dlog_probs},
       {"dlse", a->dlse, n, 0, DTYPE_F32, false, &r.dlse},
+      {"dentropy", a->dentropy, n, 0, DTYPE_F32, false, &r.dentropy},
       {"dx", a->dx, n, h, dtype, true, &r.call.dx},
       {"dweight", a->dweight, v, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &r.call.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &r.call.dbias}};

@@ -156,11 +156,14 @@ int lce_join(lce_context *context, int rank, int ranks, lce_collective collectiv
 // Returns 0, or 1 with lce_last_error. args is read before the call returns, and not kept.
 int lce_linear_cross_entropy(lce_context *context, const lce_args *args);
 
-// Log-probabilities of ids that each token names, K or by offsets any number, and lse: with v and p as above
+// Log-probabilities of ids that each token names, K or by offsets any number, lse and entropy: with v and p as above
 //
 //   log_probs[m] = v[ids[m]] - lse (0 for -100)        lse[n] = logsumexp(v), also of a row without ids
 //
-// and, given these and dlog_probs, the gradients of sum_m dlog_probs[m] log_probs[m] + sum_n dlse[n] lse[n].
+// and, given these and dlog_probs, the gradients of
+//
+//   sum_m dlog_probs[m] log_probs[m] + sum_n (dlse[n] lse[n] + dentropy[n] entropy[n])
+//
 // Memory is O(N + id_count) and a chunk. A token may have an id twice. The backward
 // pass compares all pairs of a token's ids, which takes time where they are thousands.
 typedef struct {
@@ -174,11 +177,13 @@ typedef struct {
   // [N + 1], rising from 0 to id_count: token n's ids are those from offsets[n] to offsets[n + 1] - 1. NULL:
   // each has K. Wrong ones that are not checked make results wrong, but reach nothing outside of the tensors.
   const int64_t *offsets;
-  float *log_probs, *lse;         // [id_count], [N]: written, or with dlog_probs read
-  const float *dlog_probs, *dlse; // [id_count], [N], or NULL: the forward pass alone; dlse NULL: 0
-  void *dx, *dweight;             // as in lce_args; written
-  float *dbias;                   // [V]; there when bias and dweight are
-  void *stream;                   // as in lce_args
+  float *log_probs, *lse;       // [id_count], [N]: written, or with dlog_probs read
+  float *entropy;               // [N], or NULL: likewise
+  const float *dlog_probs;      // [id_count], or NULL: the forward pass alone
+  const float *dlse, *dentropy; // [N], or NULL: 0; dentropy comes with entropy
+  void *dx, *dweight;           // as in lce_args; written
+  float *dbias;                 // [V]; there when bias and dweight are
+  void *stream;                 // as in lce_args
 } lce_ids_args;
 
 // Returns 0, or 1 with lce_last_error. An id out of range, where it is not refused, counts as -100, but its

@@ -112,15 +112,20 @@ void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, 
     scale_by(backend, (ScaleBy){.out = tensor_flat(a->dx), .x = tensor_flat(dx)});
 }
 
-// The pass over W's rows, with the factors that log_prob and entropy give.
-static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
+GradientFactors push_factors(const Call *c, int64_t tokens) {
   static const char *const names[] = {"log of total", "factors of p", "factors of p times distance",
                                       "target entries"};
+  GradientFactors factors;
+  for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, tokens);
+  return factors;
+}
+
+// The pass over W's rows, with the factors that log_prob and entropy give.
+static void gradients_of_tokens(const Call *c, const LogProbGradients *known) {
   const LinearCrossEntropy *a = c->args;
   int64_t tokens = a->x.shape[0];
   Tensor target_z = push_vector(c, "target logits", DTYPE_F32, tokens);
-  GradientFactors factors;
-  for (int i = 0; i < 4; i++) factors.all[i] = push_vector(c, names[i], DTYPE_F32, tokens);
+  GradientFactors factors = push_factors(c, tokens);
   if (a->shard.vocab_size) {
     Tensor local = push_vector(c, "targets in local rows", DTYPE_I32, tokens);
     lce_split_target_z(c, target_z, local, a->x, a->targets);

@@ -41,6 +41,9 @@ void log_prob_gradients(Backend *backend, LogProbGradients a);
 // Fails where the call's tensors do not fit a pass over blocks of W's rows.
 void check_gradients(const LinearCrossEntropy *call, const Exponentials *kept);
 
+// Vectors for the factors of so many tokens.
+GradientFactors push_factors(const Call *c, int64_t tokens);
+
 // That pass, for the call of `c` and its targets: dx, dweight and dbias of the gradient that
 // LceLogitsGradient makes of factors and anchor, with the entries of given ids unless `ids` is NULL.
 void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, Tensor exps,

@@ -38,8 +38,10 @@ NEEDS(lce_id_logits, LceIdLogProbs, ID_LOG_PROBS)
 NEEDS(lce_id_log_probs, LceIdLogProbs, ID_LOG_PROBS)
 
 #define ID_GRADIENTS                                                                                         \
-  FIELD(lse, "fp32 [N]"), FIELD(per_p, "fp32 [N]"), FIELD(targets, "int32 [N]"), GIVEN_IDS(a->lse.shape[0]), \
-      FIELD(dlog_probs, "fp32 [M]"), FIELD(dlse, "fp32 [N] or absent")
+  FIELD(lse, "fp32 [N]"), GRADIENT_FACTORS, FIELD(anchors, "int32 [N]"), GIVEN_IDS(a->lse.shape[0]),         \
+      FIELD(dlog_probs, "fp32 [M]"), FIELD(dlse, "fp32 [N] or absent"),                                      \
+      FIELD(dentropy, "fp32 [N] or absent"),                                                                 \
+      FIELD(entropy, tensor_exists(a->dentropy) ? "fp32 [N]" : "fp32 [N] or absent")
 NEEDS(lce_id_factors, LceIdGradients, ID_GRADIENTS)
 NEEDS(lce_id_gradients, LceIdGradients, ID_GRADIENTS, FIELD(dlogits, "fp32|bf16 [N, W] strided"))
 

@@ -68,18 +68,25 @@ typedef struct {
   float softcap, temperature;
 } LceIdLogProbs;
 
-// Their gradients, from upstream gradients dlog_probs and dlse.
+// Their gradients, from upstream gradients dlog_probs, dlse and dentropy.
 //
-// lce_id_factors: per_p[n] = (dlse[n] - sum of the row's dlog_probs) / T, the factor of p in all entries but
-//   those of given ids; targets[n] = ELSEWHERE, or IGNORE_INDEX where no id counts and dlse is 0
+// lce_id_factors: what LceLogitsGradient makes all entries of but those of given ids. With S the entropy and
+//   t[n] = dentropy[n]:
+//     per_p[n] = (dlse[n] - sum of the row's dlog_probs - t[n] S[n]) / T;  per_distance[n] = -t[n] / T
+//   anchors[n] = the likeliest given id, and log_total[n] = -log p of it, a difference of logits, so that an offset
+//   common to a row's logits costs p no digits; IGNORE_INDEX and lse[n] where no id is possible
+//   targets[n] = ELSEWHERE, or IGNORE_INDEX where no id counts, and dlse and t are 0
 // lce_id_gradients writes the entries of given ids into the gradient of the logits of W's rows from `first`
 //   on. With p and g the id's probability and the sum of its own dlog_probs:
-//     dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs)) / T du/dz
+//     dlogits[n, id - first] = (g (1 - p) + p (dlse[n] - sum of the other ids' dlog_probs - t (log p + S))) / T du/dz
 typedef struct {
-  Tensor per_p, targets;   // fp32 [N], int32 [N]; written by lce_id_factors
+  GradientFactors factors; // written by lce_id_factors; at_target: 0
+  Tensor anchors, targets; // int32 [N]; likewise
   Tensor dlogits;          // fp32/bf16 [N, W], may be strided; lce_id_factors: absent
   Tensor log_probs, lse;   // fp32 [M], fp32 [N]
-  Tensor dlog_probs, dlse; // fp32 [M]; fp32 [N], or absent: 0
+  Tensor entropy;          // fp32 [N]; given when dentropy is
+  Tensor dlog_probs;       // fp32 [M]
+  Tensor dlse, dentropy;   // fp32 [N], or absent: 0
   Tensor ids, offsets;     // int32 [M], int64 [N + 1] or absent
   int64_t first;
   float softcap, temperature;

@@ -142,11 +142,11 @@ void cuda_lce_id_log_probs(Backend *backend, const LceIdLogProbs *a) {
 
 static __global__ void id_factors_kernel(const __grid_constant__ LceIdGradients a, float inv_temperature) {
   int64_t n = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (n < a.per_p.shape[0]) id_factors_of_row(&a, n, inv_temperature);
+  if (n < a.targets.shape[0]) id_factors_of_row(&a, n, inv_temperature);
 }
 
 void cuda_lce_id_factors(Backend *backend, const LceIdGradients *a) {
-  launch_kernel(per_element(backend, "lce_id_factors", a->per_p.shape[0]), id_factors_kernel, *a,
+  launch_kernel(per_element(backend, "lce_id_factors", a->targets.shape[0]), id_factors_kernel, *a,
                 inverse_temperature(a->temperature));
 }
 
