@@ -53,8 +53,7 @@ int32_t sampling_draw(const Sampling *s, const float *logits, int64_t vocab_size
   int32_t best = 0;
   for (int64_t v = 0; v < vocab_size; v++) {
     if (!(logits[v] < INFINITY))
-      fail("the logit of token %lld is %g; there is NaN or infinity among the weights", (long long)v,
-           logits[v]);
+      fail("the logit of token %lld is %g: some weight is NaN or infinite", (long long)v, logits[v]);
     if (logits[v] > logits[best]) best = (int32_t)v;
   }
   if (s->temperature == 0) return best;

@@ -30,8 +30,8 @@ static void require_tokenizer(const Options *o, const Source *source) {
     if (!found)
       warn("%s does not exist: nothing says whether %s is of the tokenizer of the model", theirs.text, path);
     if (found && !same)
-      fail("%s is not of the model's tokenizer: %s and %s differ; make it again with tools/prepare_data.py "
-           "--tokenizer %s, or give --other-tokenizer to take it all the same",
+      fail("%s was not made with the model's tokenizer (%s and %s differ); make it again with "
+           "tools/prepare_data.py --tokenizer %s, or give --other-tokenizer to use it anyway",
            path, theirs.text, own.text, o->origin);
   }
 }

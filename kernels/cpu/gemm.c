@@ -57,8 +57,8 @@ void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, T
     int64_t m = out.shape[0], n = out.shape[1], k = a.shape[!a_transposed];
     if (m > INT_MAX || n > INT_MAX || k > INT_MAX || a.stride > INT_MAX || b.stride > INT_MAX ||
         out.stride > INT_MAX)
-      fail("a GEMM of %lld by %lld by %lld has an axis that CBLAS cannot count", (long long)m, (long long)n,
-           (long long)k);
+      fail("a GEMM of %lld by %lld by %lld is too large for this CBLAS, whose sizes have 32 bits",
+           (long long)m, (long long)n, (long long)k);
     cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
                 b_transposed ? CblasTrans : CblasNoTrans, (int)m, (int)n, (int)k, alpha, a.data,
                 (int)a.stride, b.data, (int)b.stride, accumulate ? 1.0f : 0.0f, out.data, (int)out.stride);

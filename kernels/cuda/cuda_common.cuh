@@ -438,8 +438,8 @@ void add_partials(Backend *backend, std::initializer_list<Tensor> outs, const fl
 void segment_add(Backend *backend, Tensor out, const int32_t *ids, Tensor x, const float *coefficients,
                  float alpha, bool accumulate, void *workspace);
 
-// copy_engines.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before it
-// is added to out.
+// copy_engines.cu: out (+)= the sum over r of shares [ranks, out's elements], in that order, rounded before
+// it is added to out.
 void sum_shares(cudaStream_t stream, Tensor out, const void *shares, int ranks, bool accumulate);
 // Memory for weights and gradients, which ranks share; NULL if they cannot, or if it fails.
 void *cuda_shared_allocate(Backend *backend, size_t bytes);

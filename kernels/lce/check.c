@@ -29,7 +29,7 @@ static void check_sampling(const LinearCrossEntropy *args) {
          "and nothing without",
          tensor_text(stats).text, mass);
   if (mass > 0 && tensor_exists(args->dweight) && !tensor_exists(args->dx))
-    fail("linear_cross_entropy: sampling makes dx where it makes dweight; give dx, too");
+    fail("linear_cross_entropy: sampling computes dx together with dweight: pass dx as well");
   if (mass > 0 && (args->mode == LCE_MATERIALIZED || beyond_row_sums(args)))
     fail("linear_cross_entropy: sampling knows only the rows' sums; leave it out, or the materialized mode, "
          "a bias, a soft-cap, and largest logits, predictions, entropies and log_sum_sq_probs");

@@ -271,11 +271,12 @@ static void refuse_foreign(const char *directory, int64_t first_step, bool own, 
     if (ahead && may_replace && !remove_folder(path_in(directory, name).text, &reason))
       fail("--save %s: %s; move it away", directory, reason.text);
     if (ahead && !may_replace)
-      fail("--save %s: %s is there, which is ahead of this run; --resume auto continues from it, or name "
-           "another directory",
+      fail("--save %s already contains %s, which is further along than this run; --resume auto continues "
+           "from it, or name another directory",
            directory, name);
     if (is_step(name) && !may_replace && !own)
-      fail("--save %s: %s is there, which is not of this run; name another directory, or move it away",
+      fail("--save %s already contains %s, which is not of this run; name another directory, or move it "
+           "away",
            directory, name);
     if ((is_ours(name) || is_latest(name)) && !is_own_link(directory, name))
       fail("--save %s: it holds a model that is no checkpoint (%s is not from this program); name another "

@@ -312,7 +312,7 @@ static void check_set(Model *model, const TensorSet *set) {
       const Parameter *p = owner_of(model, set, t.entry->name);
       if (!p && means_nothing(model, t.entry->name)) continue;
       if (!p)
-        fail("%s holds %s %s, for which the model that config.json describes has no place", file->path,
+        fail("%s contains %s %s, which the model described by config.json does not have", file->path,
              t.entry->name, safetensors_shape(t.entry).text);
       StoredTensor *place = &stored[p - model->parameters.items];
       if (place->entry) fail("%s holds %s, which %s holds too", file->path, t.entry->name, place->file->path);

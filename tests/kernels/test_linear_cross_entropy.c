@@ -616,7 +616,7 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "whose hidden sizes differ", a.weight = wide);
   ASSERT_REFUSED(h, call, "a chunk of 0 tokens", a.chunk = 0);
   ASSERT_REFUSED(h, call, "scale is inf, which is not finite", a.scale = INFINITY);
-  ASSERT_REFUSED(h, call, "give dx, too", (a.dx.data = NULL, a.sampling.full_mass = 1));
+  ASSERT_REFUSED(h, call, "pass dx as well", (a.dx.data = NULL, a.sampling.full_mass = 1));
   ASSERT_REFUSED(h, call, "where it is written once", (a.dweight.dtype = DTYPE_BF16, a.accumulate = true));
   call.dx = call.dweight = (Tensor){0};
   ASSERT_REFUSED(h, call, "which holds no token", a.x = tensor_rows(a.x, 0, 0));

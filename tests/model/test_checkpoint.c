@@ -80,14 +80,14 @@ TEST(what_is_missing_left_over_or_misshapen_is_named) {
   Tensor some = t.list[0].tensor; // [20, 8]
   add_tensor(&t, "model.layers.1.mlp.up_proj.weight", some);
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES),
-               "model.safetensors holds model.layers.1.mlp.up_proj.weight [20, 8]", "no place");
+               "model.safetensors contains model.layers.1.mlp.up_proj.weight [20, 8]", "does not have");
   snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "norm.weight"); // model.norm.weight's other name
   t.list[t.count - 1].tensor = t.list[t.count - 2].tensor;
   ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds", "norm.weight", "holds too");
   snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "model.layers.0.self_attn.rotary_emb.inv_freq");
   load_tampered(&t, CHECKPOINT_SHARD_BYTES); // which old files have, and which means nothing
   snprintf(t.list[t.count - 1].name, sizeof t.list[0].name, "evil\x1B[2J\xFF");
-  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "holds evil\\x1B[2J\\xFF");
+  ASSERT_FAILS(load_tampered(&t, CHECKPOINT_SHARD_BYTES), "contains evil\\x1B[2J\\xFF");
   t.count--;
   t.list[0].tensor = tensor_reshape_2d(some, 8, 20);
   ASSERT_FAILS(
@@ -479,10 +479,10 @@ TEST(the_newest_are_kept) {
   save_steps(run, &store, (const int64_t[]){1000002}, 1);
   ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, 2000000, true), "another run is writing");
   checkpoint_store_close(&store);
-  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, -1, false), "step-1000002 is there",
+  ASSERT_FAILS(checkpoint_store_open(directory, NULL, NULL, 0, -1, false), "already contains step-1000002",
                "--resume auto");
   ASSERT_FAILS(checkpoint_store_open(directory, temp_path("elsewhere"), NULL, 0, 2000000, false),
-               "step-1000002 is there, which is not of this run"); // and which --keep would remove
+               "already contains step-1000002, which is not of this run"); // and which --keep would remove
   run_close(run);
 }
 

@@ -260,7 +260,7 @@ HARNESS_TEST(test_master_weights) {
 
 enum { PARTS = 3 };
 static Model parts[PARTS];
-static ParameterGroup gathered; // of whose first moments
+static ParameterGroup gathered; // the group whose first moments are tested
 
 static void gather_parts(Backend *backend, const Collective *a) {
   for (int part = 0; part < PARTS; part++) {

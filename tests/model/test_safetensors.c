@@ -19,7 +19,7 @@ static char *file_of(const char *header, int64_t length, size_t data, size_t *si
   strcpy(bytes + 8, header);
   quote(bytes + 8);
   memcpy(bytes, &claimed, 8);
-  return realloc(bytes, *size); // to the byte, so that ASan detects any read beyond
+  return realloc(bytes, *size); // exactly, so that ASan detects any read beyond
 }
 
 #define F32(name, shape, place) "'" name "':{'dtype':'F32','shape':" shape ",'data_offsets':" place "}"

@@ -338,7 +338,7 @@ CONTEXT_TEST(test_wrong_arguments) {
     }
   }
   REFUSED("a chunk of -1 tokens; give 1 or more, or 0", a.chunk = -1);
-  REFUSED("give dx, too", (a.dx = NULL, a.sample = 1, a.scale = 0));
+  REFUSED("pass dx as well", (a.dx = NULL, a.sample = 1, a.scale = 0));
   float exps[7 * 33], a_row[7] = {0};
   REFUSED("exps are kept by a call without gradients, in one chunk", (a.exps = exps, a.chunk = 7));
   REFUSED("exps are kept by a call without gradients, in one chunk",

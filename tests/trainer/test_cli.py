@@ -591,7 +591,7 @@ def test_shards_of_another_tokenizer(folder):
     assert "differ" not in train(line + f"--data {made}").ok().err
     (made / "tokenizer.json").write_text('{"model": 2}')
     for options in (f"--data {made}", f"--data '{made}/train_*.bin'", f"--val-data {made}/val_000000.bin --data {model}/tokens.bin"):
-        train(line + options).refused("is not of the model's tokenizer: ", "or give --other-tokenizer")
+        train(line + options).refused("was not made with the model's tokenizer (", "or give --other-tokenizer")
     train(line + f"--data {made} --other-tokenizer --save {folder}/saved").ok()
     assert (output := train(f"--device cpu --resume {folder}/saved --steps 2").ok()).err.count("lce:") == 2, output
     os.remove(made / "tokenizer.json")

@@ -337,7 +337,7 @@ def test_numbers_are_short(folder):
 def test_what_cannot_be_saved_is_said(folder):
     run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --save {folder}/full --save-every 6").fails(  # 20,000 bytes a file
         "no checkpoint after step 6: cannot write", "File too large; there is no checkpoint of this run yet", "no checkpoint after step 12")
-    train(RUN + f"--save {straight()}").refused("which is ahead of this run; --resume auto continues from it")
+    train(RUN + f"--save {straight()}").refused("which is further along than this run; --resume auto continues from it")
 
 
 straight()
