@@ -121,6 +121,31 @@ TEST(test_sharded_roles) {
   backend_destroy(plan);
 }
 
+// A layer above BUCKET_BYTES is cut into equal buckets, so that none reaches into the next layer; slices align.
+TEST(test_buckets_of_a_layer) {
+  enum { RANKS = 3 };
+  ModelConfig config = small("llama-tiny");
+  config.hidden_size = 1024, config.num_attention_heads = config.num_key_value_heads = 16;
+  config.head_dim = 64, config.intermediate_size = 2730, config.num_hidden_layers = 2;
+  for (int muon = 0; muon < 2; muon++) {
+    Backend *plan = plan_backend_create(ON_CPU, DTYPE_F32);
+    plan->ranks = RANKS;
+    Model model;
+    ParameterDtypes dtypes = all_fp32;
+    dtypes.zero = muon ? 1 : 2, dtypes.optimizer = muon ? OPTIMIZER_MUON : OPTIMIZER_ADAMW;
+    model_create(&model, &config, plan, dtypes, 40);
+    const ParameterSet *p = &model.parameters;
+    int64_t layer = p->sharding.layer, bucket = p->bucket[GROUP_MATRICES];
+    assert_true(layer / (RANKS * MEMORY_ALIGNMENT / 2) %
+                ceil_div(4 * layer, BUCKET_BYTES)); // not equal as yet
+    assert_in_range(bucket, BUCKET_BYTES / 4 / 4, BUCKET_BYTES / 4);
+    assert_int_equal(layer % bucket, 0);
+    assert_int_equal(bucket % (RANKS * MEMORY_ALIGNMENT / 2), 0);
+    model_destroy(&model);
+    backend_destroy(plan);
+  }
+}
+
 static void assert_close(double got, double want, double relative) {
   if (!(fabs(got - want) <= relative * fabs(want))) fail_msg("%.9g, should be %.9g", got, want);
 }
