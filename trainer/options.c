@@ -262,8 +262,15 @@ int64_t options_used_chunk(const Options *o) {
 }
 
 // With --compare-modes both modes' plans count the codes, which exist in both.
-bool options_fp8_logits(const Options *o) {
-  return o->dtypes.fp8 == FP8_ALL && !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
+ParameterDtypes options_used_dtypes(const Options *o) {
+  ParameterDtypes used = o->dtypes;
+  bool logits = !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
+  if (used.fp8 == FP8_ALL && !logits) used.fp8 = FP8_LAYERS;
+  return used;
+}
+
+Text options_precision(const Options *o) {
+  return text_of("%s%s", dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "");
 }
 
 const char *options_words(const Options *o, const char *name, char words[64]) {

@@ -90,6 +90,7 @@ extern const Option options_rows[];
 void options_read(Options *options, int argc, char **argv); // the command line; resume_find comes next
 void options_resolve(Options *options);                     // all but what depends on the device
 void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
+void options_resolve_backend(Options *options, const Backend *backend); // what the device lacks
 void options_free(Options *options);
 
 // options_read for a program that has some of these options: their rows are the table's. Without validation
@@ -99,8 +100,9 @@ void options_parse(Options *options, const OptionTable *table, int argc, char **
 bool options_given(const Options *options, const char *name);
 // The tokens of a chunk that the steps use; lce_chunk is the maximum.
 int64_t options_used_chunk(const Options *options);
-// True if the loss's logits are computed from FP8 codes.
-bool options_fp8_logits(const Options *options);
+// Returns the dtypes asked for, less what the device or the mode of the loss does not have.
+ParameterDtypes options_used_dtypes(const Options *options);
+Text options_precision(const Options *options); // for the plan's first line
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...

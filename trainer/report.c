@@ -125,10 +125,11 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
     snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
              (long long)options_used_chunk(o));
   printf("loss     %s, recompute %s\n", loss, options_recompute(o).text);
-  const char *logits = options_fp8_logits(o)      ? " and the loss's logits"
-                       : o->dtypes.fp8 == FP8_ALL ? "; the loss's logits stay exact"
-                                                  : "";
-  if (o->dtypes.fp8)
+  Fp8Use fp8 = options_used_dtypes(o).fp8;
+  const char *logits = fp8 == FP8_ALL         ? " and the loss's logits"
+                       : fp8 != o->dtypes.fp8 ? "; the loss's logits stay exact"
+                                              : "";
+  if (fp8)
     printf("fp8      the layers' GEMMs%s%s\n", logits,
            backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
@@ -170,13 +171,14 @@ void report_close(Report *r) {
 
 void report_start(Report *r, const Backend *backend, const char *data) {
   const Options *o = r->options;
+  Fp8Use fp8 = options_used_dtypes(o).fp8;
   LOG("start", STR("device", backend->description), LOG_RUN(o, o->pass.mode),
       NUM("parameters", model_parameter_count(&o->model)),
       NUM("num_hidden_layers", o->model.num_hidden_layers), NUM("total_batch", o->total_batch),
       NUM("ranks", o->ranks), NUM("steps", o->steps), NUM("seed", o->seed),
       OPTIONAL("rope_theta", o->model.learned_positions ? NAN : o->model.rope_theta),
-      {"fp8", .item = cJSON_CreateBool(o->dtypes.fp8 != FP8_NONE)},
-      {"fp8_logits", .item = cJSON_CreateBool(options_fp8_logits(o))}, STR("data", data),
+      {"fp8", .item = cJSON_CreateBool(fp8 != FP8_NONE)},
+      {"fp8_logits", .item = cJSON_CreateBool(fp8 == FP8_ALL)}, STR("data", data),
       OPTIONAL("peak_flops_per_second", r->peak));
   putchar('\n');
   fflush(stdout); // the first step, or all of an evaluation, may take long

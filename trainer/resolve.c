@@ -231,3 +231,10 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
 }
+
+void options_resolve_backend(Options *o, const Backend *backend) {
+  if (o->dtypes.fp8 && backend->no_fp8)
+    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
+         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
+  o->no_sampling = backend->no_sampling;
+}

@@ -45,9 +45,7 @@ static void reserve_statistics(Trainer *t) {
 void trainer_create(Trainer *t, const Options *o, Backend *backend) {
   *t = (Trainer){.options = o, .backend = backend, .transformer = o->pass};
   int64_t tokens = batch_tokens(t), step_tokens = o->micro_steps * tokens;
-  ParameterDtypes dtypes = o->dtypes;
-  if (dtypes.fp8 && !options_fp8_logits(o)) dtypes.fp8 = FP8_LAYERS;
-  model_create(&t->model, &o->model, backend, dtypes, o->seq_len);
+  model_create(&t->model, &o->model, backend, options_used_dtypes(o), o->seq_len);
   t->tokens = reserve_table(backend, "tokens", DTYPE_I32, tokens);
   t->targets = reserve_table(backend, "targets", DTYPE_I32, tokens);
   t->positions = reserve_table(backend, "counted positions", DTYPE_I32, tokens);
@@ -330,11 +328,8 @@ Backend *machine_open(Options *o) {
   }
   require_same_device(backend, reason);
   options_resolve_dtypes(o, backend != NULL);
-  if (backend && o->dtypes.fp8 && backend->no_fp8)
-    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
-         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   if (!backend) backend = cpu_backend_create(false);
-  o->no_sampling = backend->no_sampling;
+  options_resolve_backend(o, backend);
   o->card = card_of(backend->description);
   size_t given = bytes_from_gib(o->device_memory);
   if (given && given < machine_usable_bytes(backend)) {
