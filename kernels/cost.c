@@ -130,7 +130,7 @@ double gpu_peak_flops(const char *name) {
   return NAN;
 }
 
-// H100: solved for from measured steps of llama-1b, in bf16 and FP8, and gpt2-124m. A CPU's ratios are rough.
+// H100: solved for from measured steps of llama-1b, with codes and without, and gpt2-124m. A CPU's ratios are rough.
 static const Card cards[] = {
     {"H100", 722e12, 1300e12, .memory = 2.95e12, .host = 50e9, .links = 250e9, .launch = 3e-6, .tail = 8e-6},
     {"H200", 722e12, 1300e12, .memory = 4.13e12, .host = 50e9, .links = 250e9, .launch = 3e-6, .tail = 8e-6},

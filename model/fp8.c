@@ -95,8 +95,8 @@ static Tensor reserve_codes(Memory *memory, const char *name, int64_t rows, int6
 }
 
 // All layers share the memory of one layer's codes, and each has its maxima.
-void fp8_reserve(Model *m, Memory *memory, Fp8Use use) {
-  for (int i = 0; use && i < MATRICES; i++) {
+void matmuls_reserve(Model *m, Memory *memory, ParameterDtypes dtypes) {
+  for (int i = 0; dtypes.fp8 && i < MATRICES; i++) {
     Tensor value = matrix_of(m->layers, i)->value;
     Quantized fp8 = {.codes = reserve_codes(memory, "FP8 weights", value.shape[0], value.shape[1]),
                      .transposed =
@@ -106,7 +106,7 @@ void fp8_reserve(Model *m, Memory *memory, Fp8Use use) {
       matrix_of(&m->layers[l], i)->quantized = fp8;
     }
   }
-  if (use != FP8_ALL) return;
+  if (dtypes.fp8 != FP8_ALL) return;
   Tensor head = m->head.grad; // of the rows that the loss reads
   m->head_codes =
       (QuantizedRows){.codes = reserve_codes(memory, "FP8 head", head.shape[0], head.shape[1]),

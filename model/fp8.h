@@ -3,8 +3,6 @@
 
 #include "model/pass.h"
 
-// Reserves a model's codes.
-void fp8_reserve(Model *m, Memory *memory, Fp8Use use);
 // True if the pass trains with --fp8.
 bool fp8_used(const Pass *p);
 

@@ -1,4 +1,4 @@
-#include "model/fp8.h"
+#include "model/model.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -205,7 +205,7 @@ void model_create(Model *m, const ModelConfig *config, Backend *backend, Paramet
   const Sharding *sharding = &m->parameters.sharding;
   if (sharding->split_head)
     m->shard = (VocabShard){.first = sharding->head_rows.offset, .vocab_size = config->vocab_size};
-  fp8_reserve(m, &backend->memory, dtypes.fp8);
+  matmuls_reserve(m, &backend->memory, dtypes);
   if (!config->learned_positions) make_rope_table(m, backend, seq_len);
 }
 

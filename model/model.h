@@ -29,7 +29,7 @@ typedef struct {
   Layer *layers;
   WeightAndBias final_norm;
   Weight head;              // [V, H]: the token embedding itself if tied; the local rows if split
-  QuantizedRows head_codes; // fp8.c's
+  QuantizedRows head_codes; // of the rows that the loss reads, or absent
   VocabShard shard;         // the local rows; {0, 0}: the head is whole
   Tensor rope_angles;       // fp32 [seq_len, A], not GPT-2: cosines, then sines, of what rotates
 } Model;
@@ -39,6 +39,8 @@ typedef struct {
 // model must not move.
 void model_create(Model *model, const ModelConfig *config, Backend *backend, ParameterDtypes dtypes,
                   int64_t seq_len);
+// A part of model_create: reserves what the matmuls of training read besides the weights (matmuls_enter).
+void matmuls_reserve(Model *model, Memory *memory, ParameterDtypes dtypes);
 // The rows of the head [., H] that this rank computes the training loss with.
 Tensor model_head_shard(const Model *model);
 void model_destroy(Model *model);

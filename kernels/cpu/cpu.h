@@ -40,7 +40,7 @@ void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, T
               float alpha, bool accumulate);
 const char *cpu_blas(void); // the library's name; NULL: none
 
-// --- fp8.c -------------------------------------------------------------------------------------------------
+// --- codes -------------------------------------------------------------------------------------------------
 
 // Writes the values that x stands for to `to`.
 Tensor cpu_dequantize(Quantized x, float *to);
