@@ -113,16 +113,21 @@ void matmuls_reserve(Model *m, Memory *memory, ParameterDtypes dtypes) {
                       .scale = memory_reserve_1d(memory, "FP8 scale", MEMORY_WEIGHTS, DTYPE_F32, 1)};
 }
 
-// The backward pass's first layer was the last to enter. Maxima are those of the step's first pass.
+// The forward pass reads codes along one dimension of a matrix and the backward pass along the other; one that
+// computes matmuls again needs both, and so does the last layer, which the backward pass does not enter again.
+// Maxima are those of the step's first pass.
 void matmuls_enter(const Pass *p, int64_t l, Direction direction) {
   Model *model = p->model;
-  bool entered = direction == BACKWARD && l == model->config.num_hidden_layers - 1;
-  if (!fp8_used(p) || entered) return;
+  bool forward = direction == FORWARD, last = l == model->config.num_hidden_layers - 1;
+  bool for_forward = forward || p->recompute >= RECOMPUTE_MLP, for_backward = !forward || last;
+  if (!fp8_used(p) || (last && !forward)) return;
   for (int i = 0; i < MATRICES; i++) {
     const Weight *w = matrix_of(&model->layers[l], i);
-    Quantized fp8 = w->quantized;
-    fp8.amax_known = !p->first || direction == BACKWARD;
-    quantize(p->backend, (Quantize){.out = fp8, .x = w->value});
+    Quantized all = w->quantized, out = {.amax = all.amax, .amax_known = !p->first || !forward};
+    bool in_out_layout = model->config.in_out_layout; // whose forward pass reads the transposed ones
+    if (in_out_layout ? for_backward : for_forward) out.codes = all.codes;
+    if (in_out_layout ? for_forward : for_backward) out.transposed = all.transposed;
+    quantize(p->backend, (Quantize){.out = out, .x = w->value});
   }
 }
 
