@@ -256,5 +256,6 @@ int main(int argc, char **argv) {
     status = close_run(&run);
   }
   options_free(&options);
+  if (!status && stdout_ok()) end_by_signal();
   return status;
 }

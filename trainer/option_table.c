@@ -105,7 +105,8 @@ void option_set(const Option *o, void *values, const char *text) {
 
 double option_number(const Option *o, const void *values) {
   bool pointer = o->type == OPTION_TEXT || o->type == OPTION_LIST;
-  if (o->type == OPTION_NUMBER) return *(const double *)((const char *)values + o->offset);
+  const void *field = (const char *)values + o->offset;
+  if (o->type == OPTION_NUMBER) return *(const double *)field;
   return pointer ? stored(o, values) != 0 : (double)stored(o, values);
 }
 

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include "kernels/base/alloc.h"
 #include "kernels/base/fail.h"
@@ -278,9 +279,11 @@ int32_t *trainer_sample(Trainer *t, const int32_t *prompt, int64_t prompt_count,
 // --- signals, and the backend ------------------------------------------------------------------------------
 
 volatile sig_atomic_t stop_requested;
+static volatile sig_atomic_t stop_signal;
 
 static void request_stop(int signal_number) {
   stop_requested = 1;
+  stop_signal = signal_number;
   // A second one ends the program at once; but a closed terminal sends several, and a CPU limit one a second.
   if (signal_number != SIGHUP && signal_number != SIGXCPU) signal(signal_number, SIG_DFL);
 }
@@ -293,6 +296,14 @@ void stop_on_signals(void) {
   if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN); // nohup
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN); // a file that may not grow then fails with a sentence, like a full disk
+}
+
+// A rank among several leaves this to its launcher, which would kill the others with it.
+void end_by_signal(void) {
+  if (!stop_signal || ranks_self()->ranks > 1) return;
+  setrlimit(RLIMIT_CORE, &(struct rlimit){0}); // SIGXCPU's
+  signal(stop_signal, SIG_DFL);
+  raise(stop_signal);
 }
 
 // This rank's GPU, in the ranks' order on this machine. Slurm may make only one visible to each rank.

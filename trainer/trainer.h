@@ -134,6 +134,8 @@ void trainer_gradient_pass(Trainer *trainer);
 // Not 0 once a signal asks the run to stop; it then saves its weights.
 extern volatile sig_atomic_t stop_requested;
 void stop_on_signals(void);
+// Ends the program by the signal that stopped the run, if one did: a shell's loop of runs ends with it.
+void end_by_signal(void);
 
 // Creates the backend that the options select, and resolves their dtypes. Without a GPU --device cuda fails,
 // and --device auto prints why none is used. The caller destroys it.

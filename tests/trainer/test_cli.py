@@ -12,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import tap  # noqa: E402
-from program import (ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
+from program import (Process, ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
                      tensors, train, write_mask, write_manifest, write_shard)
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
@@ -647,7 +647,8 @@ def test_signals(folder):
         assert '{"event":"step","step":1,' in so_far and so_far.endswith("\n")
         for _ in range(times):
             os.kill(p.pid, number)
-        output = p.finish().ok("all together (ledger)", says)
+        output = p.finish()
+        assert output.status == -number and "all together (ledger)" in output.out and says in output.out, output
         last = read_log(folder / "log")[-1]
         said = int(re.search("stopped after step (.*) on a signal", output.out)[1])
         assert not output.err and last["event"] == "summary" and last["stopped"] and last["val_loss"] > 0
@@ -657,7 +658,13 @@ def test_signals(folder):
     p.wait_for("step 1/9")
     time.sleep(0.5)
     os.kill(p.pid, signal.SIGTERM)
-    p.finish(20).ok("stopped after step 1 on a signal", "saved in ")
+    output = p.finish(20)
+    assert output.status == -signal.SIGTERM and "stopped after step 1 on a signal" in output.out and "saved in " in output.out, output
+    # A shell's loop of runs ends with one Ctrl-C.
+    loop = Process("setsid", "env", "--default-signal=INT", "bash", "-c", f"for i in 1 2 3; do echo run $i; {TRAIN} {ENDLESS}; done")
+    loop.wait_for("step 1/1000000")
+    os.killpg(loop.pid, signal.SIGINT)
+    assert loop.finish(20).out.count("run ") == 1
     # Nor for that of the last validation; a second signal ends the one after the save.
     p = start(TINY + f"--steps 1 --sample-every 0 --seq-len 1 --batch 1 --val-fraction 0.9 --eval-batches 0 --save {folder}/last")
     p.wait_for("step 1/1")
@@ -667,7 +674,7 @@ def test_signals(folder):
     assert p.finish(20).status == -signal.SIGTERM
     # A signal that nohup ignores stays ignored.
     run("sh", "-c", f"trap '' HUP; {TRAIN} {ENDLESS} >{folder}/out & p=$!; until grep 'step 1/' {folder}/out; do sleep 0.02; done; "
-        "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p").ok()
+        "kill -HUP $p; sleep 0.5; kill -0 $p || exit 1; kill $p; wait $p; test $? = 143").ok()
 
 
 # A reader that goes away, or a full disk, ends the run like a signal: it saves, and says why.

@@ -423,6 +423,12 @@ def test_tools_launch_kills_what_does_not_end(folder):
              "echo $$ $! >$file; kill -STOP $$")
     together(end, [("stops", stops, "1", signal.SIGTERM), ("ignores", ignores, "1", signal.SIGTERM),
                    ("twice", ignores, "1000", signal.SIGINT, signal.SIGTERM)])
+    # Ranks that save and end as asked: the launcher then ends by the signal itself.
+    p = Process(LAUNCH, 2, "sh", "-c", "trap 'exit 0' TERM; echo ready; while :; do sleep 0.1; done")
+    p.wait_for("ready\nready\n")
+    os.kill(p.pid, signal.SIGTERM)
+    output = p.finish()
+    assert output.status == -signal.SIGTERM and not output.err, output
     run(LAUNCH, 1, "true", LCE_GRACE_SECONDS="soon").fails("LCE_GRACE_SECONDS=soon: give whole seconds")
 
 
