@@ -76,7 +76,7 @@ def compare(what, x, weight, bias, target, most, **options):
 def every_option_alone_and_all_that_go_together():
     options = dict(label_smoothing=0.1, z_loss=0.01, softcap=3.0, temperature=0.7, chunk=5,
                    token_weights=torch.rand(N, device=DEVICE) + 0.5, class_weights=torch.rand(V, device=DEVICE) + 0.5)
-    sets = [{}] + [{k: v for k, v in options.items() if k != without} for without in ("softcap", "label_smoothing")]
+    sets = [{}, options] + [{k: v for k, v in options.items() if k != without} for without in ("softcap", "label_smoothing")]
     sets += [{k: v} for k, v in options.items()]
     for named, reduction, bias in itertools.product(sets, REDUCTIONS, (False, True)):
         compare(f"{list(named)}, {reduction}, bias {bias}", *problem(bias=bias, ignored=5), 5e-6, reduction=reduction, **named)
@@ -493,7 +493,7 @@ def wrong_arguments():
              (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
              (RuntimeError, "temperature is -1", dict(temperature=-1.0)),
              (ValueError, "temperature is 0.0; it can be any number from 1e-06 on", dict(temperature=0)),
-             (RuntimeError, "no label smoothing together with a soft-cap", dict(softcap=3.0, label_smoothing=0.1)),
+             (RuntimeError, "label smoothing under a softcap excludes", dict(softcap=3.0, label_smoothing=0.1, sampling=1.0)),
              (RuntimeError, "a chunk of -1", dict(chunk=-1)),
              (RuntimeError, "sampling knows only the rows' sums", dict(sampling=1.0, softcap=3.0)),
              (ValueError, "outputs is ('accuracy',); it can have z_loss, correct", dict(outputs=("accuracy",))),
@@ -544,7 +544,7 @@ def the_module():
     for kind, told, more in ((TypeError, "'label_smothing' is no option", dict(label_smothing=0.1)),
                              (TypeError, "'token_weights' is no option", dict(token_weights=torch.ones(N))),
                              (RuntimeError, "label_smoothing is 7", dict(label_smoothing=7.0)),
-                             (RuntimeError, "label smoothing together with a soft-cap", dict(label_smoothing=0.1, softcap=3.0)),
+                             (RuntimeError, "label smoothing under a softcap excludes", dict(label_smoothing=0.1, softcap=3.0, sampling=1.0)),
                              (TypeError, "z_loss is None, where a number", dict(z_loss=None)),
                              (ValueError, "reduction is 'all'", dict(reduction="all")),
                              (ValueError, "class_weights has the shape", dict(class_weights=torch.ones(3)))):

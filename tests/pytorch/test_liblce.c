@@ -67,7 +67,7 @@ static Problem make_problem(Harness *h, Shape s) {
   if (s.terms)
     loss_problem_add(h, &l,
                      TERM_MEAN | TERM_Z_LOSS | TERM_TEMPERATURE | TERM_CLASS_WEIGHTS | TERM_TOKEN_WEIGHTS |
-                         (s.logits && !s.materialized ? 0 : TERM_SMOOTHING));
+                         TERM_SMOOTHING);
   if (s.logits) loss_problem_add(h, &l, TERM_SOFTCAP | TERM_BIAS | (s.materialized ? TERM_ENTROPY : 0));
   for (int64_t i = 1; i < s.tokens; i += 3) l.targets[i] = IGNORE_INDEX;
   if (!s.forward_only) reference_gradients(h, &l);
@@ -88,7 +88,7 @@ static Problem make_problem(Harness *h, Shape s) {
     double *same = in_reference(&p.want, f);
     bool per_logit = f->at > offsetof(lce_args, logsumexp);
     if (!same || (per_logit && !s.logits) || is(f, "targets")) continue;
-    if (s.materialized && is(f, "log_sum_sq_probs")) continue;
+    if ((s.materialized || (s.terms && s.logits)) && is(f, "log_sum_sq_probs")) continue;
     int64_t count = count_of(&p.args, f);
     float *data = elements(h, count);
     for (int64_t i = 0; i < count; i++) {
@@ -357,6 +357,10 @@ CONTEXT_TEST(test_wrong_arguments) {
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("weight is 0 rows of 3, and no other rank", a.first_row = 3);
   REFUSED("rows is -1", a.rows = -1);
+  REFUSED("label smoothing under a softcap excludes",
+          (a.softcap = 3, a.label_smoothing = 0.1f, a.batch_invariant = 1));
+  REFUSED("label smoothing under a softcap excludes",
+          (a.softcap = 3, a.label_smoothing = 0.1f, a.log_sum_sq_probs = elements(h, 7)));
   REFUSED("3 rows from 1 on are no part of a vocabulary of 3", (a.first_row = 1, a.rows = 3));
   REFUSED("3 rows from -1 on", (a.first_row = -1, a.rows = 3));
   REFUSED("3 rows from 9223372036854775807 on", (a.first_row = INT64_MAX, a.rows = 3));

@@ -52,7 +52,7 @@ HARNESS_TEST(test_refusals) {
   KEEP_REFUSED("row_sum is fp32 [2] where [3]", e.row_sum = two);
   keep_exponentials(h->backend, forward, kept); // as they are, these calls are not refused
   log_prob_gradients(h->backend, g);
-  assert_fails(h, "entropy_weights is fp32 [2]", materialized_with_entropies(h->backend, all, two));
+  assert_fails(h, "entropy_weights is fp32 [2]", loss_of_logits(h->backend, all, two));
 }
 
 // A head of one part is as a whole one, in chunks too; and a part without rows adds nothing to dx.

@@ -133,6 +133,13 @@ def evaluation():
             lce.patch_transformers(patched, return_logits=False)
 
 
+def smoothing_under_a_softcap():
+    model, batch = model_of("gemma2", head_dim=8, final_logit_softcapping=2.0), batch_of(0)
+    patched = lce.patch_transformers(copy.deepcopy(model), label_smoothing=0.1, chunk=24)
+    logits, labels = model(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    close("smoothed", patched(**batch).loss, torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1), 1e-5)
+
+
 def training_without_labels():
     """It warns, for it takes the logits of all tokens, as Trainer(label_smoothing_factor=...) has it."""
     patched, tokens = lce.patch_transformers(model_of("llama")), batch_of(0)["input_ids"]
@@ -506,7 +513,7 @@ def what_a_group_refuses(rank, ranks, mesh):
     alike = dict(x=x, weight=part, target=target, group=dist.group.WORLD, vocab_size=v, reduction="sum")
     rows, last, few = [len(t) for t in weight.chunk(ranks)], rank == ranks - 1, 0 if rank == ranks - 1 else n
     for kind, told, more in (
-            (RuntimeError, "label smoothing together with a soft-cap", dict(softcap=3.0, label_smoothing=0.1)),
+            (RuntimeError, "label smoothing under a softcap excludes", dict(softcap=3.0, label_smoothing=0.1)),
             (ValueError, "bias has the shape", dict(bias=bias)),
             (ValueError, f"have {[v] * ranks} rows of weight, which make no vocab_size of {[v] * ranks}", dict(weight=weight)),
             (ValueError, f"have {[*rows[:-1], rows[-1] - 1]} rows", dict(weight=part[last:])),
@@ -540,7 +547,7 @@ def examples_of_the_readme():
 
 if __name__ == "__main__":
     run(dict(llama=lambda: curves_are_equal("llama"), qwen=lambda: curves_are_equal("qwen2", tie_word_embeddings=True),
-             all_models=all_models, evaluation=evaluation,
+             all_models=all_models, evaluation=evaluation, smoothing_under_a_softcap=smoothing_under_a_softcap,
              training_without_labels=training_without_labels, copies=copies, models_that_are_refused=models_that_are_refused,
              forwards_that_change_what_they_hand_on=forwards_that_change_what_they_hand_on, after_the_patch=after_the_patch,
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,

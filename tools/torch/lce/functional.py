@@ -441,8 +441,9 @@ def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, red
     temperature), and lse = logsumexp(v):
       loss = (PyTorch's cross_entropy of v, class_weights, label_smoothing, + z_loss lse^2) token_weights
     x: [..., H]; weight: [V, H]; bias: [V]; target: int32 or int64 of x's leading shape, where ignore_index
-    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. label_smoothing and softcap
-    exclude each other. All options are constants: one that requires a gradient is refused.
+    and -100 are not counted; token_weights: of target's shape; class_weights: [V]. label_smoothing under a
+    softcap stores a chunk's logits in x's dtype, and goes with none of sampling, batch_invariant, group and the
+    output log_sum_sq_probs. All options are constants: one that requires a gradient is refused.
     temperature: a number, or without bias and softcap a tensor of target's shape. x is then divided by it,
     and rounded to x's dtype; below 1e-6 the token's loss is NaN.
     reduction: "sum", "none" (of target's shape), or "mean": the sum over the class weights of the tokens that

@@ -308,6 +308,12 @@ static void check_sizes(int64_t tokens, int64_t hidden_size, int64_t vocab_size,
 
 // lce_args can name more at once than there is a function for.
 static void check_combination(const lce_args *a, const LinearCrossEntropy *c) {
+  bool capped_smoothing = a->softcap != 0 && a->label_smoothing != 0;
+  if (capped_smoothing &&
+      (a->sample != 0 || a->batch_invariant || a->rows || a->first_row || a->log_sum_sq_probs))
+    fail(CALL ": label smoothing under a softcap excludes sample, batch_invariant, log_sum_sq_probs and a "
+              "split head; "
+              "leave one of them out");
   bool beyond = a->materialized || a->sample != 0 || a->label_smoothing != 0;
   bool outputs = tensor_exists(c->loss);
   for (size_t i = 0; i < sizeof c->outputs.all / sizeof *c->outputs.all; i++)
@@ -421,8 +427,8 @@ static void run(Backend *backend, LogProbGradients r) {
     log_prob_gradients(backend, r);
   else if (tensor_exists(r.kept.exps))
     keep_exponentials(backend, *a, r.kept);
-  else if (tensor_exists(r.entropy_weights))
-    materialized_with_entropies(backend, *a, r.entropy_weights);
+  else if (tensor_exists(r.entropy_weights) || (a->terms.softcap > 0 && a->terms.label_smoothing > 0))
+    loss_of_logits(backend, *a, r.entropy_weights);
   else
     linear_cross_entropy(backend, *a);
   if (tensor_exists(a->loss))

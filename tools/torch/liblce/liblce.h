@@ -58,7 +58,8 @@ typedef struct lce_context lce_context;
 //   zl      = z_loss lse^2
 //   entropy = lse - sum_j p[j] v[j]                          log_sum_sq_probs = log sum_j p[j]^2
 //
-// label_smoothing together with a softcap needs materialized.
+// label_smoothing under a softcap stores a chunk's logits, in the context's dtype; it excludes sample,
+// batch_invariant, log_sum_sq_probs and a split head.
 //
 // sample makes the gradients cheaper and noisy, but unbiased: the softmax gradient (p of all but the targets,
 // [N, V]) is cut into tiles of 128 tokens x 192 vocabulary entries. A tile whose probabilities add up to m is

@@ -196,9 +196,28 @@ void log_prob_gradients(Backend *backend, LogProbGradients known) {
   lce_end(&c);
 }
 
-void materialized_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor entropy_weights) {
-  lce_check(backend, &a);
-  Call c = lce_begin(backend, &a);
-  lce_materialized(&c, entropy_weights);
-  lce_end(&c);
+void loss_of_logits(Backend *backend, LinearCrossEntropy args, Tensor entropy_weights) {
+  int64_t tokens = args.x.shape[0], size = tokens;
+  if (tensor_exists(entropy_weights) && entropy_weights.shape[0] != tokens)
+    fail("loss_of_logits: entropy_weights is %s for %lld tokens", tensor_text(entropy_weights).text,
+         (long long)tokens);
+  if (args.mode == LCE_FUSED) size = lce_used_chunk(tokens, args.chunk);
+  args.mode = LCE_MATERIALIZED;
+  lce_check(backend, &args);
+  Call call = lce_begin(backend, &args); // the mean is over all tokens
+  for (int64_t first = 0; first < tokens; first += size) {
+    MemoryMark mark = memory_mark(&backend->memory);
+    int64_t count = min_i64(size, tokens - first);
+    Tokens t = tokens_range(&call.tokens, first, count);
+    LinearCrossEntropy part = args;
+    part.x = t.x, part.targets = t.targets, part.token_weights = t.token_weights;
+    part.loss = t.loss, part.dx = t.dx, part.outputs = t.outputs;
+    part.accumulate = args.accumulate || first > 0;
+    Call chunk = call;
+    chunk.args = &part;
+    lce_materialized(&chunk, tensor_rows(entropy_weights, first, count));
+    memory_pop_to(&backend->memory, mark);
+    if (backend->memory.planning) break; // the chunks after the first need no more
+  }
+  lce_end(&call);
 }

@@ -49,6 +49,7 @@ GradientFactors push_factors(const Call *c, int64_t tokens);
 void gradients_by_blocks(const Call *c, GradientFactors factors, Tensor anchor, Tensor exps,
                          const LceIdGradients *ids);
 
-// linear_cross_entropy in the materialized mode, whose objective has entropies added: each token's by its
-// entry of entropy_weights, fp32 [N], times scale and the mean's factor.
-void materialized_with_entropies(Backend *backend, LinearCrossEntropy a, Tensor entropy_weights);
+// linear_cross_entropy from stored logits, as the materialized mode has them, and with every term: label smoothing
+// under a soft-cap, and entropies added to the objective, each token's by its entry of entropy_weights (fp32 [N], or
+// absent) times scale and the mean's factor. LCE_FUSED: a chunk of logits at a time.
+void loss_of_logits(Backend *backend, LinearCrossEntropy args, Tensor entropy_weights);
