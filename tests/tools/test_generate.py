@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import sys
 
@@ -51,6 +52,22 @@ def test_characters_stay_whole(folder):
     need("tokenizers")
     text(trained(folder)[1], *prompt).ok("<|begin_of_text|>a\x1b[2J é€😀")
     text(trained(folder)[1], *prompt, terminal=True).ok("<|begin_of_text|>a\\x1B[2J é€😀")
+
+
+def test_what_stands_before_a_prompt(folder):
+    need("tokenizers")
+    model, bos = shutil.copytree(trained(folder)[1], folder / "model"), "<|begin_of_text|>"
+    data = json.loads((model / "tokenizer.json").read_text())
+    single = data["post_processor"]["processors"][-1]["single"]
+    assert single[0]["SpecialToken"]["id"] == bos
+    single.append({"SpecialToken": {"id": bos, "type_id": 0}})  # what it puts after a text is no part of a prompt
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    for says, options, prompt, begins in (
+            (None, [], "ab", bos + "ab"), (None, [], bos + "ab", bos + "ab"), (None, ["--bos", "no"], "ab", "ab"), (True, [], "ab", bos + "ab"),
+            (False, [], "ab", "ab"), (False, [], bos + "ab", bos + "ab"), (False, ["--bos", "yes"], "ab", bos + "ab")):
+        (model / "tokenizer_config.json").write_text(json.dumps({} if says is None else {"add_bos_token": says}))
+        out = text(model, "--prompt", prompt, "--tokens", "1", "--temperature", "0", *options).ok().out
+        assert out.startswith(begins) and out.count(bos) == begins.count(bos), (says, options, out)
 
 
 def test_pieces_make_the_whole_text(folder):
@@ -112,6 +129,28 @@ def test_refusals(folder):
     need("tokenizers")
     text(DIGITS, "--tokenizer", folder).refused("is no tokenizer.json", "tokenizer.json")
     text(trained(folder)[1], "--prompt", "\udcff").refused("--prompt: the text is not UTF-8 at byte 0")
+    # A tokenizer that is there and cannot be read is no reason to take bytes for tokens.
+    for name, make, part in (("link", lambda path: path.symlink_to("nowhere"), "is no tokenizer.json"), ("folder", os.mkdir, "is no tokenizer.json")):
+        model = shutil.copytree(DIGITS, folder / name)
+        make(model / "tokenizer.json")
+        text(model).refused(part)
+    for name in "vocab.json", "tokenizer.model":
+        model = shutil.copytree(DIGITS, folder / name)
+        (model / name).write_text("{}")
+        text(model).refused(f"has {name} and no tokenizer.json")
+    panics = shutil.copytree(trained(folder)[1], folder / "panics") / "tokenizer.json"
+    panics.write_text(json.dumps(json.loads(panics.read_text()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}))
+    output = text(panics.parent).fails("tokenizer.json fails on the prompt: ")
+    assert output.status == 1 and "Traceback" not in output.err, output
+
+
+def test_what_a_shell_may_do(folder):
+    text(DIGITS, "--version").ok("lce.c")
+    text(DIGITS, "--usage").ok("Usage: ")
+    command = shlex.join(map(str, [*GENERATE, "--init", DIGITS, "--prompt"]))
+    run("sh", "-c", command + " - <&-", LCE_TRAIN=str(TRAIN)).refused("--prompt: give at least one character")
+    run("sh", "-c", command + " 12+3 <&-", LCE_TRAIN=str(TRAIN)).ok("12+3")
+    run("sh", "-c", command + " 12+3 >&-", LCE_TRAIN=str(TRAIN)).refused("standard output is closed")
 
 
 main(globals())
