@@ -62,7 +62,7 @@ static void open_run(Run *run, Options *o) {
   backend_join_ranks(run->backend);
   plan_resolve(o, run->backend->device, machine_agreed_bytes(run->backend));
   run->data = run_data_open(o);
-  run->prompt = prompt_open(o, run->data.source);
+  run->prompt = prompt_open(o, &run->data);
   loader_require_targets(&run->data.loader, o->steps > o->first_step, o->eval_batches);
   resume_require_same(o, run->backend, run->data.text);
   report_settings(o, run->backend, &run->data);

@@ -389,6 +389,9 @@ static void check_ids(const Source *source, const SourceFile *part) {
 
 // Opens the parts from `before` on, which `name` names, and drops those that are left out.
 static void open_parts(Source *source, int64_t before, const char *name) {
+  static const char beside_shards[] = // by tools/prepare_data.py
+      "*@(.mask|.ends|/manifest.json|/tokenizer.json|/tokenizer_config.json|/generation_config.json|"
+      "/chat_template.jinja)";
   int64_t end = source->files;
   SourceFile *parts = source->parts;
   bool shards_found = false;
@@ -401,8 +404,8 @@ static void open_parts(Source *source, int64_t before, const char *name) {
   for (int64_t i = before; i < end; i++) {
     SourceFile part = parts[i];
     if (!part.kind || (shards_found && part.origin == FILE_FOUND && part.kind == SOURCE_TEXT)) {
-      bool beside_shard = text_ends_in(part.path, ".mask") || text_ends_in(part.path, ".ends");
-      if (!beside_shard && !source->left++) source->first_left = text_format("%s", part.path);
+      if (fnmatch(beside_shards, part.path, FNM_EXTMATCH) && !source->left++)
+        source->first_left = text_format("%s", part.path);
       close_file(&part);
       continue;
     }

@@ -60,7 +60,7 @@ typedef struct {
   int64_t vocab_size;
   SourceSplit split;
   bool masked;              // some file has a mask: targets may be ignored
-  int64_t left;             // files of directories and globs that were not taken, masks not counted
+  int64_t left;             // files of directories and globs that were not taken, but prepare_data.py's
   char *first_left;         // the path of one; NULL: none
   struct SourceFile *parts; // an array of stb_ds.h
   Packing packing;          // source_pack's

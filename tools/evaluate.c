@@ -45,7 +45,7 @@ static void read_options(Options *o, int argc, char **argv) {
 
 // Fails if a signal ends it, or if the loss is not a number.
 static void evaluate(const Options *o, Backend *backend, const RunData *data) {
-  Prompt prompt = prompt_open(o, data->source);
+  Prompt prompt = prompt_open(o, data);
   Report report = report_open(o, backend);
   Trainer trainer;
   double start = now_seconds();

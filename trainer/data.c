@@ -77,6 +77,9 @@ RunData run_data_open(const Options *o) {
          shared);
   require_tokenizer(o, d.source);
   if (d.val_source) require_tokenizer(o, d.val_source);
+  Path folder = path_folder(source_path(d.source, 0));
+  if (manifest_is_in(folder.text) && path_exists(path_in(folder.text, "tokenizer.json").text))
+    d.prepared = folder;
   if (o->pack) source_pack(d.source, o->seq_len, o->end_of_text);
   if (o->pack && d.val_source) source_pack(d.val_source, o->seq_len, o->end_of_text);
   d.loader = loader_create((LoaderOptions){.source = d.source,
@@ -98,14 +101,15 @@ void run_data_close(RunData *d) {
 }
 
 // A tokenizer that nobody named ends no training: it serves the samples alone.
-static Tokenizer *open_tokenizer(const Options *o, const Source *source, const char *path) {
+static Tokenizer *open_tokenizer(const Options *o, const RunData *d, const char *path) {
   Reason reason;
   Tokenizer *tokenizer = path ? tokenizer_open(path, &reason) : NULL;
   if (path && !tokenizer && o->tokenizer) fail("%s", reason.text);
-  if (path && !tokenizer) warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
-  if (tokenizer && source->kind == SOURCE_TEXT)
+  if (path && !tokenizer && path != d->prepared.text)
+    warn("%s is not used, and samples are not shown as text: %s", path, reason.text);
+  if (tokenizer && d->source->kind == SOURCE_TEXT)
     warn("%s is read byte by byte, despite a tokenizer; tools/prepare_data.py makes tokens of it",
-         source->name);
+         d->source->name);
   return tokenizer;
 }
 
@@ -145,10 +149,14 @@ static int32_t *prompt_shard(const char *path, int64_t vocab_size) {
   return tokens;
 }
 
-Prompt prompt_open(const Options *o, const Source *source) {
+Prompt prompt_open(const Options *o, const RunData *d) {
+  const Source *source = d->source;
   Path own = path_in(o->origin ? o->origin : ".", "tokenizer.json");
-  const char *path = o->tokenizer ? o->tokenizer : o->origin && path_exists(own.text) ? own.text : NULL;
-  Prompt p = {.tokenizer = open_tokenizer(o, source, path)};
+  const char *path = o->tokenizer                         ? o->tokenizer
+                     : o->origin && path_exists(own.text) ? own.text
+                     : *d->prepared.text                  ? d->prepared.text
+                                                          : NULL;
+  Prompt p = {.tokenizer = open_tokenizer(o, d, path)};
   int64_t vocab_size = o->model.vocab_size;
   if (!p.tokenizer && source->kind == SOURCE_TEXT) {
     p.tokenizer = tokenizer_of_bytes();

@@ -1,6 +1,7 @@
 // A run's data, and its tokens as text: by a tokenizer.json, byte by byte, or not at all.
 #pragma once
 
+#include "data/file.h"
 #include "data/source.h"
 #include "data/tokenizer.h"
 #include "trainer/options.h"
@@ -10,6 +11,7 @@ typedef struct {
   Loader loader;
   char text[256];  // loader_describe's
   char order[256]; // loader_describe_order's
+  Path prepared;   // the folder that is trained on, if tools/prepare_data.py made it, tokenizer and all
 } RunData;
 
 // Opens the data. A resumed run goes on from the checkpoint's place in them or, with a warning, with a new
@@ -27,7 +29,8 @@ typedef struct {
 // --prompt as tokens: text if a token is a byte (data of text, no tokenizer), else a shard (*.bin) or ids.
 // Not given: a newline, or the data's first token if none is known to be a newline. Fails on anything else,
 // on a token outside the vocabulary, and on a --tokenizer that cannot be used; a model's own one warns.
-Prompt prompt_open(const Options *options, const Source *source);
+// Without either, the tokenizer is that of `data`, if it can be used.
+Prompt prompt_open(const Options *options, const RunData *data);
 void prompt_close(Prompt *prompt);
 // The ids of a list such as "15496,995" or "15496 995", an array of stb_ds.h that the caller frees; NULL: it
 // is no such list. Fails if an id is outside the vocabulary.

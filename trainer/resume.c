@@ -249,7 +249,8 @@ Checkpoints resume_open(const Options *o, const RunData *data) {
   if (o->save && o->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
-    c.store = checkpoint_store_open(o->save, o->origin, o->tokenizer, o->keep, c.saved_step, newest);
+    const char *tokenizer = o->tokenizer || !*data->prepared.text ? o->tokenizer : data->prepared.text;
+    c.store = checkpoint_store_open(o->save, o->origin, tokenizer, o->keep, c.saved_step, newest);
   }
   c.store.dtype = o->save_dtype;
   return c;

@@ -14,6 +14,7 @@
 
 #include <stb/stb_ds.h>
 
+#include "data/source.h"
 #include "kernels/base/alloc.h"
 #include "kernels/base/text.h"
 #include "model/checkpoint/hf_config.h"
@@ -324,13 +325,59 @@ static void take(CheckpointStore *store, const char *name, const char *path) {
   if (c.text) arrput(store->companions, c);
 }
 
+static cJSON *stops_of(const char *folder) {
+  static const char *const files[] = {GENERATION_CONFIG, CONFIG};
+  cJSON *stops = NULL;
+  for (int i = 0; i < 2 && !stops; i++) {
+    cJSON *json = json_read(path_in(folder, files[i]).text, NULL);
+    stops = cJSON_DetachItemFromObjectCaseSensitive(json, "eos_token_id");
+    cJSON_Delete(json);
+  }
+  return stops;
+}
+
+// NULL: none, or several. The caller frees it.
+static char *template_of(const char *folder) {
+  size_t length;
+  char *text = file_read(path_in(folder, "chat_template.jinja").text, &length, NULL);
+  cJSON *json = text ? NULL : json_read(path_in(folder, "tokenizer_config.json").text, NULL);
+  const char *own = json_text(json, "chat_template");
+  if (own) text = text_format("%s", own);
+  cJSON_Delete(json);
+  return text;
+}
+
+// Says in what a model from `origin` changes because its training data in `folder` say so.
+static void warn_of_differences(const char *origin, const char *folder) {
+  cJSON *stops[] = {stops_of(origin), stops_of(folder)};
+  char *templates[] = {template_of(origin), template_of(folder)};
+  if (stops[1] && !cJSON_Compare(stops[0], stops[1], true)) {
+    char *before = stops[0] ? json_print(stops[0], false) : text_format("absent");
+    char *after = json_print(stops[1], false);
+    warn("the eos_token_id in %s is %s: checkpoints get that of %s, %s", origin, before, folder, after);
+    free(before);
+    free(after);
+  }
+  if (templates[1] && (!templates[0] || strcmp(templates[0], templates[1])))
+    warn("%s has %s chat template: checkpoints get that of %s", origin, templates[0] ? "another" : "no",
+         folder);
+  for (int i = 0; i < 2; i++) {
+    cJSON_Delete(stops[i]);
+    free(templates[i]);
+  }
+}
+
 // The tokenizer's files come from one place: two tokenizers' files would contradict each other.
-static void take_tokenizer(CheckpointStore *store, const char *path) {
+static void take_tokenizer(CheckpointStore *store, const char *origin, const char *path) {
   bool is_folder = path_is_folder(path);
   Path copy = path_in(path, "");
   const char *folder = is_folder ? path : dirname(copy.text);
-  if (!store->companions) // where the origin does not say what ends a text, the tokenizer's folder may
-    take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
+  // The folder says what ends a text if it has shards, or where the origin does not say it.
+  if (manifest_is_in(folder)) {
+    if (origin) warn_of_differences(origin, folder);
+    while (arrlen(store->companions)) free(arrpop(store->companions).text);
+  }
+  if (!arrlen(store->companions)) take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
   take(store, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
   for (int i = 0; i < WITH_TOKENIZER; i++) take(store, our_files[i], path_in(folder, our_files[i]).text);
 }
@@ -340,7 +387,7 @@ static void take_along(CheckpointStore *store, const char *origin, const char *t
     store->config = companion(CONFIG, path_in(origin, CONFIG).text);
     take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
   }
-  if (tokenizer || origin) take_tokenizer(store, tokenizer ? tokenizer : origin);
+  if (tokenizer || origin) take_tokenizer(store, origin, tokenizer ? tokenizer : origin);
   for (int i = 0; i < arrlen(store->companions); i++)
     if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
   char *nothing = text_format("{\"_from_model_config\": true}\n");

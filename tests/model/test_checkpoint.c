@@ -602,7 +602,8 @@ TEST(companions_travel_along) {
   } cases[] = {
       {"by-file", "base", "given/mine.json", mine, NULL}, {"by-folder", "base", "given", another, NULL},
       {"no-model", NULL, "given/mine.json", mine, NULL},  {"no-settings", NULL, "bare", mine, NULL},
-      {"resumed", "by-file", NULL, mine, NULL},           {"by-model", "base", NULL, ours, "the model's"}};
+      {"resumed", "by-file", NULL, mine, NULL},           {"prepared", "base", "shards", another, NULL},
+      {"by-model", "base", NULL, ours, "the model's"}};
   static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
                     top_p[] = "{\"top_p\": 1}", nothing[] = "{\"_from_model_config\": true}\n";
   umask(022);
@@ -615,8 +616,10 @@ TEST(companions_travel_along) {
   shell("cd %s && chmod 600 given/mine.json && chmod 640 base/config.json && cd base && "
         "mv merges.txt secret && chmod 600 secret && ln -s secret merges.txt",
         temp_path("."));
-  shell("cd %s && cp -r given bare && cd bare && rm generation_config.json && mv mine.json tokenizer.json",
+  shell("cd %s && cp -r given shards && cp -r given bare && cd bare && rm generation_config.json && mv "
+        "mine.json tokenizer.json",
         temp_path("."));
+  WRITE_TEXTS({"shards/manifest.json", "{\"format\": \"lce.c shards\"}"});
   Run *run =
       run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("base"), temp_path("base"));
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -626,11 +629,12 @@ TEST(companions_travel_along) {
     if (!strcmp(cases[i].store, "by-model")) shell("rm -r %s", temp_path("base"));
     save_steps(run, &store, (const int64_t[]){1}, 1);
     checkpoint_store_close(&store);
+    bool shards = !strcmp(cases[i].store, "prepared"); // which say what ends a text
     const char *const texts[][2] = {{"tokenizer.json", cases[i].text},
                                     {"merges.txt", cases[i].merges},
                                     {"tokenizer_config.json", limit},
                                     {"special_tokens_map.json", "{}"},
-                                    {"generation_config.json", origin                      ? top_k
+                                    {"generation_config.json", origin && !shards           ? top_k
                                                                : strstr(tokenizer, "bare") ? nothing
                                                                                            : top_p}};
     for (int k = 0; k < 5; k++) {
