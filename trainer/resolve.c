@@ -1,11 +1,13 @@
 // Resolves the options together: the model, the job, the dtypes.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
 #include <stb/stb_ds.h>
 
 #include "data/file.h"
+#include "data/json.h"
 #include "kernels/base/fail.h"
 #include "kernels/base/memory.h"
 #include "kernels/ranks/ranks.h"
@@ -107,10 +109,14 @@ static void resolve_batch(Options *o) {
          (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   int64_t together = tokens * o->ranks;
   if (!o->total_batch) o->total_batch = together;
+  const char *saved = json_text(json_member(o->resumed_from, "settings"), "total-batch");
+  bool resumed = saved && strtoll(saved, NULL, 10) == o->total_batch;
   if (o->total_batch % together)
-    fail("--total-batch %lld is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
+    fail("--total-batch %lld%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x "
+         "--seq-len); "
          "change --batch or --total-batch",
-         (long long)o->total_batch, (long long)together, o->ranks > 1 ? "ranks x " : "");
+         (long long)o->total_batch, resumed ? ", as in " : "", resumed ? o->origin : "", (long long)together,
+         o->ranks > 1 ? "ranks x " : "");
   o->micro_steps = o->total_batch / together;
 }
 
