@@ -328,7 +328,7 @@ $(RUNS): NVCC_HERE = $(wildcard $(CUDA_HOME:%=%/bin/nvcc) /usr/local/cuda/bin/nv
 $(RUNS): GPU_HERE = $(wildcard /dev/nvidia* /dev/dxg)$(shell command -v nvidia-smi)
 $(RUNS): CPU_ALONE = $(and $(filter file,$(origin CUDA)),$(filter-out emulated,$(VARIANT)),$(NVCC_HERE),$(if $(GPU_HERE),,yes))
 $(RUNS):
-	$(if $(CPU_ALONE),@echo "There is no GPU here: building for the CPU alone; \`make\` builds CUDA's part, too.")
+	$(if $(CPU_ALONE),@echo "There is no GPU here: building for the CPU alone; \`make\` builds CUDA's part as well.")
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test exercise,$@),,-run))
 	@$(MAKE) $(if $(CPU_ALONE),CUDA=0 BUILD=$(BUILD)-cpu) build-and-$@
 

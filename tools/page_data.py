@@ -46,7 +46,19 @@ def timeline(mode, sizes):
     last = max(k for k, row in enumerate(rows) if row["step"] == "1")
     events = [(row["block"], name, int(row[name]) - int(before[name])) for before, row in itertools.pairwise(rows[last:])
               for name in categories if row["step"] == "2" and row[name] != before[name]]
-    return {name: int(rows[last][name]) for name in categories}, events
+    return {name: int(rows[last][name]) for name in categories}, once(events)
+
+
+def once(events):
+    """Returns the events of a step in which the loss takes one chunk: the others push the same blocks, or smaller ones."""
+    seen, kept = set(), []
+    for block, category, change in events:
+        if block in ("scaled x", "scratch of lce_logits_exp", "scratch of lce_target_gradient"):
+            if (block, change > 0) in seen:
+                continue
+            seen.add((block, change > 0))
+        kept.append((block, category, change))
+    return kept
 
 
 def value(form, sizes):
