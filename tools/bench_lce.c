@@ -2,8 +2,8 @@
 // alternates with the three plain GEMMs that no implementation can do without (logits = X W^T, dX = L W, dW =
 // L^T X over all tokens at once), each term of the loss (--terms) with the loss without it. Prints medians,
 // ratios, and the bytes pushed beyond inputs and gradients. The last term is sampling at M0 = 1. --ladder
-// times the versions of kernels/lce/LCE.md instead: on the CPU rungs 1 to 5 and 7, on a Hopper 6 and 7. On
-// the CPU it also gives the error, against float64, of dX for a token whose target leads by about 30.
+// times the rungs of kernels/lce/LCE.md instead: on the CPU 1 to 5 and 7, with the errors against float64, on a
+// Hopper 6 and 7. Token 0's target leads by about 30; its error is relative to the target's part, c W[y].
 //
 // How many tiles sampling drops depends on the logits. --checkpoint takes a trained state: W is the model's
 // head, x the final norm's output for the first N tokens that ./train --init DIR --data PATH --val-fraction 0
@@ -15,8 +15,8 @@
 //
 // --json prints an object per line instead: mode, chunk, shape, dtype, device, layer_bytes (pushed beyond
 // inputs and gradients), loss_alone_bytes (planned: the same without gradients), ledger_bytes (layer_bytes
-// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term; rung,
-// gemms (how many it computes) and certain_error with --ladder.
+// and the tensors), seconds, ratio, and floor_seconds of the GEMMs or base_seconds without the term; rung, gemms
+// (how many it computes), and loss_error, dx_error, dweight_error and certain_error with --ladder.
 //
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096,2048,1024 --terms
 //  bench_lce --device cuda --tokens 16384 --hidden-size 2048 --vocab 131072 --chunk 4096 --fp8
@@ -221,7 +221,7 @@ typedef struct {
   const char *term;                    // of the loss, or NULL
   size_t held, loss_alone;             // bytes; the second without gradients
   double seconds, base_seconds, ratio; // medians, once it is measured
-  double certain_error;                // of a rung on the CPU; 0: none
+  LadderErrors errors;                 // of a rung on the CPU, else 0
 } Work;
 
 enum { GEMMS, FUSED }; // the first works: three plain GEMMs, the fused mode at the first chunk
@@ -236,6 +236,7 @@ typedef struct {
   Tensor barrier, sampled;  // fp32 [1]; TileSampling's stats
   QuantizedRows codes;      // of W, with --fp8
   int64_t gemm_rows;        // tokens of the plain GEMMs at a time: all if memory suffices
+  double *exact_losses;     // on the CPU with --ladder: rungs are compared with them
   Work works[MAX_WORKS];
   int count;
 } Bench;
@@ -264,26 +265,6 @@ static void make_certain(const LinearCrossEntropy *l) {
   for (int64_t i = 0; i < l->x.shape[1]; i++) x[i] = 30 * w[i] / square;
 }
 
-// The relative error of token 0's dX. With e = exp(z - z[y]) it is scale (sum e (W - W[y])) / sum e.
-static double certain_error(const LinearCrossEntropy *l) {
-  int64_t hidden = l->x.shape[1], target = *(const int32_t *)l->targets.data;
-  const float *x = l->x.data, *dx = l->dx.data, *weight = l->weight.data,
-              *of_target = weight + target * hidden;
-  double *sum = host_alloc(hidden, sizeof *sum, "a gradient"), total = 0, off = 0, size = 0;
-  for (const float *w = weight; w < weight + tensor_count(l->weight); w += hidden) {
-    double lead = 0;
-    for (int64_t i = 0; i < hidden; i++) lead += (double)x[i] * ((double)w[i] - (double)of_target[i]);
-    total += exp(lead);
-    for (int64_t i = 0; i < hidden; i++) sum[i] += exp(lead) * ((double)w[i] - (double)of_target[i]);
-  }
-  for (int64_t i = 0; i < hidden; i++) {
-    double right = (double)l->scale * sum[i] / total;
-    off += pow((double)dx[i] - right, 2), size += right * right;
-  }
-  free(sum);
-  return sqrt(off / size);
-}
-
 // Fills the tensors with the state, or with random values.
 static void fill(Bench *b) {
   Backend *backend = b->backend;
@@ -301,7 +282,9 @@ static void fill(Bench *b) {
   }
   backend_to_device(backend, l->targets, s->targets);
   backend_synchronize(backend);
-  if (b->settings->ladder && backend->device == ON_CPU) make_certain(l);
+  if (!b->settings->ladder || backend->device != ON_CPU) return;
+  make_certain(l);
+  b->exact_losses = ladder_exact_losses(l);
 }
 
 // Keeps the plan's findings about the work.
@@ -514,7 +497,7 @@ static void measure(const Bench *b, Work *w) {
   w->base_seconds = median(bases, rounds);
   w->seconds = median(works, rounds);
   w->ratio = median(ratios, rounds);
-  if (b->settings->ladder && b->backend->device == ON_CPU) w->certain_error = certain_error(&b->layer);
+  if (b->exact_losses) w->errors = ladder_errors(&b->layer, b->exact_losses);
 }
 
 // --- output ------------------------------------------------------------------------------------------------
@@ -532,7 +515,10 @@ static void print_json(const Bench *b, const Work *w) {
   if (w->loss_alone) printf(",\"loss_alone_bytes\":%zu", w->loss_alone);
   if (w->term) printf(",\"term\":\"%s\"", w->term);
   if (rung) printf(",\"rung\":%d,\"gemms\":%d", w->rung, ladder_gemms[w->rung - 1]);
-  if (w->certain_error > 0) printf(",\"certain_error\":%.3g", w->certain_error);
+  const LadderErrors *e = &w->errors;
+  if (e->dx > 0)
+    printf(",\"loss_error\":%.3g,\"dx_error\":%.3g,\"dweight_error\":%.3g,\"certain_error\":%.3g", e->loss,
+           e->dx, e->dweight, e->certain);
   if (c->mode == LCE_FUSED) printf(",\"chunk\":%lld", (long long)c->chunk);
   if (c->sampling.full_mass > 0) printf(",\"sample\":%g", (double)c->sampling.full_mass);
   if (w->seconds > 0)
@@ -546,8 +532,9 @@ static void report(const Bench *b, const Work *w) {
   if (json) print_json(b, w);
   if (!json) printf("  %-32s", w->name);
   if (!json && timed) printf(" %9.2f ms %7.3f", 1e3 * w->seconds, w->ratio);
-  if (!json && w->held) printf("   %s", text_bytes(w->held).text);
-  if (!json && w->certain_error > 0) printf("   dX of a certain target off by %.1e", w->certain_error);
+  if (!json && w->held) printf("   %9s", text_bytes(w->held).text);
+  const LadderErrors *e = &w->errors;
+  if (!json && e->dx > 0) printf("   %8.1e %8.1e %8.1e %8.1e", e->loss, e->dx, e->dweight, e->certain);
   if (timed && tensor_exists(w->call.sampling.stats)) {
     float stats[3];
     backend_to_host(b->backend, stats, b->sampled);
@@ -561,7 +548,8 @@ static void report(const Bench *b, const Work *w) {
 }
 
 static void heading(const Bench *b, const char *what, const char *ratio) {
-  if (!b->settings->json) printf("  %-32s %12s %7s   held\n", what, "median", ratio);
+  const char *errors = b->exact_losses ? "   errors: loss   dX      dW       nearly certain" : "";
+  if (!b->settings->json) printf("  %-32s %12s %7s        held%s\n", what, "median", ratio, errors);
 }
 
 // Prints the mean loss, to compare with the model's run.
@@ -635,6 +623,7 @@ int main(int argc, char **argv) {
     for (int i = FUSED; i < b.count; i++) report(&b, &b.works[i]);
   }
   backend_destroy(plan);
+  free(b.exact_losses);
   free(b.state.x);
   free(b.state.weight);
   free(b.state.targets);

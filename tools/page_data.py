@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the data of kernels/lce/page.html into it, from the timelines of ./train --plan --timeline.
+"""Writes the data of kernels/lce/page.html into it: the step from the timelines of ./train --plan --timeline, the rungs
+from ladder.py and LCE.md's table, the times of chunks from BENCHMARKS.md.
 
 A step pushes and pops the same blocks whatever its sizes, and each block's bytes are a sum of products of N, V and H:
 plans at eight corners find the factors, a ninth checks them. The blocks of LM head + loss also depend on the chunk;
 the page has their formulas.
 """
+import ast
 import csv
 import itertools
 import json
@@ -15,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+
+import pictures
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 TRAIN = os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train"))
@@ -46,19 +50,11 @@ def timeline(mode, sizes):
     last = max(k for k, row in enumerate(rows) if row["step"] == "1")
     events = [(row["block"], name, int(row[name]) - int(before[name])) for before, row in itertools.pairwise(rows[last:])
               for name in categories if row["step"] == "2" and row[name] != before[name]]
-    return {name: int(rows[last][name]) for name in categories}, once(events)
-
-
-def once(events):
-    """Returns the events of a step in which the loss takes one chunk: the others push the same blocks, or smaller ones."""
-    seen, kept = set(), []
-    for block, category, change in events:
-        if block in ("scaled x", "scratch of lce_logits_exp", "scratch of lce_target_gradient"):
-            if (block, change > 0) in seen:
-                continue
-            seen.add((block, change > 0))
-        kept.append((block, category, change))
-    return kept
+    for length in 4, 2:  # one chunk stands for all, and one pass over targets
+        for k in reversed(range(len(events) - length)):
+            if events[k][1] == HEAD and events[k:k + length] == events[k + length:k + 2 * length]:
+                del events[k:k + length]
+    return {name: int(rows[last][name]) for name in categories}, events
 
 
 def value(form, sizes):
@@ -78,26 +74,75 @@ def form_of(found):
     return form
 
 
-def data():
-    """Returns what page.html draws: blocks are numbered from 1; a step is a list of numbers, below 0 where a block is popped."""
+def folded(events):
+    """Returns [[times, event...]...], which is shorter: most layers push and pop alike."""
+    parts = []
+    while events:
+        def times(length):
+            return next(k for k in itertools.count(1) if events[k * length:(k + 1) * length] != events[:length])
+        length = max(range(1, 64), key=lambda length: (times(length) - 1) * length)
+        parts.append([times(length), *events[:length]])
+        events = events[times(length) * length:]
+    return parts
+
+
+def step():
+    """Returns the step: blocks are numbered from 1, and events are their numbers, below 0 where a block is popped."""
     numbers, steps, stays = {}, {}, {}
     for mode in MODES:
         plans = {sizes: timeline(mode, sizes) for sizes in [*map(corner, PRODUCTS), CHECKED]}
         stays = {name: form_of({sizes: stays[name] for sizes, (stays, _) in plans.items()}) for name in plans[CHECKED][0]}
-        steps[mode] = []
+        events = []
         for same in zip(*(events for _, events in plans.values()), strict=True):
             (block, category, change), sign = same[0], 1 if same[0][2] > 0 else -1
             form = {} if category == HEAD else form_of({sizes: sign * event[2] for sizes, event in zip(plans, same)})
-            steps[mode].append(sign * numbers.setdefault((block, category, json.dumps(form)), len(numbers) + 1))
+            events.append(sign * numbers.setdefault((block, category, json.dumps(form)), len(numbers) + 1))
+        steps[mode] = folded(events)
     blocks = [[block, category, json.loads(form)] for block, category, form in numbers]
     return {"command": OPTIONS, "sequence": SEQUENCE, "stays": stays, "blocks": blocks, **steps}
 
 
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding="utf-8") as file:
+        return file.read()
+
+
+def table(page, heading):
+    """Returns the rows of the page's table whose first heading begins like this: lists of cells, the headings first."""
+    found = re.search(rf"^\| {heading}.*\n(?:\|.*\n)+", page, re.M)[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in found.splitlines()]
+    return [head, *rows]
+
+
+def rungs():
+    """Returns the ladder's rungs: passes over a row, code in Python (rung 6: C), and, on the CPU, what was measured."""
+    source, page = read("tools", "ladder", "ladder.py"), read("kernels", "lce", "LCE.md")
+    code = {f.name: textwrap.dedent("\n".join(source.splitlines()[f.body[0].lineno - 1:f.end_lineno]))
+            for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
+    code["on_hopper"] = textwrap.dedent(re.sub("^[+ ]", "", re.search(r"5 → 6.*?```diff\n(.*?)```", page, re.S)[1], flags=re.M))
+    measured = {row[0][0]: dict(time=float(row[2]), memory=float(row[3].split()[0]), certain=row[7]) for row in table(page, "rung . time")[1:]}
+    names = "materialized", "recomputed", "gradient_in_forward", "anchored", "in_epilogue", "on_hopper", "library"
+    passes = [*pictures.PASSES.values()]
+    return [{"name": name, "passes": passes[min(k, 4)][0], "holds": passes[min(k, 4)][1], "code": code[name], **measured.get(str(k + 1), {})}
+            for k, name in enumerate(names)]
+
+
+def chunks():
+    """Returns {card: [[C, time over that of the three GEMMs]...]}, at all shapes that were measured."""
+    page = read("tools", "BENCHMARKS.md")
+    return {card: [[int(row[0].split()[1]), float(cell.split(",")[0])] for row in table(page, f"one {card}, this build") for cell in row[1:]
+                   if re.match("chunk [0-9]+$", row[0]) and cell] for card in ("H200", "H100")}
+
+
 def text():
-    found = data()
+    found = step()
     lines = [f'"{name}": {json.dumps(found[name])}' for name in ("command", "sequence", "stays")]
     lines.append('"blocks": [\n' + ",\n".join(map(json.dumps, found["blocks"])) + "]")
     lines += ["\n".join(textwrap.wrap(f'"{mode}": {json.dumps(found[mode])}', 108)) for mode in MODES]
+    python = re.findall("```python\n(.*?)\n```", read("kernels", "lce", "LCE.md"), re.S)[1]
+    lines.append(f'"python": {json.dumps([line.split("  #")[0].rstrip() for line in python.splitlines()])}')
+    lines.append('"rungs": [\n' + ",\n".join(json.dumps(rung, ensure_ascii=False) for rung in rungs()) + "]")
+    lines.append(f'"chunks": {json.dumps(chunks())}')
     return "{" + ",\n".join(lines) + "}\n"
 
 

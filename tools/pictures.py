@@ -6,19 +6,21 @@ import sys
 import drawing
 from drawing import COLORS, GRID, INK, MUTED, box, panel, picture, save
 
+# The ladder's passes over a row of width V, a letter for each, and what a rung holds.
+PASSES = {"1 materialized": ("zzz zggg", "2 [N, V]"), "2 recomputed": ("zzzzzggg", "2 [C, V]"),
+          "3 gradient_in_forward": ("zzz zggg", "[C, V]"), "4 anchored": ("z   zEEE", "[C, V]"),
+          "5 to 7 in_epilogue, ..., fused": ("E     EE", "[C, V], in x's dtype")}
+
 
 def passes(path):
     """Draws what each rung of the ladder reads and writes of width V: a letter for each pass over a row."""
     heads = ("GEMM 1\nwrites", "maximum\nreads", "sum\nreads", "GEMM 1\nagain", "gradient\nreads", "gradient\nwrites", "GEMM 2\nreads",
              "GEMM 3\nreads")
-    rungs = {"1 materialized": ("zzz zggg", "2 [N, V]"), "2 recomputed": ("zzzzzggg", "2 [C, V]"),
-             "3 gradient_in_forward": ("zzz zggg", "[C, V]"), "4 anchored": ("z   zEEE", "[C, V]"),
-             "5 to 7 in_epilogue, ..., fused": ("E     EE", "[C, V], in x's dtype")}
     figure, cells = picture(10.4, 4.3, "What a rung reads and writes",
                             "of width V for each token; z: logits, g: their gradient, E: exp(z - a)",
                             "Filled: written to memory. Outlined: read. GEMM 1: z = x Wᵀ; 2: dX; 3: dW.", (2.7, 0.3, 1.6, 0.55))
     ax = panel(figure, cells[0], bare=True)
-    for y, (name, (letters, holds)) in enumerate(rungs.items()):
+    for y, (name, (letters, holds)) in enumerate(PASSES.items()):
         for x, letter in enumerate(letters):
             written = x in (0, 3, 5)
             if letter != " ":
@@ -29,7 +31,7 @@ def passes(path):
     for x, head in enumerate((*heads, "passes")):
         ax.text(x + (0.5 if x < 8 else 0.75), -0.2, head, ha="center", color=MUTED, fontsize=9)
     ax.text(9.35, -0.2, "holds", color=MUTED, fontsize=9)
-    drawing.rows_of(ax, rungs, 11.2)
+    drawing.rows_of(ax, PASSES, 11.2)
     save(figure, path)
 
 

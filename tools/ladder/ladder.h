@@ -29,6 +29,14 @@ LinearCrossEntropy ladder_chunk(const LinearCrossEntropy *call, int64_t first);
 // Counts the bytes of dweight that this chunk reads and writes.
 int64_t ladder_dweight_bytes(const LinearCrossEntropy *call, int64_t first);
 
+// Errors of a rung's results against float64, in the Frobenius norm, over the right values' size: at 16 tokens
+// and 16 rows of dweight. `certain` is the error of token 0's dx over the target's part of it, c W[y].
+typedef struct {
+  double loss, dx, dweight, certain;
+} LadderErrors;
+LadderErrors ladder_errors(const LinearCrossEntropy *call, const double *exact_losses); // on the CPU, in fp32
+double *ladder_exact_losses(const LinearCrossEntropy *call);                            // [N], for free()
+
 // --- work on rows: rows_cpu.c, in fp32 ---------------------------------------------------------------------
 
 // A chunk of C tokens, and their results in rungs 4 and 5.

@@ -68,43 +68,42 @@ def materialized(x, W, y, C):
 def recomputed(x, W, y, C):
     loss, dX, dW = results(x, W)
     lse = torch.empty_like(loss)
-    for chunk in torch.arange(len(x)).split(C):  # forward: the logits are thrown away
-        z = mm(x[chunk], W.T)
-        lse[chunk] = z.logsumexp(-1)
-        loss[chunk] = lse[chunk] - z.gather(1, y[chunk, None])[:, 0]
-    for chunk in torch.arange(len(x)).split(C):  # backward: a fourth matmul makes them again
-        g = mm(x[chunk], W.T).sub_(lse[chunk, None]).exp_()
-        g[torch.arange(len(g)), y[chunk]] -= 1
-        dX[chunk] = mm(g, W)
-        add_mm(dW, g.T, x[chunk])
+    for i in torch.arange(len(x)).split(C):  # forward: the logits are thrown away
+        z = mm(x[i], W.T)
+        lse[i] = z.logsumexp(-1)
+        loss[i] = lse[i] - z.gather(1, y[i, None])[:, 0]
+    for i in torch.arange(len(x)).split(C):  # backward: a fourth matmul computes them again
+        g = mm(x[i], W.T).sub_(lse[i, None]).exp_()
+        g[torch.arange(len(g)), y[i]] -= 1
+        dX[i] = mm(g, W)
+        add_mm(dW, g.T, x[i])
     return loss, dX, dW
 
 
 def gradient_in_forward(x, W, y, C):
     loss, dX, dW = results(x, W)
-    for chunk in torch.arange(len(x)).split(C):
-        z = mm(x[chunk], W.T)
+    for i in torch.arange(len(x)).split(C):
+        z = mm(x[i], W.T)
         lse = z.logsumexp(-1)
-        loss[chunk] = lse - z.gather(1, y[chunk, None])[:, 0]
+        loss[i] = lse - z.gather(1, y[i, None])[:, 0]
         g = z.sub_(lse[:, None]).exp_()  # in the logits' place
-        g[torch.arange(len(g)), y[chunk]] -= 1
-        dX[chunk] = mm(g, W)
-        add_mm(dW, g.T, x[chunk])
+        g[torch.arange(len(g)), y[i]] -= 1
+        dX[i] = mm(g, W)
+        add_mm(dW, g.T, x[i])
     return loss, dX, dW
 
 
 def anchored(x, W, y, C):
     loss, dX, dW = results(x, W)
-    for chunk in torch.arange(len(x)).split(C):
-        xc, yc = x[chunk], y[chunk]
-        a = (xc.float() * W[yc]).sum(-1)
-        E = mm(xc, W.T).sub_(a[:, None]).exp_()
-        E[torch.arange(len(yc)), yc] = 0
+    for i in torch.arange(len(x)).split(C):
+        a = (x[i].float() * W[y[i]]).sum(-1)
+        E = mm(x[i], W.T).sub_(a[:, None]).exp_()
+        E.scatter_(1, y[i, None], 0)
         R = E.sum(-1);  r = 1 / (1 + R);  c = -R * r  # noqa: E702
-        loss[chunk] = R.log1p()
-        dX[chunk] = r[:, None] * mm(E, W) + c[:, None] * W[yc]
-        add_mm(dW, E.T, r[:, None] * xc)
-        dW.index_add_(0, yc, c[:, None] * xc)
+        loss[i] = R.log1p()
+        dX[i] = r[:, None] * mm(E, W) + c[:, None] * W[y[i]]
+        add_mm(dW, E.T, r[:, None] * x[i])
+        dW.index_add_(0, y[i], c[:, None] * x[i])
     return loss, dX, dW
 
 
