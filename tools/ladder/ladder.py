@@ -8,8 +8,9 @@
 Each takes x [N, H], W [V, H], targets y [N] (all count) and the chunk C, and returns the loss [N] with the gradients
 dX [N, H] and dW [V, H] of its sum. Rung 6 is a kernel (hopper.cu); a row that overflows is repaired by the C rungs
 alone (rows_cpu.c). Prints, for each: its time, alternating with the three plain matmuls; the memory it holds beyond
-inputs and gradients; and the errors against float64, in the Frobenius norm. x[0] is so that its target leads by about
-30: its probability is 1 - 1e-8, and its gradient is the column "certain". Needs PyTorch 2.8 or later.
+inputs and gradients; and the errors against float64, in the Frobenius norm. x[0] is chosen so that its target leads by
+about 30, a probability of 1 - 1e-8; the column "certain" is the error of its gradient, relative to the target's part
+of it, c W[y]. Needs PyTorch 2.8 or later.
 """
 import argparse
 import itertools
@@ -139,7 +140,7 @@ RUNGS = {1: materialized, 2: recomputed, 3: gradient_in_forward, 4: anchored, 5:
 # --- measurements -------------------------------------------------------------------------------------------
 
 def exact(x, W, y, C):
-    """By autograd, in float64."""
+    """Returns loss, dX and dW by autograd, in float64."""
     x, W, loss = x.double().requires_grad_(), W.double().requires_grad_(), []
     for xc, yc in zip(x.split(C), y.split(C)):
         loss.append(torch.nn.functional.cross_entropy(xc @ W.T, yc, reduction="none"))
@@ -148,7 +149,7 @@ def exact(x, W, y, C):
 
 
 def seconds(rung, *problem):
-    """On one thread the process's own time, which other programs disturb less."""
+    """Times a call: on one thread by the process's own clock, which other programs disturb less."""
     clock = time.process_time if torch.get_num_threads() == 1 and not problem[0].is_cuda else time.perf_counter
     began = clock()
     rung(*problem)
@@ -158,7 +159,7 @@ def seconds(rung, *problem):
 
 
 def peak_bytes(rung, *problem):
-    """What PyTorch has allocated at the most while the rung ran."""
+    """Returns what PyTorch had allocated at the most while the rung ran."""
     if problem[0].is_cuda:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -175,10 +176,12 @@ def off(got, want):
 
 
 def measured(rung, problem, wanted, repeat):
-    """A row of the table."""
+    """Returns a row of the table."""
     loss, dX, dW = rung(*problem)
-    errors = [off(loss.sum(), wanted[0].sum()), off(dX, wanted[1]), off(dW, wanted[2]), off(dX[0], wanted[1][0])]
-    # Rung 1 makes its results after its peak, the others before.
+    targets_part = torch.expm1(-wanted[0][0]) * problem[1][problem[2][0]].double()  # c W[y], where c = p[y] - 1
+    certain = ((dX[0].double() - wanted[1][0]).norm() / targets_part.norm()).item()
+    errors = [off(loss, wanted[0]), off(dX, wanted[1]), off(dW, wanted[2]), certain]
+    # Rung 1 allocates its results after its peak, the others before.
     held = peak_bytes(rung, *problem) - (0 if rung is materialized else loss.nbytes + dX.nbytes + dW.nbytes)
     if rung is library:
         from lce.functional import context
