@@ -36,7 +36,7 @@ PACKAGES := $(wildcard tools/*/package.mk)
 include $(PACKAGES)
 
 .PHONY: all tests info deps deps-run deps-dev $(RUNS) $(RUNS:%=build-and-%) check format clean help
-.PHONY: fuzz build-and-fuzz matplotlib
+.PHONY: fuzz build-and-fuzz matplotlib page
 .SECONDARY:
 .DELETE_ON_ERROR:
 all:
@@ -69,7 +69,7 @@ WARNINGS := -Wall -Wextra -Wno-unused-parameter -Werror $(if $(filter fuzz,$(VAR
 # --- What is there ------------------------------------------------------------------------------------------
 
 # These goals only start another make, or need no compiler: they skip the search.
-SEARCH := $(filter-out $(RUNS) $(PACKAGE_GOALS) build-and-exercise fuzz check format clean help,$(GOALS))
+SEARCH := $(filter-out $(RUNS) $(PACKAGE_GOALS) build-and-exercise fuzz page check format clean help,$(GOALS))
 ifneq ($(SEARCH),)
 
 MULTIARCH := $(shell $(CC) -print-multiarch 2>/dev/null)
@@ -389,6 +389,19 @@ matplotlib:
 	    echo "Installing matplotlib, which draws: $(PYTHON) -m pip install matplotlib"; \
 	    $(PYTHON) -m pip install --quiet --disable-pip-version-check matplotlib; fi || echo "Carrying on without it.")
 
+# The page's address is where the README's picture links to: it is set there alone.
+PAGE      ?= build/page
+README_URL = ${shell sed -n 's|^\[!\[.*\](\(https*://[^)]*\))$$|\1|p' README.md}
+PAGE_URL   = $(patsubst %/,%,$(README_URL))
+PAGE_META  = s|<meta property="og:type".*|&\n<meta property="og:url" content="$(PAGE_URL)/">\n<meta property="og:image" \
+	content="$(PAGE_URL)/llama-1b.png">|;
+page:
+	@mkdir -p $(PAGE)
+	$(Q)cp README.md kernels/lce/*.md kernels/lce/*.png tools/curves/llama-1b.png $(PAGE)
+	$(Q)sed '$(if $(PAGE_URL),$(PAGE_META)) s|"../../README.md"|"README.md"|' kernels/lce/page.html >$(PAGE)/index.html
+	@echo "$(PAGE) is complete. Copy it to any static host, or look at it here: python3 -m http.server -d $(PAGE)"
+	@$(if $(PAGE_URL),,echo "Once it has an address, let the README's picture link there: previews then show the picture, too.")
+
 deps deps-run:
 	@$(if $(MISSING),tools/deps.sh $(MISSING),$(if $(filter 0,$(MAKELEVEL)),echo "Nothing is missing."))
 
@@ -436,6 +449,7 @@ help:
 #: make fuzz            fuzzes the file readers, FUZZ_SECONDS=20 each (needs clang)
 #: make bench           installs what is missing, builds, and times LM head + loss and a step on the CPU
 #: make curves          installs what is missing, builds, and draws a memory curve (tools/CURVES.md)
+#: make page            copies kernels/lce/page.html, with what it links to, into build/page for any static host
 #: make info            only prints what was found
 #: make deps            only installs what is missing, also for the tests (Debian packages; lists them)
 #: make deps-dev        also installs what `make check` needs

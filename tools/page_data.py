@@ -120,7 +120,8 @@ def rungs():
     code = {f.name: textwrap.dedent("\n".join(source.splitlines()[f.body[0].lineno - 1:f.end_lineno]))
             for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
     code["on_hopper"] = textwrap.dedent(re.sub("^[+ ]", "", re.search(r"5 → 6.*?```diff\n(.*?)```", page, re.S)[1], flags=re.M))
-    measured = {row[0][0]: dict(time=float(row[2]), memory=float(row[3].split()[0]), certain=row[7]) for row in table(page, "rung . time")[1:]}
+    measured = {row[0][0]: dict(time=float(row[2]), memory=float(row[3].split()[0]), certain=1 if "100%" in row[7] else float(row[7]))
+                for row in table(page, "rung . time")[1:]}
     names = "materialized", "recomputed", "gradient_in_forward", "anchored", "in_epilogue", "on_hopper", "library"
     passes = [*pictures.PASSES.values()]
     return [{"name": name, "passes": passes[min(k, 4)][0], "holds": passes[min(k, 4)][1], "code": code[name], **measured.get(str(k + 1), {})}

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""kernels/lce/page.html in headless Chromium, and its numbers beside ./train --plan's."""
+"""kernels/lce/page.html in headless Chromium: its numbers beside ./train --plan's and float64, its state, its looks; and
+the tables and still pictures of all pages."""
 import csv
 import html
 import json
+import math
 import pathlib
 import re
 import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, main, need, read_log, run, train  # noqa: E402
+from program import ROOT, TRAIN, main, need, once, read_log, run, train  # noqa: E402
 from tap import Skip  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,38 +19,62 @@ import page_data  # noqa: E402
 import pictures  # noqa: E402
 
 PAGE = ROOT / "kernels" / "lce" / "page.html"
+TEXT = PAGE.read_text()
 DATA = re.compile(r'<script type="application/json" id="data">\n(.*?)</script>', re.S)
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+DARK = "--blink-settings=preferredColorScheme=0"
 
 
-def open_in_chromium(folder, text, sizes, width, *words):
+def open_in_chromium(folder, text, state, width, *words):
     (folder / "page.html").write_text(text)
     return run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
-               f"{(folder / 'page.html').as_uri()}#{sizes}")
+               f"{(folder / 'page.html').as_uri()}#{state}")
 
 
-def chromium(folder, sizes, width, *words):
-    """Opens the page at these sizes and returns what it printed; a line in its console fails."""
+@once
+def need_chromium(folder):
     if not CHROMIUM:
         raise Skip("there is no Chromium; apt-get install chromium has one")
     if "<p>here" not in open_in_chromium(folder, "<p>here", "", 500, "--dump-dom").out:
         raise Skip(f"{CHROMIUM} does not open a file in {folder}")
-    text = PAGE.read_text() + "<script>document.title = JSON.stringify(headBytes())</script>"
-    done = open_in_chromium(folder, text, sizes, width, *words).ok()
+
+
+def chromium(folder, state="", width=900, *words, script="", more="--dump-dom"):
+    """Opens the page in a state, runs the body of an async function there, and returns the page and what that returned.
+    A line in the console fails."""
+    need_chromium(folder)
+    report = f"<script>(async () => {{ {script} }})().then(got => parent.document.title = JSON.stringify(got ?? null))</script>"
+    text = TEXT + report
+    if width < 500:  # than which no window is narrower
+        text = f'<title></title><body style="margin: 0"><iframe style="width: {width}px; height: 2800px; border: 0" srcdoc="{html.escape(text)}">'
+    done = open_in_chromium(folder, text, state, width, "--virtual-time-budget=30000", *words, more).ok()
     assert "CONSOLE" not in done.err, done
-    return html.unescape(done.out)
+    title = re.search("<title>(.*?)</title>", done.out)
+    return done.out, title and json.loads(html.unescape(title[1]))
 
 
 def test_one_file_without_network(folder):
-    text = PAGE.read_text()
-    assert "://" not in text and "<link" not in text and "src=" not in text
-    script = text.split("<script>\n")[1].split("</script>")[0]
-    assert script.count("\n") <= 200 and max(map(len, script.splitlines())) <= 140
+    assert "://" not in TEXT and "<link" not in TEXT and "src=" not in TEXT
+    script = TEXT.split("<script>\n")[1].split("</script>")[0]
+    assert script.count("\n") <= 440 and max(map(len, script.splitlines())) <= 140
+    for part in ('<meta name="description"', '<meta property="og:title"', '<meta property="og:description"', "<noscript>", "<math "):
+        assert part in TEXT, part
+    # Nothing announces what changes while it plays.
+    assert not re.search(r"<output|aria-live|role=.(status|alert|log|timer)", TEXT)
+
+
+def test_a_picture_first_then_few_words(folder):
+    sections = re.findall("<section>(.*?)</section>", TEXT, re.S)
+    assert len(sections) == 8
+    for section in sections:
+        assert "<svg" not in section or section.index("<svg") < section.index("<p>"), section
+        words = re.sub("<math.*?</math>|<[^>]*>", " ", " ".join(re.findall("<(?:p|li)>.*?</(?:p|li)>", section, re.S)), flags=re.S).split()
+        assert len(words) <= 120, (len(words), section)
 
 
 def test_data_is_what_the_tool_writes(folder):
-    assert DATA.search(PAGE.read_text())[1] == page_data.text(), "run tools/page_data.py: the trainer's plans have changed"
+    assert DATA.search(TEXT)[1] == page_data.text(), "run tools/page_data.py: plans, ladder.py, LCE.md or BENCHMARKS.md have changed"
 
 
 def test_data_that_cannot_be_written(folder):
@@ -60,37 +86,137 @@ def test_data_that_cannot_be_written(folder):
                                 (PAGE, folder / "other", "does not plan"), (folder / "none", TRAIN, "No such file"),
                                 (folder / "page", TRAIN, "has no line <script")):
         code = f"import page_data; page_data.PAGE = {str(page)!r}; page_data.main()"
-        before = PAGE.read_text()
         done = run(sys.executable, "-c", code, cwd=ROOT / "tools", LCE_TRAIN=str(program)).fails("page_data: ", says)
-        assert done.err.count("\n") == 1 and PAGE.read_text() == before, done
+        assert done.err.count("\n") == 1 and PAGE.read_text() == TEXT, done
 
 
 def test_numbers_are_the_plans(folder):
     """The command that the page shows plans the page's numbers, and each block of the loss. The second sizes have a
     shorter last chunk and a vocabulary of no whole cache lines."""
     for sizes in "", "N=81920&V=50257&H=4096&C=32768":
-        dom = chromium(folder, sizes, 900, "--dump-dom")
-        command = re.search(r'<pre id="command">./train (.*?)</pre>', dom)[1]
+        dom, blocks = chromium(folder, sizes, script="return headBytes()")
+        command = re.search(r'<pre class="command" id="command">./train (.*?)</pre>', dom)[1]
         assert not sizes or command.endswith(" --batch 20 --vocab 50257 --hidden-size 4096 --lce-chunk 32768")
         train(command, "--log", folder / "plan", "--timeline", folder / "steps.csv").ok()
         for plan in read_log(folder / "plan"):
             for key, field in ("head", "head_peak_bytes"), ("peak", "peak_bytes"):
                 shown = int(re.search(rf'id="{plan["loss_mode"]}-{key}" data-bytes="(\d+)"', dom)[1])
                 assert shown == plan[field], (sizes, plan["loss_mode"], key, shown, plan[field])
-        blocks = json.loads(re.search("<title>(.*?)</title>", dom)[1])
         totals = [(row["block"], int(row["total"])) for row in csv.DictReader((folder / "steps.csv").read_text().splitlines())]
-        pushes = [(name, now - before) for (_, before), (name, now) in zip(totals, totals[1:]) if now > before]
-        pushed = dict(reversed(pushes))  # by the first chunk, which is the largest
+        pushed = {}
+        for (_, before), (name, now) in zip(totals, totals[1:]):
+            pushed[name] = max(pushed.get(name, 0), now - before)  # the last chunk may be shorter
         vectors, _ = blocks.pop("vectors"), blocks.pop("logits")
         assert all(pushed[name] == size for name, size in blocks.items()), (blocks, pushed)
         assert vectors == sum(size for name, size in blocks.items() if not re.match("exponentials|scratch|scaled x", name))
 
 
-def test_screenshots(folder):
-    for width in (1400, 900, 390):
-        chromium(folder, "", width, f"--screenshot={folder}/page.png")
-        png = (folder / "page.png").read_bytes()
-        assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20], "big") == width and len(png) > 30000, (width, len(png))
+def exact(z, y):
+    """c and the loss in float64."""
+    R = math.fsum(math.exp(v - z[y]) for j, v in enumerate(z) if j != y)
+    return -R / (1 + R), math.log1p(R)
+
+
+def test_which_number_to_subtract(folder):
+    """-R / (1 + R) is right to 1.4e-7 everywhere; p - 1 is off by what the page, LCE.md and the slider say."""
+    dom, rows = chromium(folder, "lead=14", script="return upTo(30).map(k => [k, led(k), usual(led(k), 0), anchored(led(k), 0)])")
+    shown = {}
+    for lead, z, usual, anchored in rows:
+        c, loss = exact(z, 0)
+        assert abs(anchored["c"] / c - 1) < 1.45e-7 and abs(anchored["loss"] / loss - 1) < 1.45e-7, lead
+        shown[lead] = f"{100 * abs(usual['c'] / c - 1):.1f}%"
+        if lead >= 16:
+            assert usual["c"] == usual["loss"] == 0
+    assert [shown[lead] for lead in (10, 14, 15, 16, 30)] == ["0.2%", "6.7%", "27.5%", "100.0%", "100.0%"], shown
+    assert "<b>6.7%</b>" in dom
+    for page in TEXT, (PAGE.parent / "LCE.md").read_text():
+        sentence = " ".join(re.sub("<[^>]*>", "", page).split())
+        assert re.search(r"0\.2% at a lead of 10, 6\.7% at 14 and 27\.5% at 15, and from 16 on it is 0, where the loss is still 4\.8e-7", sentence)
+    assert f"{exact(rows[16][1], 0)[1]:.1e}" == "4.8e-07"
+
+
+def test_by_hand(folder):
+    """LCE.md's example, edited logits against float64, and a row that is repaired."""
+    dom, _ = chromium(folder)
+    example = (PAGE.parent / "LCE.md").read_text().split("## An example with numbers")[1]
+    for name in "R", "loss", "r", "c":
+        value = re.search(rf"^{re.escape(name)} = .*?  +(-?[0-9.]+)  ", example, re.M)[1]
+        assert re.search(rf"\b{name} = {re.escape(value.replace('-', '−').rstrip('0'))}\b", re.sub("</?b>", "", dom)), (name, value)
+    assert "(−0.02463, −0.22698)" in dom and "(-0.024630, -0.226981)" in example
+    edit = ("const input = document.querySelector('[data-logit=\"1\"]'); input.value = '2.5'; input.dispatchEvent(new Event('input', {bubbles: true}));"
+            "document.querySelector('[name=y][value=\"0\"]').click(); return [anchored(logits(), at.y), logits(), at.y]")
+    dom, (row, z, y) = chromium(folder, script=edit)
+    c, loss = exact(z, y)
+    assert (z, y) == ([2, 2.5, -1, -2, 3], 0) and abs(row["c"] / c - 1) < 2e-7 and abs(row["loss"] / loss - 1) < 2e-7 and f"R = {row['R']:.5f}" in dom
+    dom, row = chromium(folder, "z=2,2,-1,90,3&y=4", script="return anchored(logits(), at.y)")
+    assert row["repaired"] and abs(row["loss"] - 87) < 1e-4 and row["c"] == -1 and "<b>repaired</b>" in dom
+
+
+def test_the_state_is_in_the_address(folder):
+    """It is read from there, written when the reader chooses, and read again when the address changes."""
+    state = "N=32768&V=50257&C=1024&H=4096&t=900&lead=3&z=1,2,3,4,5.5&y=2&rung=5"
+    _, found = chromium(folder, state, script="return at")
+    assert found == dict(N=32768, V=50257, C=1024, H=4096, t=900, lead=3, z="1,2,3,4,5.5", y=2, rung=5), found
+    _, (found, first) = chromium(folder, "N=7&V=x&t=1001&z=1,2&y=-1&rung=9&lead=", script="return [at, FIRST]")
+    assert found == first
+    script = """const input = document.querySelector("input[data-key=lead]"); input.value = 22;
+      for (const type of ["input", "change"]) input.dispatchEvent(new Event(type, {bubbles: true}));
+      document.querySelector("#rungs [value='2']").click();
+      const written = location.hash;
+      location.hash = "#lead=9&H=1024";
+      await new Promise(later => setTimeout(later, 100));
+      return [written, at.lead, at.H, at.rung]"""
+    assert chromium(folder, script=script)[1] == ["#lead=22&rung=2", 9, 1024, 4]
+
+
+def test_playing_lights_the_running_line(folder):
+    lit = "[...document.querySelectorAll('#python .lit')].map(line => line.textContent)"
+    for t, line in (0, "for i in"), (10, "E = (x[i]"), (22, "dX[i] ="), (40, "dW += E.T"), (1000, "dW.index_add_"):
+        assert [text.startswith(line) for text in chromium(folder, f"t={t}", script=f"return {lit}")[1]] == [True], (t, line)
+    script = "requestAnimationFrame = frame => setTimeout(() => frame(performance.now()), 50);" \
+        "$('play').click(); await new Promise(later => setTimeout(later, 25000)); return [at.t, location.hash, $('play').textContent]"
+    found = chromium(folder, "t=0", script=script)[1]
+    assert found == [1000, "#t=1000", "Play"], found
+
+
+def test_the_ladders_code(folder):
+    """A rung's code is that of ladder.py; what the rung before lacks is lit, what went is struck."""
+    script = "return [...$('rung-code').children].map(line => [line.textContent, line.className])"
+    for rung, new, gone in (2, "for i in", "z = mm(x, W.T)"), (4, "E.scatter_(1", "lse = z.logsumexp(-1)"), (7, "context(x.device", "e.copy_(exps)"):
+        lines = chromium(folder, f"rung={rung}", script=script)[1]
+        assert any(text.startswith(new) and how == "new" for text, how in lines) and [gone, "gone"] in lines, lines
+        code = json.loads(DATA.search(TEXT)[1])["rungs"][rung - 1]["code"]
+        assert [text for text, how in lines if how != "gone"] == [re.sub(" +# noqa.*", "", line).strip() for line in code.splitlines()], lines
+
+
+def test_widths_and_themes(folder):
+    """Nothing is wider than the window, letters are large enough and stand out from their ground."""
+    script = """const luminance = color => color.match(/[0-9.]+/g).slice(0, 3).map(v => (v / 255) ** 2.2)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0.05);
+      const body = getComputedStyle(document.body), contrast = luminance(body.color) / luminance(body.backgroundColor);
+      const beyond = [...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);
+      return [innerWidth, document.documentElement.scrollWidth, beyond.map(e => e.outerHTML.slice(0, 200)), contrast]"""
+    for width in 360, 768, 1280:
+        for dark in False, True:
+            dom, (inner, wide, beyond, contrast) = chromium(folder, "z=40,0,-20,0,20&y=0&rung=7", width, *[DARK] * dark, script=script)
+            assert inner == width and wide <= width and not beyond, (width, inner, wide, beyond)
+            assert contrast > 10 if dark else contrast < 0.1, (width, dark, contrast)
+    chromium(folder, more=f"--screenshot={folder}/page.png")
+    png = (folder / "page.png").read_bytes()
+    assert png[:4] == b"\x89PNG" and int.from_bytes(png[16:20], "big") == 900 and len(png) > 30000, len(png)
+
+
+def test_make_page(folder):
+    """The folder has all that its page links to and all that its texts show."""
+    run("make", "-s", "page", f"PAGE={folder}/page").ok(f"{folder}/page is complete")
+    for name in "index.html", "LCE.md", "REFERENCE.md":
+        text = (folder / "page" / name).read_text()
+        links = re.findall(r'href="([^"#]+)' if name == "index.html" else r"!\[[^]]*\]\(([^)]+)\)", text)
+        assert links and all((folder / "page" / link).is_file() for link in links), links
+    address = re.search(r"^\[!\[.*\]\((.*)\)$", (ROOT / "README.md").read_text(), re.M)[1]
+    assert address == "kernels/lce/page.html" or f'<meta property="og:url" content="{address}' in (folder / "page" / "index.html").read_text()
+    run("make", "-s", "page", f"PAGE={folder}/page", "PAGE_URL=https://example.org/lce").ok()
+    assert '<meta property="og:image" content="https://example.org/lce/llama-1b.png">' in (folder / "page" / "index.html").read_text()
 
 
 def test_tables_of_all_pages(folder):
@@ -111,4 +237,4 @@ def test_still_pictures(folder):
     assert sorted(pictures.tile_at(tile, 8, 22, 3) for tile in range(176)) == [(row, column) for row in range(8) for column in range(22)]
 
 
-main(globals())
+main(globals(), 2)
