@@ -37,11 +37,10 @@ def setting(s, rows=()):
     sizes = {"tokens": f"{s['batch']:,} x {s['seq_len']:,} tokens" if step else f"N {s['batch'] * s['seq_len']:,}",
              "hidden": f"H {s['hidden_size']:,}" * (not step), "vocab": f"V {s['vocab_size']:,}"}
     shown = [text for name, text in sizes.items() if text and swept != [name]]
-    parts = [s["model"] if step else "LM head + loss alone", *shown, s["dtype"]]
-    if step and s["recompute"] != "none":
-        parts.append("recompute " + s["recompute"])
-    if step and s["offload"]:
-        parts.append("offloaded: " + s["offload"].replace(",", ", "))
+    options = {f"sequences of {s['seq_len']:,}": swept == ["tokens"], "recompute " + s["recompute"]: s["recompute"] != "none",
+               "bf16 moments": "--moment-dtype bf16" in s["options"], "no master weights": "--no-master-weights" in s["options"],
+               "offloaded: " + s["offload"].replace(",", ", "): s["offload"]}
+    parts = [s["model"] if step else "LM head + loss alone", *shown, s["dtype"], *(words for words, given in options.items() if step and given)]
     devices = sorted({row["device"] for row in rows if row["status"] == "measured"} | {s.get("measured_on")} - {None})
     where = {"cuda": "a GPU", "cpu": "a CPU"}[s["device"]]
     how = "measured on " + ", ".join(devices) if devices else f"planned for {where}" if s["planned"] or rows else f"on {where}"

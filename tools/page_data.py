@@ -18,8 +18,6 @@ import sys
 import tempfile
 import textwrap
 
-import pictures
-
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 TRAIN = os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train"))
 PAGE = os.path.join(ROOT, "kernels", "lce", "page.html")
@@ -30,6 +28,11 @@ OPTIONS = (f"--model llama-1b --seq-len {SEQUENCE} --head-dim 64 --intermediate-
 MODES = {"fused": "--fused-lce", "materialized": "--materialized-logits"}
 LOW, CHECKED = {"N": 8192, "V": 32768, "H": 1024}, (81920, 128256, 4096)
 PRODUCTS = ["".join(letters) for count in range(4) for letters in itertools.combinations(LOW, count)]
+
+# The ladder's passes over a row of width V, a letter for each, and what a rung stores.
+PASSES = {"1 materialized": ("zzz zggg", "2 [N, V]"), "2 recomputed": ("zzzzzggg", "2 [C, V]"),
+          "3 gradient_in_forward": ("zzz zggg", "[C, V]"), "4 anchored": ("z   zEEE", "[C, V]"),
+          "5 to 7 in_epilogue, ..., fused": ("E     EE", "[C, V], in x's dtype")}
 
 
 def corner(doubled):
@@ -123,7 +126,7 @@ def rungs():
     measured = {row[0][0]: dict(time=float(row[2]), memory=float(row[3].split()[0]), certain=1 if "100%" in row[7] else float(row[7]))
                 for row in table(page, "rung . time")[1:]}
     names = "materialized", "recomputed", "gradient_in_forward", "anchored", "in_epilogue", "on_hopper", "library"
-    passes = [*pictures.PASSES.values()]
+    passes = [*PASSES.values()]
     return [{"name": name, "passes": passes[min(k, 4)][0], "holds": passes[min(k, 4)][1], "code": code[name], **measured.get(str(k + 1), {})}
             for k, name in enumerate(names)]
 

@@ -242,7 +242,7 @@ def test_refusals(folder):
 def test_pictures_of_sweeps(folder):
     curve(folder, "--plan-only --device cuda --model llama-1b --format svg").ok()
     fused, whole = (reading(folder, mode, tokens=32768)["planned_bytes"] for mode in FUSED_AND_NOT)
-    said = assert_says(folder / "curve.svg", "Training llama-1b", "V 128,256, bf16; planned for a GPU", "Planned, byte for byte", f"{whole / fused:.2f}x")
+    said = assert_says(folder / "curve.svg", "Training llama-1b", "V 128,256, bf16, sequences of ", "; planned for a GPU", "Planned, byte for byte", f"{whole / fused:.2f}x")
     assert not any("Time" in text or re.search(r"\d s$", text) for text in said), said
     # Measured: the time, too, and what the device counts.
     curve(folder / "cpu", MEASURED + " --values 32,64 --format svg").ok("wrote " + str(folder / "cpu" / "curve.svg"))
@@ -295,14 +295,14 @@ def test_plot_run(folder):
     steps = [{"event": "step", "step": k, "loss": 3 + 8 * 2.7183**(-k / 15), "grad_norm": 1, "learning_rate": 1e-3, "tokens_per_second": 100}
              for k in range(1, 301)]
     rungs = [{"event": "layer", "name": f"{k} a version", "rung": k, "tokens": 1024, "hidden_size": 256, "chunk": 128, "vocab_size": 32768,
-              "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20, "gemms": 3 + (k == 2), "certain_error": 1.1 if k < 4 else 1e-6} for k in range(1, 7)]
+              "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20, "gemms": 3 + (k == 2), "certain_error": 1.0 if k < 4 else 1e-6} for k in range(1, 7)]
     log = write("smooth.jsonl", [start, *steps], '{"event":"step","ste')  # killed
     deep = write("deep", [start, *steps], "[" * 100000 + "\n")
     for wrong, says in {deep: "line 302: this is no JSON object", write("odd", [{**start, "batch": []}, *steps]): "nothing is drawn", "/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
                         write("empty", [start]): "has no step to draw"}.items():
         assert "Traceback" not in tool("plot_run", wrong, "--out", folder / "wrong.png").fails(says).err
     done = tool("plot_run", log, "--out", folder / "run.svg")
-    assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens a second")
+    assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens per second")
     other = write("other.jsonl", [{**start, "device": "another"}, *steps])
     tool("plot_run", log, other, log, "--out", folder / "two.svg").ok()
     assert_says(folder / "two.svg", "bf16, on a machine and another")
@@ -310,7 +310,7 @@ def test_plot_run(folder):
     assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
     tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
     assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB",
-                "1.0", "4 GEMMs", "3 GEMMs, made to be read", "target nearly certain", "110%", "1e-06")
+                "1.0", "4 GEMMs", "3 GEMMs, there to be read", "target nearly certain", "100%", "1e-06")
     (folder / "mine.png").write_bytes(b"\x89PNG, by another program")
     tool("plot_run", log, "--out", folder / "mine.png").fails("is not from this program")
     tool("plot_run", log, "--out", folder / "run.png").ok()  # over its own
