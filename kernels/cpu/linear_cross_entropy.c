@@ -227,7 +227,6 @@ static void repair_row(const LceLogitsExp *a, const Grid *g, const Scratch *s, i
   const float *target_z = a->softmax.target_z.data;
   float raised = (float)(*anchor + log_sum / inv_temperature);
   double rise = ((double)raised - *anchor) * inv_temperature;
-  if (!(fabs(rise - log_sum) < 32)) rise = log_sum; // fp32 is too coarse for such logits, and so is the loss
   *anchor = raised;
   cpu_store(a->softmax.target_e, n, exp(((double)target_z[n] - raised) * inv_temperature));
   for (int64_t slice = 0; slice < g->slices; slice++) {

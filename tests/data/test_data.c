@@ -218,6 +218,28 @@ int lstat(const char *restrict path, struct stat *restrict status) {
   return (int)syscall(SYS_newfstatat, AT_FDCWD, path, status, AT_SYMLINK_NOFOLLOW);
 }
 
+static bool two_disks; // files called "0..." and "1..." have one number, each on a disk of its own
+
+int stat(const char *restrict path, struct stat *restrict status) {
+  int result = (int)syscall(SYS_newfstatat, AT_FDCWD, path, status, 0);
+  const char *name = strrchr(path, '/');
+  if (two_disks && name) status->st_ino = 1, status->st_dev = (dev_t)name[1];
+  return result;
+}
+
+TEST(files_of_two_disks_are_not_one) {
+  write_text("0.txt", "text");
+  write_text("1.txt", "text");
+  Source *a = open_one("0.txt", 300), *b = open_one("1.txt", 300);
+  assert_null(source_shared_file(a, b));
+  two_disks = true;
+  assert_null(source_shared_file(a, b));
+  two_disks = false;
+  assert_string_equal(source_shared_file(b, b), temp_path("1.txt"));
+  source_close(a);
+  source_close(b);
+}
+
 TEST(a_manifest_is_compared_with_its_shards) {
 #define MANIFEST(masked, train)                                                                              \
   "{\"format\": \"lce.c shards\", \"masked\": " masked ", \"splits\": {\"train\": {\"shards\": [" train      \

@@ -220,9 +220,19 @@ TEST(test_draws_follow_their_distribution) {
   const float equal[] = {1, 2, 2, 2};
   check_draws(&(Sampling){1, 2, 1}, equal, 4, (const double[]){0, 0.5, 0.5, 0});
   check_draws(&(Sampling){0, 0, 1}, equal, 4, (const double[]){0, 1, 0, 0});
+  // top_p is reached exactly.
+  check_draws(&(Sampling){1, 0, 0.5}, (const float[]){3, 3, 3, 3}, 4, (const double[]){0.5, 0.5, 0, 0});
   // However large they are.
   const float large[] = {-1e4f, 1e4f, -INFINITY, 1e4f};
   check_draws(&(Sampling){1, 0, 1}, large, 4, (const double[]){0, 0.5, 0, 0.5});
+}
+
+TEST(test_a_logit_that_is_no_number_ends_the_text) {
+  for (int i = 0; i < 2; i++) {
+    const float z[] = {1, i ? INFINITY : NAN, 2};
+    CATCH(sampling_draw(&(Sampling){1, 0, 1}, z, 3, 0.5));
+    assert_non_null(strstr(caught_sentence, i ? "the logit of token 1 is inf" : "the logit of token 1 is"));
+  }
 }
 
 // The same choice as sorting would make, on many tokens with many ties.

@@ -54,6 +54,11 @@ HARNESS_TEST(test_presets) {
     }
   }
   assert_true(found == PUBLISHED && tiny == TINY);
+  ModelConfig small = model_preset("llama-1b");
+  small.hidden_size = 511;
+  assert_int_equal(model_default_seq_len(&small), 256);
+  small.hidden_size = 512;
+  assert_int_equal(model_default_seq_len(&small), 2048);
   assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
 }
 
@@ -157,7 +162,7 @@ HARNESS_TEST(test_rope_table) {
   config.vocab_size = 5;
   config.num_hidden_layers = 1;
   config.hidden_size = config.intermediate_size = 4;
-  enum { POSITIONS = 37, HALF = 32 };
+  enum { POSITIONS = 5003, HALF = 32 };
   Model model;
   size_t tables = h->backend->memory.ledger.now[MEMORY_TABLES];
   model_create(&model, &config, h->backend, all_fp32, POSITIONS);
@@ -170,13 +175,12 @@ HARNESS_TEST(test_rope_table) {
   assert_close(inv_freq[14], pow(500000, -28.0 / 64), 1e-6);
   assert_close(inv_freq[16], 4.295568e-4, 1e-6);
   assert_close(inv_freq[18], pow(500000, -36.0 / 64) / 32, 1e-6);
-  assert_string_equal(tensor_text(model.rope_angles).text, "fp32 [37, 64]");
+  assert_string_equal(tensor_text(model.rope_angles).text, "fp32 [5003, 64]");
   for (int t = 0; t < POSITIONS; t++)
     for (int i = 0; i < HALF; i++) {
-      // The angle is rounded to fp32: its error is half an epsilon of the angle.
-      double angle = t * (double)inv_freq[i], allowed = 2e-7 * (1 + angle);
-      assert_true(fabs(table[t * 2 * HALF + i] - cos(angle)) <= allowed);
-      assert_true(fabs(table[t * 2 * HALF + HALF + i] - sin(angle)) <= allowed);
+      double angle = (double)((float)t * inv_freq[i]); // rounded to fp32, as in transformers
+      assert_true(table[t * 2 * HALF + i] == (double)(float)cos(angle));
+      assert_true(table[t * 2 * HALF + HALF + i] == (double)(float)sin(angle));
     }
   model_destroy(&model);
 }
