@@ -182,7 +182,7 @@ static bool every(int64_t period, int64_t done) {
 }
 
 // The last checkpoint has the last validation's loss. A run that was told to stop may soon be killed, so it
-// saves first.
+// saves first, and does not begin to validate on all data.
 static void finish(Run *run, int64_t done) {
   Report *report = &run->report;
   Checkpoints *c = &run->checkpoints;
@@ -194,7 +194,7 @@ static void finish(Run *run, int64_t done) {
   if (stopped)
     printf("stopped after step %lld%s\n", (long long)done, report_log_lost(report) ? "" : " on a signal");
   if (run->options->save && c->saved_step != done) save(run, done);
-  if (!validated) validate(run, done);
+  if (!validated && !(stopped && run->options->eval_batches == 0)) validate(run, done);
   report_summary(report, &run->trainer, &c->state, source_entropy(run->data.source), stopped);
   report_resuming(report, stopped && c->saved_step >= 0);
 }

@@ -526,6 +526,13 @@ static bool is_set(const uint8_t *bits, int64_t index) {
 }
 
 // As source_read_targets or, if they are no targets, without masks.
+// A page of a mapped file that was cut reads as zeros behind the cut, without a signal.
+static void require_size(const SourceFile *part) {
+  struct stat status;
+  if (!part->file.copied && !stat(part->path, &status) && (size_t)status.st_size < part->file.size)
+    fail("%s was shortened while it was read; restore it and start again", part->path);
+}
+
 static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   int64_t counted = count;
@@ -533,6 +540,7 @@ static int64_t read_tokens(const Source *source, int64_t first, int64_t count, i
     int64_t start = first - part->first;
     int64_t taken = min_i64(part->stored - start, count); // 0 when `first` is the separator itself
     if (widen(part, start, taken, out) >= source->vocab_size) fail_outside(source, part, start, true);
+    if (taken && out[taken - 1] == 0) require_size(part);
     for (int64_t i = 0; targets && part->mask && i < taken; i++)
       if (!is_set(part->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;

@@ -33,8 +33,9 @@ static int character_of(int byte) {
   return byte == 0xAD ? 0x143 : byte;
 }
 
-// The token stands for the bytes of its characters, or for its text if one of them is no byte.
-static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool special, Reason *reason) {
+// The token stands for the bytes of its characters or, added or with a character that is no byte, for its text.
+static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool added, bool special,
+                      Reason *reason) {
   size_t length = strlen(text);
   if (!json_is_whole(id) || id->valuedouble >= MAX_ID)
     return refuse(reason, "the id of \"%s\" is not a whole number below %d", text, MAX_ID);
@@ -43,7 +44,7 @@ static bool put_token(Tokenizer *t, const cJSON *id, const char *text, bool spec
     taken = (size_t)utf8_length(text + at, length - at);
     int character = taken == 2 ? (text[at] & 0x1F) << 6 | (text[at + 1] & 0x3F) : text[at], byte = 0;
     while (byte < BYTES && character_of(byte) != character) byte++;
-    if (taken == 0 || taken > 2 || byte == BYTES) {
+    if (added || taken == 0 || taken > 2 || byte == BYTES) {
       memcpy(token.bytes, text, length);
       token.length = (int64_t)length;
       break;
@@ -61,7 +62,7 @@ static bool read_vocabulary(Tokenizer *t, const cJSON *vocab, Reason *reason) {
   cJSON_ArrayForEach(id, vocab) {
     if (json_is_whole(id) && id->valuedouble < arrlen(t->tokens) && t->tokens[id->valueint].bytes)
       return refuse(reason, "the id %d belongs to two tokens", id->valueint);
-    if (!put_token(t, id, id->string, false, reason)) return false;
+    if (!put_token(t, id, id->string, false, false, reason)) return false;
   }
   return t->tokens || refuse(reason, "its vocabulary is empty");
 }
@@ -71,7 +72,8 @@ static bool read_added_tokens(Tokenizer *t, const cJSON *added, Reason *reason) 
   cJSON_ArrayForEach(item, added) {
     const char *text = json_text(item, "content");
     if (!text) return refuse(reason, "an added token has no content");
-    if (!put_token(t, json_member(item, "id"), text, cJSON_IsTrue(json_member(item, "special")), reason))
+    if (!put_token(t, json_member(item, "id"), text, true, cJSON_IsTrue(json_member(item, "special")),
+                   reason))
       return false;
   }
   return true;

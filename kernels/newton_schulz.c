@@ -1,15 +1,16 @@
-// Newton-Schulz: the nearest matrix whose singular values are all equal, nearly, by GEMMs alone (Jordan et
-// al. 2024). Four steps of odd polynomials, a s + b s^3 + c s^5, bring singular values from between 0.003 and
-// 1 to between 0.78 and 1.2; with A = y y^T a step is (a + b A + c A A) y. If x has more rows than columns,
-// its transpose is treated so: A = y^T y.
+// Newton-Schulz, by GEMMs alone (Jordan et al. 2024): about U V^T of y = U S V^T, y's polar factor. Four steps
+// of odd polynomials, a s + b s^3 + c s^5, bring singular values from between 0.003 and 1 to between 0.78 and
+// 1.2; with A = y y^T a step is (a + b A + c A A) y. If x has more rows than columns, its transpose is treated
+// so: A = y^T y.
 //
 // If one side of x is more than 1.5 times the other, the last two steps are one product Q y. The first has P
 // = a + b A + c A A, the second A' = P A P, and Q = (a' + b' A' + c' A' A') P: all as small as A.
 //
-// aol_scale brings them into (0, 1] by the first step's own A (Boissin et al. 2025, "Turbo-Muon"): most are
-// twice what x / |x| has, so that four steps reach as far as Jordan's five. The polynomials have the least
-// error on [0.003, 1] (Amsel et al. 2025, "The Polar Express"), but that the first leaves room for values 5%
-// too large by rounding, and the next two for 2%.
+// aol_scale makes y of x: it scales each row (of the shorter side) by the first step's own A, which brings
+// singular values into (0, 1] (Boissin et al. 2025, "Turbo-Muon"). So the result is the polar factor of D x, not
+// of x. Most are twice what x / |x| has, so that four steps reach as far as Jordan's five. The polynomials have
+// the least error on [0.003, 1] (Amsel et al. 2025, "The Polar Express"), but that the first leaves room for
+// values 5% too large by rounding, and the next two for 2%.
 #include "kernels/kernels.h"
 
 static Matrices push_matrices(Backend *backend, Dtype dtype, int64_t count, int64_t rows, int64_t columns) {

@@ -82,7 +82,7 @@ const Option options_rows[] = {
   {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6),
    "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4", SETTING, "0"},
   {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's)"},
+   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); transformers ignores it"},
   {FLAG("metrics", metrics, true), "Log accuracy, entropy and the largest logit", SETTING},
 
   {GROUP("Data, validation and samples")},

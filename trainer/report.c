@@ -103,7 +103,24 @@ const char *sharding_name(const ParameterDtypes *dtypes) {
 
 // --- before the first step ---------------------------------------------------------------------------------
 
+// No model of these families has a soft-cap in transformers, whose config.json may still have the number.
+static void warn_of_softcap(const Options *o) {
+  double softcap = o->model.final_logit_softcapping;
+  const char *family = model_families[o->model.family].model_type;
+  if (softcap > 0 && options_given(o, "logit-softcap"))
+    warn("--logit-softcap %g is part of this %s model here alone: transformers and other programs ignore it, "
+         "and "
+         "compute other losses from what --save writes",
+         softcap, family);
+  else if (softcap > 0)
+    warn("%s/config.json has final_logit_softcapping %g, which this program computes and transformers "
+         "ignores in a "
+         "%s model; --logit-softcap 0 leaves it out",
+         o->origin, softcap, family);
+}
+
 void report_settings(const Options *o, const Backend *backend, const RunData *data) {
+  warn_of_softcap(o);
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)

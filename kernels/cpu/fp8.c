@@ -52,7 +52,8 @@ void cpu_quantize_rows(Backend *backend, const QuantizeRows *a) {
         squares += (double)scaled * (double)scaled;
         products += (double)scaled * (double)e4m3_to_f32(code);
       }
-    cpu_store(a->out.scale, k, products == 0 ? 1 : squares / products / (double)factor);
+    if (products == 0) squares = products = 1; // the values, if any, are in other rows
+    cpu_store(a->out.scale, k, amax == 0 ? 1 : squares / products / (double)factor);
   }
 }
 

@@ -65,7 +65,8 @@ static DEVICE float2 code_row(uint8_t *codes, const T *x, int64_t columns, float
 }
 
 static DEVICE float scale_of(float2 sums, float factor) {
-  return sums.y == 0 ? 1 : sums.x / sums.y / factor;
+  if (sums.y != 0) return sums.x / sums.y / factor;
+  return factor < FLT_MAX ? 1 / factor : 1; // the values, if any, are in other rows
 }
 
 // One warp per row. amax: the matrix's; NULL: each row's own, for which a row is read twice.

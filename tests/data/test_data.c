@@ -115,6 +115,18 @@ TEST(large_files_are_mapped_and_closed) {
   free(text);
 }
 
+TEST(a_cut_within_a_page_is_noticed) {
+  enum { TOKENS = (64 << 10) + 100 };
+  write_sparse_shard16("cut.bin", TOKENS);
+  put_token16("cut.bin", TOKENS - 1, 7);
+  Source *source = open_one("cut.bin", 300);
+  int32_t ids[3];
+  source_read(source, TOKENS - 4, 3, ids); // zeros of its own
+  assert_int_equal(truncate(temp_path("cut.bin"), 1024 + 2 * (TOKENS - 1)), 0);
+  ASSERT_FAILS(source_read(source, TOKENS - 3, 3, ids), "cut.bin was shortened while it was read");
+  source_close(source);
+}
+
 TEST(text_errors_are_one_sentence) {
   WRITE_TEXTS({"good.txt", "good"}, {"dull/empty.txt", ""}, {"high.txt", "abc\xC3\xA9"});
   write_bytes("parquet.dat", "PAR\0", 4);

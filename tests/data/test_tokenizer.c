@@ -204,4 +204,19 @@ TEST(test_what_only_encoding_reads) {
   tokenizer_close(t);
 }
 
+// Characters stand for bytes in the vocabulary alone: an added token is found in the text itself.
+TEST(test_an_added_token_is_its_text) {
+  static const char file[] = MODEL("\"vocab\":{\"\303\251\":0},\"merges\":[]",
+                                   ",\"added_tokens\":[{\"id\":1,\"content\":\"<\303\251>\"}],"
+                                   "\"pre_tokenizer\":{\"type\":\"ByteLevel\"},"
+                                   "\"decoder\":{\"type\":\"ByteLevel\"}");
+  Reason reason = {""};
+  Tokenizer *t = tokenizer_parse(file, strlen(file), &reason);
+  if (!t) fail_msg("%s", reason.text);
+  assert_int_equal(tokenizer_bytes(t, 0), 1);
+  assert_int_equal(tokenizer_bytes(t, 1), 4);
+  ASSERT_SHOWN(t, "\\xE9<\303\251>", 0, 1);
+  tokenizer_close(t);
+}
+
 TEST_MAIN(tests_run("tokenizer", make_temp_dir, remove_temp_dir))

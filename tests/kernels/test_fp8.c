@@ -282,6 +282,10 @@ HARNESS_TEST(test_quantize_rows) {
     }
   check_rows(h, 5, 32, 1e18, true);
   check_rows(h, 5, 32, 1e18, false);
+  double *alone = host_values(h, 2500 * 32); // a value in a row that is not summed
+  alone[32 + 3] = 7;
+  assert_true(fabs(read_of(h, coded(h, tensor_from(h, h->dtype, alone, 2500, 32), false))[32 + 3] - 7) <
+              1e-5);
   double x[3 * 32] = {[5] = NAN, [32 + 7] = -INFINITY, [64 + 1] = 2};
   Tensor given = tensor_from(h, h->dtype, x, 3, 32);
   double *scales = values_of(h, coded(h, given, true).scale);

@@ -314,6 +314,21 @@ def test_stopped_runs_save(folder):
         assert os.readlink(latest) == LAST
     assert "after step 12 of 12" in output.out, output
     same_losses(folder / "log")
+    p = start(RUN + f"--steps 1000000 --eval-every 0 --eval-batches 0 --save {folder}/all")
+    p.wait_for("step 1/")
+    os.kill(p.pid, signal.SIGINT)
+    ended = p.finish().out.partition("stopped after")[2]
+    assert "saved in" in ended and "validation loss" not in ended, ended
+
+
+# transformers has no soft-cap in these models: what is computed here is said, of an option and of a config.json.
+def test_a_softcap_is_said(folder):
+    output = train(RUN + f"--logit-softcap 30 --steps 3 --save {folder}/capped").ok()
+    assert output.err.count("lce:") == 1 and "--logit-softcap 30 is part of this llama model here alone: transformers" in output.err, output
+    stray = f"{folder}/capped/config.json has final_logit_softcapping 30, which this program computes and transformers ignores in a llama model"
+    for line in f"{TRAIN} --data {TEXT} --steps 1", f"{TOOLS}/evaluate --val-data {TEXT}":
+        line = f"{line} --device cpu --init {folder}/capped"
+        assert stray in run(*line.split()).ok().err and "soft" not in run(*line.split(), "--logit-softcap", 0).ok().err
 
 
 # Options that say when to validate, sample and save are resumed as well; changing one is no warning.
