@@ -127,7 +127,7 @@ def test_options_exclude_each_other(folder):
 def test_possible_combinations(folder):
     for line in ("--metrics --lce-sample 0", "--materialized-logits --lce-sample 0", "--steps 10 --warmup 10",
                  "--tie-word-embeddings --tie-word-embeddings", "--model gpt2-tiny --num-key-value-heads 4",
-                 "--pack documents --data-order shuffled", "--pack none --data-order sequential",
+                 "--pack documents --data-order shuffled", "--momentum 0.95", "--pack none --data-order sequential",
                  "--optimizer muon --model gpt2-774m --ranks 8 --zero 1"):  # a layer is cut into several buckets
         train(f"--device cpu --plan {line}").ok()
 

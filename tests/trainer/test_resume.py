@@ -237,8 +237,9 @@ def test_sampling_is_resumed(folder):
     assert not train(line + f"--save {folder}/same --log {folder}/log-same").ok("  dropped ").err
     assert curve(folder / "log-same") == curve(folder / "log", 6)
     same_files(folder / "sampled" / LAST, folder / "same" / LAST)
-    output = train(line + "--metrics").ok()
-    assert "--lce-sample was 50 when " in output.err and "  dropped " not in output.out, output
+    for other in "--metrics", "--materialized-logits":  # each excludes sampling, one by its row and one by that of --lce-sample
+        output = train(line + other).ok()
+        assert "--lce-sample was 50 when " in output.err and "  dropped " not in output.out, output
 
 
 # FP8 is restored, unless it is declined.
