@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """tools/torch in training: Hugging Face's models, DDP and FSDP2, and the README's examples."""
+import concurrent.futures
 import copy
 import inspect
 import io
@@ -259,6 +260,67 @@ def forwards_that_change_what_they_hand_on():
         for name in ("labels", *["shift_labels"] * (change is masked_in_place)):
             raises(TypeError, "other labels than", lambda: patched(tokens, **{name: tokens.clone()}, **items))
     is_nan(torch.compile(patched, backend="aot_eager"))
+
+
+def logits_that_change_after_the_patch():
+    """TypeError, and NaN in compiled code and on a GPU, but for what the host knows without waiting."""
+    batch = batch_of(0)
+
+    def noticed(model, told, waits=False):
+        patched, is_nan = model if hasattr(model, "lce_patch") else lce.patch_transformers(model), DEVICE == "cuda" and waits
+        if is_nan:
+            assert patched(**batch).loss.isnan()
+        else:
+            raises(TypeError, told, lambda: patched(**batch))
+        if waits:
+            assert torch.compile(patched, backend="aot_eager")(**batch, use_cache=False).loss.isnan()
+    for kind, name, special in (("gemma2", "final_logit_softcapping", FAMILIES["gemma2"]), ("granite", "logits_scaling", FAMILIES["granite"])):
+        for value in (None, 1.1) if kind == "gemma2" else (7.0,):
+            model = lce.patch_transformers(model_of(kind, **special))
+            setattr(model.config, name, value)
+            noticed(model, "other logits than the patch expects", True)
+            assert lce.patch_transformers(model)(**batch).loss.isfinite()
+    model = lce.patch_transformers(model_of("cohere", logit_scale=0.25))
+    model.logit_scale = 0.26
+    noticed(model, "other logits than", True)
+    model = lce.patch_transformers(model_of("llama"))
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    noticed(model, "other logits than", True)
+    handle.remove()
+    assert model(**batch).loss.isfinite()
+    for learned in (torch.ones(()), torch.zeros(211)):
+        model, parameter = odd_model(), torch.nn.Parameter(learned.to(DEVICE))
+        model.change = lambda z: z * parameter if parameter.dim() == 0 else z + parameter
+        noticed(model, "a parameter of its forward acts on logits")
+    model = odd_model()
+    model.change = lambda z: z / (2 if model.training else 1)
+    raises(TypeError, "something else to its logits, or gives its loss_function other keywords, in training",
+           lambda: lce.patch_transformers(model))
+
+    def weighted(logits, labels, vocab_size, loss_weights=1.0, **more):
+        return loss_weights * transformers.loss.loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **more)
+    model = odd_model(loss_function=weighted)
+    lce.patch_transformers(model)
+    model.after = lambda labels, kwargs: (labels, dict(kwargs, loss_weights=2.0))
+    raises(TypeError, "its forward gives its loss_function loss_weights, which the patch does not know",
+           lambda: model(batch["input_ids"], labels=batch["labels"]))
+    model = lce.patch_transformers(model_of("llama"))
+    close("an unused keyword", model(**batch, cu_seq_lens_q=None).loss, model(**batch).loss, 1e-7)
+    liger = types.FunctionType((lambda self: 0).__code__, {"__name__": "liger_kernel.transformers.model.llama"})
+    raises(TypeError, "choose one of Trainer(use_liger_kernel=True) and lce.patch_transformers",
+           lambda: setattr(model, "forward", types.MethodType(liger, model)))
+
+
+def threads():
+    """Several call one patched model at the same time."""
+    model, batches = lce.patch_transformers(model_of("llama")), [batch_of(step) for step in range(4)]
+    want = [model(**batch).loss.item() for batch in batches]
+
+    def losses(i):
+        return [model(**batches[i]).loss.item() for _ in range(10)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for w, got in zip(want, pool.map(losses, range(4))):
+            assert all(abs(loss - w) < 1e-5 for loss in got), (w, got)
 
 
 def after_the_patch():
@@ -550,6 +612,7 @@ if __name__ == "__main__":
              all_models=all_models, evaluation=evaluation, smoothing_under_a_softcap=smoothing_under_a_softcap,
              training_without_labels=training_without_labels, copies=copies, models_that_are_refused=models_that_are_refused,
              forwards_that_change_what_they_hand_on=forwards_that_change_what_they_hand_on, after_the_patch=after_the_patch,
+             logits_that_change_after_the_patch=logits_that_change_after_the_patch, threads=threads,
              peft_models=peft_models, trainers=trainers, compiled_model=compiled_model,
              ddp=lambda: on_ranks(rank_main, 2, "ddp"), fsdp2=lambda: on_ranks(rank_main, 2, "fsdp2"),
              fsdp2_of_a_patched_model=lambda: model_of("llama") and on_ranks(rank_main, 2, "patched"),

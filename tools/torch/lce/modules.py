@@ -1,6 +1,7 @@
 """LinearCrossEntropy, and patch_transformers, which puts it into Hugging Face's causal models."""
 import functools
 import inspect
+import threading
 import types
 import warnings
 
@@ -27,6 +28,11 @@ def tried(options, vocab_size, bias):
         linear_cross_entropy(x, weight, x[0].long(), weight[:, 0] if bias else None, **options)
 
 
+def transformed(z, softcap, temperature):
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    return z if temperature is None else z / temperature
+
+
 class LinearCrossEntropy(torch.nn.Linear):
     """A head [V, H]: logits, or with `target` linear_cross_entropy, which takes the options.
 
@@ -44,23 +50,28 @@ class LinearCrossEntropy(torch.nn.Linear):
         options = {**self.options, **known(options)}
         if target is not None:
             return linear_cross_entropy(x, self.weight, target, self.bias, **options)
-        z, softcap, temperature = super().forward(x), options.get("softcap"), options.get("temperature")
-        z = softcap * torch.tanh(z / softcap) if softcap else z
-        if temperature is None:
-            return z
-        return z / (temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) and temperature.dim() else temperature)
+        temperature = options.get("temperature")
+        if isinstance(temperature, torch.Tensor) and temperature.dim():
+            temperature = temperature.unsqueeze(-1)
+        return transformed(super().forward(x), options.get("softcap"), temperature)
 
     def extra_repr(self):
         shown = [f", {name}={list(v.shape) if isinstance(v, torch.Tensor) else repr(v)}" for name, v in self.options.items()]
         return super().extra_repr() + "".join(shown)
 
 
+def caller():
+    """The thread, whose call of a model is not another thread's; compiled code has one."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 class Head(torch.nn.Linear):
-    """A patched model's head. instead: what returns something else than logits in the model's call."""
-    instead = None
+    """A patched model's head. instead: by caller, what returns something else than logits in the model's call."""
+    instead = {}
 
     def forward(self, x):
-        return super().forward(x) if self.instead is None else self.instead(self, x)
+        instead = self.instead.get(caller())
+        return super().forward(x) if instead is None else instead(self, x)
 
 
 def heads_of(model):
@@ -84,47 +95,61 @@ def with_head(model, instead, loss, *args, **kwargs):
             become(Head, head)
     try:
         for part in (*heads, model):
-            part.instead = loss if part is model else instead
+            if "instead" not in vars(part):
+                part.instead = {}
+            part.instead[caller()] = loss if part is model else instead
         return type(model).unpatched.forward(model, *args, **kwargs)
     finally:
         for part in (*heads, model):
-            part.instead = None
+            part.instead.pop(caller(), None)
 
 
 def target_of(labels, shift_labels):
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
 
 
+def placeholder(x, head):
+    """What a patched head returns, [1, 1, V]: numbers that a soft-cap or a scale changes in a known way."""
+    return (0.125 * (-8.0) ** (torch.arange(head.out_features, device=x.device) % 5)).to(x.dtype).expand(1, 1, -1)
+
+
 def arguments(logits, labels=None, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
     """What a call of transformers' ForCausalLMLoss computes with."""
-    return dict(labels=target_of(labels, shift_labels), vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index)
+    return dict(logits=logits, labels=target_of(labels, shift_labels), vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch, ignore_index=ignore_index)
+
+
+KEYWORDS = {*inspect.signature(arguments).parameters, "return_dict"}  # the last is the patch's
 
 
 def verified(loss, used, received):
     """The loss, if loss_function receives what it was made of. Else it raises TypeError; where the host would
-    have to wait to learn of other labels, on a GPU and in compiled code, the loss becomes NaN."""
+    have to wait to learn of other logits and labels, on a GPU and in compiled code, the loss becomes NaN."""
     for name, value in used.items():
         got = received[name]
         if isinstance(got, torch.Tensor) and isinstance(value, torch.Tensor) and got.shape == value.shape:
-            equal = got is value or (got.to(value.device) == value).all()
+            most = 1e-5 + 2 * torch.finfo(value.dtype).eps if name == "logits" else 0
+            equal = got is value or ((got.to(value.device) - value).abs() <= most * value.abs()).all()
+            if got.requires_grad:
+                raise TypeError(f"a parameter of its forward acts on {name} after the head, which the patch does not know; "
+                                f"call lce.unpatch_transformers(model)")
             if equal is not True and (torch.compiler.is_compiling() or value.device.type != "cpu"):
                 loss, equal = loss * torch.where(equal, 1.0, torch.nan).to(loss.device), True
         else:
             equal = type(got) is type(value) and got == value
         if not equal:
-            raise TypeError(f"its forward gives its loss_function other {name} than the patch expects; "
-                            f"lce.unpatch_transformers(model) computes that loss")
+            raise TypeError(f"its forward gives its loss_function other {name} than the patch expects; call "
+                            f"patch_transformers again, or lce.unpatch_transformers(model) computes that loss")
     return loss
 
 
 class Patched:
     """What patch_transformers puts before a model's class. lce_patch: what it has found and been given."""
-    instead = None
+    instead = {}
 
     @property
     def loss_function(self):
-        return super().loss_function if self.instead is None else self.instead
+        return self.instead.get(caller(), super().loss_function)
 
     def fused(self, *, labels=None, shift_labels=None, return_logits=None, **kwargs):
         labels = shift_labels if labels is None else labels
@@ -151,10 +176,16 @@ class Patched:
                                     vocab_size=head.out_features)))
             if return_logits:
                 return torch.nn.functional.linear(x, head.weight, head.bias)
-            return x.new_full((1, 1, 1), torch.nan).expand(1, 1, head.out_features)
+            z = placeholder(x, head)
+            made[0][1]["logits"] = transformed(z.float(), patch.options["softcap"], patch.options["temperature"]).to(x.dtype)
+            return z
 
         def loss(*args, **received):
             (loss, used), = made
+            unknown = received.keys() - patch.keywords - KEYWORDS
+            if unknown and not patch.ignores_keywords:
+                raise TypeError(f"its forward gives its loss_function {', '.join(sorted(unknown))}, which the patch does not know; "
+                                f"call lce.unpatch_transformers(model)")
             return verified(loss, used, arguments(*args, **received))
         as_tuple = kwargs.pop("return_dict", self.config.return_dict) is False
         outputs = with_head(self, instead, loss, **given, **kwargs, return_dict=True)
@@ -164,9 +195,13 @@ class Patched:
     def __setattr__(self, name, value):
         if name == "loss_function":
             raise TypeError("a patched model has a loss_function of its own; call lce.unpatch_transformers(model) before")
-        if name == "forward" and getattr(value, "__globals__", {}).get("__name__", "").startswith("trl."):
+        module = getattr(value, "__globals__", {}).get("__name__", "") if name == "forward" else ""
+        if module.startswith("trl."):
             raise TypeError("TRL's trainers put a loss of their own into a model, and leave the patch unused: give one without, "
                             "and call lce.patch_trl")
+        if module.startswith("liger_kernel."):
+            raise TypeError("Liger puts a loss of its own into a model, and leaves the patch unused: choose one of "
+                            "Trainer(use_liger_kernel=True) and lce.patch_transformers")
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol):  # pickle would look for the class by its name, and find the model's own
@@ -222,16 +257,26 @@ def check(model, options, return_logits):
     def loss(logits, *args, **kwargs):
         calls.append((logits, args, kwargs))
         return logits.new_zeros((), dtype=torch.float32)
-    with_head(model, instead, loss, tokens, labels=labels, **items)
-    if len(given) != 1 or len(calls) != 1 or given[0].shape != calls[0][0].shape:
-        raise TypeError("its forward does not give the head's logits to its loss_function")
+    found = []
+    for training in (True, False):
+        given.clear(), calls.clear()
+        cuda = {t.device.index for t in model.parameters() if t.is_cuda}
+        with torch.random.fork_rng(devices=sorted(cuda)):  # dropout draws
+            with_head(model.train(training), instead, loss, tokens, labels=labels, **items)
+        if len(given) != 1 or len(calls) != 1 or given[0].shape != calls[0][0].shape:
+            raise TypeError("its forward does not give the head's logits to its loss_function")
+        found.append((transform_of(given[0], calls[0][0]), calls[0][2].keys()))
+    if found[0] != found[1]:
+        raise TypeError("its forward does something else to its logits, or gives its loss_function other keywords, in training")
     logits, args, kwargs = calls[0]
-    received, options = arguments(logits, *args, **kwargs), {**options, **transform_of(given[0], logits)}
+    received, options = arguments(logits, *args, **kwargs), {**options, **found[1][0]}
     divides, ignored = received["num_items_in_batch"] is not None, received["ignore_index"]
     for head in heads_of(model):
         tried(options, head.out_features, head.bias is not None)
-    model.lce_patch = types.SimpleNamespace(options=options, return_logits=return_logits, loss_function=loss_function,
-                                            divides=divides, ignore_index=ignored)
+    from transformers.loss.loss_utils import ForCausalLMLoss  # ignores what it does not know
+    model.lce_patch = types.SimpleNamespace(
+        options=options, return_logits=return_logits, loss_function=loss_function, divides=divides, ignore_index=ignored,
+        keywords=set(kwargs), ignores_keywords=loss_function is ForCausalLMLoss)
     if tokens.is_meta:
         return
     labels[:, 2] = ignored
@@ -273,10 +318,11 @@ def patch_transformers(model, *, return_logits=None, **options):
     checkpoints, DDP and FSDP are as before; patch before fully_shard. Of a PeftModel it patches the inside.
 
     The forward must be base model, head (an nn.Linear), scale and soft-cap of logits, loss_function. The
-    patch checks what the model makes of known logits, what its loss_function makes of them, and the model's
-    loss before and after (not on meta); else it raises TypeError. Every call checks that loss_function
-    receives the call's labels, num_items_in_batch and ignore_index, and raises TypeError if not; on a GPU and
-    in compiled code other labels make the loss NaN, so that the host need not wait.
+    patch checks what the model makes of known logits, also in training, what its loss_function makes of them, and
+    the model's loss before and after (not on meta); else it raises TypeError. Every call checks that loss_function
+    receives what it did then of known numbers in the logits' place, without a gradient, no other keywords, and the
+    call's labels, num_items_in_batch and ignore_index, and raises TypeError if not; on a GPU and in compiled code
+    other logits and labels make the loss NaN, so that the host need not wait.
     """
     known(options, ("chunk", "skip_ignored", "batch_invariant", *TERMS), "patch_transformers")
     inner = inside(model)
@@ -285,7 +331,7 @@ def patch_transformers(model, *, return_logits=None, **options):
         before = {part: type(part) for part in (inner, *heads_of(inner))}
         become(patched(getattr(inner, "unpatched", type(inner))), inner)
         with torch.no_grad():
-            check(inner.eval(), options, return_logits)
+            check(inner, options, return_logits)
     except Exception as error:
         for part, cls in before.items():
             become(cls, part)
