@@ -208,6 +208,10 @@ def wrong_arguments():
         raises(RuntimeError, f"ids[3] is {V}", lambda: linear_ids_log_probs(x, weight, ids))
         raises(RuntimeError, "offsets[2] is 1; they must rise from 0 to id_count, which is 9",
                lambda: linear_ids_log_probs(x[:, 0], weight, flat.clamp(max=0), offsets=offsets))
+        raises(RuntimeError, "offsets[0] is 1; they must rise from 0", lambda: linear_ids_log_probs(
+            x[:, 0], weight, flat.clamp(max=0), offsets=torch.tensor([1, 2, 4, 9])))
+        raises(RuntimeError, "offsets[3] is 8; they must rise from 0 to id_count", lambda: linear_ids_log_probs(
+            x[:, 0], weight, flat.clamp(max=0), offsets=torch.tensor([0, 2, 4, 8])))
     else:
         assert linear_ids_log_probs(x, weight, ids)[0].isnan().nonzero().tolist() == [[0, 0, 3]]
 

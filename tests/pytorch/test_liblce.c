@@ -354,6 +354,8 @@ CONTEXT_TEST(test_wrong_arguments) {
   REFUSED("belong together", (a = gradients, a.known_entropy = a_row));
   REFUSED("known_entropy is there without known_log_prob", a.known_entropy = a_row);
   REFUSED("the end of exps and dx share memory", (a.dx = nowhere(1), a.exps = moved(a.dx, -7 * 128)));
+  REFUSED("batch_invariant is there for a whole head, without sample, materialized and exps",
+          (a.exps = exps, a.chunk = 7, a.dx = NULL, a.dweight = NULL, a.batch_invariant = 1));
   REFUSED("weight is 2 rows of 3, and no other rank", a.rows = 2);
   REFUSED("weight is 0 rows of 3, and no other rank", a.first_row = 3);
   REFUSED("rows is -1", a.rows = -1);

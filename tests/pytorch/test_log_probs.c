@@ -48,6 +48,7 @@ HARNESS_TEST(test_refusals) {
   KEEP_REFUSED("without soft-cap", a.terms.softcap = 30);
   KEEP_REFUSED("without soft-cap", a.terms.label_smoothing = 0.1f);
   KEEP_REFUSED("without soft-cap", a.mode = LCE_MATERIALIZED);
+  KEEP_REFUSED("is fp32 [2] for 3 tokens", a.outputs.token_z_loss = two);
   KEEP_REFUSED("exps is", e.exps = a.x);
   KEEP_REFUSED("row_sum is fp32 [2] where [3]", e.row_sum = two);
   keep_exponentials(h->backend, forward, kept); // as they are, these calls are not refused
