@@ -24,8 +24,26 @@ const char *cpu_blas(void) {
 #endif
 }
 
+// row[j] += row i of a times column j of b, in blocks of terms: thousands, one after the other, would lose digits.
+static void add_in_blocks(float *row, int64_t n, Tensor a, bool a_transposed, int64_t i, Tensor b,
+                          float alpha) {
+  enum { COLUMNS = 512, TERMS = 256 };
+  int64_t k = b.shape[0];
+  for (int64_t first = 0; first < n; first += COLUMNS)
+    for (int64_t begin = 0; begin < k; begin += TERMS) {
+      int64_t count = min_i64(COLUMNS, n - first), end = min_i64(begin + TERMS, k);
+      float sum[COLUMNS] = {0};
+      for (int64_t p = begin; p < end; p++) {
+        float factor = alpha * (a_transposed ? cpu_row(a, p)[i] : cpu_row(a, i)[p]);
+        const float *term = cpu_row(b, p) + first;
+        EACH_SIMD (j, count) sum[j] += factor * term[j];
+      }
+      EACH_SIMD (j, count) row[first + j] += sum[j];
+    }
+}
+
 static void plain_gemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed, float alpha,
-                       bool accumulate) {
+                       bool accumulate, bool in_blocks) {
   int64_t n = out.shape[1], k = a.shape[!a_transposed];
   EACH_PARALLEL (i, out.shape[0]) {
     float *row = cpu_row(out, i);
@@ -38,6 +56,8 @@ static void plain_gemm(Tensor out, Tensor a, bool a_transposed, Tensor b, bool b
         for (int64_t p = 0; p < k; p++) sum += x[p] * y[p];
         row[j] += alpha * sum;
       }
+    } else if (in_blocks) {
+      add_in_blocks(row, n, a, a_transposed, i, b, alpha);
     } else { // rows of b are contiguous: a sum of rows
       for (int64_t p = 0; p < k; p++) {
         float factor = alpha * (a_transposed ? cpu_row(a, p)[i] : cpu_row(a, i)[p]);
@@ -65,5 +85,5 @@ void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, T
     return;
   }
 #endif
-  plain_gemm(out, a, a_transposed, b, b_transposed, alpha, accumulate);
+  plain_gemm(out, a, a_transposed, b, b_transposed, alpha, accumulate, backend->fixed_order);
 }

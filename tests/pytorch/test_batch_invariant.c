@@ -179,6 +179,28 @@ static void check_against_float64(Harness *h) {
   check_values_of(h, "repaired on the way", &p);
 }
 
+// V terms added one after the other would lose two digits of dx where W's entries have a mean.
+static void check_long_sums(Harness *h) {
+  if (h->backend->device != ON_CPU) return; // sums of bf16 products show bf16's rounding
+  ReferenceLoss p = loss_problem(h, 3, 8, 60000, 1);
+  for (int64_t i = 0; i < p.vocab * p.hidden; i++) p.weight[i] += 1;
+  reference_gradients(h, &p);
+  LinearCrossEntropy a = loss_call(h, &p, LCE_FUSED, p.rows), again = a;
+  linear_cross_entropy(h->backend, a);
+  again.dx = poisoned(h, h->dtype, p.rows, p.hidden);
+  log_prob_gradients(h->backend, log_prob_call(h, &again, (Tensor){0}, false));
+  reference_loss(&p);
+  const Tensor dx[] = {a.dx, again.dx};
+  for (int i = 0; i < 2; i++) {
+    double off = relative_distance(values_of(h, dx[i]), p.dx, p.rows * p.hidden);
+    if (!(off < 2e-6)) fail_msg("dx is off by %g (%s)", off, i ? "by log-probabilities" : "fused");
+  }
+}
+
+HARNESS_TEST(test_long_sums) {
+  with_invariance(h, check_long_sums);
+}
+
 HARNESS_TEST(test_values) {
   with_invariance(h, check_against_float64);
 }
