@@ -46,7 +46,7 @@ from lce.functional import context  # noqa: E402
 from lce.library import Args  # noqa: E402
 
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "trl")
 LAMBDA, BETA = 1e-4, 1e-2
 
 
@@ -175,13 +175,18 @@ def log_probs(name, entropy):
         losses, entropies = found if entropy else (found, None)
         return loss_of(-losses, entropies, advantages_of(y)).mean()
 
+    def trl(f, x, w, y):  # as its trainers call it, without lce.patch_trl
+        log_p, entropies, *_ = f.apply(x, w, None, y, 1.0, 256, None, 1.0, ["log_probs", *["entropy"] * entropy])
+        return loss_of(log_p, entropies, advantages_of(y)).mean()
+
     def ours(chunk):
         return eager(f"lce.c, chunk {chunk or 'N'}", lambda x, w, y: loss_of(
             *lce.linear_log_probs(x, w, y, chunk=min(chunk or len(x), len(x)), entropy=entropy), advantages_of(y)).mean())
 
     return Loss(name, tokens, [
         eager("separate operations", chain(tokens)), compiled("separate operations, torch.compile", chain(tokens)),
-        liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper), *map(ours, (0, 4096, 2048))])
+        liger_hopper("fused_scaled_cross_entropy", "FusedScaledCrossEntropy", hopper),
+        imported("TRL (chunked)", "trl", "trl.trainer.utils", "_ChunkedLogProbFunction", trl), *map(ours, (0, 4096, 2048))])
 
 
 def ours_of_ids(k):
