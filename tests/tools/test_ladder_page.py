@@ -10,7 +10,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from program import ROOT, TRAIN, main, need, run  # noqa: E402
 
-BUILD = ROOT / "build/release" if TRAIN.parent == ROOT else TRAIN.parent
+BUILD = ROOT / (ROOT / "build/last").read_text().strip() if TRAIN.parent == ROOT else TRAIN.parent  # as make records it
 LADDER = ROOT / "tools/ladder"
 
 
@@ -43,7 +43,7 @@ def test_exercises(folder):
     rungs = {n: path for path in LADDER.glob("*.c") for n in range(1, 8) if f"// Exercise {n}:" in path.read_text()}
     filled = set()
     for number, rung in sorted(rungs.items()):
-        words = ["make", "-s", f"VARIANT={BUILD.name}", f"CUDA={cuda}", f"EXERCISES={holes}", f"N={number}", "build-and-exercise"]
+        words = ["make", "-s", f"VARIANT={BUILD.name.removesuffix('-cpu')}", f"BUILD={BUILD.relative_to(ROOT)}", f"CUDA={cuda}", f"EXERCISES={holes}", f"N={number}", "build-and-exercise"]
 
         def fails(*parts):
             answer = run(*words)

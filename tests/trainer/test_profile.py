@@ -19,8 +19,8 @@ def check(folder, line, group, ranks=0):
         row = f"\n  {name:<28} {g['calls']:8.6g} {1e3 * g['seconds']:10.2f} "
         assert not g["calls"] or row in output.out, (row, output)
     counted = {name: (g["flops"] > 0, g["bytes"] > 0) for name, g in groups.items() if g["calls"]}
-    for name in "GEMMs", "attention forward", "attention backward", "LM head + loss":
-        assert counted[name] == (True, False), counted
+    assert counted["GEMMs"] == counted["LM head + loss"] == (True, True), counted
+    assert counted["attention forward"] == counted["attention backward"] == (True, False), counted
     assert counted["norms, elementwise"] == counted["optimizer"] == (False, True), counted
     all_together = sum(g["seconds"] for g in groups.values())
     assert f"\n  {'all together':<28} {'':8} {1e3 * all_together:10.2f} " in output.out, output

@@ -154,7 +154,7 @@ def test_ranks_must_have_equal_options(folder):
 
     def differ(options, *says):
         output = shell(2, f"exec {TRAIN} {JOB if '--init' in options else LLAMA} {options}").fails(*says)
-        assert output.err.count("lce:") == 1, output
+        assert len(re.findall("^lce: (?!--logit-softcap)", output.err, re.M)) == 1, output
     for name, change in (("theta", "--rope-theta 20000"), ("plain", ""), ("seed", "--seed 7")):  # models of one size
         train(f"{LLAMA} {change} --steps 0 --warmup 0 --save {folder}/{name}/model").ok()
     (folder / "seed/model/trainer_state.json").unlink()  # which has checksums
