@@ -58,7 +58,7 @@ typedef struct {
   bool materialized, wide, forward_only;
 } Shape;
 
-// What a call has not written is still this, as a float.
+// Fills outputs before a call: an element that the call has not written still is this float.
 static const int32_t UNWRITTEN = 0x4640E6B7;
 
 // Every third token is ignored, but never all.

@@ -183,8 +183,7 @@ HARNESS_TEST(test_low_temperature) {
   }
 }
 
-// Where fp32's rounding of a logit over T is far above 1 gradients stay finite, even with log-probabilities that are
-// wrong.
+// Gradients stay finite where fp32 rounds a logit over T by far more than 1, even with wrong log-probabilities.
 HARNESS_TEST(test_lowest_temperature) {
   ReferenceLoss p = make_problem(h, 40, 16, 300, 30);
   p.temperature = 0x1p-19;

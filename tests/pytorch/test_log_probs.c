@@ -1,4 +1,4 @@
-// What log_probs.h refuses and holds; test_log_prob_values.c tests the values.
+// Refusals and memory of log_probs.h; test_log_prob_values.c tests the values.
 
 #include "tests/pytorch/log_prob_call.h"
 

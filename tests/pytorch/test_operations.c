@@ -5,7 +5,7 @@
 
 HARNESS_TEST(test_read_targets) {
   enum { TOKENS = 300, VOCAB = 7 };
-  // Of the wide ones two are wrong only above their lower 32 bits.
+  // Two of the wide ones are wrong only above their lower 32 bits.
   const int64_t few[] = {0, 6, -100, 7, -1, -99, INT32_MAX, INT32_MIN, 1LL << 32, (1LL << 33) + 3};
   enum { FEW = sizeof few / sizeof *few };
   for (int wide = 0; wide < 2; wide++) {

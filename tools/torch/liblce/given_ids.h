@@ -1,4 +1,4 @@
-// What a row's given ids make (operations.h). One formula for the CPU and a GPU, as loss_row.h has it.
+// The outputs of a row's given ids (operations.h). One formula for the CPU and a GPU, as loss_row.h has it.
 #pragma once
 
 #include "kernels/lce/loss_row.h"

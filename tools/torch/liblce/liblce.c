@@ -59,7 +59,7 @@ static int leave(int status) {
   return status;
 }
 
-// Whether the context is in use by a call around this one, in whose collective this one is.
+// True where this call runs inside a collective of another call of the same context.
 static bool in_use(void) {
   for (const Frame *f = frame->around; f; f = f->around)
     if (f->context == frame->context) return true;
@@ -436,7 +436,7 @@ static void run(Backend *backend, LogProbGradients r) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// What the call will push, by a plan, which checks all that the backend does.
+// The bytes that the call will push, by a plan, which checks all that the backend does.
 static size_t planned_bytes(Backend *plan, LogProbGradients r) {
   LogProbGradients checked = r;
   if (r.call.scale == 0) checked.call.scale = 1; // checks the tensors of dropped gradients too

@@ -97,8 +97,8 @@ typedef struct {
   const float *token_weights; // [N], or NULL: what each token's gradient is multiplied by
   // [N], or NULL: adds these times the entropies to the objective; with known_entropy, or materialized
   const float *entropy_weights;
-  // What a call of the same x, weight, bias, targets, softcap and temperature put out: this one then makes
-  // the gradients alone, without a sum of dweight over chunks. known_entropy comes with entropy_weights.
+  // Outputs of an earlier call of the same x, weight, bias, targets, softcap and temperature: this one then
+  // computes the gradients alone, without a sum of dweight over chunks. known_entropy comes with entropy_weights.
   // There is no loss and no other output, no materialized, sample and label_smoothing.
   const float *known_log_prob, *known_entropy; // [N], or NULL
   // N (B + 4) bytes, or NULL: B is what V elements of the context's dtype take, rounded up to a multiple of

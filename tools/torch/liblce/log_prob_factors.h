@@ -1,4 +1,4 @@
-// What a token's log-probability and entropy give: the factors of its logits' gradient (LceGradientFactors).
+// The factors of a token's logits' gradient, from its log-probability and entropy (LceGradientFactors).
 // One formula for the CPU and a GPU, as loss_row.h has it.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What liblce computes besides linear_cross_entropy: gradients of log-probabilities and entropies whose
+// Computes what liblce has besides linear_cross_entropy: gradients of log-probabilities and entropies whose
 // weights in the objective are known only after the forward pass, as those of a policy gradient. kernels.h
 // ("the loss") defines the terms, and tools/torch/REFERENCE.md derives the formulas. The caller owns every tensor; what a call needs beyond them is pushed as MEMORY_HEAD and popped
 // before it returns. Wrong shapes fail with one sentence.

@@ -7,7 +7,7 @@
 
 __BEGIN_DECLS
 
-// What makes the gradients of a token's logits, from log_prob = log p[y] and entropy of an earlier forward
+// Computes the gradients of a token's logits from log_prob = log p[y] and entropy of an earlier forward
 // pass. With nll = -log_prob, s = alpha factor[0] token_weights[n] / T and t = alpha factor[0]
 // entropy_weights[n] / T:
 //   log_total    = nll, or with row_sum log(R + target_e), where target_e = p[y] (R + target_e)

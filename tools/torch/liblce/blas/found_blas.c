@@ -9,7 +9,7 @@
 #include "kernels/base/fail.h"
 #include "tools/torch/liblce/blas/cblas.h"
 
-// Of Fortran, which every BLAS has: column-major, all arguments by address, then the texts' lengths.
+// The Fortran interface, which every BLAS has: column-major, all arguments by address, then the texts' lengths.
 typedef void Sgemm(const char *transposed_a, const char *transposed_b, const int *m, const int *n,
                    const int *k, const float *alpha, const float *a, const int *a_stride, const float *b,
                    const int *b_stride, const float *beta, float *c, const int *c_stride, size_t, size_t);
@@ -38,7 +38,7 @@ static bool find_in(const char *name, int flags) {
   return true;
 }
 
-// Of PyTorch comes first: both then share their threads, and there is nothing to install.
+// PyTorch's own BLAS comes first: both then share their threads, and there is nothing to install.
 static void find(void) {
   static const char *const names[] = {"libopenblas.so.0", "libmkl_rt.so.2", "libflexiblas.so.3"};
   const char *given = getenv("LCE_BLAS");

@@ -9,7 +9,7 @@
 #include "kernels/cuda/hopper_store.cuh"
 #include "tools/torch/liblce/cuda/hopper.h"
 
-// Of EpilogueParams.own: a sum of segments for each cluster, NULL where K is not cut; what is added to, or NULL.
+// Indices of EpilogueParams.own: a sum of segments for each cluster, NULL where K is not cut; what is added to, or NULL.
 enum { SUMS, ADDED };
 enum { SEGMENTS = 3, MIN_STEPS = 64 };
 

@@ -18,7 +18,7 @@ void cuda_follow(Backend *backend, void *stream, void **event) {
     fail("the calling thread's current CUDA device is %d, and that of the backend is %d; call "
          "cudaSetDevice(%d) first",
          current, ordinal, ordinal);
-  // What a caller's calls left behind (cudaErrorNotReady, say) would look like a launch that failed.
+  // An error that the caller's calls left behind (cudaErrorNotReady, say) would look like a failed launch.
   cudaGetLastError();
   let_wait(cuda_stream(backend), static_cast<cudaStream_t>(stream), event);
 }
