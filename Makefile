@@ -326,7 +326,7 @@ $(FUZZ_PROGRAMS): $(BUILD)/%: $(BUILD)/%.c.o $(LIBRARY)
 # Where there is nvcc and no GPU, what runs is built without CUDA, in a folder beside the whole build's.
 $(RUNS): NVCC_HERE = $(wildcard $(CUDA_HOME:%=%/bin/nvcc) /usr/local/cuda/bin/nvcc)$(shell command -v nvcc)
 $(RUNS): GPU_HERE = $(wildcard /dev/nvidia* /dev/dxg)$(shell command -v nvidia-smi)
-$(RUNS): CPU_ALONE = $(and $(filter file,$(origin CUDA)),$(filter-out emulated,$(VARIANT)),$(NVCC_HERE),$(if $(GPU_HERE),,yes))
+$(RUNS): CPU_ALONE = $(and $(filter file,$(origin CUDA)),$(filter release debug clang,$(VARIANT)),$(NVCC_HERE),$(if $(GPU_HERE),,yes))
 $(RUNS):
 	$(if $(CPU_ALONE),@echo "There is no GPU here: building for the CPU alone; \`make\` builds CUDA's part as well.")
 	$(if $(DEPS_ROOT),,@$(MAKE) deps$(if $(filter test exercise,$@),,-run))
