@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
-"""Makes token shards for ./train from text, JSON lines, Parquet or conversations.
+"""Makes token shards for ./train from text, JSON, CSV, Parquet, Arrow or conversations.
 
     tools/prepare_data.py corpus/ --tokenizer gpt2/ --out shards
     tools/prepare_data.py 'web/*.parquet' --field text --train-tokenizer 32000 --out shards
     tools/prepare_data.py chats.jsonl --chat --tokenizer Llama-3.2-1B-Instruct/ --out sft
-    ./train --data 'shards/train_*.bin' --val-data 'shards/val_*.bin' --tokenizer shards ...
+    ./train --init Llama-3.2-1B-Instruct --data sft --pack documents --save run
 
-Hugging Face's `tokenizers` encode, on all cores. Out come llm.c's shards (uint16, or uint32 where ids are
-larger), each document whole in one of train and val and closed by the end-of-text token; next to each shard
-its documents' ends for --pack documents (x.ends for x.bin, see data/source.h); the tokenizer;
-generation_config.json with that token; and manifest.json, which says what is in them. In conversations
-(--chat) only what the assistant says is learned: a mask (x.mask), one bit a token, marks what counts.
-`transformers` renders them, with their tools and documents. Names of special tokens in a text are ordinary
-text. A file may be compressed by gzip. A run that fails leaves what an earlier one made, since all is written
-in a hidden folder and moved at the end.
+--out gets llm.c's shards: each document whole, in train or in val, and closed by the end-of-text token. x.ends beside x.bin has the
+documents' ends (--pack documents; see data/source.h), and with --chat x.mask says which tokens are learned. The tokenizer's files
+say what was done (chat template, tokens that end a text), so that a model that ./train saves behaves as it was trained. Files may
+be compressed by gzip. A run that fails leaves --out as it was.
 
-Needs: pip install tokenizers numpy; for Parquet also pyarrow, for --chat also transformers jinja2.
+Needs: pip install tokenizers numpy; for --chat also transformers jinja2; for Parquet and Arrow also datasets.
 """
 import argparse
-import codecs
 import collections
+import concurrent.futures.process as futures
+import csv
+import ctypes
+import fcntl
 import glob
 import gzip
 import hashlib
+import io
+import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -32,80 +34,42 @@ import shutil
 import signal
 import sys
 import time
-import zlib
+
+from chat import Chat, messages_of
 
 SHARD_FORMATS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}  # magic, version
 MASK_MAGIC, ENDS_MAGIC, HEADER_INTS = (20261120, 1), (20261121, 1), 256
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<|im_end|>"]
-
-# What a conversation looks like when neither the tokenizer nor the user says: a heading for every message,
-# the end-of-text token after every answer.
+# For a tokenizer without a chat template: a heading for each message, the end of the text after each answer.
 SIMPLE_TEMPLATE = (
     "{% for message in messages %}{{ '' if loop.first else '\n\n' }}### {{ message['role'] | capitalize }}:\n"
-    "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '' }}{% endfor %}"
-    "{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
-
-PART_BYTES = 4 << 20  # of a file, read at a time
-PIECE_BYTES = 1 << 18  # likewise where a document is of many lines: a thread tokenizes each
-BATCH_CHARS = 1 << 24  # tokenized at a time, by all threads
-TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30  # for a record
-
-# No text has these noncharacters. CONTROL stands before each special token that is meant, and PLAIN, while a
-# template is rendered, before each that a message only mentions.
-CONTROL, PLAIN = "\ufdd0", "\ufdd1"
-INVALID = re.compile(f"[\ud800-\udfff{CONTROL}{PLAIN}]")
-# How files begin that are no text, what they are, and what makes text of them.
-UNREADABLE = [(b"\x28\xb5\x2f\xfd", "compressed by Zstandard", "unzstd"), (b"\xfd7zXZ\0", "compressed by xz", "unxz"),
-              *((b"BZh%d1AY" % level, "compressed by bzip2", "bunzip2") for level in range(1, 10)),
-              *((mark, "UTF-16", "iconv -f UTF-16 -t UTF-8") for mark in (b"\xff\xfe", b"\xfe\xff"))]
-
-# What is written to --out; in a folder with a manifest of ours these names are ours.
-OUTPUTS = re.compile(r"(train|val)_\d{6}\.(bin|mask|ends)|tokenizer\.json|tokenizer_config\.json|generation_config\.json"
-                     r"|special_tokens_map\.json|chat_template\.jinja|manifest\.json|\.prepare_data\.partial")
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{{ '\n\n### Assistant:\n' if add_generation_prompt else '' }}")
+CUT = re.compile(r"\n(?=\w)")  # where a long document is cut
+PIECE_CHARS, BATCH_CHARS, BATCH_ITEMS = 1 << 18, 1 << 19, 64  # a worker takes a batch at a time
+ITEM_SECONDS, WORKER_BYTES, MOST_IDS = 10, 4 << 30, 2**31 - 1  # limits of a record, of a worker, of a vocabulary
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+FILES = ["tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"]
 STAGING, FORMAT = ".prepare_data.partial", "lce.c shards"
-
-
-def fail(sentence):
-    sys.exit("prepare_data.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence))
-
-
-def require(module, purpose, member=None):
-    try:
-        found = __import__(module, fromlist=["_"])
-        return getattr(found, member) if member else found
-    except (ImportError, AttributeError) as error:
-        package = module.split(".")[0]
-        fail(f"{purpose} needs the Python package {package}: pip install -U {package} ({str(error).splitlines()[0]})")
+# What is written to --out; in a folder with a manifest of ours these names are ours.
+OUTPUTS = re.compile("|".join([r"(train|val)_\d{6}\.(bin|mask|ends)", "tokenizer.json", "manifest.json", STAGING, *FILES]))
 
 
 def count(number, noun):
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def parse_json(text, name, kind=dict):
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON ({error})") from None
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is no JSON {'object' if kind == dict else 'array'}")
-    return value
-
-
 def read_settings(path):
-    return parse_json(pathlib.Path(path).read_text(encoding="utf-8"), path) if os.path.exists(path) else {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON object ({error})") from None
 
 
 def write_settings(path, settings):
-    pathlib.Path(path).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-
-
-# --- files and their parts ----------------------------------------------------------------------------------
-
-BAD_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def kind_of(path, options):
@@ -113,279 +77,203 @@ def kind_of(path, options):
     return KINDS.get(suffix, "text") if options.format == "auto" else options.format
 
 
+def open_text(path):
+    """The file, and its text, in which a byte that is no UTF-8 is half of a surrogate pair."""
+    raw = open(path, "rb")
+    file = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
+    head = file.peek(1 << 13)[:1 << 13]
+    if b"\0" in head or head.decode(errors="replace").count("\ufffd") > len(head) // 8:
+        raise UnicodeError("it is no UTF-8 text; make UTF-8 text of it first (gzip alone is decompressed)")
+    return raw, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", "\n")
+
+
 def find_files(options):
     for name in options.inputs:
+        found = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
         if os.path.isdir(name):
-            found = sorted(os.path.join(folder, file) for folder, _, files in os.walk(name) for file in files if file[0] != ".")
-        else:
-            found = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
-        every = list(filter(os.path.isfile, found))
-        found = [path for path in every if not (os.path.isdir(name) and is_binary(path, options))]
-        if not found:
-            fail(f"there is no file {name}")
-        if len(found) < len(every):
-            print(f"{count(len(every) - len(found), 'file')} of {name} left out: empty or binary", file=sys.stderr)
-        yield from found
+            found = [str(path) for path in sorted(pathlib.Path(name).rglob("*")) if "/." not in f"/{path.relative_to(name)}"]
+        if not any(map(os.path.isfile, found)):
+            raise ValueError(f"there is no file {name}")
+        yield from filter(os.path.isfile, found)
 
 
-def open_text(path):
-    """The file, and what decompresses it or the file again."""
-    raw = open(path, "rb")
-    start = raw.peek(8)
-    for mark, what, remedy in UNREADABLE:
-        if start.startswith(mark):
-            raise ValueError(f"{path} is {what}; make UTF-8 text of it first: {remedy}")
-    return raw, gzip.GzipFile(fileobj=raw) if start.startswith(b"\x1f\x8b") else raw
+def without_nulls(value, feature):
+    """A struct of Arrow has every member: null is what a record does not have. A value of type Json is as it was."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: without_nulls(member, feature[name]) for name, member in value.items() if member is not None}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return [without_nulls(member, inner) for member in value] if isinstance(value, list) else value
 
 
-def is_binary(path, options):
-    """Or empty."""
-    if kind_of(path, options) == "parquet":
-        return os.path.getsize(path) == 0
-    try:
-        start = open_text(path)[1].read(1 << 13)
-    except (ValueError, *BAD_GZIP):
-        return True
-    return not start or b"\0" in start
-
-
-def lines_of(path, piece, document, anywhere):
-    """A file's lines, at least `piece` bytes at a time, how many of its bytes are read, and whether that ends a
-    document, of at least `document` bytes but for the last. Cuts stand before a letter or digit, unless they may stand
-    anywhere; see Tokens.can_be_cut."""
-    lines, size, left = [], 0, document
-    try:
-        raw, file = open_text(path)
-        with raw:
-            for line in file:
-                if size >= min(piece, left) and (anywhere or line[:4].decode(errors="replace")[:1].isalnum()):
-                    left -= size
-                    yield lines, raw.tell(), left <= 0
-                    lines, size, left = [], 0, left if left > 0 else document
-                lines.append(line)
-                size += len(line)
-            yield lines, raw.tell(), True
-    except BAD_GZIP as error:
-        raise ValueError(f"{path} is no gzip file that can be read: {error}") from None
-
-
-# Bytes that are no UTF-8 become half of a surrogate pair, which `valid` replaces and counts.
-codecs.register_error("half a pair", lambda error: ("\ud800", error.end))
-
-
-def parts_of(path, options):
-    """A file, a part at a time: how many of its bytes are read, whether a document ends there, and pairs (place, item). An
-    item is a row of Parquet (a dict), a line of JSON (bytes), or plain text (a str)."""
-    kind, size, at = kind_of(path, options), os.path.getsize(path), 0
-    if kind == "parquet":
-        yield from row_groups(path, size, options)
-        return
-    by_line = kind == "jsonl" or options.document == "line"
-    document = max(1 << 14, min(PART_BYTES, size // 100)) if options.document == "stretch" and not by_line else sys.maxsize
-    for lines, done, ends in lines_of(path, PART_BYTES if by_line else options.piece_bytes, document, by_line):
-        items = []
-        for data in lines if by_line else [b"".join(lines)]:
-            place, at = f"{path}, byte {at}", at + len(data)
-            data = data.removesuffix(b"\n") if by_line else data
-            item = data if kind == "jsonl" else data.decode("utf-8", errors="half a pair")
-            if item.strip() or not by_line:
-                items.append((place, item))
-        yield done, ends, items
-
-
-def row_groups(path, size, options):
-    columns = [options.messages_field, "prompt", "completion", "tools", "documents"] if options.chat else [options.field]
-    parquet = require("pyarrow.parquet", "reading Parquet")
-    try:
-        file = parquet.ParquetFile(path)
-        known = [column for column in columns if column in file.schema_arrow.names]
-        if not known:
-            fail(f"{path} has no column {columns[0]}; it has {', '.join(file.schema_arrow.names)}")
-        for group in range(file.num_row_groups):
-            rows = enumerate(file.read_row_group(group, columns=known).to_pylist())
-            yield size * (group + 1) // file.num_row_groups, False, [(f"{path}, row {n} of row group {group}", row) for n, row in rows]
-    except Exception as error:
-        raise ValueError(f"{path} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
-
-
-# --- documents: text, and of a conversation the spans that count --------------------------------------------
-
-def require_text(value, what):
-    if not isinstance(value, str):
-        raise ValueError(f"the {what} is {value!r:.40}, which is no text")
-    return value
-
-
-def field_of(record, name, option):
-    if name not in record:
-        raise ValueError(f"the record has no field {name}; it has {', '.join(sorted(record))}: name one with {option}")
-    return record[name]
-
-
-def each_text(value, change):
-    """The value with each text in it changed."""
-    if isinstance(value, dict):
-        return {change(name): each_text(member, change) for name, member in value.items()}
-    if isinstance(value, list):
-        return [each_text(member, change) for member in value]
-    return change(value) if isinstance(value, str) else value
-
-
-def text_of(item, options):
-    if isinstance(item, dict):
-        item = require_text(field_of(item, options.field, "--field") or "", options.field)
-    return item, None
-
-
-def message_text(record, options):
-    """What a tokenizer is trained on: the messages without their template."""
-    return "\n".join(message.get("content", "") for message in messages_of(record, options)[0]), None
-
-
-def messages_of(record, options):
-    """The messages, and the number of those that are only a prompt."""
-    if isinstance(record, str):
-        raise ValueError("this is plain text; conversations come as JSON lines or Parquet")
-    if options.messages_field not in record and "prompt" in record and "completion" in record:
-        parts = [[{"role": role, "content": record[name]}] if isinstance(record[name], str) else record[name]
-                 for role, name in (("user", "prompt"), ("assistant", "completion"))]
-    else:
-        parts = [[], field_of(record, options.messages_field, "--messages-field")]
-    if not all(isinstance(part, list) and all(isinstance(message, dict) for message in part) for part in parts):
-        raise ValueError("the conversation is no list of messages with role and content")
-    roles = {"human": "user", "gpt": "assistant"}  # as ShareGPT writes them: from and value
-    messages = [{"role": roles.get(m["from"], m["from"]), "content": m.get("value")}
-                if isinstance(m.get("from"), str) else m for m in parts[0] + parts[1]]
-    messages = [{name: value for name, value in m.items() if value is not None} for m in messages]  # as transformers
-    for number, message in enumerate(messages):
-        for name in ("role", "content"):
-            if name not in message and name == "content" and message.get("tool_calls"):
-                continue
-            require_text(message.get(name), f"{name} of message {number}")
-    return messages, len(parts[0])
-
-
-class Chat:
-    """Conversations as text, by a chat template as transformers renders it."""
-
-    def __init__(self, options, tokens):
-        os.environ.update(TRANSFORMERS_VERBOSITY="error", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
-        self.unreadable = require("jinja2", "a chat template").TemplateSyntaxError
-        self.by_transformers = require("transformers.utils.chat_template_utils", "a chat template", "render_jinja_template")
-        templates = tokens.template or SIMPLE_TEMPLATE
-        try:
-            self.templates = ({entry["name"]: entry["template"] for entry in templates} if isinstance(templates, list)
-                              else {"default": templates})
-            if not isinstance(self.templates["default"], str):
-                raise TypeError("it is no text")
-        except (KeyError, TypeError) as error:
-            fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
-        self.special = {name: token for name, token in tokens.special.items() if token}
-        self.special.setdefault("eos_token", tokens.end_of_text)
-        self.named, names = tokens.named, tokens.named.pattern
-        self.written = re.compile(f"{PLAIN}(?:{names})?|{names}")
-
-    def render(self, messages, before_answer, more):
-        """The text, and the spans in {% generation %} if the template has it."""
-        template = self.templates["tool_use" if more["tools"] and "tool_use" in self.templates else "default"]
-        tagged = re.search(r"{%[-+]?\s*generation\b", template) is not None
-        old, pages = resource.getrlimit(resource.RLIMIT_AS), int(pathlib.Path("/proc/self/statm").read_text().split()[0])
-        limits = [pages * resource.getpagesize() + TEMPLATE_BYTES, *(limit for limit in old if limit >= 0)]
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), old[1]))
-        try:
-            texts, spans = self.by_transformers([messages], chat_template=template, return_assistant_tokens_mask=tagged,
-                                                add_generation_prompt=before_answer, **more, **self.special)
-        except self.unreadable as error:
-            fail(f"the chat template cannot be read ({type(error).__name__}: {error})")
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, old)
-        if len(texts[0]) > BATCH_CHARS:
-            raise ValueError(f"the chat template makes more than {BATCH_CHARS:,} characters of it")
-        return texts[0], spans[0] if tagged else None
-
-    def text_of(self, record, options):
-        """The conversation up to its last answer, and the spans of what the assistant says: {% generation %}, or
-        what a message of its adds to the text before it. Of prompt and completion only the latter counts."""
-        messages, prompt = messages_of(record, options)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= prompt]
-        if not answers:
-            return "", []
-        more = {name: record.get(name) or None for name in ("tools", "documents")}
-        for name, value in more.items():
-            if isinstance(value, str):
-                more[name] = parse_json(value, f"the field {name}", list)
-            elif not isinstance(value, (list, type(None))):
-                raise ValueError(f"the field {name} is {value!r:.40}, which is no list")
-        messages, more = each_text([messages[:answers[-1] + 1], more], lambda text: self.named.sub(PLAIN + r"\g<0>", text))
-        text, spans = self.render(messages, False, more)
-        if spans is not None:
-            start = len(self.render(messages[:prompt], False, more)[0]) if prompt else 0
-            spans = [span for span in spans if start <= span[0] < span[1]]
-        else:
-            spans, done = [], ""
-            for i in answers:
-                before, after = self.render(messages[:i], True, more)[0], self.render(messages[:i + 1], False, more)[0]
-                if not before.startswith(done) or not after.startswith(before) or not text.startswith(after):
-                    raise ValueError("the chat template changes earlier messages when later ones come, so what the "
-                                     "assistant said cannot be separated from the rest; give a --chat-template that has it in "
-                                     "{% generation %}")
-                spans.append((len(before), len(after)))
-                done = after
-        # Special tokens that the template writes are meant.
-        bounds = [0, *(bound for span in spans for bound in span), len(text)]
-        parts = [self.written.sub(lambda m: m[0][1:] if m[0][0] == PLAIN else CONTROL + m[0], text[start:end])
-                 for start, end in zip(bounds, bounds[1:])]
-        bounds = [sum(map(len, parts[:i])) for i in range(1, len(parts))]
-        return "".join(parts), list(zip(bounds[::2], bounds[1::2]))
-
-
-def documents_of(items, read, options, report):
-    """Each a text with the spans that count. U+FFFD replaces what is no character, which no tokenizer takes."""
-    def valid(text):
-        text, replaced = INVALID.subn("\ufffd", text)
-        report["replaced"] += replaced
-        return text
-
-    for place, item in items:
-        signal.alarm(TEMPLATE_SECONDS)
-        try:
-            if isinstance(item, bytes):
-                if item.lstrip()[:1] == b"[":
-                    raise ValueError("this is a JSON array; write one record a line, as jq -c '.[]' does")
-                item = parse_json(item, "this line")
-            text, spans = read(each_text(item, valid) if options.chat else item, options)
-            text = text if options.chat else valid(text)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-        except MemoryError:
-            raise ValueError(f"{place}: the chat template takes more than {TEMPLATE_BYTES >> 30} GiB of memory") from None
-        except Exception as error:
-            raise ValueError(f"{place}: the chat template fails ({type(error).__name__}: {error})") from None
-        finally:
-            signal.alarm(0)
-        report["unanswered"] += options.chat and not text
+def items_of(path, options):
+    """Bytes read so far, where an item is, and the item: plain text with whether it begins and ends a document (a tuple), a record in
+    JSON (a str), or a record."""
+    kind, size = kind_of(path, options), os.path.getsize(path)
+    raw, file = (None, None) if kind in ("parquet", "arrow") else open_text(path)
+    if kind == "text" and options.chat:
+        raise ValueError("it is plain text; conversations come as JSON, Parquet or Arrow")
+    elif kind == "text" and options.document != "line":  # cut before a letter or digit, see Tokens
+        stretch, text, opens = options.document == "stretch", "", True
+        length = max(1 << 14, min(1 << 22, size // 100)) if stretch else options.piece_chars
+        while block := file.read(length):
+            text += block
+            cut = max((found.end() for found in CUT.finditer(text, len(text) - len(block) - 1)), default=0)
+            if cut and length > 0:
+                yield raw.tell(), path, (text[:cut], opens, stretch)
+                text, opens = text[cut:], stretch
         if text:
-            yield text, spans
+            yield size, path, (text, opens, True)
+    elif kind in ("text", "jsonl"):
+        for number, line in enumerate(file, 1):
+            if kind == "jsonl" and line.lstrip().startswith("["):
+                for number, record in enumerate(json.loads(line + file.read()), 1):
+                    yield size, f"{path}, record {number}", record
+            elif line.strip():
+                yield raw.tell(), f"{path}, line {number}", line if kind == "jsonl" else (line.removesuffix("\n"), True, True)
+    elif kind == "csv":
+        csv.field_size_limit(sys.maxsize)
+        for number, row in enumerate(csv.DictReader(file, strict=True), 1):
+            yield raw.tell(), f"{path}, row {number}", row
+    else:
+        os.environ["HF_DATASETS_OFFLINE"] = "1"
+        import datasets
+        rows = datasets.load_dataset(kind, data_files=path, split="train", streaming=True)
+        features = dict(rows.features or {})
+        if not options.chat and options.field in (rows.column_names or []):
+            rows = rows.select_columns(options.field)
+        for number, row in enumerate(rows, 1):
+            yield size, f"{path}, row {number}", without_nulls(row, features)
 
 
-# --- shards -------------------------------------------------------------------------------------------------
+def all_items(files, options, report):
+    before = 0
+    for path in files:
+        try:
+            yield from ((before + done, *item) for done, *item in items_of(path, options))
+        except (ImportError, GeneratorExit):
+            raise
+        except Exception as error:
+            if not isinstance(error, UnicodeError) or path in options.inputs:
+                raise ValueError(f"{path} cannot be read: {str(error).partition(chr(10))[0] or type(error).__name__}") from None
+            report["binary"] += 1  # in a folder
+        before += os.path.getsize(path)
+
+
+class Texts:
+    """Reads and encodes plain text, as Chat does conversations. Where it is cut, an x stands for the text beyond."""
+
+    def __init__(self, options, tokens=None):
+        self.options, self.tokens = options, tokens
+
+    def read(self, item):
+        field = self.options.field
+        if isinstance(item, tuple):
+            return item
+        if self.options.chat:  # to train a tokenizer on
+            messages = messages_of(item, self.options.messages_field)[0]
+            return "\n".join(message.get("content", "") for message in messages), True, True
+        if not isinstance(item.get(field), (str, type(None))) or field not in item:
+            raise ValueError(f"the record has no text {field}; it has {', '.join(sorted(item))}: name one with --field")
+        return item[field], True, True
+
+    def encode(self, read, report):
+        tokens = self.tokens
+        texts = [("" if opens else "x\n") + text + ("" if closes else "x") for text, opens, closes in read]
+        for (text, opens, closes), encoding in zip(read, tokens.engine.encode_batch(texts, add_special_tokens=False)):
+            first, last, end = 0, len(encoding), len(text) + (0 if opens else 2)
+            while not opens and first < last and encoding.token_to_chars(first)[0] < 2:
+                first += 1
+            while not closes and first < last and encoding.token_to_chars(last - 1)[0] >= end:
+                last -= 1
+            ids, named = encoding.ids[first:last], len(tokens.named.findall(text))
+            if named and not tokens.special_ids.isdisjoint(ids):
+                raise ValueError("it makes special tokens of their names in plain text; give --parse-special")
+            report["named"] += named
+            yield tokens.around[0] * opens + ids + tokens.around[1] * closes, True, set()
+
+
+def begin_worker(its_reader, parent, environment):
+    def too_slow(*_):
+        raise TimeoutError(f"it takes more than {ITEM_SECONDS} seconds")
+
+    global reader
+    reader = its_reader
+    os.environ.update(environment)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent, however that ends
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, too_slow)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(WORKER_BYTES, hard % 2**64), hard))  # -1: none
+
+
+def start_workers(number, reader, **environment):
+    """Forks workers, before this process has threads."""
+    fork = multiprocessing.get_context("fork")
+    workers = futures.ProcessPoolExecutor(number, fork, begin_worker, (reader, os.getpid(), environment))
+    workers.submit(int).result()
+    return workers
+
+
+def read_item(item, report):
+    """What the reader makes of an item: its text and more. None: it is empty. A str: what is wrong."""
+    signal.alarm(ITEM_SECONDS)
+    try:
+        item = json.loads(item) if isinstance(item, str) else item
+        if not isinstance(item, (dict, tuple)):
+            raise ValueError("this is no JSON object")
+        text, *more = reader.read(item) or [None]
+    except Exception as error:
+        return str(error) if type(error) is ValueError else f"it cannot be read or rendered ({type(error).__name__}: {error})"
+    finally:
+        signal.alarm(0)
+    text, replaced = re.subn("[\ud800-\udfff]", "\ufffd", text or "")  # which no tokenizer takes
+    report["replaced"] += replaced
+    return (text, *more) if text else None
+
+
+def encode_items(items):
+    """Of each item its ids, whether they count, and the special tokens that end what is learned; or what read_item says of it."""
+    report = collections.Counter()
+    read = [read_item(item, report) for item in items]
+    try:
+        made = iter(list(reader.encode([result for result in read if isinstance(result, tuple)], report)))
+    except BaseException as error:  # a panic is no Exception
+        raise ValueError(f"the tokenizer fails on the text: {error}") from None
+    return [next(made) if isinstance(result, tuple) else result for result in read], report
+
+
+def encoded(files, options, reader, report):
+    """Batches of items in order, what workers make of them, and counts for the report."""
+    workers, waiting, batch, chars = start_workers(options.workers, reader), collections.deque(), [], 0
+    for entry in itertools.chain(all_items(files, options, report), [None]):  # None: after the last
+        if entry:
+            batch.append(entry)
+            chars += len(entry[2][0] if isinstance(entry[2], tuple) else entry[2])
+        if not entry or len(batch) == BATCH_ITEMS or chars > BATCH_CHARS:
+            waiting.append((batch, workers.submit(encode_items, [item for *_, item in batch])))
+            batch, chars = [], 0
+        while waiting and (not entry or len(waiting) > 4 * options.workers):
+            done, future = waiting.popleft()
+            yield done, *future.result()
+
 
 class Shards:
     """A split's tokens, which of them count and which end a document, in files of at most shard_tokens."""
 
     def __init__(self, path, tokens, options):
-        self.path, self.end, self.size, self.masked = path, tokens.manifest["end_of_text_id"], options.shard_tokens, options.chat
+        self.path, self.end, self.size, self.masked = path, tokens.end_id, options.shard_tokens, options.chat
         self.files = [(".bin", "id", SHARD_FORMATS[tokens.dtype]), (".ends", "ends", ENDS_MAGIC)]
         self.files += [(".mask", "counts", MASK_MAGIC)] * self.masked
         self.type = numpy.dtype([("id", tokens.dtype), ("counts", bool), ("ends", bool)])
-        self.parts, self.waiting = [], 0
-        self.made = {"documents": 0, "tokens": 0, "counted_tokens": 0, "shards": []}
+        self.parts, self.waiting, self.made = [], 0, {"documents": 0, "tokens": 0, "counted_tokens": 0, "shards": []}
 
     def add(self, ids, counts, closes):
         """A piece's tokens, and whether they count. With masks, an end of text that is added does not."""
         added = closes and (not ids or ids[-1] != self.end)
         part = numpy.zeros(len(ids) + added, self.type)
-        part["id"] = ids + [self.end] * added
+        part["id"][:len(ids)], part["id"][len(ids):] = ids, self.end
         part["counts"][:len(ids)], part["counts"][len(ids):] = counts, not self.masked
         part["ends"][-1:] = closes
         self.parts.append(part)
@@ -395,7 +283,7 @@ class Shards:
             self.write(self.size)
 
     def write(self, least=1):
-        """The full shards of what waits; with `least` 1 all of it."""
+        """Writes the full shards of what waits; with `least` 1 all of it."""
         every = numpy.concatenate(self.parts or [numpy.zeros(0, self.type)])
         while len(every) >= least:
             shard, every = every[:self.size], every[self.size:]
@@ -412,66 +300,54 @@ class Shards:
         self.parts, self.waiting = [every], len(every)
 
 
-def split_of(options, *place):
-    """The split of a document: a function of its place alone."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return "val" if int.from_bytes(digest, "little") < options.val_fraction * 2**64 else "train"
-
-
 def make_shards(files, options, tokens, folder):
-    shards = {split: Shards(os.path.join(folder, split), tokens, options) for split in ("train", "val")}
-    read = Chat(options, tokens).text_of if options.chat else text_of
-    # In the batch: a text, its spans, its split, whether it opens and closes a document.
-    report, batch, chars, number = collections.Counter(), [], 0, 0
-    before, total, start = 0, sum(map(os.path.getsize, files)), time.monotonic()
-
-    def encode(done):
-        for (text, spans, split, _, closes), (ids, counts) in zip(batch, tokens.encode(batch)):
-            shards[split].add(ids, counts, closes)
-            report["named"] += len(tokens.named.findall(text)) - text.count(CONTROL)  # but those that are meant
-            report["endless"] += spans is not None and not any(id in tokens.stops for id, c in zip(ids, counts) if c)
-        batch.clear()
-        made, speed = sum(s.made["tokens"] + s.waiting for s in shards.values()), done / (time.monotonic() - start + 1e-9)
-        print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {made:,} tokens, {speed / 1e6:.1f} MB/s", file=sys.stderr, flush=True)
-
-    for path in files:
-        cut, opens = kind_of(path, options) == "text" and options.document != "line", True
-        for done, ends, items in parts_of(path, options):
-            for n, (text, spans) in enumerate(documents_of(items, read, options, report)):
-                place, closes = (number,) if cut and options.document == "file" else (number, n), ends or not cut
-                batch.append((text, spans, split_of(options, *place), opens, closes))
-                opens = closes
-                chars += len(text)
-                if chars > BATCH_CHARS:
-                    encode(before + done)
-                    chars = 0
-            number += ends or not cut
-        before += os.path.getsize(path)
-    encode(total)
+    """What was made of each split, the tokens that end what is learned, and counts for the report."""
+    shards = {split: Shards(str(folder / split), tokens, options) for split in ("train", "val")}
+    total, start, number, stops, report = sum(map(os.path.getsize, files)), time.monotonic(), 0, set(), collections.Counter()
+    shown = start
+    for batch, results, counts in encoded(files, options, tokens.reader, report):
+        report += counts
+        for (done, place, item), result in zip(batch, results):
+            if isinstance(result, str):
+                if not options.skip_bad:
+                    raise ValueError(f"{place}: {result} (--skip-bad leaves out what is wrong)")
+                print(f"{place}: {result}", file=sys.stderr)
+                report["bad"] += 1
+            elif result:
+                closes, (ids, learned, ends) = not isinstance(item, tuple) or item[2], result
+                digest = int.from_bytes(hashlib.blake2b(b"%d" % number, digest_size=8).digest(), "little")
+                shards["val" if digest < options.val_fraction * 2**64 else "train"].add(ids, learned, closes)
+                number += closes
+                stops |= ends
+                report["endless"] += options.chat and not ends
+            else:
+                report["unlearned"] += options.chat
+        if batch and time.monotonic() > shown + 1:
+            shown, made = time.monotonic(), sum(split.made["tokens"] + split.waiting for split in shards.values())
+            speed = done / (shown - start)
+            print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {count(number, 'document')}, {count(made, 'token')}, "
+                  f"{speed / 1e6:.1f} MB/s, {(total - done) / (speed + 1):,.0f} s left", file=sys.stderr, flush=True)
     for split in shards.values():
         split.write()
-    return shards, report
+    return {name: split.made for name, split in shards.items() if split.made["tokens"]}, stops, report
 
-
-# --- tokenizers ---------------------------------------------------------------------------------------------
 
 def train_tokenizer(files, options, path):
-    tokenizer = tokenizers.ByteLevelBPETokenizer(trim_offsets=True)
-    before = tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = before.Sequence([
-        before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
-        before.ByteLevel(add_prefix_space=False, use_regex=False)])
-
+    """Trains a byte-level BPE."""
     def texts():
-        left, read = options.tokenizer_sample, message_text if options.chat else text_of
-        for _, _, items in (part for path in files for part in parts_of(path, options)):
-            for text, _ in documents_of(items, read, options, collections.Counter()):
-                left -= len(text)
-                yield text
-            if left < 0:
-                return
+        left = options.tokenizer_sample
+        for _, place, item in all_items(files, options, collections.Counter()):
+            result = read_item(item, collections.Counter())
+            if isinstance(result, str) and not options.skip_bad:
+                raise ValueError(f"{place}: {result} (--skip-bad leaves out what is wrong)")
+            if isinstance(result, tuple) and left > 0:
+                left -= len(result[0])
+                yield result[0]
 
     print(f"training a tokenizer of {options.train_tokenizer:,} tokens ...", file=sys.stderr)
+    tokenizer, before = tokenizers.ByteLevelBPETokenizer(trim_offsets=True), tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = before.Sequence([before.Split(tokenizers.Regex(LLAMA3_SPLIT), behavior="isolated"),
+                                               before.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.train_from_iterator(texts(), vocab_size=options.train_tokenizer, min_frequency=0,
                                   special_tokens=[END_OF_TEXT_NAMES[0]], show_progress=sys.stderr.isatty())
     made = tokenizer.get_vocab_size()
@@ -480,251 +356,240 @@ def train_tokenizer(files, options, path):
     tokenizer.save(path)
 
 
+def take_tokenizer(files, options, folder):
+    """Puts the tokenizer's files into `folder`."""
+    if options.train_tokenizer:  # in a worker, for which an interrupt does not wait
+        worker = start_workers(1, Texts(options), TOKENIZERS_PARALLELISM="true")
+        worker.submit(train_tokenizer, files, options, str(folder / "tokenizer.json")).result()
+        return worker.shutdown()
+    source = pathlib.Path(options.tokenizer, *["tokenizer.json"] * os.path.isdir(options.tokenizer))
+    for path, copy in [(source, "tokenizer.json"), *((source.parent / name, name) for name in FILES)]:
+        if path == source or os.path.lexists(path):
+            if not path.is_file():
+                raise ValueError(f"{path} is no regular file; --tokenizer names a tokenizer.json or a directory with one")
+            shutil.copyfile(path, folder / copy)
+    if options.chat and (source.parent / "additional_chat_templates").is_dir():
+        shutil.copytree(source.parent / "additional_chat_templates", folder / "additional_chat_templates")
+
+
 class Tokens:
-    """The tokenizer, put into `folder`, and what is known about its special tokens."""
+    """The tokenizer in `folder`, whose files get what this run decides, and what is known of it."""
 
-    def __init__(self, options, files, folder):
-        path, source, file = os.path.join(folder, "tokenizer.json"), folder, "tokenizer.json"
-        if options.tokenizer is None:
-            train_tokenizer(files, options, path)
-        else:
-            source, file = (options.tokenizer, file) if os.path.isdir(options.tokenizer) else os.path.split(options.tokenizer)
-            if not os.path.isfile(os.path.join(source, file)):
-                fail(f"there is no {os.path.join(source, file)}; --tokenizer names a tokenizer.json or a directory with one")
-            shutil.copyfile(os.path.join(source, file), path)
-            for name in ("special_tokens_map.json", "chat_template.jinja"):
-                if os.path.exists(os.path.join(source, name)):
-                    shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:
-            fail(f"{options.tokenizer} is no tokenizer.json: {error}")
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.dtype = "uint16" if self.vocab_size <= 2**16 else "uint32"
-
-        settings = read_settings(os.path.join(source, "tokenizer_config.json")) or {"tokenizer_class": "PreTrainedTokenizerFast"}
-        self.special = {}
-        for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
-            value = settings.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            self.special[name] = value if isinstance(value, str) else ""
-        wanted = [options.end_of_text] if options.end_of_text else [self.special["eos_token"], *END_OF_TEXT_NAMES]
-        self.end_of_text = next((name for name in wanted if name in vocabulary), None)
-        if not self.end_of_text:
-            fail(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name what ends a text with --end-of-text")
-        self.template = settings.get("chat_template")
-        jinja = options.chat_template or os.path.join(source, "chat_template.jinja")
-        if options.chat_template or os.path.exists(jinja):
-            self.template = pathlib.Path(jinja).read_text(encoding="utf-8")
-        # Say what ends a text to whoever reads the folder: a checkpoint takes these files along.
-        generation = read_settings(os.path.join(source, "generation_config.json"))
-        for name, known, key, value in [("tokenizer_config.json", settings, "eos_token", self.end_of_text),
-                                        ("generation_config.json", generation, "eos_token_id", vocabulary[self.end_of_text])]:
-            if options.end_of_text or known.get(key) is None:
-                known[key] = value
-            write_settings(os.path.join(folder, name), known)
-        stops = generation["eos_token_id"]
-        self.stops = {vocabulary[self.end_of_text], *(stops if isinstance(stops, list) else [stops])}
-        # What is put around a text.
-        self.around = [], []
-        if options.special_tokens and not options.chat:
-            encoding = self.encodings(["x"], True)[0]
+    def __init__(self, folder, options):
+        self.folder, self.config, self.prefix, self.around = folder, folder / "tokenizer_config.json", "", ([], [])
+        settings = read_settings(self.config) or {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if "added_tokens_decoder" not in settings:  # as transformers reads them
+            settings |= read_settings(folder / "special_tokens_map.json")
+        given = {key: value.get("content") if isinstance(value, dict) else value
+                 for key, value in settings.items() if key.endswith("_token")}
+        self.engine = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        vocabulary = self.engine.get_vocab()
+        wanted = [options.end_of_text] if options.end_of_text else [given.get("eos_token"), *END_OF_TEXT_NAMES]
+        self.end = next((name for name in wanted if name in vocabulary), None)
+        if not self.end:
+            raise ValueError(f"the tokenizer has no token {' or '.join(filter(None, wanted))}; name one with --end-of-text")
+        if options.chat:
+            tokenizer, settings = self.save_by_transformers(options, len(vocabulary))
+            self.engine = tokenizer.backend_tokenizer
+            vocabulary = self.engine.get_vocab()
+        self.engine.no_padding()
+        self.engine.no_truncation()
+        self.end_id, self.vocab_size = vocabulary[self.end], max(vocabulary.values()) + 1
+        if self.vocab_size > MOST_IDS:
+            raise ValueError(f"{options.tokenizer} has the id {self.vocab_size - 1}; it must be below {MOST_IDS}")
+        self.dtype = "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+        added = [token for token in self.engine.get_added_tokens_decoder().values() if token.special]
+        self.special = {name: vocabulary[name] for name in {self.end, *given.values(), *(token.content for token in added)}
+                        if name in vocabulary and len(name) > 1}
+        names = [] if options.parse_special else map(re.escape, sorted(self.special, key=len, reverse=True))
+        self.named, self.special_ids = re.compile("|".join(names) or "(?!)"), set(self.special.values())
+        if options.special_tokens or options.chat:
+            encoding = self.engine.encode("x")
             own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
-            self.around = encoding.ids[:own[0]], encoding.ids[own[-1] + 1:]
-        if not self.can_be_cut():
-            options.piece_bytes = sys.maxsize
-        # Special tokens get names that no text has, in vocabulary and merges, too.
-        data, control = json.loads(self.tokenizer.to_str()), set()
-        data["post_processor"] = None  # it trims offsets, and adds what `around` has
-        if not options.parse_special:
-            names = {self.end_of_text, *self.special.values()}
-            control = {token["content"] for token in data["added_tokens"]
-                       if len(token["content"]) > 1 and (token["special"] or token["content"] in names)}
-            merges = data["model"].get("merges", [])
-            data["model"]["merges"] = [pair for pair in merges if not {*pair, "".join(pair)} & control]
-            data = each_text(data, lambda name: CONTROL + name if name in control else name)
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-        except Exception as error:
-            fail(f"the tokenizer's special tokens cannot be told from text ({error}); give --parse-special")
-        self.named = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
-        digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
-        self.manifest = {"file": "tokenizer.json", "sha256": digest, "vocab_size": self.vocab_size,
-                         "end_of_text": self.end_of_text, "end_of_text_id": vocabulary[self.end_of_text]}
+            self.prefix = "".join(map(self.engine.id_to_token, encoding.ids[:own[0]]))
+            self.around = ([], []) if options.chat else (encoding.ids[:own[0]], encoding.ids[own[-1] + 1:])
+        self.reader = Chat(tokenizer, self, options) if options.chat else Texts(options, self)
+        if not options.chat:
+            self.engine.post_processor, self.engine.encode_special_tokens = None, not options.parse_special
+            # Cuts need that no token reaches from a newline into a letter or digit. Any model then makes the same tokens of
+            # both sides apart, given a character of the other side.
+            texts = self.engine.decode_batch([[id] for id in vocabulary.values()], skip_special_tokens=False)
+            kept = not self.engine.normalizer or self.engine.normalizer.normalize_str("\nx\n").count("\n") == 2
+            options.piece_chars = PIECE_CHARS if kept and not any(map(CUT.search, texts)) else -1
+        write_settings(self.config, settings | {"eos_token": self.end, "add_bos_token": bool(self.around[0])})
+        for name in "special_tokens_map.json", "added_tokens.json":  # all of it is in tokenizer_config.json
+            (folder / name).unlink(missing_ok=True)
 
-    def can_be_cut(self):
-        """Whether no token reaches from a newline into a letter or digit after it. Any model then makes the same
-        tokens of both sides apart, given a character of the other side."""
-        normalizer, ids = self.tokenizer.normalizer, range(self.vocab_size)
-        tokens = self.tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
-        return ((normalizer is None or normalizer.normalize_str("\nx\n").count("\n") == 2) and
-                not any(re.search(r"\n\w", token) for token in tokens))
+    def save_by_transformers(self, options, size):
+        import jinja2  # noqa: F401
+        from transformers import PreTrainedTokenizerFast
+        tokenizer, path = PreTrainedTokenizerFast.from_pretrained(self.folder), self.folder / "tokenizer.json"
+        tokenizer.eos_token, own = self.end, path.read_bytes()
+        if options.chat_template:
+            tokenizer.chat_template = pathlib.Path(options.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = tokenizer.chat_template or SIMPLE_TEMPLATE
+        shutil.rmtree(self.folder / "additional_chat_templates", ignore_errors=True)  # ./train copies no folders
+        tokenizer.save_pretrained(self.folder, save_jinja_files=isinstance(tokenizer.chat_template, str))
+        if len(tokenizer) == size:  # it may write the same tokenizer otherwise, and ./train compares it with the model's
+            path.write_bytes(own)
+        settings = read_settings(self.config) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # which transformers 4 has, too
+        return tokenizer, {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only", "backend")}
 
-    def encodings(self, texts, special=False):
-        try:
-            return self.tokenizer.encode_batch(texts, add_special_tokens=special)
-        except Exception as error:
-            fail(f"the tokenizer fails on the text: {error}")
+    def write_stops(self, stops, options):
+        path = self.folder / "generation_config.json"
+        generation = read_settings(path)
+        known = generation.get("eos_token_id", []) if not options.end_of_text else []
+        ids = list(dict.fromkeys([self.end_id, *sorted(stops), *(known if isinstance(known, list) else [known])]))
+        write_settings(path, generation | {"eos_token_id": ids if len(ids) > 1 else ids[0]})
 
-    def encode(self, batch):
-        """The ids of each piece, and which of them count. Where it is cut, an x stands for the text beyond."""
-        texts = [("" if opens else "x\n") + text + ("" if closes else "x") for text, _, _, opens, closes in batch]
-        for (text, spans, _, opens, closes), encoding in zip(batch, self.encodings(texts)):
-            ids, counts, first, last = encoding.ids, True, 0, len(encoding)
-            if spans is not None:  # a token counts with any of its characters
-                starts, ends = numpy.array(encoding.offsets).reshape(-1, 2).T
-                span_starts, span_ends = numpy.array([*spans, (1 << 62, 1 << 62)]).T
-                counts = span_starts[numpy.searchsorted(span_ends, starts, "right")] < ends
-            while not opens and first < last and encoding.token_to_chars(first)[0] < 2:
-                first += 1
-            end = len(text) + (0 if opens else 2)
-            while not closes and first < last and encoding.token_to_chars(last - 1)[0] >= end:
-                last -= 1
-            yield self.around[0] * opens + ids[first:last] + self.around[1] * closes, counts
-
-
-# --- the output folder --------------------------------------------------------------------------------------
-
-def require_own(options, files):
-    """Fails unless all that --out may lose is an earlier run's, and no link and no input."""
-    inputs, staging = {os.path.realpath(file) for file in files}, os.path.join(options.out, STAGING)
-    try:
-        own = os.path.isdir(staging) or read_settings(os.path.join(options.out, "manifest.json")).get("format") == FORMAT
-    except ValueError:
-        own = False
-    for name in sorted(filter(OUTPUTS.fullmatch, os.listdir(options.out))):
-        path = os.path.join(options.out, name)
-        if os.path.realpath(path) in inputs:
-            fail(f"{path} is an input, and an output would be written there; name another --out")
-        if not own or os.path.islink(path) or os.path.isdir(path) != (name == STAGING):
-            fail(f"{path} is not of an earlier run of this program and would be replaced; name another --out")
-
-
-def publish(staging, out):
-    """Moves what was made into place, the manifest last, and removes what only an earlier run had."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on it is done, or not begun
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    made = sorted(os.listdir(staging), key=lambda name: (name == "manifest.json", name))
-    for name in made:
-        if name == "manifest.json":
-            for old in set(filter(OUTPUTS.fullmatch, os.listdir(out))) - {STAGING, *made}:
-                os.remove(os.path.join(out, old))
-        os.replace(os.path.join(staging, name), os.path.join(out, name))
-
-
-# --- the whole ----------------------------------------------------------------------------------------------
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("inputs", nargs="+", help="files, directories or globs: .txt and others, .jsonl, .parquet")
-    add("--out", required=True, help="the folder for shards, tokenizer and manifest")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
-    which.add_argument("--train-tokenizer", type=int, metavar="V", help="train a byte-level BPE of V tokens, split as Llama 3's")
+    parser.add_argument("inputs", nargs="+", help="files, directories or globs")
+    parser.add_argument("--out", required=True, help="the folder for shards, tokenizer and manifest")
+    add = parser.add_argument_group("inputs").add_argument
+    add("--format", choices=["auto", "text", "jsonl", "csv", "parquet", "arrow"], default="auto", help="what the files are "
+        "(by suffix; JSON is one record a line, or an array)")
+    add("--field", default="text", help="where the text is in records (text)")
+    add("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text (file); a "
+        "stretch is a hundredth of a file, from 16 Ki to 4 Mi characters")
+    add("--skip-bad", action="store_true", help="leave out records that are wrong, and name them")
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer", help="a tokenizer.json, or a directory with one (and tokenizer_config.json)")
+    add("--train-tokenizer", type=int, metavar="V", help="or train a byte-level BPE of V tokens, split as Llama 3's")
     add("--tokenizer-sample", type=int, default=1 << 30, metavar="CHARS", help="characters to train it on (2^30)")
-    add("--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="of the inputs (by suffix)")
-    add("--field", default="text", help="where the text is in JSON lines and Parquet (text)")
-    add("--document", choices=["file", "stretch", "line"], default="file", help="what a document is in plain text "
-        "(file); a stretch is a hundredth of a file, from 16 KiB to 4 MiB")
     add("--end-of-text", metavar="TOKEN", help="what ends a document (the tokenizer's eos_token)")
     add("--special-tokens", action="store_true", help="add what the tokenizer puts around a text, such as a BOS")
-    add("--parse-special", action="store_true", help="the names of special tokens in a text are these tokens, not text")
-    add("--chat", action="store_true", help="the records are conversations, of which the answers are learned")
+    add("--parse-special", action="store_true", help="names of special tokens in a text are these tokens, not text")
+    add = parser.add_argument_group("conversations").add_argument
+    add("--chat", action="store_true", help="records are conversations, of which the answers are learned")
     add("--messages-field", default="messages", help="where the messages are (messages)")
-    add("--chat-template", metavar="FILE", help="a Jinja template (tokenizer_config.json's, or a simple one)")
+    add("--chat-template", metavar="FILE", help="a Jinja template (the tokenizer's, or a simple one)")
+    add = parser.add_argument_group("shards").add_argument
     add("--val-fraction", type=float, default=0.01, metavar="SHARE", help="of documents, for validation (0.01)")
     add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens of a shard (100,000,000)")
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (all cores)")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (one for each core)")
     options = parser.parse_args()
     for name, least, most in [("val_fraction", 0, 0.999999), ("shard_tokens", 1, 2**31 - 1), ("workers", 1, 4096),
                               ("train_tokenizer", 257, 2**20)]:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
-            fail(f"--{name.replace('_', '-')} {value}: give {least} to {most}")
-    if not options.out:
-        fail("--out: the path is empty")
-    options.piece_bytes = PIECE_BYTES
+            parser.error(f"--{name.replace('_', '-')} {value}: give {least} to {most}")
+    if (options.tokenizer is None) == (options.train_tokenizer is None):
+        parser.error("give --tokenizer or --train-tokenizer")
+    if options.chat_template and not (options.chat and os.path.isfile(options.chat_template)):
+        parser.error(f"--chat-template {options.chat_template}: give a regular file, and --chat")
+    options.piece_chars = PIECE_CHARS
     return options
 
 
-def prepare(options, staging):
-    def too_slow(*_):
-        raise ValueError(f"it takes more than {TEMPLATE_SECONDS} seconds")
-
-    global numpy, tokenizers  # --help needs neither
-    os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
-    numpy, tokenizers = require("numpy", "writing shards"), require("tokenizers", "making tokens")
-    signal.signal(signal.SIGALRM, too_slow)
-    files = list(find_files(options))
-    os.makedirs(options.out, exist_ok=True)
-    require_own(options, files)
-    shutil.rmtree(staging, ignore_errors=True)
-    os.mkdir(staging)
-    tokens = Tokens(options, files, staging)
-    shards, report = make_shards(files, options, tokens, staging)
-    made = {split: s.made for split, s in shards.items() if s.made["tokens"]}
+def prepare(files, options, staging):
+    """Makes everything in `staging`; gives lines to print."""
+    global numpy, tokenizers
+    os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="false", RUST_BACKTRACE="0",
+                      HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    import numpy
+    import tokenizers
+    take_tokenizer(files, options, staging)
+    try:
+        tokens = Tokens(staging, options)
+    except (ValueError, OSError, ImportError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # tokenizers has no class for its errors, and a panic is no Exception
+        raise ValueError(f"{options.tokenizer} is no tokenizer that can be used ({type(error).__name__}: {error})") from None
+    made, stops, report = make_shards(files, options, tokens, staging)
     if "train" not in made:
-        fail(f"there is no {'message of the assistant' if options.chat else 'text'} in " + ", ".join(options.inputs))
-    inputs = [{"file": file, "bytes": os.path.getsize(file)} for file in files]
-    write_settings(os.path.join(staging, "manifest.json"), {
-        "format": FORMAT, "version": 1, "dtype": tokens.dtype, "masked": options.chat, "tokenizer": tokens.manifest,
-        "splits": made, "inputs": inputs, "arguments": sys.argv[1:]})
+        raise ValueError(f"there is no {'message of the assistant' if options.chat else 'text'} in {', '.join(options.inputs)}")
+    tokens.write_stops(stops, options)
+    write_settings(staging / "manifest.json", {
+        "format": FORMAT, "version": 1, "dtype": tokens.dtype, "masked": options.chat, "bos": tokens.around[0], "splits": made,
+        "tokenizer": {"file": "tokenizer.json", "sha256": hashlib.sha256((staging / "tokenizer.json").read_bytes()).hexdigest(),
+                      "vocab_size": tokens.vocab_size, "end_of_text": tokens.end, "end_of_text_id": tokens.end_id},
+        "inputs": [{"file": file, "bytes": os.path.getsize(file)} for file in files], "arguments": sys.argv[1:]})
     for split, m in made.items():
         counted = f", of which {m['counted_tokens']:,} count" if options.chat else ""
-        print(f"{split}: {count(m['documents'], 'document')}, {count(m['tokens'], 'token')}{counted}, "
-              f"{count(len(m['shards']), 'shard')}")
+        yield f"{split}: {count(m['documents'], 'document')}, {count(m['tokens'], 'token')}{counted}, {count(len(m['shards']), 'shard')}"
     if options.val_fraction > 0 and "val" not in made:
-        print("no document was drawn for validation: there are few; raise --val-fraction, cut files with --document stretch or "
-              "line, or prepare others for it")
+        yield "no document was drawn for validation: raise --val-fraction, or cut files with --document stretch or line"
     for name, noun, what in [
-            ("replaced", "invalid character", "replaced by U+FFFD"),
-            ("unanswered", "conversation", "without a message of the assistant left out"),
+            ("binary", "file", "left out: no text"), ("replaced", "invalid character", "replaced by U+FFFD"), ("bad", "record", "left out, named above"),
+            ("unlearned", "conversation", "left out: there is nothing to learn in it"),
             ("named", "name", "of special tokens in the text are ordinary text; with --parse-special they are these tokens"),
-            ("endless", "conversation", "where no stop token is learned, so that the model does not learn to stop; give a "
+            ("endless", "conversation", "where no special token ends an answer, so that the model does not learn to stop; give a "
              "--chat-template that ends each answer with {{ eos_token }}")]:
         if report[name]:
-            print(f"{count(report[name], noun)} {what}")
-    model = f"--vocab {tokens.vocab_size}"
-    if options.chat:
-        known = options.tokenizer and os.path.exists(os.path.join(options.tokenizer, "config.json"))
-        model = f"--init {options.tokenizer if known else 'MODEL'} --pack documents"
-    print(f"./train {model} --data '{options.out}/train_*.bin'"
-          + (f" --val-data '{options.out}/val_*.bin'" if "val" in made else "") + f" --tokenizer {options.out}")
+            yield f"{count(report[name], noun)} {what}"
+    known = options.tokenizer and os.path.exists(os.path.join(options.tokenizer, "config.json"))
+    model = f"--init {options.tokenizer if known else 'MODEL'} --pack documents" if options.chat else f"--vocab {tokens.vocab_size}"
+    yield f"./train {model} --data {options.out}"
+
+
+def publish(staging, out):
+    """Moves what was made into place, the manifest last, and removes what only an earlier run had."""
+    def sync(path):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+    for number in signal.SIGINT, signal.SIGTERM:  # from here on it is done, or not begun
+        signal.signal(number, signal.SIG_IGN)
+    made = sorted(os.listdir(staging), key=lambda name: (name == "manifest.json", name))
+    for name in made:
+        sync(staging / name)
+    (out / "manifest.json").unlink(missing_ok=True)  # without which ./train takes no mixture of two runs
+    for name in made:
+        if name == "manifest.json":
+            for old in set(filter(OUTPUTS.fullmatch, os.listdir(out))) - {STAGING, *made}:
+                os.remove(out / old)
+        os.replace(staging / name, out / name)
+    sync(out)
+
+
+def run(options, out):
+    out.mkdir(parents=True, exist_ok=True)
+    lock, staging, until = os.open(out, os.O_RDONLY), out / STAGING, time.monotonic() + 2
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise ValueError(f"another run writes to {out}; wait for it, or name another --out") from None
+            time.sleep(0.1)  # the workers of a run that has ended may hold it a moment longer
+    files = list(find_files(options))
+    # What --out may lose is an earlier run's, and no link and no input.
+    own, inputs = staging.is_dir() or read_settings(out / "manifest.json").get("format") == FORMAT, set(map(os.path.realpath, files))
+    for path in sorted(out / name for name in os.listdir(out) if OUTPUTS.fullmatch(name)):
+        if not own or path.is_symlink() or os.path.realpath(path) in inputs:
+            raise ValueError(f"{path} would be replaced, and is an input or not of an earlier run; name another --out")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        lines = list(prepare(files, options, staging))
+        publish(staging, out)
+        print(*lines, sep="\n", flush=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def main():
-    """A child makes everything, so that an interrupt waits for no library; the parent moves it into place."""
-    options = parse_options()
-    staging, worker = os.path.join(options.out, STAGING), 0
+    options, wrong = parse_options(), None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        worker = os.fork()
-        if not worker:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            return prepare(options, staging)
-        status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-        if status < 0:
-            fail(f"ended by {signal.Signals(-status).name}, as where memory runs out")
-        if status == 0:
-            publish(staging, options.out)
-        sys.exit(status)
-    except OSError as error:
-        fail(f"{error.filename or options.out}: {error.strerror or error}")
-    except ValueError as error:
-        fail(str(error))
+        run(options, pathlib.Path(options.out))
     except KeyboardInterrupt:
-        if worker:
-            os.kill(worker, signal.SIGKILL)
-            os.waitpid(worker, 0)
-        fail(f"interrupted; {options.out} is as it was")
-    finally:
-        if worker:
-            shutil.rmtree(staging, ignore_errors=True)
+        wrong = f"interrupted; {options.out} is as it was"
+    except ImportError as error:
+        wrong = f"a Python package is missing ({error}): pip install -U {__doc__[__doc__.index('tokenizers numpy'):].strip()}"
+    except futures.BrokenProcessPool:
+        wrong = "a worker was ended, as where memory runs out; give fewer --workers"
+    except OSError as error:
+        wrong = f"{error.filename or options.out}: {error.strerror or error}"
+    except (ValueError, MemoryError) as error:
+        wrong = str(error) or "there is too little memory"
+    if wrong:
+        print("prepare_data.py: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in wrong), file=sys.stderr, flush=True)
+    os._exit(1 if wrong else 0)  # without waiting for a worker that is stuck
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ const Option options_rows[] = {
   {TEXT("prompt", "PROMPT", prompt), "What samples begin with (default: a newline): text where a token is a "
    "byte, else a shard (*.bin) or ids such as 15496,995"},
   {TEXT("tokenizer", "PATH", tokenizer),
-   "tokenizer.json or its folder, for samples as text (default: the model's)"},
+   "tokenizer.json or its folder, for samples and checkpoints (default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
   {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100),
    "Temperature of the samples; 0 takes the most likely token", SAME, "0.8"},

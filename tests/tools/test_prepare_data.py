@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""tools/prepare_data.py: its shards against `tokenizers` and `transformers`, masks, errors, and ./train on what it made."""
-import bz2
+"""tools/prepare_data.py: its shards against `tokenizers` and `transformers`, masks, refusals, and ./train on what it made."""
 import gzip
+import importlib.util
 import json
-import lzma
 import os
 import pathlib
 import random
@@ -21,41 +20,38 @@ from tap import Skip  # noqa: E402
 
 try:
     import numpy
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 except ImportError as missing:
     print(f"1..1\nok 1 # SKIP {missing}: pip install tokenizers numpy")
     sys.exit(0)
-
 try:
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     import jinja2  # noqa: F401
     from transformers import PreTrainedTokenizerFast
 except ImportError as missing:
     PreTrainedTokenizerFast, NO_CHAT = None, f"{missing}: pip install transformers jinja2"
 
 GPT2, LLAMA3 = (ROOT / "tests/golden/tokenizers" / name for name in ("gpt2", "llama3"))
-PROGRAM = ROOT / "tools/prepare_data.py"
-END = "<|endoftext|>"
+PROGRAM, END = ROOT / "tools/prepare_data.py", "<|endoftext|>"
 GPT2_TOKENIZER = Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
 GPT2_END = GPT2_TOKENIZER.token_to_id(END)
 
 
 def write(path, held):
     """A file with a text, with bytes, or with what JSON makes of a dict, or of each of a list."""
-    path.parent.mkdir(exist_ok=True)
-    if isinstance(held, list):
-        held = "".join(json.dumps(record) + "\n" for record in held)
-    held = json.dumps(held) if isinstance(held, dict) else held
+    path.parent.mkdir(exist_ok=True, parents=True)
+    held = "".join(json.dumps(record) + "\n" for record in held) if isinstance(held, list) else json.dumps(held) if isinstance(held, dict) else held
     path.write_bytes(held.encode() if isinstance(held, str) else held)
     return path
 
 
-def prepare(*arguments):
-    return run(sys.executable, PROGRAM, *arguments)
+def prepare(*arguments, **how):
+    return run(sys.executable, PROGRAM, *arguments, **how)
 
 
-def shards(out, path, *arguments, tokenizer=GPT2, val_fraction=0):
+def shards(out, path, *arguments, tokenizer=GPT2, val_fraction=0, says=""):
     """What the program makes of a file, as read_shards gives it."""
-    prepare(path, "--tokenizer", tokenizer, "--out", out, "--val-fraction", val_fraction, *arguments).ok()
+    prepare(path, "--tokenizer", tokenizer, "--out", out, "--val-fraction", val_fraction, *arguments).ok(says)
     return read_shards(out)
 
 
@@ -64,17 +60,13 @@ def need_templates():
         raise Skip(NO_CHAT)
 
 
-def prepare_with(settings, *arguments):
-    """With other settings of its own: what it reads and cuts at a time."""
-    return run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\nimport prepare_data\n"
-               f"vars(prepare_data).update({settings})\nprepare_data.main()", *arguments)
-
-
 def train(*arguments):
     if not TRAIN.exists():
         raise Skip("there is no ./train")
-    return program.train("--device cpu --model llama-tiny --hidden-size 16 --num-layers 1 --num-attention-heads 2 "
-                         "--intermediate-size 16 --seq-len 16 --batch 2", *arguments, OMP_NUM_THREADS="2").ok()
+    return program.train("--device cpu", *arguments, OMP_NUM_THREADS="2").ok()
+
+
+TINY = "--model llama-tiny --hidden-size 16 --num-layers 1 --num-attention-heads 2 --intermediate-size 16 --seq-len 16 --batch 2".split()
 
 
 def read_shards(folder, split="train"):
@@ -98,10 +90,6 @@ def read_shards(folder, split="train"):
     return manifest, tokens, counts, [i for i, end in enumerate(ends) if end]
 
 
-def encode(text):
-    return GPT2_TOKENIZER.encode(text, add_special_tokens=False).ids + [GPT2_END]
-
-
 def prose(seed, words):
     draw = random.Random(seed)
     parts = ["word", "naïve", "don't", "12345", "x+y", "  two", "\n", "\n\n", "\r\n", "\t", ".\n", "世界", "?!\n", "a\n b", "end "]
@@ -110,7 +98,6 @@ def prose(seed, words):
 
 def test_a_file_is_what_its_text_is(folder):
     text, out = prose(1, 160000), folder / "out"
-    assert len(text.encode()) > 500000
     path = write(folder / "whole.txt", text)
     for name in (GPT2, LLAMA3):
         tokenizer = Tokenizer.from_file(str(name / "tokenizer.json"))
@@ -118,19 +105,12 @@ def test_a_file_is_what_its_text_is(folder):
         want = tokenizer.encode(text, add_special_tokens=False).ids + [end]
         for workers in (1, 3):
             manifest, tokens, _, ends = shards(out, path, "--workers", workers, "--shard-tokens", 100000, tokenizer=name)
-            assert tokens == want
+            assert tokens == want and ends == [len(want) - 1] and manifest["tokenizer"]["end_of_text_id"] == end
             assert len(manifest["splits"]["train"]["shards"]) == -(-len(want) // 100000)
-            assert manifest["tokenizer"]["end_of_text_id"] == end
-            assert ends == [len(want) - 1]
-    # Of a file that is read in parts only the last ends the document.
-    manifest, tokens, _, ends = shards(out, write(folder / "large.txt", "a line\n" * 620000))
-    assert tokens.count(GPT2_END) == 1 and ends == [len(tokens) - 1] and manifest["splits"]["train"]["documents"] == 1
-    # A part held back: together as many documents' tokens as before, each stretch closed.
-    both = [shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]]
-    prepare_with("PIECE_BYTES=999", path, "--document", "stretch", "--tokenizer", GPT2, "--out", out, "--val-fraction", 0.2).ok()
-    assert both == [read_shards(out)[1], read_shards(out, "val")[1]]
-    assert all(both) and 0.1 < len(both[1]) / len(both[0]) < 0.4
-    assert sum(len(GPT2_TOKENIZER.decode(part)) for part in both) == len(text)
+    # A part held back: together as many documents' tokens as before, each stretch closed; the same each time.
+    both = [[shards(out, path, "--document", "stretch", val_fraction=0.2)[1], read_shards(out, "val")[1]] for _ in range(2)]
+    assert both[0] == both[1] and 0.1 < len(both[0][1]) / len(both[0][0]) < 0.4
+    assert sum(len(GPT2_TOKENIZER.decode(part)) for part in both[0]) == len(text)
 
 
 def trained(words, pre_tokenizer, decoder, unigram=False, normalizer=None, whole=False, **model):
@@ -158,350 +138,264 @@ def llama2(words):
     return tokenizer
 
 
-def tokenizers_of(words):
-    metaspace, split = pre_tokenizers.Metaspace, pre_tokenizers.Split
-    byte_level, o200k = pre_tokenizers.ByteLevel, Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+")
-    yield llama2(words)
-    yield trained(words, metaspace(prepend_scheme="first", split=False), decoders.Metaspace())
-    yield trained(words, metaspace(prepend_scheme="first"), decoders.Metaspace(), unigram=True)
-    yield trained(words, metaspace(prepend_scheme="always"), decoders.Metaspace())
-    yield trained(words, byte_level(add_prefix_space=True), decoders.ByteLevel())
-    yield trained(words, pre_tokenizers.Sequence([split(o200k, "isolated"), byte_level(add_prefix_space=False, use_regex=False)]),
-                  decoders.ByteLevel(), whole=True)  # with tokens of several newlines
-    # These have tokens across lines, and the program cuts nothing.
-    yield trained(words, byte_level(add_prefix_space=False, use_regex=False), decoders.ByteLevel(), whole=True)
-    yield trained(words, metaspace(), decoders.Metaspace(), True, normalizers.Sequence([normalizers.Strip(), normalizers.Replace("\n", " ")]))
-
-
 def test_cuts_change_no_tokens(folder):
+    metaspace, split, byte_level = pre_tokenizers.Metaspace, pre_tokenizers.Split, pre_tokenizers.ByteLevel
+    o200k = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+")
     words = "".join(prose(seed, 300) + end for seed in range(20) for end in ("\nThe", ".\n/x", "\n\n\nA", "\n5", "e\u0301\n世", "\n\u3000"))
     path, record = write(folder / "words.txt", words), write(folder / "words.jsonl", {"text": words})
-    for number, tokenizer in enumerate(tokenizers_of(words)):
-        name = folder / f"{number}.json"
-        tokenizer.save(str(name))
+    for number, tokenizer in enumerate([
+            llama2(words), trained(words, metaspace(prepend_scheme="first", split=False), decoders.Metaspace()),
+            trained(words, metaspace(prepend_scheme="first"), decoders.Metaspace(), unigram=True),
+            trained(words, metaspace(prepend_scheme="always"), decoders.Metaspace()), trained(words, byte_level(add_prefix_space=True), decoders.ByteLevel()),
+            trained(words, pre_tokenizers.Sequence([split(o200k, "isolated"), byte_level(add_prefix_space=False, use_regex=False)]),
+                    decoders.ByteLevel(), whole=True),  # with tokens of several newlines; the last two have tokens across lines, and are not cut
+            trained(words, byte_level(add_prefix_space=False, use_regex=False), decoders.ByteLevel(), whole=True),
+            trained(words, metaspace(), decoders.Metaspace(), True, normalizers.Sequence([normalizers.Strip(), normalizers.Replace("\n", " ")]))]):
+        tokenizer.save(str(folder / "own.json"))
         for file, arguments, want in [(path, ["--special-tokens"], tokenizer.encode(words).ids),
                                       (record, [], tokenizer.encode(words, add_special_tokens=False).ids + [2])]:
-            done = prepare_with("PART_BYTES=5000, PIECE_BYTES=70", file, "--tokenizer", name, "--out", folder / "out",
-                                "--end-of-text", "</s>", "--val-fraction", 0, *arguments).ok()
+            run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PROGRAM.parent)!r})\nimport prepare_data\n"
+                "prepare_data.PIECE_CHARS = 70\nprepare_data.main()", file, "--tokenizer", folder / "own.json", "--out", folder / "out",
+                "--end-of-text", "</s>", "--val-fraction", 0, *arguments).ok()
             manifest, tokens, _, ends = read_shards(folder / "out")
-            assert tokens == want and ends == [len(want) - 1], (number, done)
+            assert tokens == want and ends == [len(want) - 1] and manifest["bos"] == [1] * len(arguments), number
 
 
 def test_special_tokens_in_a_text_are_text(folder):
-    text, out = f"a{END} b <s>\nc\ufdd0{END}", folder / "out"
-    path = write(folder / "text.txt", text)
-    plain = Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
+    text, out = f"a{END} b <s>\nc{END}", folder / "out"
+    path, plain = write(folder / "text.txt", text), Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
     plain.encode_special_tokens = True
-    clean = text.replace("\ufdd0", "\ufffd")
-    _, tokens, *_ = shards(out, path)
-    assert tokens == plain.encode(clean).ids + [GPT2_END] and tokens.count(GPT2_END) == 1
-    _, tokens, *_ = shards(out, path, "--parse-special")
-    assert tokens == GPT2_TOKENIZER.encode(clean).ids and tokens.count(GPT2_END) == 2
-    prepare(path, "--train-tokenizer", 300, "--out", out, "--val-fraction", 0).ok()
-    assert read_shards(out)[1].count(0) == 1
-    # Whose vocabulary and merges have them, too.
-    for unigram in (False, True):
-        words = "".join(f"{letter}</s> {letter}<s> " for letter in "abcdefgh") * 99 + prose(1, 999)
-        tokenizer = trained(words, pre_tokenizers.Metaspace(), decoders.Metaspace(), unigram)
-        tokenizer.save(str(folder / "own.json"))
-        _, tokens, *_ = shards(out, path, "--end-of-text", "</s>", tokenizer=folder / "own.json")
-        assert 1 not in tokens and tokens.count(2) == 1
-
-
-def test_gzip_is_read(folder):
-    text = prose(2, 3000)
-    want = shards(folder / "out", write(folder / "a.txt", text))[1]
-    for arguments in [[write(folder / "gz/a.txt.gz", gzip.compress(text.encode()))], [folder / "gz"],
-                      [write(folder / "b.jsonl.gz", gzip.compress(json.dumps({"text": text}).encode()))]]:
-        assert shards(folder / "out", *arguments)[1] == want
-
-
-def test_a_document_is_in_one_split(folder):
-    texts = {f"{i:02}.txt": f"file {i}\n" + prose(i, 40 if i % 5 else 12000) for i in range(40)}
-    for name, text in texts.items():
-        write(folder / "files" / name, text)
-    write(folder / "files/.hidden", "hidden")
-    write(folder / "files/binary", b"a\0b")
-    write(folder / "files/empty", "")
-    found = []
-    shards(folder / "out", folder / "files", val_fraction=0.3)
-    for split in ("train", "val"):
-        manifest, tokens, *_ = read_shards(folder / "out", split)
-        parts = GPT2_TOKENIZER.decode(tokens, skip_special_tokens=False).split(END)
-        assert parts.pop() == "" and manifest["splits"][split]["documents"] == len(parts) == tokens.count(GPT2_END) > 3
-        found += parts
-    assert sorted(found) == sorted(texts.values())
-    for i in range(40):  # the only record of a file, too
-        write(folder / "records" / f"{i}.jsonl", [{"text": f"record {i}"}])
-    splits = shards(folder / "out", folder / "records", val_fraction=0.3)[0]["splits"]
-    assert min(splits[split]["documents"] for split in ("train", "val")) > 3, splits
+    assert shards(out, path, says="2 names of special tokens in the text are ordinary text")[1] == plain.encode(text).ids + [GPT2_END]
+    assert shards(out, path, "--parse-special")[1] == GPT2_TOKENIZER.encode(text).ids
+    # A model that makes them of text is refused where a text has their names.
+    trained(prose(1, 999), pre_tokenizers.Metaspace(), decoders.Metaspace(), True).save(str(folder / "own.json"))
+    for held, right in (f"{text} </s>", False), ("word", True):
+        done = prepare(write(folder / "one.txt", held), "--tokenizer", folder / "own.json", "--end-of-text", "</s>", "--out", out)
+        done.ok() if right else done.fails("special tokens of their names in plain text; give --parse-special")
 
 
 DOCUMENTS = [prose(seed, 3 + seed % 40) or "x" for seed in range(300)]
 LINES = [text.replace("\n", " ").replace("\r", " ") for text in DOCUMENTS]
 
 
-def assert_documents(out, path, texts, *arguments):
-    manifest, tokens, *_ = shards(out, path, *arguments)
-    assert tokens == [id for text in texts for id in encode(text)]
-    assert manifest["splits"]["train"]["documents"] == len(texts)
+def test_inputs(folder):
+    """Each input has these documents."""
+    records = [{"body": text, "other": 1} for text in DOCUMENTS] + [{"body": ""}, {"body": None}]
+    for name, held in [("binary", b"a\0b"), ("empty", ""), (".git/config", "hidden"), *((f"{n}.txt", text) for n, text in enumerate(DOCUMENTS[:9]))]:
+        write(folder / "files" / name, held)
+    rows = [  # name, content, options, documents, what is said
+        ("records.jsonl", records, ["--field", "body"], DOCUMENTS, ""),
+        ("records.jsonl.gz", gzip.compress(b"\n\n".join(json.dumps(r).encode() for r in records)), ["--field", "body"], DOCUMENTS, ""),
+        ("array.json", json.dumps(records, indent=1), ["--field", "body"], DOCUMENTS, ""),
+        ("lines.txt", "\n".join(LINES) + "\n\n", ["--document", "line"], [line for line in LINES if line.strip()], ""),
+        ("mark.txt", b"\xef\xbb\xbfa word", [], ["a word"], ""), ("a.txt.gz", gzip.compress(DOCUMENTS[7].encode()), [], [DOCUMENTS[7]], ""),
+        ("mark.jsonl", b'\xef\xbb\xbf{"text": "2024-01-01"}', [], ["2024-01-01"], ""), ("table.csv", 'n,text\n1,007\n2,"a ""b""\nc"\n', [], ["007", 'a "b"\nc'], ""),
+        ("files", None, [], DOCUMENTS[:9], "1 file left out: no text"),
+        ("halves.jsonl", '{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n', [], ["a\ufffd b", "\U0001f600"], "1 invalid character replaced by U+FFFD"),
+        ("bytes.txt", b"a \xff b \xef\xbf\xbd" + b" x" * 20, [], ["a \ufffd b \ufffd" + " x" * 20], "1 invalid character replaced by U+FFFD"),
+        ("bad.jsonl", '{"text": "good"}\n{"text"\n7\n', ["--skip-bad"], ["good"], "2 records left out, named above")]
+    try:
+        import datasets
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS, "n": list(range(len(DOCUMENTS)))}), folder / "table.parquet", row_group_size=37)
+        datasets.Dataset.from_dict({"text": LINES}).save_to_disk(folder / "arrow")
+        rows += [("table.parquet", None, [], DOCUMENTS, ""), (next((folder / "arrow").glob("*.arrow")), None, [], LINES, "")]
+    except ImportError as missing:
+        print(f"# without tables: {missing}")
+    for name, held, arguments, texts, says in rows:
+        path = folder / name if held is None else write(folder / name, held)
+        manifest, tokens, *_ = shards(folder / "out", path, *arguments, says=says)
+        assert tokens == [id for text in texts for id in GPT2_TOKENIZER.encode(text, add_special_tokens=False).ids + [GPT2_END]], path
+        assert manifest["splits"]["train"]["documents"] == len(texts), path
 
 
-def test_records_are_documents(folder):
-    out = folder / "out"
-    records = [{"body": text, "other": 1} for text in DOCUMENTS]
-    assert_documents(out, write(folder / "records.jsonl", records + [{"body": ""}, {"body": None}]), DOCUMENTS, "--field", "body")
-    path = write(folder / "lines.txt", "\n".join(LINES) + "\n\n")
-    assert_documents(out, path, [line for line in LINES if line.strip()], "--document", "line")
-    # Held back by document, the same ones each time.
-    drawn = []
-    for _ in range(2):
-        shards(out, path, "--document", "line", val_fraction=0.1)
-        drawn.append(read_shards(out, "val")[1])
-    assert drawn[0] == drawn[1] and 5 < drawn[0].count(GPT2_END) < 90
+def settings_of(folder):
+    generation, tokenizer = (json.loads((folder / name).read_text()) for name in ("generation_config.json", "tokenizer_config.json"))
+    return generation["eos_token_id"], tokenizer["eos_token"]
 
 
-def test_parquet(folder):
-    program.need("pyarrow")
-    import pyarrow.parquet
-    path = folder / "table.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS, "n": list(range(len(DOCUMENTS)))}), path, row_group_size=37)
-    assert_documents(folder / "out", path, DOCUMENTS)
-    prepare(path, "--field", "body", "--tokenizer", GPT2, "--out", folder / "out").fails("has no column body; it has text, n")
-
-
-def test_large_vocabularies_take_uint32(folder):
-    data = json.loads((GPT2 / "tokenizer.json").read_text())
-    end, vocab = data["added_tokens"][0], data["model"]["vocab"]
-    vocab.pop(end["content"], None)
-    for i in range(len(vocab), 70000):
-        vocab[f"unused{i}"] = i
-    end["id"] = 70000
-    write(folder / "large/tokenizer.json", data)
-    manifest, tokens, *_ = shards(folder / "out", write(folder / "small.txt", "some text\n"), tokenizer=folder / "large")
-    assert manifest["dtype"] == "uint32" and tokens[-1] == 70000
-    assert manifest["tokenizer"]["vocab_size"] == 70001
-
-
-def eos_of(folder):
-    names = {"generation_config.json": "eos_token_id", "tokenizer_config.json": "eos_token"}
-    return tuple(json.loads((folder / name).read_text())[key] for name, key in names.items())
-
-
-def test_a_trained_tokenizer(folder):
-    path, own = write(folder / "train_on.txt", prose(3, 40000)), folder / "own"
+def test_vocabularies(folder):
+    """Trained ones, and large ones, which take uint32."""
+    path, own, data = write(folder / "train_on.txt", prose(3, 40000)), folder / "own", json.loads((GPT2 / "tokenizer.json").read_text())
     prepare(path, "--train-tokenizer", 300, "--document", "stretch", "--out", own, "--val-fraction", 0.3).ok("1 shard\n")
     manifest, tokens, *_ = read_shards(own)
-    assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300
-    assert read_shards(own, "val")[1]
-    ids = Tokenizer.from_file(str(own / "tokenizer.json")).encode("don't").ids
-    train("--vocab", 300, "--data", own / "train_*.bin", "--val-data", own / "val_*.bin", "--tokenizer", own,
-          "--prompt", ",".join(map(str, ids)), "--steps", 2, "--sample-every", 2, "--sample-tokens", 5, "--save", folder / "model").ok("sample: don't")
-    assert eos_of(own) == eos_of(folder / "model") == (manifest["tokenizer"]["end_of_text_id"], END)
-    # The folder, manifest and all.
-    train("--vocab", 300, "--data", own, "--steps", 1, "--sample-every", 0).ok("llm.c shards, uint16")
+    assert manifest["tokenizer"]["vocab_size"] == 300 and max(tokens) < 300 and read_shards(own, "val")[1]
+    train(*TINY, "--vocab", 300, "--data", own, "--steps", 2, "--sample-every", 2, "--sample-tokens", 5, "--save", folder / "model").ok("llm.c shards, uint16")
+    assert settings_of(own) == settings_of(folder / "model") == (manifest["tokenizer"]["end_of_text_id"], END)
+    data["model"]["vocab"].pop(END, None)
+    data["model"]["vocab"].update({f"unused{i}": i for i in range(len(data["model"]["vocab"]), 70000)})
+    data["added_tokens"][0]["id"] = 70000
+    write(folder / "large/tokenizer.json", data)
+    manifest, tokens, *_ = shards(folder / "out", write(folder / "small.txt", "some text\n"), tokenizer=folder / "large")
+    assert manifest["dtype"] == "uint32" and tokens[-1] == 70000 and manifest["tokenizer"]["vocab_size"] == 70001
 
 
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+          "{{ '<|im_start|>assistant\n' if add_generation_prompt }}")
+PHI3 = ("{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}")
+THINK = CHATML.replace("assistant\n' if", "assistant\n<think>' if")
+PARTS = CHATML.replace("m.content", "m.content[0].text").replace("{% for m", "{% if messages[0].content is string %}{{ 1 / 0 }}{% endif %}{% for m")
+MARKED = ("{{ bos_token }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for d in documents or [] %}<{{ d.text }}>{% endfor %}{{ date }}"
+          "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+          "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}")
+NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": MARKED}, {"name": "short", "template": PHI3}]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|end|>", "<s>"]
+SIMPLE = "### User:\nQ\n\n### Assistant:\n"
+
+
+def says(role, text="{}"):
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+Q, A, B, S = ({"role": role, "content": text} for role, text in [("user", "Q"), ("assistant", "A"), ("assistant", "B"), ("system", "S")])
+ASKED, ANSWERED = says("user", "Q") + "<|im_start|>assistant\n", "[A<|im_end|>\n]"
+TOOL, CALL = {"name": "f", "parameters": {}}, {"name": "f", "arguments": {"x": "1", "y": None}}
+TOOLS, CALLS = [{"type": "function", "function": TOOL}], [{"type": "function", "function": CALL}]
+CALLED = ('<s>{"type": "function", "function": {"name": "f", "parameters": {}}}<|im_start|>user\nQ<|im_end|><|im_start|>assistant\n'
+          '[[{"type": "function", "function": {"name": "f", "arguments": {"x": "1", "y": null}}}]<|im_end|>]<|im_start|>tool\nR<|im_end|>'
+          '<|im_start|>assistant\n[A<|im_end|>]')
+R = {"role": "tool", "content": "R"}
+PAIR = {"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}
+# Template, record, options, the text with brackets around what is learned, and the names of the tokens that end a text.
 CHATS = [
-    [("system", "Be brief."), ("user", "How much is 2 + 2?"), ("assistant", "It is 4."), ("user", "Sure?"), ("assistant", "Yes, 4.")],
-    [("user", "Name a colour."), ("assistant", "Green")],
-    [("user", "Nobody answers.")],
+    (None, {"messages": [Q, A, Q]}, [], SIMPLE + "[A" + END + "]", [END]),
+    (CHATML, {"messages": [S, Q, A, Q, B]}, [], says("system", "S") + ASKED + ANSWERED + ASKED + "[B<|im_end|>\n]" + END, [END, "<|im_end|>"]),
+    (CHATML, {"messages": [Q, A]}, ["--end-of-text", "<|im_end|>"], ASKED + ANSWERED + "<|im_end|>", ["<|im_end|>"]),
+    (CHATML, {"messages": [Q, A]}, ["--chat-template", "FOLDER/phi3"], f"<|user|>\nQ<|end|>\n<|assistant|>\n[A<|end|>\n{END}]", [END]),
+    (PHI3, {"messages": [Q, A, Q, B]}, [], f"<|user|>\nQ<|end|>\n<|assistant|>\n[A<|end|>\n]<|user|>\nQ<|end|>\n<|assistant|>\n[B<|end|>\n{END}]", [END, "<|end|>"]),
+    (THINK, {"messages": [Q, A]}, [], ASKED + ANSWERED + END, None),
+    (PARTS, {"messages": [Q, A]}, [], ASKED + ANSWERED + END, None),
+    (CHATML, {"messages": [Q, {"role": "assistant", "content": [{"type": "text", "text": "A"}]}]}, [], ASKED + ANSWERED + END, None),
+    *[(template, {"messages": [Q, A | {flag: value}, Q, B]}, [], text, None) for template, text in [
+        (CHATML, ASKED + "A<|im_end|>\n" + ASKED + "[B<|im_end|>\n]" + END),
+        (MARKED, ("<s>" + ASKED + "A<|im_end|>" + ASKED).replace("\n<|im_start|>", "<|im_start|>") + "[B<|im_end|>]" + END)]
+      for flag, value in [("weight", 0), ("train", False), ("trainable", 0), ("loss", 0), ("loss_mask", 0)]],
+    (CHATML, {"messages": [Q, A | {"weight": 1}, Q, B | {"weight": 0}]}, [], ASKED + ANSWERED + END, None),
+    (CHATML, {"messages": [Q, A], "system": "S"}, [], says("system", "S") + ASKED + ANSWERED + END, None),
+    (CHATML, {"conversations": PAIR}, [], ASKED + ANSWERED + END, None),
+    (CHATML, {"prompt": "Q", "completion": "A"}, [], f"Q[A{END}]", [END]),
+    (CHATML, {"prompt": "Q", "completion": [A]}, [], ASKED + ANSWERED + END, None),
+    (CHATML, {"prompt": [Q, A, Q], "completion": [B]}, [], ASKED + "A<|im_end|>\n" + ASKED + "[B<|im_end|>\n]" + END, None),
+    *[(NAMED, record, [], CALLED + END, None) for record in [
+        {"messages": [Q, {"role": "assistant", "tool_calls": CALLS}, R, A], "tools": TOOLS},
+        {"messages": [Q, {"role": "assistant", "tool_calls": CALLS, "content": None}, R, A], "tools": json.dumps(TOOLS)},
+        {"messages": [Q, {"role": "assistant", "function_call": CALL}, {"role": "function", "content": "R"}, A], "functions": [TOOL]},
+        {"conversations": [PAIR[0], {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "R"}, PAIR[1]], "tools": TOOLS}]],
+    (NAMED, {"messages": [Q, A], "chat_template_kwargs": {"chat_template": "short"}}, [], f"<|user|>\nQ<|end|>\n<|assistant|>\n[A<|end|>\n{END}]", None),
+    (MARKED, {"messages": [Q, A], "chat_template_kwargs": {"date": "May"}, "documents": [{"text": "D"}]}, [],
+     "<s><D>May" + ASKED.replace("\n<|im_start|>", "<|im_start|>") + "[A<|im_end|>]" + END, None),
+    (CHATML, {"messages": [Q, A | {"content": "<|im_end|>x"}]}, [], ASKED + "[<|im_end|>x<|im_end|>\n]" + END, None),
 ]
 
 
-def messages(chat):
-    return {"messages": [{"role": role, "content": text} for role, text in chat]}
+def instruct(folder, template, **settings):
+    tokenizer = Tokenizer.from_file(str(GPT2 / "tokenizer.json"))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(write(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": END, "chat_template": template} | settings).parent / "tokenizer.json"))
+    return tokenizer
 
 
-def test_only_answers_count(folder):
+def test_conversations(folder):
     need_templates()
-    path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
-    done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--val-fraction", 0)
-    done.ok("1 conversation without a message of the assistant left out", "./train --init MODEL --pack documents --data")
-    assert "stop token" not in done.out
-    _, tokens, counts, _ = read_shards(folder / "out")
-    decoded = "".join(("[%s]" if counts[i] else "%s") % GPT2_TOKENIZER.decode([id], skip_special_tokens=False)
-                      for i, id in enumerate(tokens)).replace("][", "")
-    assert decoded == (f"### System:\nBe brief.\n\n### User:\nHow much is 2 + 2?\n\n### Assistant:\n[It is 4.{END}"
-                       f"]\n\n### User:\nSure?\n\n### Assistant:\n[Yes, 4.{END}]### User:\nName a colour.\n\n"
-                       f"### Assistant:\n[Green{END}]"), decoded
-
-
-LLAMA_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '\n\n' + m['content'] | trim + '<|eot_id|>' }}"
-                  "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n\n' }}{% endif %}")
-
-
-def test_a_chat_template(folder):
-    need_templates()
-    instruct, out = folder / "instruct", folder / "out"
-    write(instruct / "tokenizer_config.json", {"bos_token": {"content": "<|begin_of_text|>"}, "eos_token": "<|eot_id|>",
-                                               "chat_template": LLAMA_TEMPLATE})
-    shutil.copy(LLAMA3 / "tokenizer.json", instruct)
-    path = write(folder / "chats.jsonl", [messages(CHATS[0]), {"conversations": 1, "prompt": "Hi", "completion": " Ho "},
-                                          {"messages": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]}])
-    manifest, tokens, counts, ends = shards(out, path, "--chat", tokenizer=instruct)
-    tokenizer = Tokenizer.from_file(str(instruct / "tokenizer.json"))
-    learned = [tokenizer.decode([id], skip_special_tokens=False) for i, id in enumerate(tokens) if counts[i]]
-    assert "".join(learned) == "It is 4.<|eot_id|>Yes, 4.<|eot_id|>Ho<|eot_id|>B<|eot_id|>", learned
-    starts = [i for i, id in enumerate(tokens) if id == tokenizer.token_to_id("<|begin_of_text|>")]
-    assert len(starts) == 3
-    assert ends == [i - 1 for i in starts[1:]] + [len(tokens) - 1]  # not after every turn
-    assert eos_of(out) == (tokenizer.token_to_id("<|eot_id|>"), "<|eot_id|>")
-    assert manifest["splits"]["train"]["counted_tokens"] == len(learned)
-    # The end of a text that the template does not write is not learned.
-    template = write(folder / "template", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
-    _, tokens, counts, _ = shards(out, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--chat-template", template)
-    asked, said = encode("[Name a colour.]")[:-1], encode("[Green]")
-    assert tokens == asked + said and counts == [0] * len(asked) + [1] * (len(said) - 1) + [0], (tokens, counts)
-
-
-TAGGED = """{{ bos_token }}
-{%- if tools %}{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}{% endif %}
-{%- for document in documents or [] %}[{{ document.title }}: {{ document.text }}]{% endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-<|start|>assistant
-        {%- generation -%}
-            {{ '\\n' + (m.content or '') }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|eot_id|> {% endgeneration %}
-    {%- else %}
-<|start|>{{ m.role }}
-{{ m.content }}<|eot_id|>
-    {%- endif %}
-{%- endfor %}"""
-TALK = [{"role": "user", "content": "How much is  1 + 1?"}, {"role": "assistant", "content": "two\n\n"},
-        {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes: 2. "}]
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    write(folder / "phi3", PHI3)
+    groups, out = {}, folder / "out"
+    for row in CHATS:  # those of one template and the same options together
+        groups.setdefault(json.dumps([row[0], row[2]]), []).append(row)
+    for number, rows in enumerate(groups.values()):
+        own, options = folder / str(number), [option.replace("FOLDER", str(folder)) for option in rows[0][2]]
+        tokenizer = instruct(own, rows[0][0])
+        manifest, tokens, counts, ends = shards(out, write(folder / "chats.jsonl", [record for _, record, *_ in rows]), "--chat", *options, tokenizer=own)
+        decode = lambda id: tokenizer.decode([id], skip_special_tokens=False)  # noqa: E731
+        for (_, record, _, text, _), start, end in zip(rows, [0] + [end + 1 for end in ends], ends):
+            got = "".join(("[%s]" if c else "%s") % decode(id) for id, c in zip(tokens[start:end + 1], counts[start:end + 1])).replace("][", "")
+            assert got == text, (record, got, text)
+        want, (ids, name), saved = [eos for *_, eos in rows if eos], settings_of(out), PreTrainedTokenizerFast.from_pretrained(out)
+        assert len(ends) == len(rows) and (not want or [decode(id) for id in (ids if isinstance(ids, list) else [ids])] in want), (ids, want)
+        assert name == saved.eos_token == (options[1] if "--end-of-text" in options else END) and not (out / "special_tokens_map.json").exists()
+        assert manifest["bos"] == [] and (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
+        assert saved.chat_template == (PHI3 if "--chat-template" in options else PreTrainedTokenizerFast.from_pretrained(own).chat_template or saved.chat_template)
 
 
 def test_conversations_are_as_transformers_has_them(folder):
+    """Ids, and names of special tokens that stay text; masks, if the template has marks or TRL has it with marks."""
     need_templates()
-    metaspace = llama2(prose(4, 4000))
-    metaspace.add_special_tokens(["<|start|>", "<|eot_id|>"])
-    for number, tokenizer in enumerate([Tokenizer.from_file(str(LLAMA3 / "tokenizer.json")), metaspace]):
-        own = folder / str(number)
-        bos = ["<|begin_of_text|>", "<s>"][number]
-        write(own / "tokenizer_config.json", {"bos_token": bos, "eos_token": "<|eot_id|>", "chat_template": TAGGED})
-        tokenizer.save(str(own / "tokenizer.json"))
-        tokenizer.post_processor = None  # whose offsets leave out spaces, which transformers then masks
-        reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token="<|eot_id|>")
-        untagged = TAGGED.replace("{%- generation -%}", "{%- if true -%}").replace("{% endgeneration %}", "{% endif %}")
-        for record, talk, skipped in [
-                ({"messages": TALK + TALK[:1]}, TALK, 0), ({"messages": [TALK[0], CALL, *TALK[2:]], "tools": [TOOL]}, [TALK[0], CALL, *TALK[2:]], 0),
-                ({"messages": TALK, "tools": json.dumps([TOOL]), "documents": [{"title": "T", "text": "t"}]}, TALK, 0),
-                ({"prompt": TALK[:3], "completion": TALK[3:]}, TALK, 1), ({"prompt": TALK[0]["content"], "completion": TALK[1:2]}, TALK[:2], 0)]:
-            path, given = write(folder / "one.jsonl", record), {"documents": record.get("documents")}
-            _, tokens, counts, _ = shards(folder / "out", path, "--chat", tokenizer=own)
-            want = reference.apply_chat_template(talk, tools=[TOOL] if "tools" in record else None, chat_template=TAGGED, **given,
-                                                 return_dict=True, return_assistant_tokens_mask=True)
-            masks = want["assistant_masks"]
-            for i in range(1, len(masks)):  # of several tokens for an answer's last character transformers takes the first alone
-                masks[i] |= masks[i - 1] and want.token_to_chars(i) == want.token_to_chars(i - 1)
-            if skipped:  # the prompt's answer
-                masks[:masks.index(0, masks.index(1))] = [0] * masks.index(0, masks.index(1))
-            size = len(masks)
-            assert tokens[:size] == want["input_ids"] and counts[:size] == masks, (number, record, tokens, want)
-            # By what an answer adds to the text before it, where the template has no such tags.
-            _, tokens, counts, _ = shards(folder / "out", path, "--chat", "--chat-template", write(folder / "untagged", untagged), tokenizer=own)
-            assert tokens[:size] == want["input_ids"] and sum(counts) >= sum(masks) and masks.index(1) - counts.index(1) < 20
+    words, trl = prose(4, 4000), importlib.util.find_spec("trl")
+    cases = [(tokenizer, kind, template, template) for tokenizer, kind in [
+        (Tokenizer.from_file(str(LLAMA3 / "tokenizer.json")), {}), (llama2(words), {}), (llama2(words), {"normalized": True}), (GPT2_TOKENIZER, {"single_word": True}),
+        (trained(words, pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()), {"rstrip": True})] for template in (CHATML, MARKED)]
+    for name in ("llama3", "phi3", "qwen3", "gemma") if trl else ():
+        cases.append((GPT2_TOKENIZER, {}, *((pathlib.Path(trl.origin).parent / f"chat_templates/{name}{end}.jinja").read_text() for end in ("", "_training"))))
+    for number, (tokenizer, kind, template, training) in enumerate(cases):
+        own, tokenizer = folder / str(number), Tokenizer.from_str(tokenizer.to_str())
+        tokenizer.add_special_tokens([AddedToken(name, special=True, **{"normalized": False, **kind}) for name in SPECIAL + [END] * (tokenizer.token_to_id(END) is None)])
+        tokenizer.post_processor = None if kind else tokenizer.post_processor  # transformers would add one to the file
+        tokenizer.save(str(write(own / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": END, "chat_template": template}).parent / "tokenizer.json"))
+        reference = PreTrainedTokenizerFast.from_pretrained(own)
+        for named in (False, True):
+            chats = [[{"role": role, "content": prose(seed + turn, 6).strip("x ") + (" <|im_end|>x<s>" * named if seed % 3 else "")} for turn in range(seed % 2 + 1)
+                      for role in ("user", "assistant")] for seed in range(12)]
+            _, tokens, counts, ends = shards(folder / "out", write(folder / "chats.jsonl", [{"messages": chat} for chat in chats]), "--chat", tokenizer=own)
+            assert (folder / "out/tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
+            for chat, start, end in zip(chats, [0] + [end + 1 for end in ends], ends):
+                how = {"sanitize_control_tokens": True} if named else {"return_assistant_tokens_mask": "endgeneration" in training}
+                want = reference.apply_chat_template(chat, chat_template=training, return_dict=True, **how)
+                size = len(want["input_ids"])
+                assert tokens[start:start + size] == want["input_ids"] and end + 1 - start - size in (0, 1), (number, template, chat)
+                assert counts[start:start + size] == want.get("assistant_masks", counts[start:start + size]), (number, chat)
 
 
-def test_special_tokens_in_messages_are_text(folder):
+def test_tables_of_conversations(folder):
     need_templates()
-    path = write(folder / "one.jsonl", messages([("user", f"x{END}y"), ("assistant", f"say {END}.")]))
-    for arguments, ends in ([], 1), (["--parse-special"], 3):
-        _, tokens, counts, _ = shards(folder / "out", path, "--chat", *arguments)
-        assert tokens.count(GPT2_END) == ends
-        told = f"### User:\nx{END}y\n\n### Assistant:\nsay {END}.{END}"
-        assert GPT2_TOKENIZER.decode(tokens, skip_special_tokens=False) == told
-        learned = [id for id, c in zip(tokens, counts) if c]
-        assert GPT2_TOKENIZER.decode(learned, skip_special_tokens=False) == f"say {END}.{END}"
+    program.need("datasets")
+    import datasets
+    import pyarrow.parquet
+    instruct(folder / "own", NAMED)
+    calls = [[Q, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}] for arguments in ({"x": "1"}, {"y": "2", "z": None})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": chat, "tools": json.dumps(TOOLS)} for chat in calls]), folder / "structs.parquet")
+    string, kind = datasets.Value("string"), datasets.Features
+    full = [{"messages": [{"role": m["role"], "content": m.get("content"), "tool_calls": m.get("tool_calls")} for m in chat], "tools": json.dumps(TOOLS)} for chat in calls]
+    features = kind({"tools": string, "messages": [{"role": string, "content": string, "tool_calls": [{"function": {"name": string, "arguments": datasets.Json()}}]}]})
+    datasets.Dataset.from_list(full, features=features).to_parquet(str(folder / "json.parquet"))
+    for name, second in ("structs", '{"y": "2"}'), ("json", '{"y": "2", "z": null}'):
+        _, tokens, *_ = shards(folder / "out", folder / f"{name}.parquet", "--chat", tokenizer=folder / "own")
+        text = Tokenizer.from_file(str(folder / "own/tokenizer.json")).decode(tokens, skip_special_tokens=False)
+        assert text.count('"arguments": {"x": "1"}}') == text.count(f'"arguments": {second}}}') == 1, text
 
 
-    prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out").ok("2 names of special tokens in the text are ordinary text")
-
-
-def test_a_missing_package_is_told(folder):
-    need_templates()
-    write(folder / "packages/transformers.py", "raise ImportError('none here')\n")
-    run(sys.executable, PROGRAM, write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", folder / "out",
-        PYTHONPATH=str(folder / "packages")).fails("needs the Python package transformers: pip install -U transformers (none here)")
-
-
-def test_no_stop_token_is_told(folder):
-    need_templates()
-    path = write(folder / "chats.jsonl", [messages(chat) for chat in CHATS])
-    part = "2 conversations where no stop token is learned"
-    for template, told in (("{{ m.content }}", True), ("{{ m.content + eos_token }}", False),
-                           ("{{ m.content if m.role == 'assistant' else m.content + eos_token }}", True)):
-        template = write(folder / "template", "{% for m in messages %}[{{ m.role }}]" + template + "{% endfor %}"
-                         "{{ '[assistant]' if add_generation_prompt }}")
-        done = prepare(path, "--chat", "--tokenizer", GPT2, "--out", folder / "out", "--chat-template", template).ok()
-        assert (part in done.out) == told, done
-
-
-def test_masked_shards_train(folder):
-    need_templates()
-    chats = [messages([("user", prose(seed, 20)), ("assistant", f"answer {seed}")]) for seed in range(60)]
-    shards(folder / "many", write(folder / "many.jsonl", chats), "--chat")
-    job = ["--vocab", 401, "--data", folder / "many", "--steps", 3, "--sample-every", 0]
-    train(*job, "--pack", "documents").ok("packed from 60 documents")
-    train(*job, "--log", folder / "log")
-    counted = program.column(program.read_log(folder / "log"), "tokens", "step")
-    assert len(counted) == 3 and min(counted) < 32, counted
-
-
-TEMPLATES = {
-    "endless": "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3,
-    "refuses": "{{ raise_exception('no system message') }}",
-    "divides": "{{ 1 / 0 }}",
-    "strips": "{{ messages[0]['content'].strop() }}",
-    "broken": "{% for %}",
-    "grows": "{% set a = namespace(x='x' * 10**8) %}{% for i in range(99) %}{{ a.x }}{% endfor %}",
-    "repeats": "{{ 'x' * 3 * 10**7 }}",
-    "shortens": "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}",  # earlier answers
-}
+# A zip, a tar, 7z, lz4, bzip2, xz and zstd; UTF-16 with a mark and without; a compressed binary.
+NO_TEXT = [b"PK\3\4\x14\0\0\0\x08\0text", b"a.txt" + bytes(95) + b"0000644\0", b"7z\xbc\xaf\x27\x1c\0\x04", b"\x04\x22\x4d\x18d@\xa7\x05\0\0\x80text",
+           b"BZh91AY&SY\xc5\x7f\0\0\x01\x81", b"\xfd7zXZ\0\0\x04text", b"\x28\xb5\x2f\xfd\x04\x21\0\0text", "text".encode("utf-16"), "text".encode("utf-16-le"),
+           "".join(chr(0x4E00 + i * 37 % 20000) for i in range(200)).encode("utf-16-le"), gzip.compress(b"a\0b")]
+TEMPLATES = {"endless": "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3, "refuses": "{{ raise_exception('no system message') }}", "divides": "{{ 1 / 0 }}",
+             "broken": "{% for %}", "grows": "{% set a = namespace(x='x' * 10**8) %}{% for i in range(99) %}{{ a.x }}{% endfor %}",
+             "shortens": "{% for m in messages %}{{ m['content'] if loop.last else m['content'][:2] }}{% endfor %}"}
+LONG = {"messages": [Q, A | {"content": "A long one."}, Q, B]}
 # Input (None: no such file; bytes: text, or JSON lines after a brace), options, a part of the sentence.
 WRONG = [
-    (None, [], "there is no file"),
-    (b"text", ["--tokenizer", "FOLDER/nowhere"], "names a tokenizer.json or a directory with one"),
-    (b"text", ["--tokenizer", ""], "names a tokenizer.json or a directory with one"),
-    (b"text", ["--tokenizer", "FOLDER/words.json"], "the tokenizer fails on the text: "),
-    (b"text", ["--tokenizer", "FOLDER/text"], "is no tokenizer.json"),
-    (b"text", ["--tokenizer", "FOLDER/bare.json"], "name what ends a text with --end-of-text"),
-    (b"text", ["--end-of-text", "<|no|>"], "has no token <|no|>"),
-    (b"text", ["--chat"], "is plain text; conversations come as"),
-    (b"text", ["--val-fraction", 1], "--val-fraction 1.0: give 0 to 0.999999"),
-    (b"text", ["--shard-tokens", 0], "--shard-tokens 0: give 1 to"),
-    (b"text", ["--tokenizer", "FOLDER/damaged"], "damaged/tokenizer_config.json is no JSON ("),
-    (b"text", ["--out", "FOLDER/text"], "text: File exists"),
-    *[(b'{"messages": []}\n', ["--chat", "--tokenizer", "FOLDER/" + name], "the chat template cannot be read")
-      for name in ("list", "number")],
-    (b'{"text": "good"}\n{"text"\n', [], "input.jsonl, byte 17: this line is no JSON"),
-    (b'{"text": ' + b"[" * 100000 + b"]" * 100000 + b"}\n", [], "input.jsonl, byte 0: this line is no JSON"),
-    ({"body\x1b": "text"}, [], "input.jsonl, byte 0: the record has no field text; it has body\\x1b: name one with --field"),
+    (None, [], "there is no file"), (b"", [], "there is no text in"), (b"text", ["--val-fraction", 1], "--val-fraction 1.0: give 0 to 0.999999"),
+    (b"text", ["--shard-tokens", 0], "--shard-tokens 0: give 1 to"), (b"text", ["--train-tokenizer", 300], "give --tokenizer or --train-tokenizer"),
+    (b"text", ["--chat"], "is plain text; conversations come as"), (b"text", ["--out", "FOLDER/text"], "text: File exists"),
+    *[(b"text", ["--tokenizer", tokenizer], part) for tokenizer, part in [
+        ("FOLDER/nowhere", "names a tokenizer.json or a directory with one"), ("", "names a tokenizer.json"), ("FOLDER/words.json", "the tokenizer fails on the text: "),
+        ("FOLDER/text", "is no tokenizer that can be used"), ("FOLDER/bare.json", "name one with --end-of-text"), ("FOLDER/damaged", "tokenizer_config.json is no JSON object"),
+        ("FOLDER/many.json", "has the id 4000000000"), ("FOLDER/panics.json", "the tokenizer fails on the text: chunk size"), ("FOLDER/pipe", "is no regular file")]],
+    (b"text", ["--end-of-text", "<|no|>"], "has no token <|no|>"), *[(held, [], "no UTF-8 text; make UTF-8 text of it first") for held in NO_TEXT],
+    (gzip.compress(b"text" * 99)[:-9], [], "input.txt cannot be read: "), (b'{"text": "good"}\n{"text"\n', [], "input.jsonl, line 2: it cannot be read or rendered (JSON"),
+    (b'{"text": ' + b"[" * 100000 + b"]" * 100000 + b"}\n", [], "input.jsonl, line 1: it cannot be read"), ({"text": 5}, [], "line 1: the record has no text text; it has text"),
+    ({"body\x1b": "text"}, [], "the record has no text text; it has body\\x1b: name one with --field"),
     ({"body\x1b": "text"}, ["--chat"], "has no field messages; it has body\\x1b: name one with --messages-field"),
-    (b'[\n{"text": "x"}\n]\n', ["--format", "jsonl"], "input.txt, byte 0: this is a JSON array; write one record a line"),
-    *[(held, [], f"input.txt is {what}; make UTF-8 text of it first: {remedy}") for held, what, remedy in [
-        (bz2.compress(b"text"), "compressed by bzip2", "bunzip2"), (lzma.compress(b"text"), "compressed by xz", "unxz"),
-        (b"\x28\xb5\x2f\xfdtext", "compressed by Zstandard", "unzstd"), ("text".encode("utf-16"), "UTF-16", "iconv"),
-        (b"\xfe\xff\0t", "UTF-16", "iconv")]],
-    (gzip.compress(b"text" * 99)[:-9], [], "input.txt is no gzip file that can be read"),
-    (b"", [], "there is no text in"),
-    ({"text": 5}, [], "input.jsonl, byte 0: the text is 5, which is no text"),
-    ({"messages": [{"role": "user", "content": "?"}]}, ["--chat"], "there is no message of the assistant in"),
-    ({"messages": "hello"}, ["--chat"], "is no list of messages"),
-    *[({**messages(CHATS[1]), "tools": tools}, ["--chat"], f"input.jsonl, byte 0: the field tools {part}")
-      for tools, part in ((5, "is 5, which is no list"), ("{", "is no JSON ("), ("{}", "is no JSON array"))],
-    *[({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]}, ["--chat"],
-       f"input.jsonl, byte 0: the content of message 1 is {content}, which is no text") for content in (None, [1], {"a": 1}, 5)],
-    *[(messages(CHATS[0]), ["--chat", "--chat-template", "FOLDER/" + template], part) for template, part in [
-        ("strips", "input.jsonl, byte 0: the chat template fails"), ("endless", "it takes more than 10 seconds"),
-        ("refuses", "no system message"), ("divides", "division by zero"), ("nowhere", "No such file or directory"),
-        ("broken", "the chat template cannot be read"),
-        ("grows", "input.jsonl, byte 0: the chat template takes more than 1 GiB of memory"), ("repeats", "more than 16,777,216 characters"),
-        ("shortens", "changes earlier messages")]],
+    ({"messages": [Q]}, ["--chat"], "there is no message of the assistant in"), ({"messages": [Q, A | {"weight": 0}]}, ["--chat"], "there is no message of the assistant in"),
+    ({"messages": [Q, A | {"weight": 0.5}]}, ["--chat"], "line 1: the weight of message 1 is 0.5"), ({"messages": "hello"}, ["--chat"], "is no list of messages"),
+    *[({"messages": [Q, A], name: "x"}, ["--chat"], f"line 1: the field {name} ") for name in ("chosen", "images", "weight", "label")],
+    *[({"messages": [Q, A], "tools": tools}, ["--chat"], part) for tools, part in ((5, "the field tools is 5, which is no list"), ("{}", "is {}, which is no list"))],
+    *[({"messages": [Q, {"role": "assistant", "content": content}]}, ["--chat"], f"line 1: the content of message 1 is {content}, which is no text")
+      for content in (None, [1], [{"type": "image"}], {"a": 1}, 5)],
+    ({"messages": [Q, A], "chat_template_kwargs": {"chat_template": "x"}}, ["--chat"], "there is no chat template x; there is default"),
+    *[(LONG, ["--chat", "--chat-template", "FOLDER/" + template], part) for template, part in [
+        ("endless", "(TimeoutError: it takes more than 10 seconds)"), ("refuses", "no system message"), ("divides", "division by zero"), ("broken", "TemplateSyntaxError"),
+        ("grows", "line 1: it cannot be read or rendered (MemoryError"), ("shortens", "changes earlier messages"), ("nowhere", "give a regular file"), ("pipe", "give a regular file")]],
+    (LONG, ["--chat", "--chat-template", "/dev/zero"], "give a regular file"),
 ]
 
 
@@ -509,96 +403,107 @@ def test_one_sentence_when_it_goes_wrong(folder):
     write(folder / "text", "text")
     write(folder / "bare.json", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
     write(folder / "words.json", {"model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "?"}, "added_tokens": []})
+    write(folder / "many.json", {"model": {"type": "BPE", "vocab": {"a": 0, "</s>": 4000000000}, "merges": []}})
+    write(folder / "panics.json", json.loads((GPT2 / "tokenizer.json").read_text()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}})
     write(folder / "damaged/tokenizer_config.json", "{")
     shutil.copy(GPT2 / "tokenizer.json", folder / "damaged")
-    for name, settings in ("list", {"chat_template": [1], "eos_token": [2]}), ("number", {"chat_template": 5, "eos_token": 2}):
-        write(folder / name / "tokenizer_config.json", settings)
-        shutil.copy(GPT2 / "tokenizer.json", folder / name)
+    os.mkfifo(folder / "pipe")
     for name, template in TEMPLATES.items():
         write(folder / name, template)
-    runs = [(["--tokenizer", GPT2, *options], held, part) for held, options, part in WRONG]
-    runs += [(["--train-tokenizer", size], b"text", f"--train-tokenizer {size}: give 257 to") for size in (5, 0, 10**9)]
-    if not PreTrainedTokenizerFast:
-        runs = [r for r in runs if "--chat" not in r[0] or "plain text" in r[2]]
-    for number, (arguments, held, part) in enumerate(runs):
+    for number, (held, options, part) in enumerate(WRONG):
+        if "--chat" in options and not PreTrainedTokenizerFast:
+            continue
         lines = isinstance(held, dict) or (held or b"")[:1] == b"{"
         path = folder / str(number) / ("input.jsonl" if lines else "input.txt")
         if held is not None:
             write(path, held)
-        arguments = [str(argument).replace("FOLDER", str(folder)) for argument in arguments]
-        done = prepare("--out", folder / "wrong", path, *arguments).fails(part)
+        options = [str(option).replace("FOLDER", str(folder)) for option in options]
+        done = prepare("--out", folder / "wrong", path, *([] if "--tokenizer" in options else ["--tokenizer", GPT2]), *options).fails(part)
         said = [line for line in done.err.splitlines() if line.startswith("prepare_data.py: ")]
-        assert done.status == 1 and len(said) == 1 and part in said[0] and "Traceback" not in done.err, done
+        assert done.status in (1, 2) and len(said) == 1 and "Traceback" not in done.err, str(done)
         assert not (folder / "wrong/manifest.json").exists()
+    if PreTrainedTokenizerFast:
+        write(folder / "packages/transformers.py", "raise ImportError('none here')\n")
+        prepare(write(folder / "one.jsonl", LONG), "--chat", "--tokenizer", GPT2, "--out", folder / "out", PYTHONPATH=str(folder / "packages")).fails(
+            "a Python package is missing (none here): pip install -U tokenizers numpy; for --chat also transformers jinja2")
 
 
 def snapshot(folder):
     """Each name with what it holds, or where it links to."""
-    return {path.name: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in sorted(folder.iterdir()) if not path.is_dir()}
 
 
-def interrupt(sign, *arguments, **environment):
-    """Starts the program and sends it SIGINT soon after the file `sign` is there."""
-    running = subprocess.Popen([sys.executable, PROGRAM, *arguments], stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, **environment},
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
-    while not sign.exists():
-        assert running.poll() is None, running.stderr.read()
+def wait_until(condition):
+    deadline = program.Deadline(60)
+    while not condition():
+        assert not deadline.passed()
         time.sleep(0.05)
-    time.sleep(0.5)
-    running.send_signal(signal.SIGINT)
-    said = running.communicate()[1]
-    assert running.returncode == 1 and said.count("\n") == 1 and "interrupted" in said, said
 
 
-def test_a_failed_run_keeps_what_was_there(folder):
-    need_templates()
-    out = folder / "again"
-    shards(out, write(folder / "good.txt", prose(9, 3000)), "--shard-tokens", 1000)
+def test_runs_that_end_early(folder):
+    """They leave what there was, and no process; a second run at the same time is refused."""
+    out, good = folder / "out", write(folder / "good.txt", prose(9, 3000))
+    shards(out, good, "--shard-tokens", 1000)
     notes = write(out / "train_notes.txt", "mine")
     before = snapshot(out)
-    prepare(write(folder / "late.jsonl", [{"text": "good"}] * 100 + [{"body": "bad"}]), "--tokenizer", GPT2, "--out", out).fails()
-    chat = [write(folder / "one.jsonl", messages(CHATS[1])), "--chat", "--tokenizer", GPT2, "--out", out]
-    endless = write(folder / "slow", TEMPLATES["endless"])
-    interrupt(out / ".prepare_data.partial/generation_config.json", *chat, "--chat-template", endless)
-    stuck = write(folder / "stuck", "{{ 9**(9**9) }}")  # in one operation, which no signal handler interrupts
-    interrupt(out / ".prepare_data.partial/generation_config.json", *chat, "--chat-template", stuck)
-    # While packages are loaded, too.
-    started = folder / "started"
-    write(folder / "packages/numpy.py", f"import time\nopen({str(started)!r}, 'w')\ntime.sleep(60)\n")
-    interrupt(started, *chat, PYTHONPATH=str(folder / "packages"))
-    assert snapshot(out) == before
+    prepare(write(folder / "late.jsonl", [{"text": "good"}] * 100 + [{"body": "bad"}]), "--tokenizer", GPT2, "--out", out).fails("late.jsonl, line 101: ")
+    need_templates()
+    words = [sys.executable, PROGRAM, write(folder / "one.jsonl", LONG), "--chat", "--tokenizer", GPT2, "--out", out, "--chat-template"]
+    for template, sign in ("endless", signal.SIGINT), ("stuck", signal.SIGINT), ("stuck", signal.SIGTERM), ("stuck", signal.SIGKILL):
+        write(folder / "stuck", "{{ 9**(9**9) }}")
+        running = subprocess.Popen([*map(str, words), write(folder / template, TEMPLATES.get(template, "{{ 9**(9**9) }}"))], stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
+        child = pathlib.Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        wait_until(child.read_text)
+        time.sleep(0.5)
+        workers = child.read_text().split()
+        prepare(good, "--tokenizer", GPT2, "--out", out).fails(f"another run writes to {out}")
+        running.send_signal(sign)
+        said = running.communicate()[1]
+        assert running.returncode == (-sign if sign == signal.SIGKILL else 1) and ("interrupted" in said) == (sign != signal.SIGKILL), said
+        wait_until(lambda: not any(os.path.exists(f"/proc/{worker}") for worker in workers))
+        assert snapshot(out) == before
     # A run that ends well replaces all of the earlier run's and nothing else.
     shards(out, notes)
-    assert sorted(snapshot(out)) == ["generation_config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json",
-                                     "train_000000.bin", "train_000000.ends", "train_notes.txt"]
+    assert sorted(path.name for path in out.iterdir()) == ["generation_config.json", "manifest.json", "tokenizer.json", "tokenizer_config.json",
+                                                           "train_000000.bin", "train_000000.ends", "train_notes.txt"]
 
 
 def test_only_its_own_is_replaced(folder):
     text = write(folder / "plain.txt", "some text\n")
-    for number, (name, content) in enumerate([("tokenizer.json", "{}"), ("generation_config.json", "{}"), ("train_000007.bin", "mine"),
-                                              ("manifest.json", '{"text": "an input"}\n')]):
-        foreign = write(folder / str(number) / name, content)
+    for name, content in [("tokenizer.json", "{}"), ("train_000007.bin", "mine"), ("manifest.json", '{"text": "an input"}\n')]:
+        foreign = write(folder / name[:5] / name, content)
         for arguments in [text, "--train-tokenizer", 300], [text, "--tokenizer", GPT2], [foreign, "--tokenizer", GPT2]:
-            why = "is an input" if arguments[0] == foreign else "is not of an earlier run"
-            prepare(*arguments, "--out", foreign.parent).fails(why)
+            prepare(*arguments, "--out", foreign.parent).fails("would be replaced, and is an input or not of an earlier run")
             assert snapshot(foreign.parent) == {name: content.encode()}
-    linked, kept = folder / "linked", write(folder / "kept.json", "mine")
-    shards(linked, text)
-    (linked / "tokenizer.json").unlink()
-    (linked / "tokenizer.json").symlink_to(kept)
-    before = snapshot(linked)
-    prepare(text, "--tokenizer", GPT2, "--out", linked).fails("is not of an earlier run")
-    assert snapshot(linked) == before and kept.read_text() == "mine"
+    shards(folder / "linked", text)
+    (folder / "linked/tokenizer.json").unlink()
+    (folder / "linked/tokenizer.json").symlink_to(write(folder / "kept.json", "mine"))
+    prepare(text, "--tokenizer", GPT2, "--out", folder / "linked").fails("not of an earlier run")
+    assert (folder / "kept.json").read_text() == "mine"
 
 
-def test_what_is_no_utf8_is_replaced(folder):
-    path = write(folder / "halves.jsonl", '{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
-    assert_documents(folder / "out", path, ["a\ufffd b", "\U0001f600"])
-    prepare(path, "--tokenizer", GPT2, "--out", folder / "out", "--val-fraction", 0).ok("1 invalid character replaced by U+FFFD")
-    path = write(folder / "bytes.txt", b"a \xff b \xe4\xb8 c \xef\xbf\xbd")
-    assert_documents(folder / "out", path, ["a \ufffd b \ufffd c \ufffd"])
-    prepare(path, "--tokenizer", GPT2, "--out", folder / "out", "--val-fraction", 0).ok("2 invalid characters replaced by U+FFFD")
+def test_the_model_stops_as_it_was_trained(folder):
+    need_templates()
+    base = folder / "base"
+    instruct(base, SIMPLE)
+    write(base / "special_tokens_map.json", {"eos_token": END})
+    train(*TINY, "--vocab", 420, "--steps", 1, "--sample-every", 0, "--data", write(folder / "text", "text " * 200), "--save", folder / "started")
+    for name in "config.json", "model.safetensors":
+        shutil.copy(folder / "started/latest" / name, base)
+    chats = [{"messages": [Q | {"content": f"Say {n}."}, A | {"content": "It is " + n * 2}]} for n in "abcdefgh"] * 4
+    prepare(write(folder / "chats.jsonl", chats), "--chat", "--tokenizer", base, "--chat-template", write(folder / "chatml", CHATML), "--out", folder / "sft",
+            "--val-fraction", 0).ok(f"./train --init {base} --pack documents --data")
+    done = train(*"--batch 8 --seq-len 64 --pack documents --steps 60 --lr 1e-2 --sample-every 0 --val-fraction 0".split(), "--init", base,
+                 "--data", folder / "sft", "--save", folder / "run")
+    assert "left out" not in done.out and f"{base} has another chat template: checkpoints get that of" in done.err and "eos_token_id" in done.err, str(done)
+    for name in "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json":
+        assert (folder / "run" / name).read_bytes() == (folder / "sft" / name).read_bytes()
+    saved = PreTrainedTokenizerFast.from_pretrained(folder / "run")
+    prompt = saved.apply_chat_template([Q | {"content": "Say c."}], tokenize=False, add_generation_prompt=True)
+    done = run(sys.executable, ROOT / "tools/generate", "--init", folder / "run", "--device", "cpu", "--prompt", prompt,
+               "--temperature", 0, "--tokens", 60, LCE_TRAIN=str(TRAIN)).ok()
+    assert done.out.startswith(prompt) and done.out.rstrip().endswith("<|im_end|>") and len(done.out) < len(prompt) + 60, done.out
 
 
 main(globals(), 1)
