@@ -135,7 +135,7 @@ static const Card cards[] = {
     {"H100", 722e12, 1300e12, .memory = 2.95e12, .host = 50e9, .links = 250e9, .launch = 3e-6, .tail = 8e-6},
     {"H200", 722e12, 1300e12, .memory = 4.13e12, .host = 50e9, .links = 250e9, .launch = 3e-6, .tail = 8e-6},
     {"CPU", 100e9, 50e9, .memory = 20e9, .host = 20e9, .links = 5e9, .launch = 20e-6}};
-enum { H100, H200, CPU, CARDS };
+enum { H100, H200, CPU };
 
 const Card *card_of(const char *description) {
   for (int i = 0; i < CPU; i++)

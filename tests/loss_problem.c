@@ -32,6 +32,20 @@ void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead)
   p->weight[column * hidden + axis] = p->weight[p->targets[n] * hidden + axis] + lead;
 }
 
+void loss_problem_lead_far(ReferenceLoss *p) {
+  for (int64_t n = 0; n < p->rows; n++) {
+    p->targets[n] = (int32_t)(100 * n + 5);
+    for (int64_t i = 0; i < p->rows; i++) p->x[n * p->hidden + i] = 0; // the axes of the rows below
+  }
+  loss_problem_lead(p, 1, 1400, 500); // exp overflows by far
+  loss_problem_lead(p, 4, 3, 88.5);   // just below the largest number
+  loss_problem_lead(p, 5, 700, 86);   // E is no overflow yet, and E W would be
+  loss_problem_lead(p, 6, 1500, 1e4);
+  loss_problem_lead(p, 7, 0, 60); // no overflow
+  loss_problem_lead(p, 8, 0, 0);
+  p->weight[p->targets[8] * p->hidden + 8] = 500; // every E is 0
+}
+
 ReferenceLoss loss_problem_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk) {
   enum { KINDS = 3, RUN = 150 };
   h->draws = 700; // whatever was drawn before: with these, masses keep away from where q changes

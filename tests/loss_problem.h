@@ -36,6 +36,8 @@ ReferenceLoss loss_problem(Harness *h, int64_t rows, int64_t hidden, int64_t voc
 void loss_problem_add(Harness *h, ReferenceLoss *p, int terms);
 // Token n's logit `column` exceeds its target's by exactly `lead`: x[n] becomes the unit vector n mod hidden.
 void loss_problem_lead(ReferenceLoss *p, int64_t n, int64_t column, double lead);
+// The same for nine rows over 1,511 columns, of which 1 and 4 to 6 must be repaired.
+void loss_problem_lead_far(ReferenceLoss *p);
 // A problem for tile sampling in chunks of this size: tokens come in runs of three kinds, and the logits of
 // kind k are 0 in every third tile of the vocabulary from the k-th on, 2 less in all others, but for noise.
 ReferenceLoss loss_problem_tiles(Harness *h, int64_t rows, int64_t hidden, int64_t vocab, int64_t chunk);

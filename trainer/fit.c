@@ -95,13 +95,14 @@ static bool climb(const Machine *m, Choice *c) {
 static bool next_batch(const Options *o, int64_t *batch) {
   int64_t before = *batch, share = o->total_batch / (o->seq_len * o->ranks);
   if (options_given(o, "batch")) return (*batch = o->batch) != before;
-  if (!options_given(o, "total-batch"))
-    *batch = before ? 2 * before : 1;
-  else
+  if (options_given(o, "total-batch")) {
     do ++*batch;
     while (*batch <= share && share % *batch);
-  bool within = options_given(o, "total-batch") ? *batch <= share : true;
-  return within && (*batch == 1 || *batch * o->seq_len <= MICRO_BATCH_TOKENS);
+    if (*batch > share) return false;
+  } else {
+    *batch = before ? 2 * before : 1;
+  }
+  return *batch == 1 || *batch * o->seq_len <= MICRO_BATCH_TOKENS;
 }
 
 static int better(const void *a, const void *b) {
@@ -119,18 +120,19 @@ static int search(const Machine *m, Choice all[MAX_CHOICES]) {
                                       OFFLOAD_ACTIVATIONS,
                                       OFFLOAD_OPTIMIZER | OFFLOAD_ACTIVATIONS,
                                       OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
-  bool chunks = o->pass.mode == LCE_FUSED && m->device == ON_CUDA && !options_given(o, "lce-chunk");
+  static const int64_t chunks[] = {1024, 2048, 4096};
+  bool open = o->pass.mode == LCE_FUSED && m->device == ON_CUDA && !options_given(o, "lce-chunk");
   int ways = o->fit == FIT_OFFLOAD && o->trains && !o->dtypes.offload ? 7 : 1, count = 0;
   for (int w = 0; w < ways; w++)
-    for (int64_t batch = 0; next_batch(o, &batch);)
-      for (int64_t chunk = chunks ? 1024 : 0; chunk <= 4096; chunk = chunk ? 2 * chunk : 8192) {
-        Choice c = {.batch = batch, .chunk = chunk, .offload = w ? offloads[w] : o->dtypes.offload};
-        int64_t tokens = batch * o->seq_len;
-        if (!chunk)
-          c.chunk = options_given(o, "lce-chunk") ? o->pass.chunk : lce_default_chunk(m->device, tokens);
-        if (chunk > 1024 && chunk > tokens) break;
+    for (int64_t batch = 0; next_batch(o, &batch);) {
+      int64_t tokens = batch * o->seq_len,
+              chunk = options_given(o, "lce-chunk") ? o->pass.chunk : lce_default_chunk(m->device, tokens);
+      for (int k = 0; k < (open ? 3 : 1) && (k == 0 || chunks[k] <= tokens); k++) {
+        Choice c = {.batch = batch, .offload = w ? offloads[w] : o->dtypes.offload};
+        c.chunk = open ? chunks[k] : chunk;
         if (count < MAX_CHOICES && climb(m, &c)) all[count++] = c;
       }
+    }
   qsort(all, (size_t)count, sizeof *all, better);
   return count;
 }
@@ -201,8 +203,7 @@ static _Noreturn void fail_to_fit(const Machine *m, Choice all[MAX_CHOICES]) {
   for (int i = 0; i < REMEDIES; i++) { // one on top of the other
     size_t length = strlen(words);
     if (!set_other(m, i, &with)) continue;
-    snprintf(words + length, sizeof words - length, " --%s%s%s", others[i].name, *others[i].value ? " " : "",
-             others[i].value);
+    snprintf(words + length, sizeof words - length, "%s", other_words(i).text);
     if (search(&other, all))
       fail("--fit: not even one sequence of %lld tokens fits in %s; add%s", (long long)with.seq_len,
            text_bytes(m->usable).text, words);

@@ -42,17 +42,20 @@ static double time_step(Trainer *t, Options *o, int64_t micro_steps) {
   return first + (double)(micro_steps - 1) * (whole - first);
 }
 
-TimedPlan plan_run_timed(const Options *given, DeviceKind device, LceMode mode) {
+static TimedPlan run_plan(const Options *given, DeviceKind device, LceMode mode, bool timed) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // that mode does not have it
   if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.terms.label_smoothing = 0; // likewise
   o.pass.mode = mode;
-  TimedPlan plan;
+  TimedPlan plan = {0};
   Trainer trainer;
   open_planned(&trainer, &o, device);
   if (o.trains) {
     int64_t count;
-    plan.seconds = time_step(&trainer, &o, given->micro_steps);
+    if (timed)
+      plan.seconds = time_step(&trainer, &o, given->micro_steps);
+    else
+      step_to_plan(&trainer, NULL, 0);
     if (o.sample_every) trainer_sample(&trainer, NULL, 1, 0, &count);
   }
   if (!o.trains || o.val_data || o.val_fraction > 0) trainer_validate(&trainer, NULL, 1);
@@ -65,8 +68,12 @@ TimedPlan plan_run_timed(const Options *given, DeviceKind device, LceMode mode) 
   return plan;
 }
 
+TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode) {
+  return run_plan(options, device, mode, true);
+}
+
 Ledger plan_run(const Options *options, DeviceKind device, LceMode mode) {
-  return plan_run_timed(options, device, mode).ledger;
+  return run_plan(options, device, mode, false).ledger;
 }
 
 void plan_set_mode(Trainer *t, LceMode mode) {
