@@ -211,6 +211,8 @@ def test_the_same_number_of_ranks_repeats_bitwise(folder):
     ranks = RANKS[1] if not GPUS else 2
     job(ranks, LLAMA).same_bits(job(ranks, LLAMA, 2))
     job(ranks, LLAMA).same_column(job(ranks, LLAMA, 2), "loss", 0)
+    zero2 = job(2, LLAMA + "--zero 2")
+    zero2.same_bits(job(2, zero2.options + " --verify-every 2"))  # which computes between the steps
 
 
 # Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.
