@@ -231,6 +231,9 @@ ifneq ($(or $(strip $(CHANGED)),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
+  ifeq ($(HAVE_CC)$(filter gcc,$(CC)),)
+    $(error CC=$(CC) does not compile a C program; name another compiler, such as CC=gcc)
+  endif
   NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb) $(if $(HAVE_ZLIB),,zlib),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)

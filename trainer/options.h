@@ -54,7 +54,7 @@ typedef struct {
   bool other_tokenizer; // the data may have another tokenizer than the model
   bool masked;          // some of the data has a mask, or windows are padded: training targets may be ignored
   // evaluation
-  int64_t eval_every, eval_batches, sample_every;
+  int64_t eval_every, eval_batches, sample_every, verify_every;
   Generation generation;          // all but prompt, window and seed
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
   // checkpoints

@@ -8,6 +8,7 @@
 #include <strings.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,15 +30,30 @@ static void require_address_space(char **environment) {
   int threads = sched_getaffinity(0, sizeof cores, &cores) ? 1 : CPU_COUNT(&cores);
   if (given && atoi(given) > 0 && atoi(given) < threads) threads = atoi(given);
   size_t bytes = (size_t)threads * OPENBLAS_THREAD_BYTES + ((size_t)16 << 20);
-  void *probe = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *probe = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (probe != MAP_FAILED) {
     munmap(probe, bytes);
     return;
   }
   dprintf(STDERR_FILENO,
-          "lce: `ulimit -v` leaves less than the %zu MiB of address space that OpenBLAS needs for "
+          "lce: `ulimit -v` or `-d` leaves less than the %zu MiB of memory that OpenBLAS needs for "
           "%d threads; raise it, or set OMP_NUM_THREADS=1\n",
           bytes >> 20, threads);
+  _exit(1);
+}
+
+// libgomp's list of threads, and our own arrays, are on the stack.
+static void require_stack(char **environment) {
+  enum { LEAST_STACK = 256 << 10, MOST_THREADS = 10000 };
+  struct rlimit stack;
+  const char *threads = value_of(environment, "OMP_NUM_THREADS=");
+  bool small = !getrlimit(RLIMIT_STACK, &stack) && stack.rlim_cur < LEAST_STACK;
+  if (!small && !(threads && atoi(threads) > MOST_THREADS)) return;
+  if (small)
+    dprintf(STDERR_FILENO, "lce: `ulimit -s` leaves less than %d KiB for the stack; raise it\n",
+            LEAST_STACK >> 10);
+  else
+    dprintf(STDERR_FILENO, "lce: OMP_NUM_THREADS is above %d; set it to the number of cores\n", MOST_THREADS);
   _exit(1);
 }
 
@@ -55,6 +71,7 @@ static void bound_spinning(char **arguments, char **environment) {
 }
 
 static void start(int count, char **arguments, char **environment) {
+  require_stack(environment);
   if (openblas_get_parallel) require_address_space(environment);
   bound_spinning(arguments, environment);
 }

@@ -128,6 +128,8 @@ int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_
                         int64_t *count);
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
+// Runs it twice over the last step's first micro-batch. Fails if two losses or gradients differ in a bit.
+void trainer_verify(Trainer *trainer, int64_t step);
 
 // --- the machine that a run computes on --------------------------------------------------------------------
 

@@ -73,8 +73,17 @@ size_t host_memory_left(void) {
 }
 
 size_t address_space_left(void) {
-  struct rlimit limit;
-  if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
-  size_t taken = system_bytes("/proc/self/status", "VmSize");
-  return limit.rlim_cur > taken ? limit.rlim_cur - taken : 0;
+  static const struct {
+    int resource;
+    const char *taken;
+  } limits[] = {{RLIMIT_AS, "VmSize"}, {RLIMIT_DATA, "VmData"}};
+  size_t left = SIZE_MAX;
+  for (int i = 0; i < 2; i++) {
+    struct rlimit limit;
+    if (getrlimit(limits[i].resource, &limit) || limit.rlim_cur == RLIM_INFINITY) continue;
+    size_t taken = system_bytes("/proc/self/status", limits[i].taken);
+    size_t here = limit.rlim_cur > taken ? limit.rlim_cur - taken : 0;
+    if (here < left) left = here;
+  }
+  return left;
 }

@@ -21,7 +21,7 @@ size_t cgroup_memory_limit(const char *root);
 // Bytes that the host has available, no more than the cgroup allows; 0: unknown.
 size_t host_memory_left(void);
 
-// Address space that `ulimit -v` leaves, in bytes; SIZE_MAX: no limit.
+// Address space that `ulimit -v` and `-d` leave, in bytes; SIZE_MAX: no limit.
 size_t address_space_left(void);
 
 // OpenBLAS allocates this much for each thread, most before main, and without room tries for ever.

@@ -101,7 +101,7 @@ static const BackendOps cpu_ops = {.join_ranks = cpu_join_ranks,
 // OpenBLAS's: returns 1 if it has threads of its own, which get in the way of ours when tiles are multiplied.
 extern int openblas_get_parallel(void) __attribute__((weak));
 
-// The machine's memory, or its cgroup's, in equal parts for the ranks on it; less if `ulimit -v` says so.
+// The machine's memory, or its cgroup's, in equal parts for the ranks on it; less if `ulimit -v` or `-d` says so.
 static size_t capacity(size_t overhead, int blas_threads) {
   size_t memory = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE),
          limit = cgroup_memory_limit(""), left = address_space_left(),
@@ -110,10 +110,10 @@ static size_t capacity(size_t overhead, int blas_threads) {
   memory = (limit < memory ? limit : memory) / (size_t)(ranks > 1 ? ranks : 1);
   if (left == SIZE_MAX) return memory;
   if (left <= blas)
-    fail(
-        "`ulimit -v` leaves %zu MiB of address space, and OpenBLAS needs up to %zu for its %d threads; raise "
-        "it, or set OMP_NUM_THREADS=1",
-        left >> 20, blas >> 20, blas_threads);
+    fail("`ulimit -v` or `-d` leaves %zu MiB of memory, and OpenBLAS needs up to %zu for its %d threads; "
+         "raise "
+         "it, or set OMP_NUM_THREADS=1",
+         left >> 20, blas >> 20, blas_threads);
   return overhead + left - blas < memory ? overhead + left - blas : memory;
 }
 

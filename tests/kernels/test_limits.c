@@ -34,13 +34,16 @@ TEST(the_lowest_limit_of_nested_cgroups_counts) {
 }
 
 TEST(address_space_is_limited) {
-  struct rlimit before, low;
-  getrlimit(RLIMIT_AS, &before);
-  low = (struct rlimit){.rlim_cur = (rlim_t)1 << 45, .rlim_max = before.rlim_max};
-  setrlimit(RLIMIT_AS, &low);
-  size_t left = address_space_left();
-  setrlimit(RLIMIT_AS, &before);
-  assert_true(left > 0 && left < low.rlim_cur);
+  for (int i = 0; i < 2; i++) {
+    int resource = i ? RLIMIT_DATA : RLIMIT_AS;
+    struct rlimit before, low;
+    getrlimit(resource, &before);
+    low = (struct rlimit){.rlim_cur = (rlim_t)1 << 45, .rlim_max = before.rlim_max};
+    setrlimit(resource, &low);
+    size_t left = address_space_left();
+    setrlimit(resource, &before);
+    assert_true(left > 0 && left < low.rlim_cur);
+  }
 }
 
 int main(void) {

@@ -20,6 +20,10 @@ def test_a_folder_that_may_not_be_written(folder):
     run("make", "-s", "BUILD=/proc/lce", "info").ok()
 
 
+def test_a_compiler_that_does_not_work(folder):
+    run("make", "-s", f"BUILD={folder}", "CUDA=0", "CC=nope", "all").fails("CC=nope does not compile a C program; name another compiler")
+
+
 def make_toolkit(folder):
     """A CUDA toolkit that is found, and compiles nothing."""
     for name, text in (("include/cublasLt.h", ""), ("bin/nvcc", "#!/bin/sh\necho release 12.9, sm_90a\n"),
@@ -72,10 +76,19 @@ def test_little_address_space(folder):
     # The libraries take room, too; CUDA's are large.
     least = next(kib for kib in range(60000, 4000000, 40000) if "loading shared libraries" not in limited(kib, "--help").err)
     for kib, options in (least, "--plan"), (least, "--steps 1"), (least + 190000, "--steps 1"):
-        limited(kib, options).refused("`ulimit -v` leaves ", "OpenBLAS needs ", " thread")
+        limited(kib, options).refused("`ulimit -v` or `-d` leaves ", "OpenBLAS needs ", " thread")
     limited(least + 190000, "--plan").ok("all together")
     limited(least + 540000, f"--data {TEXT} --steps 1").ok()
     limited(least + 540000, LARGE).fails("this run needs ", " and the device has ")
+
+
+# Limits under which the libraries would wait for ever or crash as they start.
+def test_limits_of_the_shell(folder):
+    if "openblas" not in run("ldd", TRAIN).out or "asan" in TRAIN.parts:
+        raise Skip("there is no OpenBLAS, or there is ASan, which needs terabytes")
+    for limit, *says in (("ulimit -d 10000", "`ulimit -v` or `-d` leaves ", "OpenBLAS needs "), ("ulimit -s 64", "`ulimit -s` leaves less than 256 KiB"),
+                         ("export OMP_NUM_THREADS=100000", "OMP_NUM_THREADS is above 10000")):
+        run("bash", "-c", f"{limit}; exec {TRAIN} {TINY} --steps 1").refused(*says)
 
 
 # The group of this process, and one in it.

@@ -404,6 +404,31 @@ TEST(test_packed_matrices_are_updated_as_if_apart) {
   run_close(run);
 }
 
+static BackendOps right;
+static int weights_until_flip;
+
+static void flip_a_bit(Backend *backend, const LinearBackwardWeight *a) {
+  right.linear_backward_weight(backend, a);
+  if (weights_until_flip-- == 0) *(uint32_t *)a->dweight.data ^= 1;
+}
+
+// A pass of two layers computes nine gradients of weights so: the head's, then the layers' from the last one on.
+TEST(test_a_device_that_computes_wrongly_is_found) {
+  Run *run = open(LLAMA, "--total-batch 102");
+  run_step(run, 0);
+  trainer_verify(&run->trainer, 1);
+  BackendOps ops = right = *run->h->backend->ops;
+  ops.linear_backward_weight = flip_a_bit;
+  run->h->backend->ops = &ops;
+  for (int flip = 1; flip < 18; flip += 9) { // in the first pass, in the second
+    weights_until_flip = flip;
+    assert_fails(run->h,
+                 "after step 1 rank 0 computed the gradients of model.layers.1.mlp.down_proj.weight twice",
+                 trainer_verify(&run->trainer, 1));
+  }
+  run_close(run);
+}
+
 static Update updates[64];
 static int update_count;
 
