@@ -16,6 +16,7 @@
 
 #include "data/file.h"
 #include "data/json.h"
+#include "data/tokenizer.h"
 #include "kernels/base/alloc.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/text.h"
@@ -582,10 +583,15 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
   return ends;
 }
 
-bool source_paths_masked(const char *const *paths, int64_t count) {
-  bool masked = false;
+static Source *list_paths(const char *const *paths, int64_t count) {
   Source *listed = host_alloc(1, sizeof *listed, "a data source");
   for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
+  return listed;
+}
+
+bool source_paths_masked(const char *const *paths, int64_t count) {
+  bool masked = false;
+  Source *listed = list_paths(paths, count);
   for (int64_t i = 0; i < listed->files && !masked; i++) {
     const char *path = listed->parts[i].path;
     char *mask = text_ends_in(path, ".bin") ? find_beside(path, SHARD_MASK) : NULL;
@@ -594,6 +600,25 @@ bool source_paths_masked(const char *const *paths, int64_t count) {
   }
   source_close(listed);
   return masked;
+}
+
+int64_t source_paths_vocab_size(const char *const *paths, int64_t count) {
+  Source *listed = list_paths(paths, count);
+  int64_t shard = 0;
+  while (shard < listed->files && !text_ends_in(listed->parts[shard].path, ".bin")) shard++;
+  Path folder = path_folder(shard < listed->files ? listed->parts[shard].path : "/");
+  bool found = shard < listed->files;
+  source_close(listed);
+  if (!found) return 0;
+  cJSON *manifest = manifest_of(folder.text);
+  const cJSON *said = json_member(json_member(manifest, "tokenizer"), "vocab_size");
+  int64_t size = json_is_whole(said) ? (int64_t)said->valuedouble : 0;
+  cJSON_Delete(manifest);
+  Reason reason;
+  Tokenizer *tokenizer = size ? NULL : tokenizer_open(folder.text, &reason);
+  if (tokenizer) size = tokenizer_vocab_size(tokenizer);
+  tokenizer_close(tokenizer);
+  return size;
 }
 
 double source_entropy(const Source *source) {

@@ -95,6 +95,10 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text);
 // True if a source opened from these paths would be masked. Does not read the files.
 bool source_paths_masked(const char *const *paths, int64_t count);
 
+// The vocabulary of the tokenizer that made the first shard of these paths, as the manifest or the
+// tokenizer.json beside it says; 0: neither does.
+int64_t source_paths_vocab_size(const char *const *paths, int64_t count);
+
 enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 
 // -sum p ln p over the first SOURCE_ENTROPY_SAMPLE tokens: the loss of the best predictor without context.

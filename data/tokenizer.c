@@ -149,6 +149,10 @@ static Token find_token(const Tokenizer *t, int64_t id) {
   return known ? t->tokens[id] : (Token){.bytes = "\xEF\xBF\xBD", .length = 3, .special = true};
 }
 
+int64_t tokenizer_vocab_size(const Tokenizer *t) {
+  return arrlen(t->tokens);
+}
+
 int64_t tokenizer_bytes(const Tokenizer *t, int64_t id) {
   Token token = find_token(t, id);
   return token.special ? 0 : token.length;

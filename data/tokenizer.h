@@ -18,6 +18,8 @@ Tokenizer *tokenizer_parse(const char *text, size_t length, Reason *reason);
 Tokenizer *tokenizer_of_bytes(void);
 void tokenizer_close(Tokenizer *tokenizer); // NULL is fine
 
+int64_t tokenizer_vocab_size(const Tokenizer *tokenizer); // the largest id + 1
+
 // The length of a token's text: 0 for a special token or an unknown id.
 int64_t tokenizer_bytes(const Tokenizer *tokenizer, int64_t id);
 // The first token with this text that is not special, or -1.

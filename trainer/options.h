@@ -49,7 +49,8 @@ typedef struct {
   const char **data, **val_data; // paths, arrays of stb_ds.h
   DataOrder data_order;
   enum { PACK_NONE, PACK_DOCUMENTS } pack;
-  int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
+  int64_t data_vocab_size; // of the data's tokenizer; 0: unknown, or the model has its own
+  int64_t end_of_text;     // the token that ends a document; -1: see source_document_ends
   double val_fraction;
   bool other_tokenizer; // the data may have another tokenizer than the model
   bool masked;          // some of the data has a mask, or windows are padded: training targets may be ignored

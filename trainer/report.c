@@ -119,8 +119,15 @@ static void warn_of_softcap(const Options *o) {
          o->origin, softcap, family);
 }
 
+static void warn_of_vocabulary(const Options *o) {
+  if (o->data_vocab_size && o->model.vocab_size / 2 > o->data_vocab_size)
+    warn("--vocab %lld: the data's tokenizer has %lld tokens, and no text has the others; leave it out",
+         (long long)o->model.vocab_size, (long long)o->data_vocab_size);
+}
+
 void report_settings(const Options *o, const Backend *backend, const RunData *data) {
   warn_of_softcap(o);
+  warn_of_vocabulary(o);
   const ModelConfig *m = &o->model;
   printf("device   %s\n", backend->description);
   if (backend->ranks > 1)

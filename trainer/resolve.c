@@ -30,6 +30,7 @@ static const char *preset_name(const Options *o) {
 static ModelConfig requested_model(const Options *o) {
   Options with = {.model = model_preset(preset_name(o))};
   ModelConfig *m = &with.model, preset = *m;
+  if (o->data_vocab_size) m->vocab_size = o->data_vocab_size;
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
     if (o->given[i] && describes_model(&options_rows[i]))
       memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
@@ -78,6 +79,7 @@ static void change_or_agree(Options *o, const Options *requested) {
 }
 
 static void resolve_model(Options *o) {
+  if (!o->origin) o->data_vocab_size = source_paths_vocab_size(o->data, arrlen(o->data));
   Options requested = *o;
   if (o->preset || !o->origin) requested.model = requested_model(o);
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;

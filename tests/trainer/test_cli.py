@@ -582,6 +582,23 @@ def test_a_folder_of_prepare_data(folder):
     train(TINY + "--val-data README.md").refused("README.md is both in")
 
 
+# A new model has the vocabulary of the shards' tokenizer, unless it is given.
+def test_the_vocabulary_of_the_data(folder):
+    line, made = "--device cpu --batch 1 --seq-len 16 --steps 1 --sample-every 0 --data ", made_by_prepare_data(folder / "made", train=600, val=100)
+    known = json.loads((made / "tokenizer.json").read_text())
+    size = 1 + max([*known["model"]["vocab"].values(), *(token["id"] for token in known["added_tokens"])])
+    manifest = json.loads((made / "manifest.json").read_text())
+    for options in (made, f"'{made}/train_*.bin'", made / "train_000000.bin"):
+        output = train(f"{line} {options}").ok(f", V {size:,}, ")
+        assert "--vocab" not in output.err, output
+    (made / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": {"vocab_size": 70}}))
+    train(f"{line} {made} --save {folder}/saved").ok(", V 70, ")
+    assert "--vocab" not in train(f"{line} {made} --vocab 140").ok(", V 140, ").err
+    assert "--vocab 142: the data's tokenizer has 70 tokens, and no text has the others; leave it out" in train(f"{line} {made} --vocab 142").ok().err
+    assert "--vocab" not in train(f"{line} {made} --init {folder}/saved").ok(", V 70, ").err
+    train(f"{line} {made} --vocab 60").refused("train a new model with --vocab 61 or more")
+
+
 # Shards of another tokenizer than the model's are refused, however they are named, unless that is what is wanted.
 def test_shards_of_another_tokenizer(folder):
     made, model = made_by_prepare_data(folder / "made", train=600, val=100), shutil.copytree(ROOT / "tests/golden/llama", folder / "model")
