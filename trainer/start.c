@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -13,6 +12,7 @@
 #include <unistd.h>
 
 #include "kernels/base/system.h"
+#include "kernels/cpu/blas_core.h"
 
 extern int openblas_get_parallel(void) __attribute__((weak));
 
@@ -80,65 +80,17 @@ __attribute__((section(".preinit_array"), used)) static void (*const first)(int,
 
 // --- OpenBLAS's kernels ------------------------------------------------------------------------------------
 
-// An OpenBLAS that is older than the CPU may take it for one of 2004 and run many times slower than it can.
-// Its kernels for these instructions are chosen by starting over, once a child has computed rightly with
-// them.
+// Better ones are chosen by starting over, once a child has computed rightly with them.
 
 #define PROBE "LCE_PROBE_BLAS"
 
 extern char *openblas_get_corename(void) __attribute__((weak));
-extern void cblas_sgemm(int order, int a_transposed, int b_transposed, int m, int n, int k, float alpha,
-                        const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc)
-    __attribute__((weak));
-
-// The core whose kernels use the CPU's instructions, if OpenBLAS's own choice does not; else NULL.
-static const char *better_core(void) {
-#if defined(__x86_64__)
-  static const char *const good[] = {"Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids"};
-  const char *core = openblas_get_corename();
-  for (size_t i = 0; i < sizeof good / sizeof *good; i++)
-    if (!strcasecmp(core, good[i])) return NULL;
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NULL;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-    return "SkylakeX";
-  return __builtin_cpu_is("amd") ? "Zen" : "Haswell";
-#else
-  return NULL;
-#endif
-}
-
-// Small whole numbers, whose products have exact sums: C = A B of [m, k] and [k, n], or their transposes.
-static bool multiplies_rightly(int m, int n, int k, bool a_transposed, bool b_transposed) {
-  enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112, MOST = 1 << 16 };
-  static float a[MOST], b[MOST], c[MOST];
-  for (int i = 0; i < m * k; i++) a[i] = (float)(i * 7 % 9 - 4);
-  for (int i = 0; i < k * n; i++) b[i] = (float)(i * 5 % 11 - 5);
-  cblas_sgemm(ROW_MAJOR, a_transposed ? TRANSPOSED : PLAIN, b_transposed ? TRANSPOSED : PLAIN, m, n, k, 1, a,
-              a_transposed ? m : k, b, b_transposed ? k : n, 0, c, n);
-  for (int i = 0; i < m * n; i++) {
-    float sum = 0;
-    for (int p = 0; p < k; p++)
-      sum +=
-          a[a_transposed ? p * m + i / n : i / n * k + p] * b[b_transposed ? i % n * k + p : p * n + i % n];
-    if (c[i] != sum) return false;
-  }
-  return true;
-}
-
-static void probe(void) {
-  static const int shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {17, 33, 65}, {130, 1, 257}, {97, 129, 191}};
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    for (int t = 0; t < 4; t++)
-      if (!multiplies_rightly(shapes[i][0], shapes[i][1], shapes[i][2], t & 1, t & 2)) _exit(1);
-  _exit(0);
-}
+extern Cblas cblas_sgemm __attribute__((weak));
 
 __attribute__((constructor)) static void choose_core(int count, char **arguments, char **environment) {
   if (!openblas_get_corename || !cblas_sgemm) return;
-  if (getenv(PROBE)) probe();
-  const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : better_core(), *program;
+  if (getenv(PROBE)) _exit(!blas_multiplies_rightly(cblas_sgemm));
+  const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core(openblas_get_corename()), *program;
   if (!core) return;
   program = (const char *)getauxval(AT_EXECFN);
   setenv("OPENBLAS_CORETYPE", core, true);

@@ -10,9 +10,12 @@ import functools
 import itertools
 import json
 import os
+import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -201,6 +204,50 @@ def sampling_and_errors(lce):
     lce.lce_destroy(context)
 
 
+STAND_IN = """
+#include <stdlib.h>
+static const char *core;
+__attribute__((constructor)) static void begin(void) { core = getenv("OPENBLAS_CORETYPE"); }
+char *openblas_get_corename(void) { return core ? (char *)core : "Prescott"; }
+void sgemm_(const char *ta, const char *tb, const int *m, const int *n, const int *k, const float *alpha, const float *a,
+            const int *lda, const float *b, const int *ldb, const float *beta, float *c, const int *ldc) {
+  for (int i = 0; i < *m; i++)
+    for (int j = 0; j < *n; j++) {
+      float sum = core && WRONG ? 1 : 0;
+      for (int p = 0; p < *k; p++)
+        sum += (*ta == 'N' ? a[i + p * *lda] : a[p + i * *lda]) * (*tb == 'N' ? b[p + j * *ldb] : b[j + p * *ldb]);
+      c[i + j * *ldc] = *alpha * sum + (*beta != 0 ? *beta * c[i + j * *ldc] : 0);
+    }
+}
+"""
+
+
+def an_openblas_that_does_not_know_the_cpu(_):
+    """Its better kernels serve, unless they compute wrongly or the user names others."""
+    if not re.search(r"\bavx2\b", pathlib.Path("/proc/cpuinfo").read_text()) or not shutil.which("gcc"):
+        raise Skip("it needs AVX2 and gcc")
+    with tempfile.TemporaryDirectory() as folder:
+        for wrong, given, core in ((0, "", "SkylakeX|Haswell|Zen"), (1, "", "Prescott"), (0, "Nehalem", "Nehalem")):
+            source, blas = pathlib.Path(folder, f"{wrong}.c"), pathlib.Path(folder, f"{wrong}.so")
+            source.write_text(STAND_IN)
+            subprocess.run(["gcc", f"-DWRONG={wrong}", "-shared", "-fPIC", source, "-o", blas], check=True)
+            more = {"LCE_BLAS": str(blas), **({"OPENBLAS_CORETYPE": given} if given else {})}
+            kept = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+            done = subprocess.run([sys.executable, __file__, "cores"], env=kept | more, capture_output=True, text=True)
+            assert done.returncode == 0 and re.fullmatch(core, done.stdout.strip()), done
+            assert ("for a " in done.stderr) == bool(wrong), done
+
+
+def print_core():
+    """The kernels of LCE_BLAS after a call, which is right."""
+    lce = load(os.path.join(ROOT, FOLDER, "liblce.so"))
+    case = case_named("z-loss, mean")
+    close("dx", run(lce, lce.lce_create(b"cpu", 0, b"fp32"), case)["dx"], case["dx"])
+    name = ctypes.CDLL(os.environ["LCE_BLAS"]).openblas_get_corename
+    name.restype = ctypes.c_char_p
+    print(name().decode())
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------------
 
 class Gpu:
@@ -290,9 +337,12 @@ def streams_of_the_caller(_):
     lce.lce_destroy(context)
 
 
-TESTS = (every_field_arrives, a_head_split_over_ranks, sampling_and_errors, streams_of_the_caller)
+TESTS = (every_field_arrives, a_head_split_over_ranks, sampling_and_errors, an_openblas_that_does_not_know_the_cpu,
+         streams_of_the_caller)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["cores"]:
+        sys.exit(print_core())
     library = load(build(FOLDER, "CUDA=0", "MPI=0"))
     sys.exit(tap.run({test.__name__: functools.partial(test, library) for test in TESTS}))

@@ -5,8 +5,11 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "kernels/base/fail.h"
+#include "kernels/cpu/blas_core.h"
 #include "tools/torch/liblce/blas/cblas.h"
 
 // The Fortran interface, which every BLAS has: column-major, all arguments by address, then the texts' lengths.
@@ -20,8 +23,44 @@ static struct {
   int (*set_threads)(int); // MKL's, of the calling thread; returns what was set
 } found;
 
-static bool find_in(const char *name, int flags) {
+// True if kernels that the environment names compute rightly, in a child of one thread.
+static bool core_works(const char *name) {
+  pid_t child = fork();
+  if (child == 0) {
+    alarm(10); // in case a lock was held as the child began
+    omp_set_num_threads(1);
+    void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+    *(void **)&found.sgemm = library ? dlsym(library, "sgemm_") : NULL;
+    _exit(!found.sgemm || !blas_multiplies_rightly(cblas_sgemm));
+  }
+  int status = 1;
+  return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+// Opens a BLAS; an OpenBLAS that does not know the CPU once more, with better kernels.
+static void *open_blas(const char *name, int flags) {
   void *library = dlopen(name, RTLD_LAZY | RTLD_LOCAL | flags);
+  char *(*core_name)(void);
+  *(void **)&core_name =
+      library && !getenv("OPENBLAS_CORETYPE") ? dlsym(library, "openblas_get_corename") : NULL;
+  const char *core = core_name ? blas_better_core(core_name()) : NULL;
+  if (!core || dlclose(library) || dlopen(name, RTLD_LAZY | RTLD_NOLOAD))
+    return library; // others use it, too
+  setenv("OPENBLAS_CORETYPE", core, true);
+  if (!core_works(name)) {
+    unsetenv("OPENBLAS_CORETYPE");
+    warn("%s does not know this CPU, and its kernels for a %s do not work here; it computes slowly, and a "
+         "newer "
+         "one would not",
+         name, core);
+  }
+  library = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
+  unsetenv("OPENBLAS_CORETYPE");
+  return library;
+}
+
+static bool find_in(const char *name, int flags) {
+  void *library = open_blas(name, flags);
   if (!library) return false;
   void *sgemm = dlsym(library, "sgemm_"), *set_threads = dlsym(library, "MKL_Set_Num_Threads_Local");
   int (*parallel)(void), (*threads)(void);
