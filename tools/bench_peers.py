@@ -5,6 +5,7 @@
   tools/bench_peers.py --z-loss                 # the loss with z-loss, beside chains of separate operations
   tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient, and of several ids per token
   tools/bench_peers.py --step                   # a training step of transformers' Llama; also with --z-loss
+  tools/bench_peers.py --trainer                # ./train beside transformers, torch.compile and a fused AdamW
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # without a GPU
 
 Every peer computes the mean loss and the gradients of x and W. Each measurement alternates with the three
@@ -28,7 +29,9 @@ import importlib.metadata
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import typing
 
@@ -236,6 +239,11 @@ def seconds(cuda, work, calls=1):
     return (time.perf_counter() - start) / calls
 
 
+def reason_of(error, package=""):
+    text = f"needs pip install {package}: {error}" if package and isinstance(error, ImportError) else str(error).strip()
+    return (text or type(error).__name__).splitlines()[0][:120].replace("|", "/")
+
+
 def measure(options, peers, first, make_base=None, calls=1):
     """A row for every peer, and the base's median seconds. first(peer, its function) returns what the row
     holds and the work that is timed; where it fails, the row has the reason. Then each alternates with the
@@ -250,8 +258,7 @@ def measure(options, peers, first, make_base=None, calls=1):
             found, works[peer.name] = first(peer, peer.make())
             rows[-1].update(found)
         except Exception as error:  # whatever it is
-            text = f"needs pip install {peer.package}: {error}" if isinstance(error, ImportError) else str(error).strip()
-            rows[-1]["why"] = (text or type(error).__name__).splitlines()[0][:120].replace("|", "/")
+            rows[-1]["why"] = reason_of(error, peer.package)
         reset_peak(cuda)
     base = make_base() if make_base else works.get(peers[-1].name)
     for row in rows:
@@ -395,10 +402,83 @@ def step_rows(options, loss):
     return rows, f"a step of Llama ({model.num_parameters() / 1e9:.2f}B) by transformers, batch {batch} x {length}"
 
 
+# --- the trainer --------------------------------------------------------------------------------------------
+
+STEPS, WARM = 14, 4  # of a measurement, and how many of them do not count
+TRAINED = {"cuda": (("llama-1b", 4, 4096), ("gpt2-124m", 64, 1024)), "cpu": (("llama-tiny", 2, 32),)}  # model, B, T
+
+
+def train(options, model, steps, *more):
+    words = [os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")), "--device", options.device, "--model", model, "--steps", str(steps),
+             "--sample-every", "0", "--eval-batches", "1", *more]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+
+
+def trained_by_lce(options, model, batch, length, more, folder):
+    """Each step's seconds that counts, and the device's peak."""
+    log = os.path.join(folder, "log.jsonl")
+    train(options, model, STEPS, "--batch", str(batch), "--seq-len", str(length), "--log", log, *more)
+    with open(log) as lines:
+        events = [json.loads(line) for line in lines]
+    steps = [event["tokens"] / event["tokens_per_second"] for event in events if event["event"] == "step"]
+    return steps[WARM:], events[-1]["device_peak_bytes"]
+
+
+def trained_by_transformers(options, model, batch, length, dtype):
+    """The same for a training loop as users write it; fp32 weights compute in bf16 by autocast."""
+    import transformers
+    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(options.device).train()
+    compiled = torch.compile(net) if options.cuda else net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=options.cuda)
+    times = []
+    reset_peak(options.cuda)
+    for _ in range(STEPS):
+        ids = torch.randint(net.config.vocab_size, (batch, length), device=options.device)
+        begin = time.perf_counter()
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.cuda and dtype == torch.float32):
+            loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        times.append(time.perf_counter() - begin)
+    return times[WARM:], torch.cuda.max_memory_allocated() if options.cuda else None
+
+
+def trainer_rows(options, model, batch, length):
+    """Before each of the others' rows lce.c's is measured again, in a process of its own."""
+    ours, rows = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        train(options, model, 0, "--batch", "1", "--seq-len", str(length), "--val-fraction", "0", "--save", folder)
+        for name, dtype, more in (("transformers, fp32 weights" + ", autocast" * options.cuda, torch.float32, ()),
+                                  *[("transformers, bf16 weights", torch.bfloat16, ()), ("lce.c --fp8", None, ("--fp8",))] * options.cuda):
+            times, peak_bytes = trained_by_lce(options, model, batch, length, (), folder)
+            ours += times
+            rows[:1] = [dict(peer="lce.c", times=ours, held_bytes=peak_bytes)]
+            try:
+                times, peak_bytes = (trained_by_transformers(options, folder, batch, length, dtype) if dtype else
+                                     trained_by_lce(options, model, batch, length, more, folder))
+                rows.append(dict(peer=name, times=times, held_bytes=peak_bytes))
+            except Exception as error:  # as of a version that cannot compile it
+                rows.append(dict(peer=name, why=reason_of(error)))
+            if options.cuda:
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+    for row in rows:
+        if "why" in row:
+            continue
+        took = statistics.median(row.pop("times"))
+        row.update(ms=1e3 * took, tokens_per_second=batch * length / took, ratio=took / statistics.median(ours))
+    return rows
+
+
 # --- tables -------------------------------------------------------------------------------------------------
 
 # A row's field, its column's title, and how it is shown.
-COLUMNS = [("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}"),
+COLUMNS = [("tokens_per_second", "tokens/s", lambda v: f"{v:,.0f}"), ("ms", "ms", lambda v: f"{v:.2f}"), ("ratio", "", lambda v: f"{v:.3f}"),
            ("forward_ms", "forward, ms", lambda v: f"{v:.2f}"), ("first_loss", "first loss", lambda v: f"{v:.5f}"),
            ("held_bytes", "holds", lambda v: f"{v / 2**20:.0f} MiB"),
            *((error, error.replace("_", " "), lambda v: f"{v:.1e}") for error in ("loss_error", "dx_error", "dw_error"))]
@@ -427,6 +507,7 @@ def parse_options():
                        ("z-loss", "the loss with z-loss, against chains of separate operations"),
                        ("log-probs", "log-probabilities, alone and with entropies, likewise, and of 1, 8 and 128 ids per token"),
                        ("step", "a training step instead of the loss alone; needs transformers"),
+                       ("trainer", "./train beside a training loop of transformers; needs ./train and transformers"),
                        ("json", "a JSON object a row instead of tables")]:
         add("--" + name, action="store_true", help=text)
     options = parser.parse_args()
@@ -447,7 +528,11 @@ def main():
     if not options.json:
         installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
         versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
-        print(f"{gpu}, median of {options.rounds}; {', '.join(versions)}")
+        print(f"{gpu}, median of {f'{STEPS - WARM} steps' if options.trainer else options.rounds}; {', '.join(versions)}")
+    if options.trainer:
+        for model, batch, length in TRAINED[options.device]:
+            show(options, f"{model}, batch {batch} x {length}", "over lce.c", trainer_rows(options, model, batch, length), gpu=gpu)
+        return
     for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:
         if options.step:
             rows, title = step_rows(options, loss)

@@ -24,5 +24,9 @@ def every_loss():
     assert {"lce.c, chunk 4096", "lce.c, chunk N", "lce.c, chunk 2048, K 8"} < set(rows("--z-loss", "--log-probs"))
 
 
+def the_trainer():
+    assert {"lce.c", "transformers, fp32 weights"} <= set(rows("--trainer"))
+
+
 if __name__ == "__main__":
-    run({"every_loss": every_loss})
+    run({"every_loss": every_loss, "the_trainer": the_trainer})
