@@ -160,12 +160,12 @@ static void print_choice(const Machine *m, const Choice *c, double best, const c
 static const struct {
   const char *name, *value;
   bool gpu, several;
-} others[] = {{"fit", "offload", false, false},
+} others[] = {{"zero", "2", false, true},
+              {"fit", "offload", false, false},
               {"moment-dtype", "bf16", true, false},
               {"no-master-weights", "", true, false},
-              {"fp8", "all", true, false},
-              {"zero", "2", false, true}};
-enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 3 };
+              {"fp8", "all", true, false}};
+enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 4 };
 
 // Sets it as the user would; false where it is so already, or cannot be.
 static bool set_other(const Machine *m, int which, Options *o) {
@@ -196,21 +196,36 @@ static void print_others(const Machine *m, Choice all[MAX_CHOICES], double best)
   }
 }
 
-static _Noreturn void fail_to_fit(const Machine *m, Choice all[MAX_CHOICES]) {
-  Options with = *m->options;
-  const Machine other = {&with, m->device, m->usable};
-  char words[128] = "";
-  for (int i = 0; i < REMEDIES; i++) { // one on top of the other
-    size_t length = strlen(words);
-    if (!set_other(m, i, &with)) continue;
-    snprintf(words + length, sizeof words - length, "%s", other_words(i).text);
-    if (search(&other, all))
-      fail("--fit: not even one sequence of %lld tokens fits in %s; add%s", (long long)with.seq_len,
-           text_bytes(m->usable).text, words);
+// Opens what the user gave and --fit would choose. Returns the names; "" if there are none.
+static const char *leave_out(Options *o) {
+  const char *names = "";
+  for (int i = 0; options_rows[i].type != OPTION_END; i++) {
+    if (!(options_rows[i].flags & FITTED) || !o->given[i]) continue;
+    o->given[i] = false;
+    names = text_format("%s --%s", names, options_rows[i].name);
   }
-  fail("--fit: not even one sequence of %lld tokens fits in %s; take a smaller model, a smaller --seq-len or "
-       "a device with more memory",
-       (long long)with.seq_len, text_bytes(m->usable).text);
+  return names;
+}
+
+const char *fit_remedy(const Options *o, DeviceKind device, size_t usable) {
+  Options with = *o;
+  const Machine m = {&with, device, usable};
+  Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
+  const char *added = "", *left_out = "";
+  if (!o->fit) with.fit = FIT_DEVICE;
+  bool found = !o->fit && search(&m, all);
+  if (!found) left_out = leave_out(&with), found = *left_out && search(&m, all);
+  for (int i = 0; i < REMEDIES && !found; i++) { // one on top of the other
+    if (!set_other(&m, i, &with)) continue;
+    if (strcmp(others[i].name, "fit")) added = text_format("%s%s", added, other_words(i).text);
+    found = search(&m, all);
+  }
+  free(all);
+  if (!found) return "take a smaller model, a smaller --seq-len or a device with more memory";
+  const char *fit = with.fit == o->fit ? "" : with.fit == FIT_OFFLOAD ? " --fit offload" : " --fit";
+  bool adds = *fit || *added, leaves = *left_out;
+  return text_format("%s%s%s%s%s%s", adds ? "add" : "", fit, added, adds && leaves ? " and " : "",
+                     leaves ? "leave out" : "", left_out);
 }
 
 void fit_choose(Options *o, DeviceKind device, size_t usable) {
@@ -218,7 +233,11 @@ void fit_choose(Options *o, DeviceKind device, size_t usable) {
   const Machine m = {o, device, usable};
   Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
   int count = search(&m, all);
-  if (!count) fail_to_fit(&m, all);
+  if (!count)
+    fail("--fit: %s of %lld tokens fits in %s; %s",
+         options_given(o, "batch") ? text_format("no batch of %lld sequences", (long long)o->batch)
+                                   : "not even one sequence",
+         (long long)o->seq_len, text_bytes(usable).text, fit_remedy(o, device, usable));
   Choice best = all[0];
   printf("--fit: the fastest of %d settings that fit in %s, by prediction; the next; with other options\n",
          count, text_bytes(usable).text);

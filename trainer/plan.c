@@ -84,32 +84,9 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-// --- a run that does not fit -------------------------------------------------------------------------------
-
 size_t plan_host_bytes(const Ledger *plan) {
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
   return ledger_host_bytes(plan) * (size_t)ranks;
-}
-
-static void require_host(const Ledger *plan) {
-  char holders[512];
-  size_t needed = plan_host_bytes(plan), left = host_memory_left();
-  if (!needed || !left || needed <= left) return;
-  fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
-       "--moment-dtype bf16 or --no-master-weights",
-       text_bytes(needed).text, text_bytes(left).text,
-       needed > ledger_host_bytes(plan) ? "of each rank " : "", memory_holders(plan->host, 1, holders));
-}
-
-void plan_require(const Options *options, DeviceKind device, size_t usable) {
-  char holders[512];
-  Ledger plan = plan_run(options, device, options->pass.mode);
-  bool elsewhere = options->plan && options->device_memory > 0; // on a machine with a host of its own
-  if (!elsewhere) require_host(&plan);
-  if (!usable || plan.peak <= usable) return;
-  fail("this run needs %s and the device has %s to give (%s); add --fit, which chooses settings that fit",
-       text_bytes(plan.peak).text, text_bytes(usable).text,
-       memory_holders(plan.at_peak, plan.peak / 100, holders));
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------

@@ -20,9 +20,6 @@ TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode
 void plan_set_mode(Trainer *trainer, LceMode mode);
 // Bytes that all ranks of this machine offload together.
 size_t plan_host_bytes(const Ledger *plan);
-// Fails if the run needs more than `usable` bytes of the device (0: unknown), and says what holds them; or if
-// it offloads more than the host has left.
-void plan_require(const Options *options, DeviceKind device, size_t usable);
 
 // --compare-modes: measures a few forward and backward passes in each mode; plans a mode that does not fit.
 void plan_compare_modes(Trainer *trainer);
@@ -39,5 +36,8 @@ void plan_write_timeline(const Options *options, DeviceKind device);
 // With --fit chooses what is open (fit.h), for a device that can give `usable` bytes (0: unknown). Else only
 // the default chunk, if --lce-chunk gives none.
 void plan_resolve(Options *options, DeviceKind device, size_t usable);
+// Fails if the run needs more than `usable` bytes of the device (0: unknown), and says what holds them; or if
+// it offloads more than the host has left.
+void plan_require(const Options *options, DeviceKind device, size_t usable);
 // --plan: what a run needs in both modes, with --log also as a line for each, with --timeline as its events.
 void plan_print(Options *options);

@@ -404,6 +404,14 @@ def test_fit(folder):
     train(lean.replace("--moment-dtype bf16 --no-master-weights ", "") + "--device-memory 12 --seq-len 4096 --fit").fails("; add --fit offload")
     train(lean + "--device-memory 1 --fit").fails("1.00 GiB; take a smaller model, a smaller --seq-len or a device with more memory\n")
     train(lean + "--fit").fails("give --device-memory GIB")
+    # Without --fit the remedy is tried, too: where weights alone do not fit, --fit alone would not help.
+    train(small).fails("); add --fit offload\n")
+    train(lean + "--device-memory 1").fails("); take a smaller model, a smaller --seq-len or a device with more memory\n")
+    train(lean + "--device-memory 30 --ranks 8").fails("); add --fit --zero 2\n")
+    train(lean + "--device-memory 30 --ranks 8 --fit --zero 2").ok()
+    given = lean + "--device-memory 78.9 --batch 128 --recompute none "
+    train(given).fails("); add --fit and leave out --batch --recompute\n")
+    train(given + "--fit").fails("no batch of 128 sequences of 1024 tokens fits in 78.90 GiB; leave out --batch --recompute\n")
 
 
 # It trains what it chose, also where a run resumes on a smaller device.
@@ -446,7 +454,7 @@ def test_device_memory(folder):
     # A run as on a smaller device. One that does not fit names --fit, which then helps.
     small = TINY + "--device-memory 0.02 --steps 1 --sample-every 0 --seq-len 64 "
     train(small + "--batch 1").ok()
-    train(small + "--batch 4096").refused("this run needs ", "the device has 20.5 MiB to give", "; add --fit, which chooses settings")
+    train(small + "--batch 4096").refused("this run needs ", "the device has 20.5 MiB to give", "); add --fit and leave out --batch\n")
     train(small + "--fit").ok()
     train(TINY + "--device-memory 0.0001").refused("has 104.9 KiB to give (weights ")
     # More than any machine has: said before anything is allocated.
