@@ -526,14 +526,14 @@ static bool is_set(const uint8_t *bits, int64_t index) {
   return bits[index / 8] >> (index % 8) & 1;
 }
 
-// As source_read_targets or, if they are no targets, without masks.
-// A page of a mapped file that was cut reads as zeros behind the cut, without a signal.
-static void require_size(const SourceFile *part) {
+// Fails if a mapped file was cut: what its last page has behind the cut reads as zeros, without a signal.
+static void require_size(const char *path, const Mapping *file) {
   struct stat status;
-  if (!part->file.copied && !stat(part->path, &status) && (size_t)status.st_size < part->file.size)
-    fail("%s was shortened while it was read; restore it and start again", part->path);
+  if (!file->copied && path && !stat(path, &status) && (size_t)status.st_size < file->size)
+    fail("%s was shortened while it was read; restore it and start again", path);
 }
 
+// As source_read_targets or, if they are no targets, without masks.
 static int64_t read_tokens(const Source *source, int64_t first, int64_t count, int32_t *out, bool targets) {
   assert(first >= 0 && count >= 0 && first <= source->tokens - count);
   int64_t counted = count;
@@ -541,9 +541,14 @@ static int64_t read_tokens(const Source *source, int64_t first, int64_t count, i
     int64_t start = first - part->first;
     int64_t taken = min_i64(part->stored - start, count); // 0 when `first` is the separator itself
     if (widen(part, start, taken, out) >= source->vocab_size) fail_outside(source, part, start, true);
-    if (taken && out[taken - 1] == 0) require_size(part);
+    if (taken && out[taken - 1] == 0) require_size(part->path, &part->file);
     for (int64_t i = 0; targets && part->mask && i < taken; i++)
       if (!is_set(part->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
+    if (taken && out[taken - 1] == IGNORED_TARGET) {
+      char *mask = find_beside(part->path, SHARD_MASK);
+      require_size(mask, &part->mask_file);
+      free(mask);
+    }
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }

@@ -327,6 +327,23 @@ TEST(documents_end_where_the_data_say) {
   }
 }
 
+TEST(a_mask_cut_within_a_page_is_noticed) {
+  enum { TOKENS = (1 << 20) + 100, MASK_BYTES = TOKENS / 8 + 1 }; // more than is copied
+  char *mask = calloc(MASK_BYTES, 1);
+  mask[MASK_BYTES - 1] = 8; // the last token alone counts
+  write_sparse_shard16("masked.bin", TOKENS);
+  write_mask("masked.mask", TOKENS, mask, MASK_BYTES);
+  free(mask);
+  Source *source = open_one("masked.bin", 300);
+  int32_t ids[3];
+  assert_int_equal(source_read_targets(source, TOKENS - 4, 3, ids), 0);
+  assert_int_equal(source_read_targets(source, TOKENS - 3, 3, ids), 1);
+  assert_int_equal(truncate(temp_path("masked.mask"), 1024 + MASK_BYTES - 1), 0);
+  ASSERT_FAILS(source_read_targets(source, TOKENS - 3, 3, ids),
+               "masked.mask was shortened while it was read");
+  source_close(source);
+}
+
 TEST(masks_of_other_shards_are_refused) {
   write_shard16("wrong.bin", (const uint16_t[]){1, 2, 3, 4, 5, 6, 7, 8, 9}, 9);
   write_text("wrong.mask", "not a mask");
