@@ -67,7 +67,7 @@ static void open_run(Run *run, Options *o) {
   resume_require_same(o, run->backend, run->data.text);
   report_settings(o, run->backend, &run->data);
   plan_require(o, run->backend->device, machine_usable_bytes(run->backend));
-  run->checkpoints = resume_open(o, &run->data);
+  run->checkpoints = resume_open(o, run->backend, &run->data);
   run->report = report_open(o, run->backend);
   create_model(run);
   if (o->dump) folder_require_new("dump", o->dump, "first-step");

@@ -236,7 +236,7 @@ static void warn_of_changes(const Options *o, const char *data) {
          data_then, o->origin, data);
 }
 
-Checkpoints resume_open(const Options *o, const RunData *data) {
+Checkpoints resume_open(const Options *o, Backend *backend, const RunData *data) {
   const cJSON *json = o->resumed_from, *val_step = json_member(json, "val_step"),
               *skipped = json_member(json, "skipped_steps");
   Checkpoints c = {.saved_step = json ? o->first_step : -1,
@@ -251,7 +251,9 @@ Checkpoints resume_open(const Options *o, const RunData *data) {
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
     const char *tokenizer = o->tokenizer || !*data->prepared.text ? o->tokenizer : data->prepared.text;
     c.store = checkpoint_store_open(o->save, o->origin, tokenizer, o->keep, c.saved_step, newest);
+    c.saved_step = c.store.last_step; // -1 if that checkpoint is in another folder
   }
+  if (o->save) machine_broadcast(backend, &c.saved_step, sizeof c.saved_step);
   c.store.dtype = o->save_dtype;
   return c;
 }

@@ -19,13 +19,13 @@ typedef struct {
 
 typedef struct {
   CheckpointStore store; // of rank 0, with --save
-  int64_t saved_step;    // of the last checkpoint; -1 before the first
+  int64_t saved_step;    // of the last checkpoint in --save; -1 before the first
   RunState state;        // the losses so far
 } Checkpoints;
 
 // With the state of options->resumed_from. Warns of every setting, and of data, that differ from the current
-// ones.
-Checkpoints resume_open(const Options *options, const RunData *data);
+// ones. Call it on all ranks.
+Checkpoints resume_open(const Options *options, Backend *backend, const RunData *data);
 // The checkpoint after `step` steps. False, with a warning, if it cannot be written. Call it on all ranks.
 bool resume_save(Checkpoints *checkpoints, const Options *options, const Model *model, Backend *backend,
                  int64_t step, const RunData *data);

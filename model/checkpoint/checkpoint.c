@@ -458,7 +458,10 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
   clean(directory);
   take_along(&store, origin, tokenizer);
-  if (own) finish_step(&store); // the run that saved it may have been killed before
+  if (own)
+    finish_step(&store); // the run that saved it may have been killed before
+  else
+    store.last_step = -1;
   return store;
 }
 

@@ -356,7 +356,13 @@ def test_numbers_are_short(folder):
 def test_what_cannot_be_saved_is_said(folder):
     run("sh", "-c", f"ulimit -f 39; exec {TRAIN} {RUN} --save {folder}/full --save-every 6").fails(  # 20,000 bytes a file
         "no checkpoint after step 6: cannot write", "File too large; there is no checkpoint of this run yet", "no checkpoint after step 12")
-    train(RUN + f"--save {straight()}").refused("which is further along than this run; --resume auto continues from it")
+    # A run that has no step left is saved where it was not yet.
+    train(RESUME + f"{straight()}/{LAST} --save {folder}/other").ok()
+    same_files(folder / "other" / LAST, straight() / LAST)
+    # A folder of the last step that is no checkpoint is said before the run, which could not save that step.
+    shutil.copytree(straight(), folder / "unmarked", symlinks=True)
+    (folder / "unmarked" / LAST / STATE).unlink()
+    train(RESUME + f"auto --save {folder}/unmarked").fails(f"{LAST} is passed over", f"{LAST} is left: it has no {STATE} of that step; move it away\n")
 
 
 straight()
