@@ -53,14 +53,30 @@ static SharedBlock *block_of(CudaState *state, const void *data) {
   return nullptr;
 }
 
+// True if `yes` is true on all ranks.
+static bool agreed(Backend *backend, bool yes) {
+  float votes = yes;
+  Tensor sum = tensor_1d(cuda_state(backend)->gemm_workspace, DTYPE_F32, 1);
+  backend_to_device(backend, sum, &votes);
+  all_reduce(backend, Collective{.out = sum, .x = sum});
+  backend_to_host(backend, &votes, sum);
+  return votes == (float)backend->ranks;
+}
+
+// All ranks allocate in one order. A block that one lacks is none: the others would wait to register theirs.
 void *cuda_shared_allocate(Backend *backend, size_t bytes) {
   CudaState *state = cuda_state(backend);
   void *data = nullptr;
   for (SharedBlock &b : state->shared) {
     if (b.data) continue;
-    if (!state->sharing || ncclMemAlloc(&data, bytes) != ncclSuccess) break;
-    b = {static_cast<char *>(data), bytes, nullptr};
-    return data;
+    if (!state->sharing) break;
+    bool allocated = ncclMemAlloc(&data, bytes) == ncclSuccess;
+    if (agreed(backend, allocated)) {
+      b = {static_cast<char *>(data), bytes, nullptr};
+      return data;
+    }
+    if (allocated) nccl_check(ncclMemFree(data), state->comm, "ncclMemFree");
+    break;
   }
   return nullptr;
 }
