@@ -139,9 +139,12 @@ def test_refusals(folder):
         (model / name).write_text("{}")
         text(model).refused(f"has {name} and no tokenizer.json")
     panics = shutil.copytree(trained(folder)[1], folder / "panics") / "tokenizer.json"
-    panics.write_text(json.dumps(json.loads(panics.read_text()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}))
-    output = text(panics.parent).fails("tokenizer.json fails on the prompt: ")
-    assert output.status == 1 and "Traceback" not in output.err, output
+    whole = json.loads(panics.read_text())
+    for part, what in (({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails on the prompt"),
+                       ({"decoder": {"type": "Strip", "content": "1", "start": 0, "stop": 99}}, "cannot decode its tokens")):
+        panics.write_text(json.dumps(whole | part))
+        output = text(panics.parent, "--prompt", "1").fails(f"tokenizer.json {what}: ")
+        assert output.status == 1 and "Traceback" not in output.err, output
 
 
 def test_what_a_shell_may_do(folder):
@@ -149,6 +152,7 @@ def test_what_a_shell_may_do(folder):
     text(DIGITS, "--usage").ok("Usage: ")
     command = shlex.join(map(str, [*GENERATE, "--init", DIGITS, "--prompt"]))
     run("sh", "-c", command + " - <&-", LCE_TRAIN=str(TRAIN)).refused("--prompt: give at least one character")
+    run("sh", "-c", command + " - 0>/dev/null", LCE_TRAIN=str(TRAIN)).refused("cannot read standard input: Bad file descriptor")
     run("sh", "-c", command + " 12+3 <&-", LCE_TRAIN=str(TRAIN)).ok("12+3")
     run("sh", "-c", command + " 12+3 >&-", LCE_TRAIN=str(TRAIN)).refused("standard output is closed")
 
