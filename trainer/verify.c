@@ -16,7 +16,8 @@ static Tensor output_of_pass(const Trainer *t, int64_t i) {
   if (i == p->count) return sharded ? p->grad_sum[GROUP_MATRICES] : (Tensor){0};
   const Parameter *one = &p->items[i];
   if (one->group != GROUP_MATRICES) return one->grad;
-  return sharded ? (Tensor){0} : tensor_rows(p->grad[one->group], one->offset, parameter_elements(one));
+  if (sharded) return (Tensor){0};
+  return tensor_rows(p->grad[one->group], one->offset, parameter_elements(one));
 }
 
 static uint32_t *checksums_of_pass(Trainer *t) {
