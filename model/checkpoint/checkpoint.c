@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
-#include <libgen.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,9 +11,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <stb/stb_ds.h>
-
-#include "data/source.h"
 #include "kernels/base/alloc.h"
 #include "kernels/base/text.h"
 #include "model/checkpoint/hf_config.h"
@@ -23,28 +19,17 @@
 
 #define STEP "step-"
 // Prefixes of a folder's name: while it is written or replaced, and while it is removed.
-#define SAVING            ".saving-"
-#define REMOVING          ".removing-"
-#define CONFIG            "config.json"
-#define GENERATION_CONFIG "generation_config.json"
-#define TOKENIZER         "tokenizer.json"
-#define TRAINER_STATE     "trainer_state.json"
-#define LATEST            "latest"
-#define NEW_LATEST        ".latest" // until it is renamed
-#define CHECKSUMS         "crc32"   // in TRAINER_STATE: {"FILE": its CRC-32}
+#define SAVING        ".saving-"
+#define REMOVING      ".removing-"
+#define TRAINER_STATE "trainer_state.json"
+#define LATEST        "latest"
+#define NEW_LATEST    ".latest" // until it is renamed
+#define CHECKSUMS     "crc32"   // in TRAINER_STATE: {"FILE": its CRC-32}
 
 #define DIGITS "[0-9][0-9][0-9][0-9][0-9]"
 
-// The files of a checkpoint, as patterns: first those that go with TOKENIZER and lie in its folder.
+// The files of a checkpoint but tokenizer_files, as patterns.
 static const char *const our_files[] = {
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
     TOKENIZER,
     CONFIG,
     GENERATION_CONFIG,
@@ -52,12 +37,13 @@ static const char *const our_files[] = {
     "@(checksums|trainer_state).json?(.new)", // of earlier versions
     "@(" MODEL_STEM "|" STATE_STEM "|first_step)?(-" DIGITS "-of-" DIGITS ").safetensors?(.index.json)",
 };
-enum { OUR_FILES = sizeof our_files / sizeof *our_files, WITH_TOKENIZER = 8 };
+enum { OUR_FILES = sizeof our_files / sizeof *our_files };
 
 static bool is_ours(const char *name) {
-  for (int i = 0; i < OUR_FILES; i++)
-    if (!fnmatch(our_files[i], name, FNM_EXTMATCH)) return true;
-  return false;
+  bool ours = false;
+  for (int i = 0; i < TOKENIZER_FILES; i++) ours |= !strcmp(tokenizer_files[i], name);
+  for (int i = 0; i < OUR_FILES; i++) ours |= !fnmatch(our_files[i], name, FNM_EXTMATCH);
+  return ours;
 }
 
 static bool is_latest(const char *name) {
@@ -304,97 +290,6 @@ static void clean(const char *directory) {
     fail("--save %s: nothing can be written there: %s", directory, strerror(errno));
 }
 
-// Text NULL: absent. Fails if a JSON file is not JSON, as when it was cut short.
-static Companion companion(const char *name, const char *path) {
-  struct stat status;
-  Companion c = {.name = name, .mode = S_IRUSR | S_IWUSR};
-  c.text = file_read(path, &c.length, NULL);
-  if (!c.text) return c;
-  if (!stat(path, &status)) c.mode = status.st_mode & 0666;
-  const char *end = c.text;
-  cJSON *json = text_ends_in(name, ".json") ? cJSON_ParseWithOpts(c.text, &end, true) : NULL;
-  if (text_ends_in(name, ".json") && !cJSON_IsObject(json))
-    fail("%s cannot go into checkpoints: it is no JSON object (see byte %td); repair or remove it", path,
-         end - c.text);
-  cJSON_Delete(json);
-  return c;
-}
-
-static void take(CheckpointStore *store, const char *name, const char *path) {
-  Companion c = companion(name, path);
-  if (c.text) arrput(store->companions, c);
-}
-
-static cJSON *stops_of(const char *folder) {
-  static const char *const files[] = {GENERATION_CONFIG, CONFIG};
-  cJSON *stops = NULL;
-  for (int i = 0; i < 2 && !stops; i++) {
-    cJSON *json = json_read(path_in(folder, files[i]).text, NULL);
-    stops = cJSON_DetachItemFromObjectCaseSensitive(json, "eos_token_id");
-    cJSON_Delete(json);
-  }
-  return stops;
-}
-
-// NULL: none, or several. The caller frees it.
-static char *template_of(const char *folder) {
-  size_t length;
-  char *text = file_read(path_in(folder, "chat_template.jinja").text, &length, NULL);
-  cJSON *json = text ? NULL : json_read(path_in(folder, "tokenizer_config.json").text, NULL);
-  const char *own = json_text(json, "chat_template");
-  if (own) text = text_format("%s", own);
-  cJSON_Delete(json);
-  return text;
-}
-
-// Says in what a model from `origin` changes because its training data in `folder` say so.
-static void warn_of_differences(const char *origin, const char *folder) {
-  cJSON *stops[] = {stops_of(origin), stops_of(folder)};
-  char *templates[] = {template_of(origin), template_of(folder)};
-  if (stops[1] && !cJSON_Compare(stops[0], stops[1], true)) {
-    char *before = stops[0] ? json_print(stops[0], false) : text_format("absent");
-    char *after = json_print(stops[1], false);
-    warn("the eos_token_id in %s is %s: checkpoints get that of %s, %s", origin, before, folder, after);
-    free(before);
-    free(after);
-  }
-  if (templates[1] && (!templates[0] || strcmp(templates[0], templates[1])))
-    warn("%s has %s chat template: checkpoints get that of %s", origin, templates[0] ? "another" : "no",
-         folder);
-  for (int i = 0; i < 2; i++) {
-    cJSON_Delete(stops[i]);
-    free(templates[i]);
-  }
-}
-
-// The tokenizer's files come from one place: two tokenizers' files would contradict each other.
-static void take_tokenizer(CheckpointStore *store, const char *origin, const char *path) {
-  bool is_folder = path_is_folder(path);
-  Path copy = path_in(path, "");
-  const char *folder = is_folder ? path : dirname(copy.text);
-  // The folder says what ends a text if it has shards, or where the origin does not say it.
-  if (manifest_is_in(folder)) {
-    if (origin) warn_of_differences(origin, folder);
-    while (arrlen(store->companions)) free(arrpop(store->companions).text);
-  }
-  if (!arrlen(store->companions)) take(store, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
-  take(store, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
-  for (int i = 0; i < WITH_TOKENIZER; i++) take(store, our_files[i], path_in(folder, our_files[i]).text);
-}
-
-static void take_along(CheckpointStore *store, const char *origin, const char *tokenizer) {
-  if (origin) {
-    store->config = companion(CONFIG, path_in(origin, CONFIG).text);
-    take(store, GENERATION_CONFIG, path_in(origin, GENERATION_CONFIG).text);
-  }
-  if (tokenizer || origin) take_tokenizer(store, origin, tokenizer ? tokenizer : origin);
-  for (int i = 0; i < arrlen(store->companions); i++)
-    if (!strcmp(store->companions[i].name, GENERATION_CONFIG)) return;
-  char *nothing = text_format("{\"_from_model_config\": true}\n");
-  Companion c = {GENERATION_CONFIG, nothing, strlen(nothing), 0666};
-  arrput(store->companions, c);
-}
-
 // --- saving ------------------------------------------------------------------------------------------------
 
 // Makes the link directory/name, or replaces our own.
@@ -457,7 +352,7 @@ CheckpointStore checkpoint_store_open(const char *directory, const char *origin,
   refuse_foreign(directory, first_step, own, may_replace);
   if (!enter(&store, &reason)) fail("--save %s: %s", directory, reason.text);
   clean(directory);
-  take_along(&store, origin, tokenizer);
+  store.companions = companions_read(origin, tokenizer);
   if (own)
     finish_step(&store); // the run that saved it may have been killed before
   else
@@ -486,11 +381,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
   size_t shard_bytes = store->directory ? store->shard_bytes : CHECKPOINT_SHARD_BYTES;
   weights_store(model, backend, &folder, store->dtype, shard_bytes);
   if (!store->directory) return true;
-  for (const Companion *c = store->companions; c < store->companions + arrlen(store->companions); c++)
-    folder_add(&folder, c->name, c->mode, c->text, c->length);
-  char *config = hf_config_write(&model->config, store->dtype, store->config.text);
-  folder_add(&folder, CONFIG, store->config.text ? store->config.mode : 0666, config, strlen(config));
-  free(config);
+  companions_write(&store->companions, &folder, &model->config, store->dtype);
   if (folder.checksums) add_state(&folder, trainer_state);
   if (!folder_finish(&folder, reason)) {
     if (store->last_step < 0)
@@ -506,9 +397,7 @@ bool checkpoint_save(CheckpointStore *store, const Model *model, Backend *backen
 void checkpoint_store_close(CheckpointStore *store) {
   if (!store->directory) return;
   if (store->lock >= 0) close(store->lock);
-  for (int i = 0; i < arrlen(store->companions); i++) free(store->companions[i].text);
-  arrfree(store->companions);
-  free(store->config.text);
+  companions_free(&store->companions);
   free(store->directory);
   *store = (CheckpointStore){0};
 }

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "data/json.h"
-#include "model/checkpoint/weights.h"
+#include "model/checkpoint/companions.h"
 
 // Begins the folder parent/name: `parent` exists, `name` is plain. Removes a killed run's remains of it.
 Folder folder_begin(const char *parent, const char *name);
@@ -25,31 +25,21 @@ bool folder_finish(Folder *folder, Reason *reason);
 // Makes `parent`; fails if parent/name exists.
 void folder_require_new(const char *option, const char *parent, const char *name);
 
-// A file that is copied along.
-typedef struct {
-  const char *name;
-  char *text;
-  size_t length;
-  mode_t mode; // the original's permissions
-} Companion;
-
 typedef struct {
   char *directory;
-  int64_t keep;          // newest checkpoints that stay, 0: all
-  Dtype dtype;           // of the stored weights
-  size_t shard_bytes;    // largest file
-  Companion config;      // the config.json that the model came with, or text NULL
-  Companion *companions; // an array of stb_ds.h
-  int lock;              // descriptor: one run writes here at a time
-  int64_t last_step;     // newest checkpoint of this run, -1 before there is one
+  int64_t keep;       // newest checkpoints that stay, 0: all
+  Dtype dtype;        // of the stored weights
+  size_t shard_bytes; // largest file
+  Companions companions;
+  int lock;          // descriptor: one run writes here at a time
+  int64_t last_step; // newest checkpoint of this run, -1 before there is one
 } CheckpointStore;
 
 // Hugging Face's default of many years.
 #define CHECKPOINT_SHARD_BYTES ((size_t)5000000000)
 
-// Makes `directory`, takes its lock, removes a killed run's remains and tries to write. Checkpoints get
-// copies of the files beside the model in `origin` (or NULL); `tokenizer` (a tokenizer.json by any name, or a
-// folder with one; or NULL) replaces its tokenizer. Fails if another run writes there, if it holds a model
+// Makes `directory`, takes its lock, removes a killed run's remains and tries to write; companions_read says
+// what checkpoints get from `origin` and `tokenizer`. Fails if another run writes there, if it holds a model
 // that is no checkpoint, checkpoints after `first_step`, which the run resumes from (-1: none), unless
 // `may_replace`: they are damaged; or older ones while `origin` is not one of them: they are another run's.
 // Applies `latest` and `keep` to `origin` if it is one of them: the run that saved it may have been killed
