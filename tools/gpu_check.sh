@@ -187,6 +187,12 @@ if wants bench; then
   attention "B4-T4096-32-8x64" --model llama-1b --batch 4 --seq-len 4096
   attention "B2-T8192-32x128" --model llama-8b --num-key-value-heads 32 --batch 2 --seq-len 8192
   attention "B1-T32768-32-8x128" --model llama-8b --batch 1 --seq-len 32768
+  small=()
+  [ "$DEVICE" = cuda ] || small=(--shapes 2x64x4x2x16)
+  if python3 -c 'import torch.cuda' 2>/dev/null; then # beside cuDNN's
+    run attention 200 tools/bench_attention.py --json --device "$DEVICE" "${small[@]}" &&
+      show attention attention.log attention '{shape}, {peer}: forward {forward:.3g}, backward {backward:.3g} TFLOP/s, both {both:.3f}'
+  fi
 fi
 
 if wants long; then

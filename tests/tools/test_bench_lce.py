@@ -6,7 +6,7 @@ import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import TOOLS, keep, main, need_ranks, once, run, train, write_shard  # noqa: E402
+from program import ROOT, TOOLS, keep, main, need, need_ranks, once, run, train, write_shard  # noqa: E402
 
 SMALL = "--tokens 20 --hidden-size 8 --vocab 500 --chunk 20 --repeat 1".split()
 MODEL = ("--device cpu --vocab 300 --hidden-size 16 --intermediate-size 24 --num-layers 2 --num-attention-heads 2 "
@@ -137,6 +137,13 @@ def test_refusals(folder):
             ("materialized needs ", "--json", "--tokens", 2**22, "--vocab", 2**22, "--chunk", 1, "--materialized")):
         refused = bench(*words).refused(part)
         assert not refused.out, refused
+
+
+def test_attention_beside_pytorch():
+    need("torch")
+    beside = run(sys.executable, ROOT / "tools/bench_attention.py", "--device", "cpu", "--rounds", 1, "--json", "--shapes", "2x32x4x2x8")
+    ours, theirs = map(json.loads, beside.ok().out.splitlines())
+    assert (ours["peer"], theirs["peer"], theirs["both"]) == ("lce.c", "PyTorch", 1) and min(ours["forward"], ours["backward"]) > 0
 
 
 main(globals())
