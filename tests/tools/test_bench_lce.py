@@ -139,7 +139,7 @@ def test_refusals(folder):
         assert not refused.out, refused
 
 
-def test_attention_beside_pytorch():
+def test_attention_beside_pytorch(_):
     need("torch")
     beside = run(sys.executable, ROOT / "tools/bench_attention.py", "--device", "cpu", "--rounds", 1, "--json", "--shapes", "2x32x4x2x8")
     ours, theirs = map(json.loads, beside.ok().out.splitlines())
