@@ -16,7 +16,8 @@ typedef double LossReal;
 
 // A row with a sum R above this gets a higher anchor: a logit leads the target's by 66. It leaves E W a
 // factor of 2^32 below overflow, and r x, r = 1 / (1 + R), 2^30 above the subnormals.
-#define LCE_LARGEST_SUM 0x1p96f
+#define LCE_LARGEST_SUM     0x1p96f
+#define LCE_LOG_LARGEST_SUM 66.542129f
 
 // Sums of squares take E times this: none overflows while R is at most LCE_LARGEST_SUM, and squares that
 // underflow in fp32, of an E below 2^-30, are nothing beside the target's 1.

@@ -154,6 +154,18 @@ HARNESS_TEST(test_common_offset) {
   check_loss(h, "a common offset, kept", &kept, &p, 0, (LossBefore){0}, gradients, gradients);
 }
 
+// A repaired row's p come from the logits of its sum: they add up to 1, times an offset that all logits share.
+HARNESS_TEST(test_repaired_rows_with_an_offset) {
+  ReferenceLoss p = make_problem(h, 9, 400, 333, 4);
+  p.temperature = 0.1;
+  for (int64_t n = 0; n < p.rows; n++) p.x[n * p.hidden] = 8;
+  for (int64_t v = 0; v < p.vocab; v++) p.weight[v * p.hidden] = 16;
+  LinearCrossEntropy a = by_log_probs(h, &p, (Tensor){0}, false);
+  const double *dx = values_of(h, a.dx);
+  for (int64_t n = 0; n < p.rows; n++) // p's sum less 1, times 16 / T
+    assert_true(fabs(dx[n * p.hidden]) <= p.scale * (h->dtype == DTYPE_F32 ? 0.005 : 1));
+}
+
 // Logits of 2^17 / T that differ by whole numbers, in exact arithmetic: nothing of them is lost, nor is a logit that
 // is far below them.
 HARNESS_TEST(test_low_temperature) {

@@ -70,6 +70,22 @@ static __global__ void __launch_bounds__(256)
   }
 }
 
+// In fp32 logits of repaired rows become those of their sum (finalize_rows_kernel): the GEMM rounds in another
+// order, and p would not add up to 1. One block a row.
+template <int W>
+static __global__ void __launch_bounds__(256)
+    repaired_logits_kernel(const __grid_constant__ LceLogitsGradient a, float *tile, int64_t first,
+                           int columns) {
+  int64_t row = blockIdx.x;
+  if (data_of<float>(a.factors.log_total)[row] <= LCE_LOG_LARGEST_SUM) return;
+  const float *x = data_of<float>(a.x) + row * a.x.stride;
+  for (int i = threadIdx.x / 32; i < columns; i += blockDim.x / 32) {
+    const float *w = data_of<float>(a.weight) + (first + i) * a.weight.stride;
+    float z = warp_dot<float, W>(x, w, (int)a.x.shape[1]);
+    if (threadIdx.x % 32 == 0) tile[row * columns + i] = z;
+  }
+}
+
 // The portable path, where cuBLASLt makes fp32 logits, a tile at a time, and any GPU's with exponentials.
 void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
   int64_t rows = a->dlogits.shape[0], vocab_size = a->dlogits.shape[1];
@@ -94,6 +110,11 @@ void cuda_lce_logits_gradient(Backend *backend, const LceLogitsGradient *a) {
     Tensor logits = tensor_2d(tile, DTYPE_F32, rows, columns);
     Gemm g = gemm_of(logits, a->x, false, tensor_rows(a->weight, first, columns), true);
     cuda_gemm(backend, &g);
+    if (a->x.dtype == DTYPE_F32)
+      with_width<float>(rows_align({a->x, a->weight}, WIDTH<float>), [&](auto W) {
+        launch_kernel(per_row(backend, "lce_logits_gradient", rows, 32 * columns), repaired_logits_kernel<W>,
+                      *a, tile, first, (int)columns);
+      });
     run(tile, first, columns);
   }
 }
