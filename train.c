@@ -30,7 +30,7 @@
 #include "trainer/report.h"
 // defines: resume_find, resume_require_same, resume_open, resume_save
 #include "trainer/resume.h"
-// defines: machine_open, stop_on_signals, trainer_create, trainer_verify, trainer_load, skip_empty_step, ...
+// defines: machine_open, stop_on_signals, trainer_create, trainer_load, trainer_verify, skip_empty_step, ...
 #include "trainer/trainer.h"
 
 typedef struct {
@@ -108,7 +108,8 @@ void train_step(Trainer *t, const Loader *loader, int64_t step) {
     Batch batch = trainer_micro_batch(t, m);
     TransformerOptions pass = pass_options(t, step, m);
     transformer_train(t->backend, &t->model, &batch, &pass, scale, m > 0, t->loss);
-    trainer_add_statistics(t, m > 0); // the loss among them
+    if (m == 0) trainer_verify(t, step, &batch, &pass, scale); // --verify-every: the same again
+    trainer_add_statistics(t, m > 0);                          // the loss among them
   }
   trainer_share_results(t);
 
@@ -210,14 +211,10 @@ static void train(Run *run) {
     after_step(run, done++);
 
     bool last = done == o->steps, now_sample = every(o->sample_every, done);
-    bool now_verify = every(o->verify_every, done);
     bool now_validate = !last && every(o->eval_every, done), now_save = !last && every(o->save_every, done);
-    if (!report_due(report, &run->trainer) && !now_verify && !now_validate && !now_sample && !now_save &&
-        !last)
-      continue;
+    if (!report_due(report, &run->trainer) && !now_validate && !now_sample && !now_save && !last) continue;
     report_collect(report, &run->trainer, &run->checkpoints.state);
     if (!stdout_ok() || report_log_lost(report)) stop_requested = 1;
-    if (now_verify) trainer_verify(&run->trainer, done); // before what it computed is saved
     if (now_validate) validate(run, done);
     if (now_sample) sample(run, done);
     if (now_save && o->save) save(run, done);

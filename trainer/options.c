@@ -179,8 +179,8 @@ const Option options_rows[] = {
    "is only printed", .initial = "none", .bare = "device"},
   {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
    "Pretend the device has only GIB of memory; with --plan or --fit this needs no GPU"},
-  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run a micro-batch twice more, and end the "
-   "run if the bits differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
+  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and end "
+   "the run if the bits differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
   {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
   {FLAG("profile", profile, true),
    "Print and log a step's time by groups of operations, with NVTX ranges for Nsight Systems"},

@@ -105,6 +105,10 @@ Batch trainer_micro_batch(Trainer *trainer, int64_t m);
 Batch trainer_copy_batch(Trainer *trainer, int64_t m, bool masked);
 // Settings of transformer_train for micro-batch m of the step: with gradients summed over the ranks.
 TransformerOptions pass_options(Trainer *trainer, int64_t step, int64_t m);
+// Every options->verify_every steps: runs the first pass, which has just ended, again. Fails if a loss or a
+// gradient differs in a bit; else all is as before.
+void trainer_verify(Trainer *trainer, int64_t step, const Batch *batch, const TransformerOptions *pass,
+                    float scale);
 // Sums the statistics of the micro-batch (its losses, ...) to the step's results, and these over the ranks.
 void trainer_add_statistics(Trainer *trainer, bool accumulate);
 void trainer_share_results(Trainer *trainer);
@@ -128,8 +132,6 @@ int32_t *trainer_sample(Trainer *trainer, const int32_t *prompt, int64_t prompt_
                         int64_t *count);
 // Forward and backward of the micro-batch on the device, without an update; the gradients are overwritten.
 void trainer_gradient_pass(Trainer *trainer);
-// Runs it twice over the last step's first micro-batch. Fails if two losses or gradients differ in a bit.
-void trainer_verify(Trainer *trainer, int64_t step);
 
 // --- the machine that a run computes on --------------------------------------------------------------------
 

@@ -20,12 +20,11 @@ static Tensor output_of_pass(const Trainer *t, int64_t i) {
   return tensor_rows(p->grad[one->group], one->offset, parameter_elements(one));
 }
 
-static uint32_t *checksums_of_pass(Trainer *t) {
+static uint32_t *checksums_of_pass(const Trainer *t) {
   enum { AT_ONCE = 1 << 22 }; // elements on their way to the host
   int64_t outputs = t->model.parameters.count + 2;
   uint32_t *sums = host_alloc(outputs, sizeof *sums, "checksums of gradients");
   void *buffer = host_alloc(AT_ONCE, sizeof(float), "gradients on their way");
-  trainer_gradient_pass(t);
   collectives_join(t->backend, 0);
   for (int64_t i = 0; i < outputs; i++) {
     Tensor x = output_of_pass(t, i);
@@ -40,19 +39,23 @@ static uint32_t *checksums_of_pass(Trainer *t) {
   return sums;
 }
 
-void trainer_verify(Trainer *t, int64_t step) {
+void trainer_verify(Trainer *t, int64_t step, const Batch *batch, const TransformerOptions *pass,
+                    float scale) {
   const ParameterSet *p = &t->model.parameters;
-  uint32_t *first = checksums_of_pass(t), *second = checksums_of_pass(t);
+  int64_t every = t->options->verify_every;
+  if (!every || (step + 1) % every || t->backend->memory.planning) return;
+  uint32_t *first = checksums_of_pass(t);
+  transformer_train(t->backend, &t->model, batch, pass, scale, false, t->loss);
+  uint32_t *second = checksums_of_pass(t);
   for (int64_t i = 0; i < p->count + 2; i++)
     if (first[i] != second[i])
-      fail(
-          "after step %lld rank %d computed the %s%s twice, with different bits, on %s; test or replace this "
-          "device, and resume from an earlier checkpoint",
-          (long long)step, t->backend->rank, i > p->count ? "losses" : "gradients of ",
-          i < p->count    ? p->items[i].name
-          : i == p->count ? "the layers"
-                          : "",
-          t->backend->description);
+      fail("in step %lld rank %d computed the %s%s twice, with different bits, on %s; test or replace this "
+           "device, and resume from an earlier checkpoint",
+           (long long)step + 1, t->backend->rank, i > p->count ? "losses" : "gradients of ",
+           i < p->count    ? p->items[i].name
+           : i == p->count ? "the layers"
+                           : "",
+           t->backend->description);
   free(first);
   free(second);
 }

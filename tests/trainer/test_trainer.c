@@ -406,27 +406,46 @@ TEST(test_packed_matrices_are_updated_as_if_apart) {
 
 static BackendOps right;
 static int weights_until_flip;
+static uint32_t *flipped; // or NULL: the gradient that was just computed
 
 static void flip_a_bit(Backend *backend, const LinearBackwardWeight *a) {
   right.linear_backward_weight(backend, a);
-  if (weights_until_flip-- == 0) *(uint32_t *)a->dweight.data ^= 1;
+  if (weights_until_flip-- == 0) *(flipped ? flipped : (uint32_t *)a->dweight.data) ^= 1;
 }
 
-// A pass of two layers computes nine gradients of weights so: the head's, then the layers' from the last one on.
-TEST(test_a_device_that_computes_wrongly_is_found) {
-  Run *run = open(LLAMA, "--total-batch 102");
-  run_step(run, 0);
-  trainer_verify(&run->trainer, 1);
+static void check_flip_is_found(Run *run, int flip, const char *named) {
+  weights_until_flip = flip;
+  run_step(run, 2);
+  weights_until_flip = flip;
+  assert_fails(run->h, named, train_step(&run->trainer, &run->data.loader, 3));
+}
+
+// A pass computes `head` and eight gradients of weights so, the layers' from the last one on.
+static void check_verified(const char *options, int head) {
+  Run *run = open(LLAMA, options), *plain = open(LLAMA, options);
+  run->options.verify_every = 2;
+  for (int step = 0; step < 2; step++) { // the second is verified, and goes on as if it were not
+    StepResult a = run_step(run, step), b = run_step(plain, step);
+    assert_memory_equal(&a, &b, sizeof a);
+  }
   BackendOps ops = right = *run->h->backend->ops;
   ops.linear_backward_weight = flip_a_bit;
   run->h->backend->ops = &ops;
-  for (int flip = 1; flip < 18; flip += 9) { // in the first pass, in the second
-    weights_until_flip = flip;
-    assert_fails(run->h,
-                 "after step 1 rank 0 computed the gradients of model.layers.1.mlp.down_proj.weight twice",
-                 trainer_verify(&run->trainer, 1));
-  }
+  static const char gradient[] =
+      "in step 4 rank 0 computed the gradients of model.layers.1.mlp.down_proj.weight twice";
+  flipped = NULL;
+  check_flip_is_found(run, head, gradient);            // in the first pass
+  check_flip_is_found(run, head + 8 + head, gradient); // in the second
+  flipped = run->trainer.loss.data;
+  check_flip_is_found(run, head, "in step 4 rank 0 computed the losses twice");
+  run_close(plain);
   run_close(run);
+}
+
+TEST(test_a_device_that_computes_wrongly_is_found) {
+  check_verified("--total-batch 102", 1);
+  check_verified("--lce-sample 50", 0);
+  check_verified("--offload weights,gradients,optimizer --total-batch 102", 1);
 }
 
 static Update updates[64];
