@@ -134,7 +134,7 @@ def rungs():
 def chunks():
     """Returns {card: [[C, time over that of the three GEMMs]...]}, at all shapes that were measured."""
     page = read("tools", "BENCHMARKS.md")
-    return {card: [[int(row[0].split()[1]), float(cell.split(",")[0])] for row in table(page, f"one {card}, this build") for cell in row[1:]
+    return {card: [[int(row[0].split()[1]), float(cell.split(",")[0])] for row in table(page, f"one {card}, .*N 4096") for cell in row[1:]
                    if re.match("chunk [0-9]+$", row[0]) and cell] for card in ("H200", "H100")}
 
 
