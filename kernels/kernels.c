@@ -355,8 +355,7 @@ void check_loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
 static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
   check_loss_terms(op, &a->terms, a->vocab_size);
   bool smoothing = a->terms.label_smoothing > 0, backward = tensor_exists(a->scaled_x);
-  CHECK(REFUSE(a->terms.softcap > 0 && smoothing, "a soft-cap and label smoothing exclude each other"),
-        FIELD(targets, "int32 [C]"), SIZE(N, a->targets.shape[0]),
+  CHECK(FIELD(targets, "int32 [C]"), SIZE(N, a->targets.shape[0]),
         TOKEN_OUTPUTS(OUTPUT) TOKEN_OUTPUTS(OUTPUT_KNOWN) FIELD(x, "T [C, H]"),
         FIELD(scaled_x, "T [C, H] or absent"), SIZE(V, a->vocab_size),
         FIELD(exps, backward ? "T [C, V] strided or absent" : "absent: scaled_x is absent"),

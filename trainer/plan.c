@@ -45,7 +45,7 @@ static double time_step(Trainer *t, Options *o, int64_t micro_steps) {
 static TimedPlan run_plan(const Options *given, DeviceKind device, LceMode mode, bool timed) {
   Options o = *given;
   if (mode == LCE_MATERIALIZED) o.dtypes.vocab_parallel = false; // that mode does not have it
-  if (mode == LCE_FUSED && o.model.final_logit_softcapping > 0) o.pass.terms.label_smoothing = 0; // likewise
+  if (lce_excludes_smoothing(mode, o.model.final_logit_softcapping)) o.pass.terms.label_smoothing = 0;
   o.pass.mode = mode;
   TimedPlan plan = {0};
   Trainer trainer;

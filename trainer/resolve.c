@@ -141,10 +141,9 @@ static void check_loss(const Options *o) {
   if (softcap > 0 && o->pass.sampling.full_mass > 0)
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
-  if (softcap > 0 && o->pass.terms.label_smoothing > 0 && (o->pass.mode == LCE_FUSED || o->compare_modes))
-    fail("--label-smoothing: the fused mode has none together with %s's logit soft-cap of %g; train "
-         "with --materialized-logits alone, or give --logit-softcap 0",
-         o->model.name, softcap);
+  const char *why = lce_excludes_smoothing(o->compare_modes ? LCE_FUSED : o->pass.mode, softcap);
+  if (why && o->pass.terms.label_smoothing > 0)
+    fail("--label-smoothing with %s's logit soft-cap of %g: %s", o->model.name, softcap, why);
 }
 
 static void check_dump(const Options *o) {

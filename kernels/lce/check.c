@@ -51,6 +51,13 @@ void lce_check_shard(const Backend *backend, const LinearCrossEntropy *args) {
          backend->ranks);
 }
 
+const char *lce_excludes_smoothing(LceMode mode, double softcap) {
+  return mode == LCE_FUSED && softcap > 0
+             ? "the fused mode has no label smoothing together with a soft-cap; leave one out, or use the "
+               "materialized mode alone (./train: --logit-softcap 0 or --materialized-logits)"
+             : NULL;
+}
+
 void lce_check(const Backend *backend, const LinearCrossEntropy *args) {
   const char *op = "linear_cross_entropy";
   if (args->x.rank != 2 || args->weight.rank != 2 || args->x.shape[1] != args->weight.shape[1])
@@ -88,9 +95,7 @@ void lce_check(const Backend *backend, const LinearCrossEntropy *args) {
   if (args->mode == LCE_MATERIALIZED && tensor_exists(args->outputs.log_sum_sq_probs))
     fail("%s: the materialized mode has no log_sum_sq_probs; leave one of them out", op);
   lce_check_shard(backend, args);
-  if (args->mode == LCE_FUSED && args->terms.softcap > 0 && args->terms.label_smoothing > 0)
-    fail("%s: the fused mode has no label smoothing together with a soft-cap; leave one out, or choose the "
-         "materialized mode (./train: --materialized-logits)",
-         op);
+  const char *why = lce_excludes_smoothing(args->mode, args->terms.softcap);
+  if (args->terms.label_smoothing > 0 && why) fail("%s: %s", op, why);
   check_sampling(args);
 }

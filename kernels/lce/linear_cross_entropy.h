@@ -32,8 +32,7 @@ typedef struct {
 // reduction="mean"), token_weights of reduction="none" with any upstream gradient. Loss and outputs are per
 // token and before scale, factor and token weights; their sums are the caller's.
 //
-// Label smoothing costs one pass over W and one over dweight, a bias one over the exponentials. Label
-// smoothing together with a soft-cap needs the materialized mode.
+// Label smoothing costs one pass over W and one over dweight, a bias one over the exponentials.
 //
 // `sampling` keeps a random part of the softmax gradient's tiles and scales it so that dx and dweight keep
 // their expectation; losses and outputs stay the same, bit for bit. Only the fused mode supports it, without
@@ -73,6 +72,9 @@ typedef struct {
 } LinearCrossEntropy;
 
 void linear_cross_entropy(Backend *backend, LinearCrossEntropy args);
+
+// Says why a loss in this mode with this soft-cap has no label smoothing; NULL: it may have some.
+const char *lce_excludes_smoothing(LceMode mode, double softcap);
 
 // The chunk taken when the user names none: on a GPU an eighth of the tokens, but at least 1024 (below,
 // reading W for each chunk is the bound); on a CPU a ninth, but at least 112; and at most 4096.

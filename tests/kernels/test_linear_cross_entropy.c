@@ -619,7 +619,7 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "label_smoothing is 1.5, which is not in [0, 1]", a.terms.label_smoothing = 1.5f);
   ASSERT_REFUSED(h, call, "z_loss is -1", a.terms.z_loss = -1);
   ASSERT_REFUSED(h, call, "softcap is nan", a.terms.softcap = NAN);
-  ASSERT_REFUSED(h, call, "choose the materialized mode (./train: --materialized-logits)",
+  ASSERT_REFUSED(h, call, "use the materialized mode alone (./train: ",
                  (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
 }
 
