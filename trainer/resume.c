@@ -174,10 +174,11 @@ void resume_require_same(const Options *o, Backend *backend, const char *data) {
   size_t at = 0, line = 0;
   for (; mine[at] && mine[at] == theirs[at]; at++)
     if (mine[at] == '\n') line = at + 1;
+  const char *here = mine[line] ? mine + line : "nothing", *there = theirs[line] ? theirs + line : "nothing";
   if (mine[at] != theirs[at])
     fail("all ranks must see the same options, checkpoints and data, and this one has %.*s where rank 0 has "
          "%.*s",
-         (int)strcspn(mine + line, "\n"), mine + line, (int)strcspn(theirs + line, "\n"), theirs + line);
+         (int)strcspn(here, "\n"), here, (int)strcspn(there, "\n"), there);
   free(mine);
   free(theirs);
 }
