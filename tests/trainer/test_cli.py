@@ -414,6 +414,20 @@ def test_fit(folder):
     train(given + "--fit").fails("no batch of 128 sequences of 1024 tokens fits in 78.90 GiB; leave out --batch --recompute\n")
 
 
+# Every line that it prints can be run, those with other options are faster by 1%, and where memory abounds nothing is offloaded.
+def test_fit_prints_what_runs(folder):
+    base = "--model llama-8b --max-position-embeddings 65536 --device cuda --plan "
+    for more, expected in (("--device-memory 1000 --seq-len 4096 ", ""), ("--device-memory 90 --seq-len 4096 ", "--moment-dtype bf16 "),
+                           ("--device-memory 40 --seq-len 32768 --moment-dtype bf16 --no-master-weights ", "--mlp-chunk 4096 ")):
+        output = train(base + more + "--fit offload").ok(expected)
+        lines = re.findall(r"^ +([\d,]+) tokens/s +\S+ \S+  (.+)$", output.out, re.M)
+        rates = [int(rate.replace(",", "")) for rate, _ in lines]
+        assert len(lines) > 3 and all(rate > 1.009 * rates[0] for rate, (_, line) in zip(rates, lines) if not line.startswith("--batch")), output
+        assert ("--offload" in lines[0][1]) == bool(expected), output
+        for _, options in lines:
+            train(base + more + options).ok()
+
+
 # It trains what it chose, also where a run resumes on a smaller device.
 def test_fit_trains(folder):
     job = TINY.replace("--batch 3 ", "") + "--seq-len 64 --steps 2 --sample-every 0 --total-batch 1024 "

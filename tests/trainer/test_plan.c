@@ -1,4 +1,5 @@
 // A plan equals a run's memory byte for byte; also the default chunk and a step's time, which plans decide.
+#include "kernels/cost.h"
 #include "tests/runs.h"
 
 #include <time.h>
@@ -246,6 +247,72 @@ TEST(test_overlap) {
   o.dtypes.offload = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS;
   assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds > 2 * alone);
   options_free(&o);
+}
+
+static void assert_seconds(const char *what, double got, double want) {
+  if (!(fabs(got / want - 1) < 1e-6)) fail_msg("%s takes %g s, not %g", what, got, want);
+}
+
+// What an operation takes, on a card of round numbers that starts at once, by 4 ranks.
+TEST(test_seconds_of_operations) {
+  const Card card = {.bf16 = 1e12, .codes = 2e12, .memory = 1e9, .host = 1e8, .links = 1e7};
+  Backend *b = plan_backend_create(ON_CUDA, DTYPE_BF16);
+  plan_join_ranks(b, 4);
+  Tensor x = memory_reserve_1d(&b->memory, "x", MEMORY_TABLES, DTYPE_F32, 250000), there = x; // 1e6 bytes
+  there.data = memory_reserve_host(&b->memory, "y", MEMORY_TABLES, 1000000);
+  const Collective sum = {.out = x, .x = x};
+  const Update here = {.grad = x, .weight = x, .m = x}, away = {.grad = x, .weight = x, .m = there};
+  const LceSampledGradients sampled = {.exps = tensor_2d(x.data, DTYPE_BF16, 10, 1000),
+                                       .weight = tensor_2d(x.data, DTYPE_BF16, 1000, 100)};
+  AttentionForward attend = {.shape = {.batch = 1, .seq_len = 1000, .num_heads = 1, .head_dim = 64}};
+#define SECONDS(op, arguments) cost_seconds(&card, b, OP_##op, &(arguments))
+  assert_seconds("all_reduce", SECONDS(all_reduce, sum), 2 * 0.75 * 0.1);
+  assert_seconds("reduce_scatter", SECONDS(reduce_scatter, sum), 0.75 * 0.1);
+  assert_seconds("adamw", SECONDS(adamw, here), 5e-3); // it reads all three and writes two
+  assert_seconds("adamw on the host", SECONDS(adamw, away), 1e-2);
+  assert_seconds("lce_sampled_gradients", SECONDS(lce_sampled_gradients, sampled), 0.12 * 2e6 / 1e12);
+  double narrow = SECONDS(attention_forward, attend);
+  attend.shape.head_dim = 128; // twice the flops; its higher rate needs longer sequences
+  assert_in_range((int64_t)(100 * SECONDS(attention_forward, attend) / narrow), 201, 250);
+#undef SECONDS
+  backend_destroy(b);
+}
+
+// Copies of one direction follow each other; computing waits for those that it joins.
+TEST(test_streams_of_a_plan) {
+  const Card card = {.bf16 = 1e12, .codes = 2e12, .memory = 1e9, .host = 1e8, .links = 1e7};
+  Backend *b = plan_backend_create(ON_CUDA, DTYPE_BF16);
+  plan_join_ranks(b, 4);
+  plan_set_card(b, &card);
+  Tensor x = memory_reserve_1d(&b->memory, "x", MEMORY_TABLES, DTYPE_F32, 250000),
+         there = x; // a copy: 0.01 s
+  there.data = memory_reserve_host(&b->memory, "y", MEMORY_TABLES, 1000000);
+  Copy in = {.out = x, .x = there};
+  const Copy out = {.out = there, .x = x};
+  copy_in(b, in);
+  copies_join(b, 1, 0);
+  assert_true(plan_seconds(b) == 0); // the last copy may be under way
+  copy_in(b, in);
+  copies_join(b, 1, 0);
+  assert_seconds("the first of two copies", plan_seconds(b), 0.01);
+  copies_join(b, 0, 0);
+  copy_out(b, out);
+  copy_in(b, in);
+  copies_join(b, 0, ASYNC_EVENTS - 1);
+  assert_seconds("a copy beside another", plan_seconds(b), 0.03);
+  copy_out(b, out);
+  in.after_out = true;
+  copy_in(b, in);
+  copies_join(b, 0, ASYNC_EVENTS - 1);
+  assert_seconds("a copy after another", plan_seconds(b), 0.05);
+  Collective sum = {.out = x, .x = x, .async = true}; // 0.15 s
+  all_reduce(b, sum);
+  assert_seconds("a collective to be joined", plan_seconds(b), 0.05);
+  collectives_join(b, 0);
+  sum.async = false;
+  all_reduce(b, sum);
+  assert_seconds("two collectives", plan_seconds(b), 0.35);
+  backend_destroy(b);
 }
 
 TEST_MAIN(tests_run("plan", make_masked, remove_temp_dir))

@@ -6,12 +6,14 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import tap  # noqa: E402
 from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Deadline, Process, assert_planned, column,  # noqa: E402
                      difference, keep, main, need_ranks, once, pace, read_log, run, start, together, train, write_mask, write_shard)
 
@@ -216,6 +218,22 @@ def test_the_same_number_of_ranks_repeats_bitwise(folder):
     job(ranks, LLAMA).same_column(job(ranks, LLAMA, 2), "loss", 0)
     zero2 = job(2, LLAMA + "--zero 2")
     zero2.same_bits(job(2, zero2.options + " --verify-every 2"))  # which computes between the steps
+
+
+# What arrives wrongly at one rank is found there, also where a rank has only its shard of the sums.
+def test_a_rank_that_computes_wrongly_is_named(folder):
+    need_ranks()
+    if GPUS or "asan" in TRAIN.parts or not shutil.which("mpicc"):
+        raise tap.Skip("it needs MPI's compiler and a build without sanitizers")
+    names = "x n at t out m to u".split()
+    kinds = "const void *", "const int *", "const int *", "MPI_Datatype ", "void *", "const int *", "const int *", "MPI_Datatype "
+    (folder / "flip.c").write_text(
+        "#include <mpi.h>\nint MPI_Alltoallv(" + ", ".join(map(str.__add__, kinds, names)) + ", MPI_Comm c) {\n"
+        "static int calls;\nint rank, error = PMPI_Alltoallv(" + ", ".join(names) + ", c);\nMPI_Comm_rank(c, &rank);\n"
+        "if (rank == 1 && calls++ == 0) *(int *)out ^= 1 << 30;\nreturn error; }\n")
+    assert run("mpicc", "-shared", "-fPIC", folder / "flip.c", "-o", folder / "flip.so").status == 0
+    shell(2, f"LD_PRELOAD={folder}/flip.so exec {TRAIN} {LLAMA} --zero 2 --verify-every 1").fails(
+        "lce: rank 1: in step 1 rank 1 computed the gradients of the layers twice, with different bits, on CPU")
 
 
 # Half the windows count nothing at all, so that now and then a rank's whole micro-batch does not.

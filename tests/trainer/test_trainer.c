@@ -448,6 +448,17 @@ TEST(test_a_device_that_computes_wrongly_is_found) {
   check_verified("--offload weights,gradients,optimizer --total-batch 102", 1);
 }
 
+TEST(test_a_large_gradient_is_verified_in_pieces) {
+  Run *run = open(LLAMA, "--vocab 180000 --verify-every 1");
+  BackendOps ops = right = *run->h->backend->ops;
+  ops.linear_backward_weight = flip_a_bit;
+  run->h->backend->ops = &ops;
+  flipped = NULL, weights_until_flip = 0; // the first element of the head's
+  assert_fails(run->h, "in step 1 rank 0 computed the gradients of model.embed_tokens.weight twice",
+               train_step(&run->trainer, &run->data.loader, 0));
+  run_close(run);
+}
+
 static Update updates[64];
 static int update_count;
 
