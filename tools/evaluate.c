@@ -55,8 +55,12 @@ static void evaluate(const Options *o, Backend *backend, const RunData *data) {
   plan_set_mode(&trainer, o->pass.mode);
   stop_on_signals();
   trainer.stop = &stop_requested;
+  trainer.on_validated = report_validating;
+  trainer.observer = &report;
   report_start(&report, backend, data->source->name);
+  report.since = report.last_printed = now_seconds();
   double loss = trainer_validate(&trainer, &data->loader, 0);
+  report_break(&report);
   if (trainer.cut_short) fail("stopped on a signal: not all is evaluated");
   report_validation(&report, 0, loss, trainer.bits_per_byte, &data->loader);
   if (!log_line(report.log, LOG_EVENT("summary", NUM("val_loss", loss), NUM("perplexity", exp(loss)))))

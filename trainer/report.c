@@ -245,22 +245,44 @@ static void fail_diverged(Report *r, const Trainer *t, const StepResult *s) {
        s->grad_norm, why_lost(r->options, s->step > r->options->first_step || isfinite(s->loss)).text);
 }
 
-static void print_progress(Report *r, const StepResult *s, size_t bytes) {
-  double now = now_seconds(), each = r->smoothed_seconds;
-  int64_t done = s->step + 1, steps = r->options->steps;
-  if (done < steps && now - r->last_printed < (r->terminal ? 0.1 : 5)) return;
+// Begins a progress line if one is due, ...
+static bool begin_progress(Report *r, bool last) {
+  double now = now_seconds();
+  if (!last && now - r->last_printed < (r->terminal ? 0.1 : 5)) return false;
   r->last_printed = now;
+  printf("%s", r->terminal ? "\r\033[K" : "");
+  return true;
+}
+
+// ... and ends it.
+static void end_progress(Report *r, double seconds_left) {
+  printf("  %s left%s", text_duration(seconds_left).text, r->terminal ? "" : "\n");
+  stdout_ok();
+  r->drawn = r->terminal;
+}
+
+static void print_progress(Report *r, const StepResult *s, size_t bytes) {
+  double each = r->smoothed_seconds;
+  int64_t done = s->step + 1, steps = r->options->steps;
+  if (!begin_progress(r, done == steps)) return;
   char dropped[64] = "", utilization[32] = "";
   if (isfinite(r->peak)) snprintf(utilization, sizeof utilization, "  %.1f%% MFU", 100 * mfu(r, each));
   if (!isnan(s->dropped_tiles))
     snprintf(dropped, sizeof dropped, "  dropped %.1f%% of tiles, %.1f%% of mass", 100 * s->dropped_tiles,
              100 * s->dropped_mass);
-  printf("%sstep %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s%s  %s  %s left%s",
-         r->terminal ? "\r\033[K" : "", (long long)done, (long long)steps, s->loss, s->learning_rate,
-         s->grad_norm, dropped, text_count((double)r->options->total_batch / each).text, utilization,
-         text_bytes(bytes).text, text_duration((double)(steps - done) * each).text, r->terminal ? "" : "\n");
-  stdout_ok();
-  r->drawn = r->terminal;
+  printf("step %lld/%lld  loss %.4f  lr %.2e  norm %.2f%s  %s tok/s%s  %s", (long long)done, (long long)steps,
+         s->loss, s->learning_rate, s->grad_norm, dropped,
+         text_count((double)r->options->total_batch / each).text, utilization, text_bytes(bytes).text);
+  end_progress(r, (double)(steps - done) * each);
+}
+
+void report_validating(void *report, int64_t done, int64_t batches, double loss) {
+  Report *r = report;
+  if (done == batches || !begin_progress(r, false)) return;
+  double each = (now_seconds() - r->since) / (double)done;
+  printf("batch %s/%s  loss %.4f  %s tok/s", text_grouped(done).text, text_grouped(batches).text, loss,
+         text_count((double)(r->options->batch * r->options->seq_len) / each).text);
+  end_progress(r, (double)(batches - done) * each);
 }
 
 void report_steps(Report *r, Trainer *trainer, RunState *state, const StepResult *results, int count,

@@ -43,6 +43,8 @@ void report_collect(Report *report, Trainer *trainer, RunState *state);
 // loss or norm is not finite.
 void report_steps(Report *report, Trainer *trainer, RunState *state, const StepResult *results, int count,
                   double seconds);
+// Trainer.on_validated, of a Report: the progress of a long evaluation, which began at `since`.
+void report_validating(void *report, int64_t done, int64_t batches, double loss);
 // bits_per_byte: NaN if not known.
 void report_validation(Report *report, int64_t step, double loss, double bits_per_byte, const Loader *loader);
 void report_sample(Report *report, int64_t step, const Prompt *prompt, const int32_t *tokens, int64_t count);

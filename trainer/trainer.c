@@ -247,8 +247,11 @@ double trainer_validate(Trainer *t, const Loader *loader, int64_t batches) {
   profile_phase(t->backend, PHASE_EVAL);
   MemoryMark mark = model_gather_head(&t->model, t->backend);
   t->cut_short = false;
-  for (int64_t first = 0; first < batches && !t->cut_short; first += per_round)
+  for (int64_t first = 0; first < batches && !t->cut_short; first += per_round) {
     validate_some(t, loader, first, batches, &v);
+    if (t->on_validated && v.tokens && !t->cut_short)
+      t->on_validated(t->observer, min_i64(first + per_round, batches), batches, v.loss / (double)v.tokens);
+  }
   model_drop_head(&t->model, t->backend, mark);
   profile_phase(t->backend, PHASE_NONE);
   t->stopping |= t->cut_short;

@@ -68,6 +68,9 @@ typedef struct Trainer {
   int32_t *token_bytes; // prompt_token_bytes of the validation data, or NULL; owned, set after trainer_create
   double bits_per_byte; // of the last validation: its losses in bits over its tokens' bytes; NaN: not known
   bool cut_short;       // the last validation, by a signal
+  // Called with `observer` as a validation goes on: batches done, of how many, and their loss; NULL: nothing is.
+  void (*on_validated)(void *observer, int64_t done, int64_t batches, double loss);
+  void *observer;
   // Exchanged at each step; unused with one rank.
   const volatile sig_atomic_t *stop; // not 0 once a signal asks to stop; NULL: none does
   double step_seconds;

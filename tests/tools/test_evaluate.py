@@ -3,6 +3,7 @@
 import math
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -48,6 +49,19 @@ def test_evaluates(folder):
     evaluate(f"--init {model} --data {TEXT} --val-fraction 0.5 --log {folder}/log").ok(" bits per byte")
     validation = read_log(folder / "log")[1]
     assert math.isclose(validation["bits_per_byte"] * math.log(2), validation["val_loss"], rel_tol=1e-6), validation
+
+
+# A terminal is shown how far it is, and the loss so far; a pipe is so every five seconds.
+def test_shows_progress(folder):
+    model, _, _ = trained()
+    shard = write_shard(folder / "val.bin", [(3 * i + i // 9) % 61 for i in range(20000)])
+    output = evaluate(f"--init {model} --seq-len 4 --batch 1 --val-data {shard}", terminal=True).ok("validation loss ")
+    shown = re.findall(r"\r\033\[Kbatch ([0-9,]+)/5,000  loss ([0-9.]+)  [0-9.]+K? tok/s  [0-9]+s left", output.out)
+    done = [int(batches.replace(",", "")) for batches, _ in shown]
+    assert done and done == sorted(set(done)) and all(0 < batches < 5000 and batches % 64 == 0 for batches in done), output
+    loss = re.search("validation loss ([0-9.]+)", output.out)[1]
+    assert all(abs(float(so_far) - float(loss)) < 0.5 for _, so_far in shown), output
+    assert "batch " not in evaluate(f"--init {model} --seq-len 16 --val-data {shard}").ok().out.split("loaded")[1]
 
 
 def test_plans_its_memory(folder):
