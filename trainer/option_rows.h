@@ -14,9 +14,10 @@
   OPTION_ROW(OPTION_INTEGER, name, argument, field, min, max, NULL)
 #define NUMBER(name, argument, field, min, max)                                                              \
   OPTION_ROW(OPTION_NUMBER, name, argument, field, min, max, NULL)
-#define CHOICE(name, field, ...)    OPTION_ROW(OPTION_CHOICE, name, NULL, field, 0, 0, __VA_ARGS__)
-#define SET(name, field, ...)       OPTION_ROW(OPTION_SET, name, NULL, field, 0, 0, __VA_ARGS__)
-#define TEXT(name, argument, field) OPTION_ROW(OPTION_TEXT, name, argument, field, 0, 0, NULL)
-#define LIST(name, argument, field) OPTION_ROW(OPTION_LIST, name, argument, field, 0, 0, NULL)
-#define EXCLUDES(reason, ...)       .why = ": " reason, .excludes = {__VA_ARGS__}
-#define NEEDS(option, value)        .needs = option, .at_least = value
+#define CHOICE(name, field, ...)     OPTION_ROW(OPTION_CHOICE, name, NULL, field, 0, 0, __VA_ARGS__)
+#define SET(name, field, ...)        OPTION_ROW(OPTION_SET, name, NULL, field, 0, 0, __VA_ARGS__)
+#define TEXT(name, argument, field)  OPTION_ROW(OPTION_TEXT, name, argument, field, 0, 0, NULL)
+#define LIST(name, argument, field)  OPTION_ROW(OPTION_LIST, name, argument, field, 0, 0, NULL)
+#define ALSO(...)                    .also = {__VA_ARGS__}
+#define EXCLUDES(reason, ...)        .why = ": " reason, .excludes = {__VA_ARGS__}
+#define NEEDS(option, value, reason) .needs = option, .at_least = value, .because = ": " reason

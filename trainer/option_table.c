@@ -17,30 +17,29 @@ typedef struct {
   char text[96];
 } Words;
 
-// words[first] and those after it, as "a, b or c" for between ", " and last " or ".
-static Words join_words(const Option *o, int first, const char *between, const char *last) {
+static int word_index(const char *const *words, const char *word, size_t length) {
+  for (int i = 0; words[i]; i++)
+    if (strlen(words[i]) == length && !strncmp(words[i], word, length)) return i;
+  return -1;
+}
+
+static bool has_word(const char *const *words, const char *word) {
+  return word_index(words, word, strlen(word)) >= 0;
+}
+
+// Names the value: "FILE", "cpu|cuda" or "weights,gradients"; of words those from `first` on.
+static Words value_words(const Option *o, int first) {
   Words all = {""};
-  for (int i = first, at = 0; o->words[i]; i++)
-    at += snprintf(all.text + at, sizeof all.text - (size_t)at, "%s%s",
-                   i == first        ? ""
-                   : o->words[i + 1] ? between
-                                     : last,
-                   o->words[i]);
+  const char *between = o->type == OPTION_SET ? "," : "|";
+  int at = snprintf(all.text, sizeof all.text, "%s", o->argument ? o->argument : "");
+  for (int i = first; o->words[i]; i++)
+    at +=
+        snprintf(all.text + at, sizeof all.text - (size_t)at, "%s%s", i > first ? between : "", o->words[i]);
   return all;
 }
 
-// Names the value in --help: "FILE", "cpu|cuda" or, where several can be given, "a,b,c".
-static Words argument_of(const Option *o) {
-  const char *between = o->type == OPTION_SET ? "," : "|";
-  Words words = join_words(o, 0, between, between);
-  if (o->argument) snprintf(words.text, sizeof words.text, "%s", o->argument);
-  return words;
-}
-
-static int word_index(const Option *o, const char *word, size_t length) {
-  for (int i = 0; o->words[i]; i++)
-    if (strlen(o->words[i]) == length && !strncmp(o->words[i], word, length)) return i;
-  return -1;
+static bool is_number(const Option *o) {
+  return o->type == OPTION_INTEGER || o->type == OPTION_NUMBER;
 }
 
 // A bool, an int or an int64_t, little-endian.
@@ -76,10 +75,9 @@ static bool set_words(const Option *o, void *field, const char *text, Reason *re
   int value = 0;
   for (const char *word = text, *end; word; word = *end ? end + 1 : NULL) {
     end = word + (several ? strcspn(word, ",") : strlen(word));
-    int index = word_index(o, word, (size_t)(end - word));
+    int index = word_index(o->words, word, (size_t)(end - word));
     if (index < 0)
-      return refuse(reason, several ? "give one or more of %s, with commas between them" : "give %s",
-                    join_words(o, 0, ", ", " or ").text);
+      return refuse(reason, several ? "give one or more of %s" : "give %s", value_words(o, 0).text);
     value |= several ? 1 << index : index;
   }
   memcpy(field, &value, o->size);
@@ -104,10 +102,9 @@ void option_set(const Option *o, void *values, const char *text) {
 }
 
 double option_number(const Option *o, const void *values) {
-  bool pointer = o->type == OPTION_TEXT || o->type == OPTION_LIST;
-  const void *field = (const char *)values + o->offset;
-  if (o->type == OPTION_NUMBER) return *(const double *)field;
-  return pointer ? stored(o, values) != 0 : (double)stored(o, values);
+  if (o->type == OPTION_NUMBER) return *(const double *)((const char *)values + o->offset);
+  int64_t value = stored(o, values);
+  return o->type == OPTION_TEXT || o->type == OPTION_LIST ? value != 0 : (double)value;
 }
 
 bool option_text(const Option *o, const void *values, char text[64]) {
@@ -133,23 +130,15 @@ int option_row(const Option *rows, const char *name) {
 // Why two options exclude each other; "" for flags that write the same field, NULL where they do not.
 static const char *conflict(const Option *a, const Option *b) {
   if (a->size == b->size && a->offset == b->offset) return "";
-  for (int i = 0; i < OPTION_WORDS_MAX; i++) {
-    if (a->excludes[i] && !strcmp(a->excludes[i], b->name)) return a->why;
-    if (b->excludes[i] && !strcmp(b->excludes[i], a->name)) return b->why;
-  }
-  return NULL;
+  if (has_word(a->excludes, b->name)) return a->why;
+  return has_word(b->excludes, a->name) ? b->why : NULL;
 }
 
-// 0 is "none" of a number that cannot be negative, and of a choice that has an initial value.
+// False for an initial value, and for a 0 that means "none": such an option asks for nothing.
 static bool in_use(const Option *o, const void *values) {
-  bool number = o->type == OPTION_NUMBER || o->type == OPTION_INTEGER;
-  bool has_none = o->type == OPTION_CHOICE ? o->initial != NULL : number && o->min >= 0;
-  return !has_none || option_number(o, values) != 0;
-}
-
-static bool is_initial(const Option *o, const void *values) {
   char now[64];
-  return o->initial && option_text(o, values, now) && !strcmp(now, o->initial);
+  if (o->initial && option_text(o, values, now) && !strcmp(now, o->initial)) return false;
+  return !is_number(o) || o->min < 0 || option_number(o, values) != 0;
 }
 
 bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason) {
@@ -160,12 +149,10 @@ bool option_possible(const Option *rows, const void *values, const bool *given, 
       return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, rows[i].name,
                     why);
   }
-  const Option *needed = o->needs ? &rows[option_row(rows, o->needs)] : o;
-  if (!o->needs || option_number(needed, values) >= o->at_least) return true;
-  if (given[row] && is_initial(o, values)) return true;
-  return refuse(
-      reason, "--%s needs --%s %s", o->name, needed->name,
-      (needed->words[0] ? join_words(needed, (int)o->at_least, ", ", " or ") : argument_of(needed)).text);
+  const Option *needed = o->needs ? &rows[option_row(rows, o->needs)] : NULL;
+  if (!needed || option_number(needed, values) >= o->at_least) return true;
+  return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
+                value_words(needed, (int)o->at_least).text, o->because);
 }
 
 void option_require_possible(const Option *rows, const void *values, const bool *given) {
@@ -194,17 +181,17 @@ static void print_wrapped(int at, int indent, const char *text) {
 // "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
 static void print_option(const Option *o) {
   Text limits = {""}, initial = {""};
-  bool number = o->type == OPTION_INTEGER || o->type == OPTION_NUMBER, open = o->max == 0 || o->max > 1e5;
+  bool number = is_number(o), open = o->max == 0 || o->max > 1e5;
   if (number) limits = text_of(open ? "%g or more" : "%g to %g", o->min, o->max);
   if (o->initial) initial = text_of("%sdefault %s", number ? "; " : "", o->initial);
   char *help = text_format(number || o->initial ? "%s [%s%s]" : "%s", o->help, limits.text, initial.text);
-  Words takes = argument_of(o);
+  Words takes = value_words(o, 0);
   int at = printf(o->bare ? "  --%s[=%s]" : *takes.text ? "  --%s=%s" : "  --%s", o->name, takes.text);
   print_wrapped(at, HELP_COLUMN, help);
   free(help);
 }
 
-static void print_help(const OptionTable *table, const char *program) {
+static _Noreturn void print_help(const OptionTable *table, const char *program) {
   const char *slash = strrchr(program, '/');
   printf("Usage: %s [OPTION...]\n", slash ? slash + 1 : program);
   print_wrapped(0, 0, table->doc);
@@ -215,6 +202,7 @@ static void print_help(const OptionTable *table, const char *program) {
       print_option(o);
   printf("\n  -h, --help                Print this\n  -V, --version             Print the version\n%s",
          table->examples ? table->examples : "");
+  exit(0);
 }
 
 // --- the command line --------------------------------------------------------------------------------------
@@ -240,27 +228,30 @@ static Text name_in(const char *word) {
 
 static _Noreturn void refuse_word(const OptionTable *table, const char *word, const char *name) {
   static const char see[] = "--help lists the options";
-  const char *in = NULL; // the longest option's name in the word
-  for (const OptionAlias *a = table->aliases; a && a->name; a++)
-    if (!strcmp(a->name, name)) fail("%s is not an option: %s; %s", word, a->instead, see);
+  const char *in = NULL; // the option meant by another name, or the longest one in the word
+  for (const OptionAdvice *a = table->elsewhere; a && a->instead; a++)
+    if (has_word(a->names, name)) fail("%s is not an option: %s; %s", word, a->instead, see);
   if (named_row(table->rows, name) == SEVERAL) fail("%s is how several options begin; %s", word, see);
   for (const Option *o = table->rows; o->type != OPTION_END; o++)
-    if (o->name && strstr(name, o->name) && (!in || strlen(o->name) > strlen(in))) in = o->name;
+    if (has_word(o->also, name) ||
+        (o->name && strstr(name, o->name) && (!in || strlen(o->name) > strlen(in))))
+      in = o->name;
   fail("%s is not an option%s%s; %s", word, in ? ": try --" : "", in ? in : "", see);
 }
 
 // The value of an option without a "=": the word after it, or what the option alone means.
 static const char *next_value(const Option *rows, const Option *o, const char *word, const char *next) {
-  if (o->bare && (!next || word_index(o, next, strlen(next)) < 0)) return o->bare;
+  if (o->bare && !(next && has_word(o->words, next))) return o->bare;
   bool option = next && !strncmp(next, "--", 2) && option_row(rows, name_in(next).text) >= 0;
   if (!next || option)
-    fail("%s: give a value, --%s %s%s%s", word, o->name, argument_of(o).text, option ? ", before " : "",
+    fail("%s: give a value, --%s %s%s%s", word, o->name, value_words(o, 0).text, option ? ", before " : "",
          option ? next : "");
   return next;
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  static const Option help = {.words = {"help", "usage", "h", "?"}}, version = {.words = {"version", "V"}};
+  static const char *const help[] = {"help", "usage", "h", "?", NULL}, *const version[] = {"version", "V",
+                                                                                           NULL};
   const Option *rows = table->rows;
   output_check_at_exit();
   for (const Option *o = rows; o->type != OPTION_END; o++)
@@ -269,11 +260,8 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     const char *word = argv[i], *equals = strchr(word, '='), *value = equals ? equals + 1 : NULL;
     Text name = name_in(word);
     if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
-    if (word_index(&version, name.text, strlen(name.text)) >= 0) exit(puts("lce.c 0.1") < 0);
-    if (word_index(&help, name.text, strlen(name.text)) >= 0) {
-      print_help(table, *argv);
-      exit(0);
-    }
+    if (has_word(version, name.text)) exit(puts("lce.c 0.1") < 0);
+    if (has_word(help, name.text)) print_help(table, *argv);
     int row = word[1] == '-' ? named_row(rows, name.text) : NONE;
     if (row < 0) refuse_word(table, word, name.text);
     const Option *o = &rows[row];

@@ -34,19 +34,20 @@ typedef struct {
   const char *initial; // the value when not given; NULL: the field stays as it is
   const char *bare;    // a choice's word that the option alone means; NULL: it needs one
   const char *excludes[OPTION_WORDS_MAX], *why; // options that cannot be given with this one, and why not
-  const char *needs;                            // the option that this one needs, in a row before it,
-  double at_least;                              // with this value or more, or this choice or a later one
+  const char *also[OPTION_WORDS_MAX];           // what other programs call it
+  const char *needs, *because; // the option that this one needs, in a row before it, and why,
+  double at_least;             // with this value or more, or this choice or a later one
 } Option;
 
 typedef struct {
-  const char *name, *instead;
-} OptionAlias;
+  const char *names[OPTION_WORDS_MAX], *instead;
+} OptionAdvice;
 
 typedef struct {
   const Option *rows;         // up to one of OPTION_END
   const char *doc, *examples; // above the options in --help, and below or NULL
   const char *stray;          // "paths are given with --data PATH": the advice for a word that is no option
-  const OptionAlias *aliases; // what other programs call an option, up to a NULL name; or NULL
+  const OptionAdvice *elsewhere; // for other programs' options, up to one without a name; or NULL
 } OptionTable;
 
 // Writes the initial values and those of the command line into the struct `values`, and sets given[row] of
@@ -65,7 +66,6 @@ double option_number(const Option *option, const void *values);
 int option_row(const Option *rows, const char *name); // -1: none is called so
 
 // False with a sentence if a given option excludes rows[row], or it lacks what it needs. Flags that write the
-// same field exclude each other. A given 0 or "none" excludes and needs nothing, and an initial value needs
-// nothing.
+// same field exclude each other. An initial value, or a 0 that means "none", excludes and needs nothing.
 bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason);
 void option_require_possible(const Option *rows, const void *values, const bool *given); // or fails

@@ -2,7 +2,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include <stb/stb_ds.h>
 
@@ -184,9 +183,6 @@ static void resolve_job(Options *o) {
   if (o->pass.recompute_layers > o->model.num_hidden_layers)
     fail("--recompute-layers %lld: the model has %lld layers; leave it out, or give 0, for all of them",
          (long long)o->pass.recompute_layers, (long long)o->model.num_hidden_layers);
-  if (o->dtypes.vocab_parallel && !o->dtypes.zero)
-    fail("--vocab-parallel leaves the head's gradients where its rows are, and so its master weights and "
-         "moments: add --zero 1 or --zero 2");
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
          "--recompute layer");
@@ -196,18 +192,11 @@ static void resolve_job(Options *o) {
 }
 
 // An earlier log may be written over, but not while it is read as text.
-static void keep_inputs(const Options *o) {
+static void keep_input(const Options *o, const char *input) {
   const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
-  int64_t count = arrlen(o->data), all = count + arrlen(o->val_data);
-  struct stat out;
-  for (int k = 0; k < 2; k++)
-    for (int64_t i = 0; i <= all; i++) {
-      const char *path = outputs[k][1], *input = i < count ? o->data[i]
-                                                 : i < all ? o->val_data[i - count]
-                                                           : o->tokenizer;
-      if (path && input && !stat(path, &out) && S_ISREG(out.st_mode) && path_is_same(path, input))
-        fail("cannot write the %s %s: this run reads it; name another file", outputs[k][0], path);
-    }
+  for (int i = 0; i < 2; i++)
+    if (outputs[i][1] && path_is_same(outputs[i][1], input))
+      fail("cannot write the %s %s: this run reads it; name another file", outputs[i][0], outputs[i][1]);
 }
 
 void options_resolve(Options *o) {
@@ -218,7 +207,9 @@ void options_resolve(Options *o) {
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
-  keep_inputs(o);
+  for (int64_t i = 0; i < arrlen(o->data); i++) keep_input(o, o->data[i]);
+  for (int64_t i = 0; i < arrlen(o->val_data); i++) keep_input(o, o->val_data[i]);
+  if (o->tokenizer) keep_input(o, o->tokenizer);
 }
 
 void options_resolve_dtypes(Options *o, bool cuda) {

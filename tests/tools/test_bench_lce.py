@@ -118,9 +118,9 @@ def test_refusals(folder):
     state = ["--checkpoint", model, "--data", corpus]
     for part, *words in (
             ("the model has its own sizes", *state, "--vocab", 300), ("the model has its own sizes", *state, "--hidden-size", 16),
-            ("--checkpoint needs --data PATH\n", "--checkpoint", model),
-            ("--data needs --checkpoint DIR\n", "--data", corpus),
-            ("--seq-len needs --checkpoint DIR\n", "--seq-len", 16),
+            ("--checkpoint needs --data PATH: the model reads it to make x\n", "--checkpoint", model),
+            ("--data needs --checkpoint DIR: without a model x is random\n", "--data", corpus),
+            ("--seq-len needs --checkpoint DIR: without a model x is random\n", "--seq-len", 16),
             ("missing/config.json does not exist; name a directory", "--checkpoint", folder / "missing", "--data", corpus),
             ("cannot read ", "--checkpoint", model, "--data", folder / "missing"),
             ("--seq-len 65 is longer than the 64 positions of ", *state, "--seq-len", 65),

@@ -140,7 +140,7 @@ def test_wrong_settings_of_a_checkpoint(folder):
     del state["crc32"]
     for change, says in (({"settings": {"lr": "x"}}, "the setting lr is wrong: give a number from 0 to 100; give --lr here"),
                          ({"settings": {"lr": 0.5}}, "the setting lr is wrong: it is no text"),
-                         ({"settings": {"optimizer": "sgd"}}, "the setting optimizer is wrong: give adamw or muon"),
+                         ({"settings": {"optimizer": "sgd"}}, "the setting optimizer is wrong: give adamw|muon"),
                          ({"settings": {"batch": "0"}}, "the setting batch is wrong: give a whole number from 1"),
                          ({"data_paths": "words"}, "data_paths is no list of paths"), ({"data_paths": [5]}, "data_paths is no list"),
                          ({"place": {}}, "has no pass, tokens and order"), ({"place": {**state["place"], "tokens": -1}}, "has no pass")):
