@@ -405,7 +405,7 @@ def step_rows(options, loss):
 # --- the trainer --------------------------------------------------------------------------------------------
 
 STEPS, WARM = 14, 4  # of a measurement, and how many of them do not count
-TRAINED = {"cuda": (("llama-1b", 4, 4096), ("gpt2-124m", 64, 1024)), "cpu": (("llama-tiny", 2, 32),)}  # model, B, T
+MODELS = {"cuda": "llama-1b:4x4096,gpt2-124m:64x1024", "cpu": "gpt2-124m:4x64"}
 
 
 def train(options, model, steps, *more):
@@ -501,6 +501,7 @@ def parse_options():
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
+    add("--models", help="of --trainer: MODEL:BxT, separated by commas (default {cuda} on a GPU, else {cpu})".format(**MODELS))
     add("--rounds", type=int, default=7, help="the median of so many (default 7)")
     add("--without", action="append", default=[], metavar="NAME", help="leave out peers whose names start so; may be repeated")
     for name, text in [("no-errors", "leave out the comparison with float64"),
@@ -517,6 +518,11 @@ def parse_options():
         assert all(min(shape) > 0 for shape in options.shapes)
     except (ValueError, AssertionError):
         sys.exit(f"--shapes {options.shapes}: give NxHxV, for instance 4096x4096x128256")
+    try:
+        split = (text.replace(":", "x").rsplit("x", 2) for text in (options.models or MODELS[options.device]).split(","))
+        options.models = [(model, int(batch), int(length)) for model, batch, length in split]
+    except ValueError:
+        sys.exit(f"--models {options.models}: give MODEL:BxT, for instance gpt2-124m:4x64")
     if not os.path.exists(os.environ["LCE_LIBRARY"]):
         sys.exit(f"{os.environ['LCE_LIBRARY']}, which peers are compared with, does not exist: make liblce.so")
     return options
@@ -530,7 +536,7 @@ def main():
         versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
         print(f"{gpu}, median of {f'{STEPS - WARM} steps' if options.trainer else options.rounds}; {', '.join(versions)}")
     if options.trainer:
-        for model, batch, length in TRAINED[options.device]:
+        for model, batch, length in options.models:
             show(options, f"{model}, batch {batch} x {length}", "over lce.c", trainer_rows(options, model, batch, length), gpu=gpu)
         return
     for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:

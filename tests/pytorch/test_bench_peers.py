@@ -25,7 +25,7 @@ def every_loss():
 
 
 def the_trainer():
-    assert {"lce.c", "transformers, fp32 weights"} <= set(rows("--trainer"))
+    assert {"lce.c", "transformers, fp32 weights"} <= set(rows("--trainer", "--models", "llama-tiny:2x32"))
 
 
 if __name__ == "__main__":
