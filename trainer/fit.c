@@ -196,36 +196,45 @@ static void print_others(const Machine *m, Choice all[MAX_CHOICES], double best)
   }
 }
 
-// Opens what the user gave and --fit would choose. Returns the names; "" if there are none.
-static const char *leave_out(Options *o) {
-  const char *names = "";
+enum { NAMES = 256 };
+
+static void append(char names[NAMES], const char *dashes, const char *name) {
+  size_t length = strlen(names);
+  snprintf(names + length, NAMES - length, " %s%s", dashes, name);
+}
+
+// Opens what the user gave and --fit would choose, and appends the names. False if there is nothing.
+static bool leave_out(Options *o, char names[NAMES]) {
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     if (!(options_rows[i].flags & FITTED) || !o->given[i]) continue;
     o->given[i] = false;
-    names = text_format("%s --%s", names, options_rows[i].name);
+    append(names, "--", options_rows[i].name);
   }
-  return names;
+  return *names;
 }
 
-const char *fit_remedy(const Options *o, DeviceKind device, size_t usable) {
+Reason fit_remedy(const Options *o, DeviceKind device, size_t usable) {
   Options with = *o;
   const Machine m = {&with, device, usable};
   Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
-  const char *added = "", *left_out = "";
+  char added[NAMES] = "", left_out[NAMES] = "";
+  Reason remedy;
   if (!o->fit) with.fit = FIT_DEVICE;
   bool found = !o->fit && search(&m, all);
-  if (!found) left_out = leave_out(&with), found = *left_out && search(&m, all);
+  if (!found) found = leave_out(&with, left_out) && search(&m, all);
   for (int i = 0; i < REMEDIES && !found; i++) { // one on top of the other
     if (!set_other(&m, i, &with)) continue;
-    if (strcmp(others[i].name, "fit")) added = text_format("%s%s", added, other_words(i).text);
+    if (strcmp(others[i].name, "fit")) append(added, "", other_words(i).text + 1);
     found = search(&m, all);
   }
   free(all);
-  if (!found) return "take a smaller model, a smaller --seq-len or a device with more memory";
+  refuse(&remedy, "take a smaller model, a smaller --seq-len or a device with more memory");
+  if (!found) return remedy;
   const char *fit = with.fit == o->fit ? "" : with.fit == FIT_OFFLOAD ? " --fit offload" : " --fit";
   bool adds = *fit || *added, leaves = *left_out;
-  return text_format("%s%s%s%s%s%s", adds ? "add" : "", fit, added, adds && leaves ? " and " : "",
-                     leaves ? "leave out" : "", left_out);
+  refuse(&remedy, "%s%s%s%s%s%s", adds ? "add" : "", fit, added, adds && leaves ? " and " : "",
+         leaves ? "leave out" : "", left_out);
+  return remedy;
 }
 
 void fit_choose(Options *o, DeviceKind device, size_t usable) {
@@ -233,11 +242,12 @@ void fit_choose(Options *o, DeviceKind device, size_t usable) {
   const Machine m = {o, device, usable};
   Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
   int count = search(&m, all);
+  char batch[64] = "not even one sequence";
+  if (options_given(o, "batch"))
+    snprintf(batch, sizeof batch, "no batch of %lld sequences", (long long)o->batch);
   if (!count)
-    fail("--fit: %s of %lld tokens fits in %s; %s",
-         options_given(o, "batch") ? text_format("no batch of %lld sequences", (long long)o->batch)
-                                   : "not even one sequence",
-         (long long)o->seq_len, text_bytes(usable).text, fit_remedy(o, device, usable));
+    fail("--fit: %s of %lld tokens fits in %s; %s", batch, (long long)o->seq_len, text_bytes(usable).text,
+         fit_remedy(o, device, usable).text);
   Choice best = all[0];
   printf("--fit: the fastest of %d settings that fit in %s, by prediction; the next; with other options\n",
          count, text_bytes(usable).text);

@@ -10,4 +10,4 @@
 // device is; its time is predicted by kernels/cost.h.
 void fit_choose(Options *options, DeviceKind device, size_t usable);
 // Says what to add or leave out so that the run fits: the first that helps of these, tried by planning.
-const char *fit_remedy(const Options *options, DeviceKind device, size_t usable);
+Reason fit_remedy(const Options *options, DeviceKind device, size_t usable);

@@ -35,7 +35,7 @@ void plan_require(const Options *options, DeviceKind device, size_t usable) {
   if (!usable || plan.peak <= usable) return;
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
        text_bytes(usable).text, memory_holders(plan.at_peak, plan.peak / 100, holders),
-       fit_remedy(options, device, usable));
+       fit_remedy(options, device, usable).text);
 }
 
 // The device that a plan is for. Only --fit without --device-memory, and --device auto, look for one.
