@@ -465,6 +465,13 @@ TEST(the_newest_are_kept) {
   store.shard_bytes = 1000;
   save_steps(run, &store, (const int64_t[]){5, 10, 999999}, 3);
   assert_true(path_exists(temp_path("deep/down/here/model.safetensors.index.json")));
+  shell("cd %s && cp -r step-999999 ../parts && cd ../parts && rm trainer_state.json && "
+        "f=$(echo model-00001-of-*) && "
+        "printf x | dd of=$f conv=notrunc bs=1 seek=$(($(stat -c%%s $f) - 1)) 2>/dev/null",
+        directory);
+  assert_true(
+      checkpoint_weights_checksum(temp_path("deep/down/parts")) !=
+      checkpoint_weights_checksum(temp_path("deep/down/here/step-999999"))); // in the first file alone
   store.shard_bytes = CHECKPOINT_SHARD_BYTES;
   save_steps(run, &store, (const int64_t[]){1000000}, 1);
   shell("cd %s && test \"$(echo step-*)\" = 'step-1000000 step-999999' && test $(readlink latest) = "
