@@ -49,24 +49,16 @@ static int64_t stored(const Option *o, const void *values) {
   return o->size == sizeof(int) ? (int)value : value;
 }
 
-static bool set_integer(const Option *o, void *field, const char *text, Reason *reason) {
+static bool set_number(const Option *o, void *field, const char *text, Reason *reason) {
+  bool whole = o->type == OPTION_INTEGER;
   char *end;
   errno = 0;
-  long long value = strtoll(text, &end, 10), min = (int64_t)o->min,
-            max = o->max > 0 ? (int64_t)o->max : INT64_MAX;
-  if (errno || end == text || *end || value < min || value > max)
-    return refuse(reason, "give a whole number from %lld to %lld", min, max);
-  memcpy(field, &value, o->size);
-  return true;
-}
-
-static bool set_number(const Option *o, double *field, const char *text, Reason *reason) {
-  char *end;
-  errno = 0;
-  double value = strtod(text, &end);
+  int64_t integer = whole ? strtoll(text, &end, 10) : 0;
+  double number = whole ? 0 : strtod(text, &end);
+  long double value = whole ? (long double)integer : number; // exact for both
   if (errno || end == text || *end || !(value >= o->min && value <= o->max))
-    return refuse(reason, "give a number from %g to %g", o->min, o->max);
-  *field = value;
+    return refuse(reason, "give a %snumber from %.15g to %.15g", whole ? "whole " : "", o->min, o->max);
+  memcpy(field, whole ? (const void *)&integer : &number, o->size);
   return true;
 }
 
@@ -87,8 +79,7 @@ static bool set_words(const Option *o, void *field, const char *text, Reason *re
 bool option_try_set(const Option *o, void *values, const char *text, Reason *reason) {
   void *field = (char *)values + o->offset;
   const int64_t flag = (int64_t)o->min;
-  if (o->type == OPTION_INTEGER) return set_integer(o, field, text, reason);
-  if (o->type == OPTION_NUMBER) return set_number(o, field, text, reason);
+  if (is_number(o)) return set_number(o, field, text, reason);
   if (o->words[0]) return set_words(o, field, text, reason);
   if (o->type == OPTION_FLAG) memcpy(field, &flag, o->size);
   if (o->type == OPTION_TEXT) *(const char **)field = text;
@@ -181,8 +172,8 @@ static void print_wrapped(int at, int indent, const char *text) {
 // "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
 static void print_option(const Option *o) {
   Text limits = {""}, initial = {""};
-  bool number = is_number(o), open = o->max == 0 || o->max > 1e5;
-  if (number) limits = text_of(open ? "%g or more" : "%g to %g", o->min, o->max);
+  bool number = is_number(o);
+  if (number) limits = text_of(o->max > 1e5 ? "%g or more" : "%g to %g", o->min, o->max);
   if (o->initial) initial = text_of("%sdefault %s", number ? "; " : "", o->initial);
   char *help = text_format(number || o->initial ? "%s [%s%s]" : "%s", o->help, limits.text, initial.text);
   Words takes = value_words(o, 0);
@@ -191,9 +182,8 @@ static void print_option(const Option *o) {
   free(help);
 }
 
-static _Noreturn void print_help(const OptionTable *table, const char *program) {
-  const char *slash = strrchr(program, '/');
-  printf("Usage: %s [OPTION...]\n", slash ? slash + 1 : program);
+static _Noreturn void print_help(const OptionTable *table) {
+  printf("Usage: %s [OPTION...]\n", program_invocation_short_name);
   print_wrapped(0, 0, table->doc);
   for (const Option *o = table->rows; o->type != OPTION_END; o++)
     if (o->type == OPTION_GROUP)
@@ -261,7 +251,7 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     Text name = name_in(word);
     if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
     if (has_word(version, name.text)) exit(puts("lce.c 0.1") < 0);
-    if (has_word(help, name.text)) print_help(table, *argv);
+    if (has_word(help, name.text)) print_help(table);
     int row = word[1] == '-' ? named_row(rows, name.text) : NONE;
     if (row < 0) refuse_word(table, word, name.text);
     const Option *o = &rows[row];

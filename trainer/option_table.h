@@ -27,7 +27,7 @@ typedef struct {
   const char *name;     // without "--"
   const char *argument; // what --help calls the value
   size_t offset, size;  // of the field in the struct of values
-  double min, max;      // of numbers; an integer's max of 0: INT64_MAX
+  double min, max;      // of numbers
   const char *words[OPTION_WORDS_MAX];
   const char *help;
   unsigned flags;      // the program's own

@@ -14,6 +14,7 @@
 #define OPTION_VALUES Options
 #define MAX           INT32_MAX
 #define MAX_STEPS     ((int64_t)1 << 40)
+#define MAX_SEED      9.22e18
 #define DTYPES        "fp32", "bf16"
 
 // clang-format off
@@ -22,7 +23,7 @@ const Option options_rows[] = {
   {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
   {TEXT("model", "PRESET", preset), "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, "
    "-8b; mistral-7b; qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b"},
-  {INTEGER("vocab", "V", model.vocab_size, 1, MAX), "Vocabulary size (default: the shards', else the preset's)"},
+  {INTEGER("vocab", "V", model.vocab_size, 1, MAX), "Vocabulary (default: the shards', else the preset's)"},
   {INTEGER("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), "Transformer blocks", ALSO("layers")},
   {INTEGER("hidden-size", "H", model.hidden_size, 1, MAX), "Width of the residual stream"},
   {INTEGER("intermediate-size", "F", model.intermediate_size, 1, MAX), "Width of the MLP"},
@@ -30,8 +31,8 @@ const Option options_rows[] = {
   {INTEGER("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX), "Key/value heads, a divisor of Q"},
   {INTEGER("head-dim", "D", model.head_dim, 1, MAX), "Size of a head (default: H / Q; Qwen3: 128)"},
   {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
-   "Base of the rotary frequencies (not GPT-2; default: the model's)"},
-  {INTEGER("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), "Longest sequence"},
+   "Base of the rotary frequencies (not GPT-2; default: the model's)", ADAPTS},
+  {INTEGER("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), "Longest input", ADAPTS},
   {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), "The head is the token embedding"},
   {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), "The head has its own matrix"},
 
@@ -42,7 +43,7 @@ const Option options_rows[] = {
    "GPT-2, else 2048)", SETTING, ALSO("block-size", "max-length")},
   {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS),
    "Tokens per optimizer step, a multiple of ranks x B x T (the default): gradients accumulate", SETTING},
-  {INTEGER("seed", "SEED", seed, 0, 0), "Seed of the weights, the data order and samples", SETTING, "1"},
+  {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
   {NUMBER("lr", "RATE", schedule.peak, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)",
@@ -80,7 +81,8 @@ const Option options_rows[] = {
   {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6),
    "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4", SETTING, "0"},
   {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); transformers ignores it"},
+   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); not in transformers",
+   ADAPTS},
   {FLAG("metrics", metrics, true), "Log accuracy, entropy and the largest logit", SETTING},
 
   {GROUP("Data, validation and samples")},
@@ -108,7 +110,7 @@ const Option options_rows[] = {
   {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints "
    "(default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
-  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "0: the likeliest token", SAME, "0.8"},
+  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "0: the likeliest", SAME, "0.8"},
   {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX), "Draw from the K likeliest; 0: all", SAME, "0"},
   {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1),
    "Draw from the fewest tokens that together have probability P", SAME, "1"},
@@ -243,10 +245,6 @@ ParameterDtypes options_used_dtypes(const Options *o) {
   bool logits = !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
   if (used.fp8 == FP8_ALL && !logits) used.fp8 = FP8_LAYERS;
   return used;
-}
-
-Text options_precision(const Options *o) {
-  return text_of("%s%s", dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "");
 }
 
 const char *options_words(const Options *o, const char *name, char words[64]) {

@@ -27,14 +27,13 @@ typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 typedef struct {
   bool trains;                 // false: tools/evaluate, which has weights alone
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
-  const char *preset;          // NULL: none was named
   ModelConfig model;
-  char changes[192]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
+  const char *preset; // NULL: none was named
+  char changes[192];  // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
   // job
-  int64_t batch, seq_len; // of a micro-batch on one rank: sequences, and tokens in each
-  int64_t total_batch;    // tokens in an optimizer step, over micro-batches and ranks
-  int64_t micro_steps;    // total_batch / (ranks * batch * seq_len)
-  int64_t steps;
+  int64_t batch, seq_len;     // of a micro-batch on one rank: sequences, and tokens in each
+  int64_t total_batch;        // tokens in an optimizer step, over micro-batches and ranks
+  int64_t steps, micro_steps; // a step has total_batch / (ranks * batch * seq_len) micro-batches
   uint64_t seed;
   // optimizer
   Schedule schedule;
@@ -83,8 +82,8 @@ typedef struct {
 // The rows, up to OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is taken
 // from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to validate,
 // sample and save, may change without a warning. Settings and SAME rows have one value on all ranks. --fit
-// chooses FITTED ones again when a run resumes.
-enum { SETTING = 1 << 0, GPU_SETTING = 1 << 1, OUTPUT_SETTING = 1 << 2, SAME = 1 << 3, FITTED = 1 << 4 };
+// chooses FITTED ones again when a run resumes. ADAPTS: a folder's model may be given another value.
+enum { SETTING = 1, GPU_SETTING = 2, OUTPUT_SETTING = 4, SAME = 8, FITTED = 16, ADAPTS = 32 };
 extern const Option options_rows[];
 
 // In this order. Wrong values end the program with one sentence. options_free gives back what they allocate.
@@ -103,7 +102,6 @@ bool options_given(const Options *options, const char *name);
 int64_t options_used_chunk(const Options *options);
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
-Text options_precision(const Options *options); // for the plan's first line
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...

@@ -39,21 +39,12 @@ static ModelConfig requested_model(const Options *o) {
   if (gpt2 && !o->model.num_key_value_heads) m->num_key_value_heads = m->num_attention_heads;
   if (!o->model.head_dim && !model_families[m->family].config.head_dim) { // Qwen3 has its own
     if (m->hidden_size % m->num_attention_heads)
-      fail("a hidden size of %lld does not divide into %lld heads; change --hidden-size or "
-           "--num-attention-heads, or give --head-dim",
+      fail("a hidden size of %lld does not divide into %lld heads; change one, or give --head-dim",
            (long long)m->hidden_size, (long long)m->num_attention_heads);
     m->head_dim = m->hidden_size / m->num_attention_heads;
   }
   if (gpt2 && !o->model.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
   return *m;
-}
-
-// A folder's model may have another soft-cap; other rotary frequencies or more positions extend its context.
-static bool can_change(const ModelConfig *folder, const Option *row) {
-  if (row->offset == offsetof(Options, model.final_logit_softcapping)) return true;
-  bool positions = row->offset == offsetof(Options, model.rope_theta) ||
-                   row->offset == offsetof(Options, model.max_position_embeddings);
-  return positions && !folder->learned_positions;
 }
 
 // Changes a folder's model as the command line says; all else that it says must agree.
@@ -68,7 +59,8 @@ static void change_or_agree(Options *o, const Options *requested) {
     if (row->type == OPTION_FLAG)
       fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
            o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
-    if (!o->given[i] || !can_change(&o->model, row))
+    bool fixed = o->model.learned_positions && !strcmp(row->name, "max-position-embeddings");
+    if (!o->given[i] || !(row->flags & ADAPTS) || fixed)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
            row->name, wanted, o->origin, have);
     memcpy((char *)o + row->offset, (const char *)requested + row->offset, row->size);

@@ -34,7 +34,7 @@ def wrong_values(limits, words):
         return [wrong for word in words for wrong in (word + "x", word[:-1], word.upper(), word + ",") if wrong not in words]
     whole, low, high = limits
     if whole:
-        return [str(int(low) - 1), str(int(high) + 1), "1.5", "4x", "99999999999999999999"]
+        return [str(int(low) - 1), str(int(float(high)) + 1), "1.5", "4x", "99999999999999999999"]
     return [repr(float(low) / 2 if float(low) > 0 else -1e-6), repr(float(high) * 1.01), "nan", "inf", "1e-3x"]
 
 
