@@ -17,6 +17,7 @@ import pathlib
 import pty
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -35,6 +36,7 @@ GPUS = int(os.environ.get("LCE_GPU_RANKS", 0))
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none -n".split()
 DEVICE = "--device cuda " if GPUS else "--device cpu "
 DEADLINE = 120  # seconds, as a Deadline counts them
+signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored in a background job, nor in what it starts
 keep = tempfile.TemporaryDirectory(prefix="lce-test-")
 TEXT = pathlib.Path(keep.name, "words.txt")  # to train on: 16 KB that do not change with the tree
 WORDS = "return ", "tensor", " = ", "0", ";\n", "for ", "int ", "i", "++", ") ", "float ", "x[i] ", "+ ", "{\n", "}\n", "sum "
