@@ -202,6 +202,10 @@ TEST(test_peaks) {
   const char *const unknown[] = {"NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A10",
                                  "NVIDIA GeForce RTX 4090 Laptop GPU", "CPU, 2 threads, OpenBLAS for Zen"};
   for (int i = 0; i < 5; i++) assert_true(isnan(gpu_peak_flops(unknown[i])));
+  assert_non_null(card_of("NVIDIA H100 80GB HBM3, CUDA 13.0"));
+  assert_non_null(card_of("NVIDIA H200, CUDA 13.0"));
+  const char *const other_forms[] = {"NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL"};
+  for (int i = 0; i < 3; i++) assert_null(card_of(other_forms[i]));
 }
 
 // The number of that name in a log's record of the event; NaN where there is none.
