@@ -353,16 +353,20 @@ Backend *machine_open(Options *o) {
   return backend;
 }
 
+// Pushes words that ranks exchange, before the step's stack has its size.
+static Tensor push_words(Memory *memory, size_t bytes) {
+  if (memory->stack_capacity < memory_padded(bytes)) memory_set_stack(memory, memory_padded(bytes));
+  return memory_push_1d(memory, "broadcast", MEMORY_WORKSPACE, DTYPE_I32, (int64_t)bytes / 4);
+}
+
 void machine_broadcast(Backend *backend, void *bytes, size_t count) {
   if (backend->ranks == 1) return;
-  Memory *memory = &backend->memory;
-  if (memory->stack_capacity < memory_padded(count)) memory_set_stack(memory, memory_padded(count));
-  MemoryMark mark = memory_mark(memory);
-  Tensor words = memory_push_1d(memory, "broadcast", MEMORY_WORKSPACE, DTYPE_I32, (int64_t)count / 4);
+  MemoryMark mark = memory_mark(&backend->memory);
+  Tensor words = push_words(&backend->memory, count);
   backend_to_device(backend, words, bytes);
   broadcast_rank_0(backend, (Collective){.out = words, .x = words});
   backend_to_host(backend, bytes, words);
-  memory_pop_to(memory, mark);
+  memory_pop_to(&backend->memory, mark);
 }
 
 size_t machine_usable_bytes(const Backend *backend) {
@@ -371,7 +375,17 @@ size_t machine_usable_bytes(const Backend *backend) {
 }
 
 size_t machine_agreed_bytes(Backend *backend) {
-  size_t bytes = machine_usable_bytes(backend);
-  machine_broadcast(backend, &bytes, sizeof bytes);
-  return bytes;
+  enum { WORDS = sizeof(size_t) / 4 };
+  size_t least = machine_usable_bytes(backend), all[backend->ranks];
+  if (backend->ranks == 1) return least;
+  MemoryMark mark = memory_mark(&backend->memory);
+  Tensor words = push_words(&backend->memory, sizeof all),
+         own = tensor_rows(words, backend->rank * WORDS, WORDS);
+  backend_to_device(backend, own, &least);
+  all_gather(backend, (Collective){.out = words, .x = own});
+  backend_to_host(backend, all, words);
+  memory_pop_to(&backend->memory, mark);
+  for (int i = 0; i < backend->ranks; i++)
+    if (all[i] < least) least = all[i];
+  return least;
 }

@@ -149,6 +149,14 @@ def shell(ranks, command):
     return run("sh", "-c", f"RANK=${{RANK-$OMPI_COMM_WORLD_RANK}}; {command}", ranks=ranks)
 
 
+# Rank 1 has less memory than rank 0: --fit chooses what fits both.
+def test_fit_on_unequal_ranks(folder):
+    need_ranks()
+    if not GPUS:
+        line = f"{TRAIN} --device cpu --num-layers 2 --data Makefile --seq-len 256 --steps 1 --sample-every 0 --eval-batches 1 --fit"
+        shell(2, f"export OMP_NUM_THREADS=1; test $RANK = 0 || ulimit -v 900000; exec {line}").ok("\nstep 1/1 ")
+
+
 # Every rank with a value of its own for one setting, or a command line that one rank alone cannot read.
 def test_ranks_must_have_equal_options(folder):
     need_ranks()
