@@ -45,17 +45,16 @@ static void apply(const Choice *c, Options *o) {
   o->micro_steps = o->total_batch / together;
 }
 
-// Plans the choice, and says whether it fits. A machine that is not here has host memory enough.
+// Plans the choice, and says whether it fits.
 static bool fits(const Machine *m, Choice *c) {
   Options o = *m->options;
   apply(c, &o);
   TimedPlan plan = plan_run_timed(&o, m->device, o.pass.mode);
-  size_t host = o.device_memory > 0 ? 0 : plan_host_bytes(&plan.ledger);
   c->peak = plan.ledger.peak;
   c->rate = (double)(o.trains ? o.total_batch : o.batch * o.seq_len) / plan.seconds;
   c->score = c->rate * (1 - 0.005 * (double)c->peak / (double)m->usable);
   for (unsigned left = c->offload; left; left &= left - 1) c->score *= 0.999;
-  return c->peak <= m->usable && (!host || host <= host_memory_left());
+  return c->peak <= m->usable && plan_fits_host(&plan.ledger, &o, m->device);
 }
 
 // Rung 0 recomputes nothing, L elementwise in all layers, 2 L their MLPs, 3 L the layers, 3 L + 1 chunks.
@@ -93,16 +92,15 @@ static bool climb(const Machine *m, Choice *c) {
 
 // The micro-batches to try, from 1 up: divisors of what a rank computes in a step, or powers of two.
 static bool next_batch(const Options *o, int64_t *batch) {
-  int64_t before = *batch, share = o->total_batch / (o->seq_len * o->ranks);
+  int64_t before = *batch, share = o->total_batch / (o->seq_len * o->ranks),
+          most = max_i64(1, MICRO_BATCH_TOKENS / o->seq_len);
   if (options_given(o, "batch")) return (*batch = o->batch) != before;
-  if (options_given(o, "total-batch")) {
-    do ++*batch;
-    while (*batch <= share && share % *batch);
-    if (*batch > share) return false;
-  } else {
+  if (options_given(o, "total-batch")) do
+      ++*batch;
+    while (*batch <= most && share % *batch);
+  else
     *batch = before ? 2 * before : 1;
-  }
-  return *batch == 1 || *batch * o->seq_len <= MICRO_BATCH_TOKENS;
+  return *batch <= most;
 }
 
 static int better(const void *a, const void *b) {

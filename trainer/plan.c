@@ -84,9 +84,17 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-size_t plan_host_bytes(const Ledger *plan) {
+size_t plan_host_bytes(const Ledger *plan, DeviceKind device) {
   int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
-  return ledger_host_bytes(plan) * (size_t)ranks;
+  size_t offloaded = ledger_host_bytes(plan);
+  if (offloaded && device == ON_CPU) offloaded += plan->peak;
+  return offloaded * (size_t)ranks;
+}
+
+bool plan_fits_host(const Ledger *plan, const Options *o, DeviceKind device) {
+  bool elsewhere = o->plan && o->device_memory > 0; // on a machine with a host of its own
+  size_t needed = plan_host_bytes(plan, device), left = host_memory_left();
+  return elsewhere || !needed || !left || needed <= left;
 }
 
 // --- --timeline --------------------------------------------------------------------------------------------

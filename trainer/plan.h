@@ -18,8 +18,9 @@ typedef struct {
 TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode);
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);
-// Bytes that all ranks of this machine offload together.
-size_t plan_host_bytes(const Ledger *plan);
+// Bytes of the host that all ranks of this machine need together to offload; a CPU's tensors are there, too.
+size_t plan_host_bytes(const Ledger *plan, DeviceKind device);
+bool plan_fits_host(const Ledger *plan, const Options *options, DeviceKind device);
 
 // --compare-modes: measures a few forward and backward passes in each mode; plans a mode that does not fit.
 void plan_compare_modes(Trainer *trainer);

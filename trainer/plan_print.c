@@ -6,6 +6,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/text.h"
+#include "kernels/ranks/ranks.h"
 #include "trainer/fit.h"
 #include "trainer/plan.h"
 #include "trainer/report.h"
@@ -17,21 +18,20 @@ void plan_resolve(Options *o, DeviceKind device, size_t usable) {
     o->pass.chunk = lce_default_chunk(device, o->batch * o->seq_len);
 }
 
-static void require_host(const Ledger *plan) {
+static void require_host(const Ledger *plan, const Options *o, DeviceKind device) {
   char holders[512];
-  size_t needed = plan_host_bytes(plan), left = host_memory_left();
-  if (!needed || !left || needed <= left) return;
-  fail("--offload needs %s of this machine's memory and %s are left (%s%s); offload less, or add "
-       "--moment-dtype bf16 or --no-master-weights",
-       text_bytes(needed).text, text_bytes(left).text,
-       needed > ledger_host_bytes(plan) ? "of each rank " : "", memory_holders(plan->host, 1, holders));
+  if (plan_fits_host(plan, o, device)) return;
+  fail("--offload needs %s of this machine's memory and %s are left (%s%s); %s",
+       text_bytes(plan_host_bytes(plan, device)).text, text_bytes(host_memory_left()).text,
+       ranks_self()->local_ranks > 1 ? "of each rank " : "", memory_holders(plan->host, 1, holders),
+       device == ON_CPU ? "leave it out: it is of no use on a CPU, which computes in the same memory"
+                        : "offload less, or add --moment-dtype bf16 or --no-master-weights");
 }
 
 void plan_require(const Options *options, DeviceKind device, size_t usable) {
   char holders[512];
   Ledger plan = plan_run(options, device, options->pass.mode);
-  bool elsewhere = options->plan && options->device_memory > 0; // on a machine with a host of its own
-  if (!elsewhere) require_host(&plan);
+  require_host(&plan, options, device);
   if (!usable || plan.peak <= usable) return;
   fail("this run needs %s and the device has %s to give (%s); %s", text_bytes(plan.peak).text,
        text_bytes(usable).text, memory_holders(plan.at_peak, plan.peak / 100, holders),

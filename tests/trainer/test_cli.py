@@ -12,7 +12,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import tap  # noqa: E402
-from program import (Process, ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
+from program import (Deadline, Process, ROOT, TINY, TRAIN, assert_planned, column, floats, main, need, once, read_log, run, start,  # noqa: E402
                      tensors, train, write_mask, write_manifest, write_shard)
 
 ENDLESS = TINY + "--steps 1000000 --sample-every 0 --eval-every 0 "
@@ -438,6 +438,13 @@ def test_fit_trains(folder):
     again, less = chosen(train(f"--resume {folder}/run --steps 2 --fit --device-memory {0.9 * peak / 2**30}").ok())
     assert again != options and less < peak, (again, options)
     train(job + "--fit --batch 16 --recompute layer").ok("--batch 16 --recompute layer")
+    # Micro-batches are tried up to a bound, even where a step has 10^12 tokens and few divisors.
+    deadline = Deadline(20)
+    train("--model gpt2-tiny --seq-len 1 --total-batch 1099511627689 --device cuda --device-memory 80 --plan --fit").ok("--batch 1 ")
+    assert not deadline.passed()
+    # A CPU has one memory, which --offload does not enlarge.
+    train("--device cpu --num-layers 4000 --model llama-8b --batch 1 --seq-len 16 --offload weights,gradients,optimizer").fails(
+        "lce: --offload needs ", "leave it out: it is of no use on a CPU")
 
 
 # An OpenBLAS that does not know the CPU, here by name alone: its better kernels serve, unless they compute wrongly.
