@@ -83,9 +83,8 @@ static bool has_other_split(const char *folder, SourceSplit split) {
   cJSON *manifest = manifest_of(folder);
   if (!manifest && has_file(folder, "train_000000.ends", "val_000000.ends"))
     fail("%s/manifest.json does not exist, which says what the shards there are for; copy it, too, or name "
-         "them: "
-         "'%s/train_*.bin'",
-         folder, folder);
+         "them: '%s/%s_*.bin'",
+         folder, folder, split == SPLIT_TRAIN ? "train" : "val");
   const cJSON *val = listed_split(manifest, "val"), *read = val, *shard;
   bool other = manifest && (split == SPLIT_TRAIN || val);
   if (split == SPLIT_TRAIN || !val) read = listed_split(manifest, "train");

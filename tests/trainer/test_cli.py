@@ -609,6 +609,12 @@ def test_a_folder_of_prepare_data(folder):
     for options in (f"{made} --val-data {folder}/link.bin", f"'{made}/*.bin' --val-data {made}", f"{bare} --val-data {bare}/val_000000.bin"):
         train(line + options).refused(".bin is both in --data and in --val-data; leave it out of one")
     train(TINY + "--val-data README.md").refused("README.md is both in")
+    # Without a manifest nothing tells the splits apart, and the sentence names those that are asked for.
+    lost = shutil.copytree(bare, folder / "lost")
+    (lost / "manifest.json").unlink()
+    for split, options in (("train", lost), ("val", f"{other} --val-data {lost}")):
+        (lost / f"{split}_000000.ends").touch()
+        train(line + str(options)).fails("/lost/manifest.json does not exist, ", f"/lost/{split}_*.bin'\n")
 
 
 # A new model has the vocabulary of the shards' tokenizer, unless it is given.
