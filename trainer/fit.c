@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "data/json.h"
 #include "kernels/base/alloc.h"
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
@@ -201,14 +202,17 @@ static void append(char names[NAMES], const char *dashes, const char *name) {
   snprintf(names + length, NAMES - length, " %s%s", dashes, name);
 }
 
-// Opens what the user gave and --fit would choose, and appends the names. False if there is nothing.
-static bool leave_out(Options *o, char names[NAMES]) {
+// Opens what was given and --fit would choose, and appends the names of what is not the checkpoint's, which
+// --fit chooses again.
+static void leave_out(Options *o, char names[NAMES]) {
+  const cJSON *settings = json_member(o->resumed_from, "settings");
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
-    if (!(options_rows[i].flags & FITTED) || !o->given[i]) continue;
+    const Option *row = &options_rows[i];
+    char now[64];
+    if (!(row->flags & FITTED) || !o->given[i]) continue;
     o->given[i] = false;
-    append(names, "--", options_rows[i].name);
+    if (!option_text(row, o, now) || !json_is(settings, row->name, now)) append(names, "--", row->name);
   }
-  return *names;
 }
 
 Reason fit_remedy(const Options *o, DeviceKind device, size_t usable) {
@@ -219,7 +223,7 @@ Reason fit_remedy(const Options *o, DeviceKind device, size_t usable) {
   Reason remedy;
   if (!o->fit) with.fit = FIT_DEVICE;
   bool found = !o->fit && search(&m, all);
-  if (!found) found = leave_out(&with, left_out) && search(&m, all);
+  if (!found) leave_out(&with, left_out), found = search(&m, all);
   for (int i = 0; i < REMEDIES && !found; i++) { // one on top of the other
     if (!set_other(&m, i, &with)) continue;
     if (strcmp(others[i].name, "fit")) append(added, "", other_words(i).text + 1);

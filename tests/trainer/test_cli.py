@@ -437,6 +437,7 @@ def test_fit_trains(folder):
     assert f"--batch {start['batch']} " in options + " " and abs(summary["peak_bytes"] - peak) < 2**18, (options, summary)
     again, less = chosen(train(f"--resume {folder}/run --steps 2 --fit --device-memory {0.9 * peak / 2**30}").ok())
     assert again != options and less < peak, (again, options)
+    train(f"--resume {folder}/run --steps 2 --device-memory {0.5 * peak / 2**30}").fails("); add --fit\n")  # the batch is the checkpoint's
     train(job + "--fit --batch 16 --recompute layer").ok("--batch 16 --recompute layer")
     # Micro-batches are tried up to a bound, even where a step has 10^12 tokens and few divisors.
     deadline = Deadline(20)
