@@ -90,8 +90,7 @@ Amount amount_of(int op, const void *arguments) {
        moved(bytes_of(a->grad) +
              2 * (bytes_of(a->weight) + bytes_of(a->master) + bytes_of(a->m) + bytes_of(a->v))))
     OF(nesterov, Update, moved(bytes_of(a->grad) + 2 * bytes_of(a->m) + bytes_of(a->weight)))
-    OF(batched_gemm, BatchedGemm,
-       gemm(a->count * a->out.first.shape[0], a->left_transposed ? a->left.first : a->right.first, 0, 0, 0))
+    OF(batched_gemm, BatchedGemm, gemm(a->count * a->out.first.shape[0], a->right.first, 0, 0, 0))
     OF(sgd, Update, moved(bytes_of(a->grad) + 2 * (bytes_of(a->weight) + bytes_of(a->master))))
     OF(sum_elements, SumElements, moved(bytes_of(a->x)))
     OF(fill_zero, Tensor, moved(bytes_of(*a)))
