@@ -251,7 +251,7 @@ void fit_choose(Options *o, DeviceKind device, size_t usable) {
     fail("--fit: %s of %lld tokens fits in %s; %s", batch, (long long)o->seq_len, text_bytes(usable).text,
          fit_remedy(o, device, usable).text);
   Choice best = all[0];
-  printf("--fit: the fastest of %d settings that fit in %s, by prediction; the next; with other options\n",
+  printf("--fit: the best of %d settings that fit in %s, by prediction; the next; with other options\n",
          count, text_bytes(usable).text);
   print_choice(&m, &best, best.rate, "");
   for (int i = 1, shown = 0; i < count && shown < 3; i++) {
