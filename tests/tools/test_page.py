@@ -118,21 +118,23 @@ def exact(z, y):
 
 
 def test_which_number_to_subtract(folder):
-    """-R / (1 + R) is right to 1.4e-7 everywhere; p - 1 is off by what the page, LCE.md and the slider say."""
-    dom, rows = chromium(folder, "lead=14", script="return upTo(30).map(k => [k, led(k), usual(led(k), 0), anchored(led(k), 0)])")
+    """-R / (1 + R) is right to 1.2e-6 in steps of 0.01, and to 1.4e-7 at whole leads; p - 1 is off by what the page, LCE.md
+    and the slider say."""
+    dom, rows = chromium(folder, "lead=14", script="return upTo(3000).map(k => [led(k / 100), usual(led(k / 100), 0), anchored(led(k / 100), 0)])")
     shown = {}
-    for lead, z, usual, anchored in rows:
-        c, loss = exact(z, 0)
-        assert abs(anchored["c"] / c - 1) < 1.45e-7 and abs(anchored["loss"] / loss - 1) < 1.45e-7, lead
-        shown[lead] = f"{100 * abs(usual['c'] / c - 1):.1f}%"
-        if lead >= 16:
+    for k, (z, usual, anchored) in enumerate(rows):
+        (c, loss), most = exact(z, 0), 1.2e-6 if k % 100 else 1.45e-7
+        assert abs(z[0] - max(z[1:]) - k / 100) < 1e-6
+        assert abs(anchored["c"] / c - 1) < most and abs(anchored["loss"] / loss - 1) < most, k
+        shown[k / 100] = f"{100 * abs(usual['c'] / c - 1):.1f}%"
+        if k >= 1600:
             assert usual["c"] == usual["loss"] == 0
     assert [shown[lead] for lead in (10, 14, 15, 16, 30)] == ["0.2%", "6.7%", "27.5%", "100.0%", "100.0%"], shown
     assert "<b>6.7%</b>" in dom
     for page in TEXT, (PAGE.parent / "LCE.md").read_text():
         sentence = " ".join(re.sub("<[^>]*>", "", page).split())
-        assert re.search(r"0\.2% at a lead of 10, 6\.7% at 14 and 27\.5% at 15, and from 16 on it is 0, where the loss is still 4\.8e-7", sentence)
-    assert f"{exact(rows[16][1], 0)[1]:.1e}" == "4.8e-07"
+        assert re.search(r"0\.2% at a lead of 10, 6\.7% at 14 and 27\.5% at 15, and from 16 on it is exactly 0, although the loss at 16 is 4\.8e-7", sentence)
+    assert f"{exact(rows[1600][0], 0)[1]:.1e}" == "4.8e-07"
 
 
 def test_by_hand(folder):
@@ -149,7 +151,7 @@ def test_by_hand(folder):
     c, loss = exact(z, y)
     assert (z, y) == ([2, 2.5, -1, -2, 3], 0) and abs(row["c"] / c - 1) < 2e-7 and abs(row["loss"] / loss - 1) < 2e-7 and f"R = {row['R']:.5f}" in dom
     dom, row = chromium(folder, "z=2,2,-1,90,3&y=4", script="return anchored(logits(), at.y)")
-    assert row["repaired"] and abs(row["loss"] - 87) < 1e-4 and row["c"] == -1 and "<b>repaired</b>" in dom
+    assert row["repaired"] and abs(row["loss"] - 87) < 1e-4 and row["c"] == -1 and "<b>computed again</b>" in dom
 
 
 def test_the_state_is_in_the_address(folder):
