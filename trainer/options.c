@@ -110,7 +110,8 @@ const Option options_rows[] = {
   {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints "
    "(default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
-  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "0: the likeliest", SAME, "0.8"},
+  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100),
+   "Temperature of the samples; 0 takes the most likely token", SAME, "0.8"},
   {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX), "Draw from the K likeliest; 0: all", SAME, "0"},
   {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1),
    "Draw from the fewest tokens that together have probability P", SAME, "1"},

@@ -106,8 +106,7 @@ static void resolve_batch(Options *o) {
   bool resumed = saved && strtoll(saved, NULL, 10) == o->total_batch;
   if (o->total_batch % together)
     fail("--total-batch %lld%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x "
-         "--seq-len); "
-         "change --batch or --total-batch",
+         "--seq-len); change --batch or --total-batch",
          (long long)o->total_batch, resumed ? ", as in " : "", resumed ? o->origin : "", (long long)together,
          o->ranks > 1 ? "ranks x " : "");
   o->micro_steps = o->total_batch / together;
@@ -122,8 +121,7 @@ static void resolve_schedule(Options *o) {
     fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
          (long long)o->schedule.warmup_steps, (long long)o->steps);
   if (o->first_step > o->steps)
-    fail("--steps %lld: %s is after step %lld already; give --steps above that, or resume from an earlier "
-         "checkpoint",
+    fail("--steps %lld: %s is after step %lld already; give --steps above that or resume an earlier one",
          (long long)o->steps, o->origin, (long long)o->first_step);
 }
 
@@ -212,8 +210,7 @@ void options_resolve_dtypes(Options *o, bool cuda) {
   if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
   if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
   if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))
-    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use --device "
-         "cuda");
+    fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use a GPU");
   if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
   o->dtypes.weight = o->dtype;
