@@ -160,6 +160,9 @@ def what_is_made_of_it():
     certain, ids = torch.tensor([0.0, -60.0], device=DEVICE).requires_grad_(), torch.tensor([3, 4], device=DEVICE)
     value = topk_kl(certain, certain.detach(), ids)  # without a rest
     assert value == 0 and torch.autograd.grad(value, certain)[0].isfinite().all()
+    few, offsets = torch.tensor([5, -100, -100], device=DEVICE), torch.tensor([0, 1, 3, 3], device=DEVICE)
+    mass = log_mass(torch.tensor([-1.0, 0.0, 0.0], device=DEVICE), few, offsets)  # of ids that count, that do not, and of none
+    assert mass.tolist() == [-1, -torch.inf, -torch.inf], mass
 
 
 def compiled_narrow_and_invariant():
