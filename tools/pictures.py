@@ -151,11 +151,11 @@ def split(path):
 def certain(path):
     """Draws the error of the target's gradient over its lead, in fp32, as page.html computes it."""
     import numpy
-    f, leads = numpy.float32, [k / 4 for k in range(121)]
+    f, leads = numpy.float32, [k / 25 for k in range(751)]
     errors = {"p − 1": [], "−R / (1 + R)": []}
     for lead in leads:
-        z = numpy.array([12, *(12 - lead + more for more in (0.75, 0.125, 0, -3))], f)  # differences that are exact in fp32
-        R = math.fsum(math.exp(v) for v in z[1:].astype(float) - 12)
+        z = numpy.array([12, *(12 - lead - more for more in (0, 0, 0, 0.125, 0.875))], f)
+        R = math.fsum(math.exp(v) for v in z[1:].astype(float) - 12)  # of the logits as fp32 has them
         lse = z.max() + numpy.log(numpy.exp(z - z.max()).sum(dtype=f))
         sums = numpy.exp(z[1:] - z[0]).sum(dtype=f)
         for name, c in (("p − 1", numpy.exp(z[0] - lse) - f(1)), ("−R / (1 + R)", -sums / (f(1) + sums))):
@@ -165,13 +165,13 @@ def certain(path):
                             "Orange: the usual p − 1, after the maximum. Blue: after the target's own logit.", (0.95, 1.4, 1.2, 0.95))
     ax = panel(figure, cells[0])
     for (name, values), color in zip(errors.items(), (USUAL, FUSED)):
-        ax.plot(leads, values, color=color, lw=2)
+        ax.plot(leads, values, color=color, lw=0.9)
         label(ax, [(30, values[-1], color, name)])
     ax.set(yscale="log", ylim=(1e-9, 3), xlim=(0, 30), xlabel="lead of the target's logit", yticks=[1e-8, 1e-6, 1e-4, 1e-2, 1],
            yticklabels=["1e-8", "1e-6", "1e-4", "1%", "100%"])
     for lead, words in ((10, "0.2%"), (14, "6.7%"), (15, "27.5%"), (16, "100%")):
-        ax.plot(lead, errors["p − 1"][4 * lead], "o", color=USUAL, ms=5)
-        ax.annotate(words, (lead, errors["p − 1"][4 * lead]), xytext=(-4, 7), textcoords="offset points", ha="right", fontsize=9)
+        ax.plot(lead, errors["p − 1"][25 * lead], "o", color=USUAL, ms=5)
+        ax.annotate(words, (lead, errors["p − 1"][25 * lead]), xytext=(-4, 7), textcoords="offset points", ha="right", fontsize=9)
     save(figure, path)
 
 
