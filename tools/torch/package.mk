@@ -11,7 +11,7 @@ TORCH         := tools/torch/liblce
 TORCH_SOURCES := $(wildcard $(TORCH)/*.c) $(if $(HAVE_CUDA),$(wildcard $(TORCH)/cuda/*.cu))
 TORCH_HELPERS := $(filter-out tests/pytorch/test_%,$(wildcard tests/pytorch/*.c))
 ifeq ($(VARIANT),emulated)
-  TESTS += $(wildcard $(addprefix tests/pytorch/test_,batch_invariant.c ids.c log_prob_values.c log_probs.c operations.c))
+  TESTS += $(wildcard $(addprefix tests/pytorch/test_,batch_invariant.c divergence.c ids.c log_prob_values.c log_probs.c operations.c))
 endif
 
 # The tests link its objects, which need the core's archive once more after them.

@@ -4,6 +4,7 @@ import functools
 import torch
 
 from . import functional
+from .divergence import linear_divergence
 from .functional import linear_cross_entropy
 from .ids import linear_ids_log_probs, log_mass, renormalized, topk_kl
 from .modules import LinearCrossEntropy, patch_transformers, unpatch_transformers
@@ -11,8 +12,8 @@ from .trl_trainers import patch_trl, unpatch_trl
 
 __version__ = "0.1"
 
-__all__ = ["linear_cross_entropy", "linear_log_probs", "linear_ids_log_probs", "log_mass", "renormalized", "topk_kl",
-           "LinearCrossEntropy", "patch_transformers", "unpatch_transformers", "patch_trl", "unpatch_trl"]
+__all__ = ["linear_cross_entropy", "linear_log_probs", "linear_ids_log_probs", "linear_divergence", "log_mass",
+           "renormalized", "topk_kl", "LinearCrossEntropy", "patch_transformers", "unpatch_transformers", "patch_trl", "unpatch_trl"]
 
 
 @functools.wraps(functional.linear_log_probs)

@@ -27,6 +27,15 @@ class IdsArgs(ctypes.Structure):
                                                "dlog_probs", "dlse", "dentropy", "dx", "dweight", "dbias", "stream")])
 
 
+class DivergenceArgs(ctypes.Structure):
+    """lce_divergence_args."""
+    _fields_ = ([(name, c_int64) for name in ("tokens", "hidden_size", "teacher_hidden_size", "vocab_size", "chunk")] +
+                [(name, c_int32) for name in ("kind", "narrow_dweight")] +
+                [(name, c_float) for name in ("beta", "softcap", "temperature", "teacher_softcap", "teacher_temperature")] +
+                [(name, c_void_p) for name in ("x", "weight", "bias", "teacher_x", "teacher_weight", "teacher_bias", "mask",
+                                               "token_weights", "loss", "entropy", "dx", "dweight", "dbias", "stream")])
+
+
 # int collective(user, kind, out, x, count, dtype), and the names of its kinds.
 Collective = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64, c_int)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -35,6 +44,7 @@ FUNCTIONS = dict(lce_create=(c_void_p, c_char_p, c_int, c_char_p), lce_destroy=(
                  lce_join=(c_int, c_void_p, c_int, c_int, Collective, c_void_p),
                  lce_linear_cross_entropy=(c_int, c_void_p, POINTER(Args)),
                  lce_ids_log_probs=(c_int, c_void_p, POINTER(IdsArgs)),
+                 lce_linear_divergence=(c_int, c_void_p, POINTER(DivergenceArgs)),
                  lce_scale=(c_int, c_void_p, c_void_p, c_int, c_void_p, c_int, c_int64, c_void_p, c_void_p),
                  lce_synchronize=(c_int, c_void_p),
                  lce_held_bytes=(c_int64, c_void_p), lce_last_error=(c_char_p,))

@@ -10,6 +10,7 @@
 #include "kernels/base/integers.h"
 #include "kernels/base/text.h"
 #include "tools/torch/liblce/blas/found_blas.h"
+#include "tools/torch/liblce/divergence.h"
 #include "tools/torch/liblce/ids.h"
 #include "tools/torch/liblce/log_probs.h"
 #include "tools/torch/liblce/operations.h"
@@ -570,6 +571,57 @@ EXPORTED int lce_ids_log_probs(lce_context *context, const lce_ids_args *args) {
     if (args->offsets) check_offsets(backend, request.offsets, args->id_count);
   }
   run_ids(backend, request);
+  end(context);
+  context->held_bytes = bytes;
+  return leave(0);
+}
+
+// --- divergences -------------------------------------------------------------------------------------------
+
+static LinearDivergence checked_divergence(const lce_divergence_args *a, const Backend *backend) {
+  if (!a) fail("%s: args must be there", frame->name);
+  check_sizes(a->tokens, a->hidden_size, a->vocab_size, a->chunk);
+  check_size("teacher_hidden_size", a->teacher_hidden_size);
+  if (a->kind < FORWARD_KL || a->kind > JSD)
+    fail("%s: kind is %d; 0 is KL(teacher || student), 1 its reverse, 2 the JSD", frame->name, a->kind);
+  Dtype dtype = backend->dtype;
+  int64_t n = a->tokens, v = a->vocab_size, h = a->hidden_size, th = a->teacher_hidden_size;
+  LinearDivergence r = {.chunk = a->chunk ? a->chunk : divergence_chunk(backend, n),
+                        .kind = (DivergenceKind)a->kind,
+                        .beta = a->beta,
+                        .student = {.softcap = a->softcap, .temperature = a->temperature},
+                        .teacher = {.softcap = a->teacher_softcap, .temperature = a->teacher_temperature}};
+  const Argument tensors[] = {
+      {"x", a->x, n, h, dtype, false, &r.student.x},
+      {"weight", a->weight, v, h, dtype, false, &r.student.weight},
+      {"teacher_x", a->teacher_x, n, th, dtype, false, &r.teacher.x},
+      {"teacher_weight", a->teacher_weight, v, th, dtype, false, &r.teacher.weight},
+      {"loss", a->loss, n, 0, DTYPE_F32, true, &r.loss},
+      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &r.entropy},
+      {"bias", a->bias, v, 0, dtype, false, &r.student.bias},
+      {"teacher_bias", a->teacher_bias, v, 0, dtype, false, &r.teacher.bias},
+      {"mask", a->mask, n, 0, DTYPE_I32, false, &r.mask},
+      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &r.token_weights},
+      {"dx", a->dx, n, h, dtype, true, &r.dx},
+      {"dweight", a->dweight, v, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &r.dweight},
+      {"dbias", a->dbias, v, 0, DTYPE_F32, true, &r.dbias}};
+  take_arguments(tensors, sizeof tensors / sizeof *tensors, 5,
+                 "x, weight, teacher_x, teacher_weight and loss");
+  check_bytes("the logits", 2 * min_i64(r.chunk, n), v, DTYPE_F32, "a smaller chunk holds less");
+  return r;
+}
+
+EXPORTED int lce_linear_divergence(lce_context *context, const lce_divergence_args *args) {
+  ENTER(context);
+  Backend *backend = context->backend, *plan = context->plan;
+  const LinearDivergence request = checked_divergence(args, backend);
+  batch_invariant(backend, &context->ops, plan->fixed_order = false);
+  ledger_reset_peak(&plan->memory.ledger);
+  linear_divergence(plan, request);
+  size_t bytes = plan->memory.ledger.stack_peak;
+  start(context, args->stream);
+  make_room(backend, bytes);
+  linear_divergence(backend, request);
   end(context);
   context->held_bytes = bytes;
   return leave(0);

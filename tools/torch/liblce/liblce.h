@@ -191,6 +191,33 @@ typedef struct {
 // log_probs are NaN. The head is whole, also in a context that has joined others.
 int lce_ids_log_probs(lce_context *context, const lce_ids_args *args);
 
+// The divergence of a student's distribution p = softmax(v) from a teacher's, q, for each token; v as above, each head
+// with its own hidden size, bias, softcap and temperature, and one vocabulary:
+//
+//   kind 0: KL(q || p)   1: KL(p || q)   2: beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q
+//
+// and the gradients of sum_n token_weights[n] loss[n] with respect to the student's x, weight and bias. They hold no
+// factor of temperature^2. A chunk of both heads' logits is stored, in the context's dtype. Where a bias of minus
+// infinity masks an entry of one head alone, a divergence that is infinite is about 1e30.
+typedef struct {
+  int64_t tokens, hidden_size, teacher_hidden_size, vocab_size, chunk;
+  int32_t kind, narrow_dweight; // narrow_dweight as in lce_args: in one chunk
+  float beta;                   // of kind 2: above 0, below 1
+  float softcap, temperature, teacher_softcap, teacher_temperature;
+  const void *x, *weight, *bias;                         // as in lce_args; bias may be NULL
+  const void *teacher_x, *teacher_weight, *teacher_bias; // likewise, with teacher_hidden_size
+  const int32_t *mask;                                   // [N], or NULL: 0 does not count
+  const float *token_weights;                            // [N], or NULL: 1
+  float *loss,
+      *entropy;       // [N]: before token_weights, 0 of what does not count; the student's entropy, or NULL
+  void *dx, *dweight; // as in lce_args; written
+  float *dbias;       // [V]; there when bias and dweight are
+  void *stream;       // as in lce_args
+} lce_divergence_args;
+
+// Returns 0, or 1 with lce_last_error. The heads are whole, also in a context that has joined others.
+int lce_linear_divergence(lce_context *context, const lce_divergence_args *args);
+
 // out[i] = factor[0] x[i] for i < count, rounded to out's dtype: for gradients whose factor is known only
 // after the call. x, out: on the context's device, of dtype 0, fp32, or 1, bf16 (not on the CPU); out may be
 // x, and a factor of 1 then costs no time. count 0 does nothing. factor: fp32 [1], there too. stream: as in

@@ -92,6 +92,28 @@ typedef struct {
   float softcap, temperature;
 } LceIdGradients;
 
+// Computes how far a student's distribution p is from a teacher's, q, and turns the student's logits into the
+// gradient in place. With z a logit of either head, its bias added, u = c tanh(z / c) under a soft-cap c, else z,
+// p = softmax(u / T), each head with its own c and T, and gap = log q - log p:
+//   FORWARD_KL  loss = sum q gap      d = p - q
+//   REVERSE_KL  loss = -sum p gap     d = p (-gap - loss)
+//   JSD         loss = beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q
+//               d = (1 - beta) p (log p - log m - KL(p || m))
+//   logits[n, j] = weights[n] d / T du/dz
+// There is no factor of T^2. Where mask[n] is 0, loss, entropy and gradient are 0, and the row's logits are not read.
+// An entry that a bias of minus infinity masks in both heads counts as none.
+typedef enum { FORWARD_KL, REVERSE_KL, JSD } DivergenceKind;
+typedef struct {
+  Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
+  Tensor logits,
+      teacher_logits;        // fp32/bf16 [N, V], strided; zeros may follow the gradient, as in LceLogitsExp
+  Tensor bias, teacher_bias; // fp32/bf16 [V], or absent
+  Tensor mask, weights;      // int32 [N], fp32 [N]; or absent: 1
+  float softcap, temperature, teacher_softcap, teacher_temperature, beta;
+  DivergenceKind kind;
+  bool backward; // false: the logits stay
+} LceDivergence;
+
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
@@ -115,6 +137,7 @@ typedef struct {
   X(lce_id_log_probs, LceIdLogProbs)                                                                         \
   X(lce_id_factors, LceIdGradients)                                                                          \
   X(lce_id_gradients, LceIdGradients)                                                                        \
+  X(lce_divergence, LceDivergence)                                                                           \
   X(read_targets, ReadTargets)                                                                               \
   X(scale_by, ScaleBy)
 #define DECLARE(name, Arguments)                                                                             \

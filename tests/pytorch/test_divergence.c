@@ -1,0 +1,113 @@
+// tools/torch/liblce/divergence.h against float64: losses, entropies and gradients of the three divergences.
+
+#include "tests/harness.h"
+#include "tools/torch/liblce/divergence.h"
+
+typedef struct {
+  int64_t rows, hidden, teacher_hidden, vocab, chunk;
+  DivergenceKind kind;
+  double beta, softcap, temperature, scale; // scale: of the logits
+  bool terms, narrow;                       // terms: biases, a mask, weights
+} Shape;
+
+typedef struct {
+  double *x, *weight, *bias, *log_p;
+} Side;
+
+static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, int64_t hidden, double temperature) {
+  side->x = random_values(h, s->rows * hidden, 1);
+  side->weight = random_values(h, s->vocab * hidden, s->scale / sqrt((double)hidden));
+  side->log_p = host_values(h, s->vocab);
+  DivergenceHead head = {.x = tensor_from(h, h->dtype, side->x, s->rows, hidden),
+                         .weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden),
+                         .softcap = (float)s->softcap,
+                         .temperature = (float)temperature};
+  if (s->terms) head.bias = random_vector(h, &side->bias, s->vocab, 1);
+  return head;
+}
+
+// log p of row n, and du/dz / T.
+static void log_softmax(const Shape *s, Side *side, int64_t hidden, double temperature, int64_t n,
+                        double *slope) {
+  double max = -INFINITY, total = 0, cap = s->softcap, *v = side->log_p;
+  for (int64_t j = 0; j < s->vocab; j++) {
+    double z = side->bias ? side->bias[j] : 0;
+    for (int64_t i = 0; i < hidden; i++) z += side->x[n * hidden + i] * side->weight[j * hidden + i];
+    v[j] = (cap > 0 ? cap * tanh(z / cap) : z) / temperature;
+    if (slope) slope[j] = (cap > 0 ? 1 - tanh(z / cap) * tanh(z / cap) : 1) / temperature;
+    max = fmax(max, v[j]);
+  }
+  for (int64_t j = 0; j < s->vocab; j++) total += exp(v[j] - max);
+  for (int64_t j = 0; j < s->vocab; j++) v[j] -= max + log(total);
+}
+
+static void check_case(Harness *h, const void *shape) {
+  const Shape *s = shape;
+  Side own = {0}, teacher = {0};
+  double temperature = s->temperature, others = s->terms ? 2 * temperature : temperature, *weights = NULL;
+  LinearDivergence a = {.student = head_of(h, s, &own, s->hidden, temperature),
+                        .teacher = head_of(h, s, &teacher, s->teacher_hidden, others),
+                        .kind = s->kind,
+                        .beta = (float)s->beta,
+                        .chunk = s->chunk,
+                        .loss = poisoned_vector(h, DTYPE_F32, s->rows),
+                        .entropy = poisoned_vector(h, DTYPE_F32, s->rows),
+                        .dx = poisoned(h, h->dtype, s->rows, s->hidden),
+                        .dweight = poisoned(h, s->narrow ? h->dtype : DTYPE_F32, s->vocab, s->hidden)};
+  int32_t *mask = random_ids(h, s->rows, 2);
+  mask[0] = 1;
+  if (s->terms) {
+    a.mask = ids_from(h, mask, s->rows), a.dbias = poisoned_vector(h, DTYPE_F32, s->vocab);
+    weights = random_values(h, s->rows, 1), a.token_weights = vector_from(h, DTYPE_F32, weights, s->rows);
+  }
+  double *loss = host_values(h, s->rows), *entropy = host_values(h, s->rows);
+  double *dx = host_values(h, s->rows * s->hidden), *dweight = host_values(h, s->vocab * s->hidden);
+  double *dbias = host_values(h, s->vocab), *slope = host_values(h, s->vocab),
+         *lead = host_values(h, s->vocab);
+  for (int64_t n = 0; n < s->rows; n++) {
+    if (s->terms && !mask[n]) continue;
+    const double *p = own.log_p, *q = teacher.log_p, beta = s->beta;
+    double mean = 0;
+    log_softmax(s, &own, s->hidden, temperature, n, slope);
+    log_softmax(s, &teacher, s->teacher_hidden, others, n, NULL);
+    for (int64_t j = 0; j < s->vocab; j++) {
+      double m = log((1 - beta) * exp(p[j]) + beta * exp(q[j]));
+      lead[j] = p[j] - (s->kind == JSD ? m : q[j]), mean += exp(p[j]) * lead[j];
+      entropy[n] -= exp(p[j]) * p[j];
+      loss[n] += s->kind == FORWARD_KL   ? exp(q[j]) * (q[j] - p[j])
+                 : s->kind == REVERSE_KL ? exp(p[j]) * lead[j]
+                                         : beta * exp(q[j]) * (q[j] - m) + (1 - beta) * exp(p[j]) * lead[j];
+    }
+    for (int64_t j = 0; j < s->vocab; j++) {
+      double d = s->kind == FORWARD_KL ? exp(p[j]) - exp(q[j]) : exp(p[j]) * (lead[j] - mean);
+      d *= slope[j] * (s->kind == JSD ? 1 - beta : 1) * (weights ? weights[n] : 1), dbias[j] += d;
+      for (int64_t i = 0; i < s->hidden; i++) {
+        dx[n * s->hidden + i] += d * own.weight[j * s->hidden + i];
+        dweight[j * s->hidden + i] += d * own.x[n * s->hidden + i];
+      }
+    }
+  }
+  linear_divergence(h->backend, a);
+  double size = 4 * s->scale / s->temperature;
+  Tolerance values = with_size(within_stored(h, 8, 1), size),
+            gradients = within_stored(h, 8, (double)s->rows + 16);
+  check_values(h, "loss", a.loss, loss, values);
+  check_values(h, "entropy", a.entropy, entropy, values);
+  check_values(h, "dx", a.dx, dx, with_size(gradients, size / 8));
+  check_values(h, "dweight", a.dweight, dweight, with_size(gradients, size / 8));
+  if (s->terms) check_values(h, "dbias", a.dbias, dbias, with_size(gradients, size / 8));
+}
+
+HARNESS_TEST(test_values) {
+  static const Shape shapes[] = {
+      {1, 1, 2, 2, 1, FORWARD_KL, .temperature = 1, .scale = 1},
+      {13, 24, 40, 501, 5, FORWARD_KL, .temperature = 1, .scale = 1, .terms = true},
+      {9, 32, 16, 1203, 9, REVERSE_KL, .temperature = 0.7, .scale = 1, .narrow = true},
+      {13, 24, 40, 501, 5, REVERSE_KL, .softcap = 4, .temperature = 2, .scale = 2, .terms = true},
+      {11, 24, 24, 640, 4, JSD, .beta = 0.5, .temperature = 1, .scale = 1},
+      {13, 24, 40, 501, 13, JSD, .beta = 0.1, .softcap = 4, .temperature = 1.3, .scale = 2, .terms = true},
+      {7, 24, 40, 333, 3, JSD, .beta = 0.9, .temperature = 0.5, .scale = 2}};
+  RUN_CASES(h, check_case, shapes);
+}
+
+TEST_MAIN(run_on_backends())

@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""linear_divergence of tools/torch against PyTorch's operations in float64, and against TRL's."""
+import itertools
+import math
+
+from setting import DEVICE, all_close, close, raises, run, torch
+from tap import Skip
+
+if torch:
+    import torch.nn.functional as F
+    import torch.utils.checkpoint
+    from lce import linear_divergence
+
+N, H, TEACHER_H, V = (4, 9), 24, 40, 301
+KINDS = ("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)
+
+
+def problem(vocab=V, weights=0.5):
+    """x, weight, bias (leaves) and the teacher's."""
+    shapes = (*N, H), (vocab, H), (vocab,), (*N, TEACHER_H), (vocab, TEACHER_H), (vocab,)
+    tensors = [torch.randn(shape, device=DEVICE) * (weights if len(shape) == 2 else 1) for shape in shapes]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(tensors)]
+
+
+def reference(x, weight, bias, teacher_x, teacher_weight, teacher_bias, kind, beta, temperature=1.0, teacher_temperature=None,
+              softcap=0.0, teacher_softcap=0.0, scale=1.0, teacher_scale=1.0):
+    def log_probs(x, weight, bias, temperature, cap, scale):
+        z = scale * F.linear(x, weight, bias)
+        return torch.log_softmax((cap * torch.tanh(z / cap) if cap else z) / temperature, -1)
+    p = log_probs(x, weight, bias, temperature, softcap, scale)
+    q = log_probs(teacher_x, teacher_weight, teacher_bias, teacher_temperature or temperature, teacher_softcap, teacher_scale)
+    m = torch.logaddexp(p + math.log(1 - beta), q + math.log(beta))
+    forward, reverse = ((a.exp() * (a - b)).sum(-1) for a, b in ((q, p), (p, q)))
+    jsd = (beta * q.exp() * (q - m) + (1 - beta) * p.exp() * (p - m)).sum(-1)
+    return dict(forward_kl=forward, reverse_kl=reverse, jsd=jsd)[kind]
+
+
+def ours(x, weight, bias, teacher_x, teacher_weight, teacher_bias, kind, beta, **options):
+    return linear_divergence(x, weight, teacher_x, teacher_weight, kind, beta=beta, bias=bias, teacher_bias=teacher_bias, **options)
+
+
+def double(tensors):
+    return [t if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def compare(what, tensors, kind, beta, most=2e-6, chunk=10, **options):
+    """Losses and gradients of each token, and of a weighted sum, which makes them in the forward pass."""
+    leaves, exact = [t for t in tensors if t is not None and t.requires_grad], double(tensors)
+    want = reference(*exact, kind, beta, **options)
+    upstream = torch.randn(N, device=DEVICE)
+    wants = torch.autograd.grad(want, [t for t in exact if t is not None and t.requires_grad], upstream.double())
+    loss = ours(*tensors, kind, beta, chunk=chunk, reduction="none", **options)
+    close(f"{what}, {kind} {beta}", loss, want, 1e-6)
+    total = ours(*tensors, kind, beta, chunk=chunk, reduction="sum", token_weights=upstream, **options)
+    for way, gradients in ("none", torch.autograd.grad(loss, leaves, upstream)), ("sum", torch.autograd.grad(total, leaves)):
+        all_close(f"{what}, {kind} {beta}, gradients by {way}", gradients, wants, most)
+
+
+def values():
+    more = (dict(), dict(temperature=0.5), dict(temperature=4.0), dict(temperature=0.7, teacher_temperature=2.0),
+            dict(softcap=5.0, teacher_softcap=8.0, scale=0.5, teacher_scale=2.0))
+    for (kind, beta), options in itertools.product(KINDS, more):
+        tensors, most = problem(), 2e-6 / min(1, options.get("temperature", 1))  # a logit's rounding is divided by T
+        compare(str(options), tensors, kind, beta, most, **options)
+        compare(f"{options} without bias", [*tensors[:2], None, *tensors[3:5], None], kind, beta, most, chunk=36, **options)
+
+
+def alone():
+    """The gradient of one leaf."""
+    for kind, beta in KINDS[:4]:
+        for i in range(3):
+            compare(f"leaf {i}", [t.detach().requires_grad_(j == i) for j, t in enumerate(problem())], kind, beta)
+
+
+def near_and_far():
+    for kind, beta in KINDS:
+        x, weight, bias, *_ = problem()
+        same = [x, weight, bias, x.detach(), weight.detach(), bias.detach()]
+        assert ours(*same, kind, beta, reduction="none").abs().max() < 1e-6
+        assert torch.autograd.grad(ours(*same, kind, beta), x)[0].abs().max() < 1e-6
+        near = [*same[:4], same[4] + 1e-2 * torch.randn_like(weight), same[5]]
+        value, want = ours(*near, kind, beta, reduction="none"), reference(*double(near), kind, beta)
+        off = (value - want).abs().max()
+        assert off < 5e-7 * (20 if DEVICE == "cuda" else 1), (kind, beta, off, want.max())
+        far = problem()  # each is nearly certain of another entry, whose probability underflows in the other head
+        far[2].data[3] += 200
+        far[5][7] += 150
+        compare("far", far, kind, beta, most=4e-6)
+        masked = problem()
+        masked[2].data[5] = masked[5][5] = -torch.inf
+        gradient, = torch.autograd.grad(ours(*masked, kind, beta), masked[0])
+        exact = double(masked)
+        for i in 1, 2, 4, 5:
+            exact[i] = torch.cat([exact[i][:5], exact[i][6:]]).detach()
+        close("masked in both heads", gradient, torch.autograd.grad(reference(*exact, kind, beta).mean(), exact[0])[0], 2e-6)
+
+
+def limits():
+    """A JSD over its beta is nearly a KL at either end."""
+    tensors = [t.detach() if t.dim() > 1 else None for t in problem(weights=0.1)]
+    for beta, kind in (1e-2, "forward_kl"), (1 - 1e-2, "reverse_kl"):
+        jsd = ours(*tensors, "jsd", beta, reduction="none") / min(beta, 1 - beta)
+        close(kind, jsd, ours(*tensors, kind, 0.5, reduction="none"), 0.05)
+
+
+def large_vocabularies():
+    for (kind, beta), vocab in itertools.product((KINDS[0], KINDS[3]), (65537, 200003)):
+        compare(f"V {vocab}", problem(vocab), kind, beta)
+
+
+def masks_and_reductions():
+    *tensors, mask = *problem(), torch.rand(N, device=DEVICE) < 0.6
+    for (kind, beta), skip in itertools.product(KINDS[:4], (False, True)):
+        exact = double(tensors)
+        want = torch.where(mask, reference(*exact, kind, beta), 0)
+        p = torch.log_softmax(F.linear(*exact[:3]), -1)
+        loss, entropy = ours(*tensors, kind, beta, mask=mask, chunk=7, reduction="none", entropy=True, skip_ignored=skip)
+        close("loss", loss, want, 1e-6)
+        close("entropy", entropy, torch.where(mask, -(p.exp() * p).sum(-1), 0), 1e-6)
+        assert loss[~mask].eq(0).all() and entropy[~mask].eq(0).all() and not entropy.requires_grad
+        for reduction, total in ("mean", want.sum() / mask.sum()), ("sum", want.sum()):
+            got = ours(*tensors, kind, beta, mask=mask.int(), chunk=7, reduction=reduction, skip_ignored=skip)
+            close(reduction, got, total, 1e-6)
+            gradients = torch.autograd.grad(got, tensors[:3], retain_graph=True)
+            all_close(reduction, gradients, torch.autograd.grad(total, exact[:3], retain_graph=True), 2e-6)
+            all_close("a second pass", torch.autograd.grad(got, tensors[:3]), gradients, 1e-6)
+            assert gradients[0][~mask].eq(0).all()
+        none = ours(*tensors, kind, beta, mask=torch.zeros_like(mask), skip_ignored=skip)
+        assert none.isnan() and torch.autograd.grad(none, tensors[1])[0].eq(0).all()
+
+
+def compiled_checkpointed_and_hooked():
+    x, weight, bias, *teacher = problem()
+    for reduction in "mean", "none":
+        def function(x):
+            return ours(x, weight, bias, *teacher, "jsd", 0.5, reduction=reduction).sum()
+        want = torch.autograd.grad(function(2 * x), (x, weight, bias))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or len(saved) - 1, lambda i: saved[i]):
+            hooked = function(2 * x)
+        for what, loss in (("compiled", torch.compile(function, fullgraph=True)(2 * x)), ("hooks", hooked),
+                           ("checkpoint", torch.utils.checkpoint.checkpoint(function, 2 * x, use_reentrant=False))):
+            all_close(what, torch.autograd.grad(loss, (x, weight, bias)), want, 1e-6)
+    first, = torch.autograd.grad(function(x), x, create_graph=True)
+    raises(RuntimeError, "no second derivative", lambda: first.sum().backward())
+
+
+def equals_trls():
+    try:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+    except ImportError as error:
+        raise Skip(str(error))
+    caps = dict(temperature=0.7, scale=0.5, softcap=6.0, teacher_scale=2.0, teacher_softcap=5.0)
+    for beta, (kind, options) in itertools.product((0.0, 0.3, 1.0), ((None, {}), (None, caps))):
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+        tensors = problem()
+        flat = [t.flatten(0, -2) if t.dim() == 3 else t for t in tensors]
+        more = [options.get(name, default) for name, default in (("temperature", 1.0), ("scale", 1.0), ("softcap", None),
+                                                                 ("teacher_scale", 1.0), ("teacher_softcap", None))]
+        divergence, entropy = ChunkedDivergenceFunction.apply(*flat, beta, *more)
+        loss, entropies = ours(*flat, kind, beta, reduction="none", entropy=True, **options)
+        all_close("TRL's", (loss, entropies), (divergence, entropy), 1e-5)
+        all_close("TRL's gradients", *(torch.autograd.grad(t.sum(), tensors[:3]) for t in (loss, divergence)), 1e-5)
+
+
+def wrong_arguments():
+    x, weight, bias, teacher_x, teacher_weight, teacher_bias = problem()
+    given = dict(x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight, bias=bias)
+    wrong = ((ValueError, "kind is 'kl'", dict(kind="kl")), (ValueError, "reduction is 'all'", dict(reduction="all")),
+             (ValueError, "needs both heads whole", dict(group=0)), (ValueError, "scale is 0", dict(scale=0)),
+             (ValueError, "the same tokens and vocabulary", dict(teacher_x=teacher_x[:2])),
+             (ValueError, "the same tokens and vocabulary", dict(teacher_weight=teacher_weight[:9])),
+             (ValueError, "teacher_x has the shape", dict(teacher_weight=teacher_weight[:, :9])),
+             (ValueError, "mask is torch.float32", dict(mask=teacher_x[..., 0])),
+             (ValueError, "token_weights is torch.float32 of the shape [2, 9]", dict(token_weights=torch.ones(2, 9, device=DEVICE))),
+             (RuntimeError, "beta is 1; the JSD needs one between 0 and 1", dict(kind="jsd", beta=1)),
+             (RuntimeError, "softcap is -1", dict(softcap=-1.0)), (RuntimeError, "a chunk of -1", dict(chunk=-1)))
+    for kind, part, more in wrong:
+        raises(kind, part, lambda: linear_divergence(**{**given, **more}))
+
+
+if __name__ == "__main__":
+    tests = (values, alone, near_and_far, limits, large_vocabularies, masks_and_reductions, compiled_checkpointed_and_hooked,
+             equals_trls, wrong_arguments)
+    run({test.__name__: test for test in tests})

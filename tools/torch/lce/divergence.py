@@ -1,0 +1,161 @@
+"""The divergence of a student's head from a teacher's, by an operator over lce_linear_divergence."""
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from .functional import IGNORED, check_options, context, dense, gradients_wanted, once, operator_of, prepared, returned
+from .library import DivergenceArgs
+
+KINDS = "forward_kl", "reverse_kl", "jsd"  # in the order of the library's numbers
+CHUNK = 2048  # the library's default on a GPU; on the CPU all dtypes are one
+
+
+def call(x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, dtype, kind, beta, softcap,
+         temperature, teacher_softcap, teacher_temperature, chunk, dweight_dtype, wanted):
+    """The tensors of `empty`, filled by lce_linear_divergence in `dtype`."""
+    results = empty(x, weight, dtype, dweight_dtype, wanted)
+    if not len(x):
+        return tuple(t.zero_() for t in results)
+    names = "loss", "entropy", "dx", "dweight", "dbias"
+    context(x.device, dtype, "")(
+        "lce_linear_divergence", DivergenceArgs, tokens=len(x), hidden_size=x.shape[1],
+        teacher_hidden_size=teacher_x.shape[1], vocab_size=len(weight), chunk=chunk, kind=kind,
+        narrow_dweight=dweight_dtype == dtype, beta=beta, softcap=softcap, temperature=temperature,
+        teacher_softcap=teacher_softcap, teacher_temperature=teacher_temperature, x=dense(x, dtype),
+        weight=dense(weight, dtype), bias=dense(bias, dtype), teacher_x=dense(teacher_x, dtype),
+        teacher_weight=dense(teacher_weight, dtype), teacher_bias=dense(teacher_bias, dtype), mask=dense(mask, torch.int32),
+        token_weights=dense(token_weights), **{name: t for name, t, w in zip(names, results, (True, *wanted)) if w})
+    return results
+
+
+def empty(x, weight, dtype, dweight_dtype, wanted):
+    """Per token the loss, and what is wanted of entropy, dx, dweight, dbias."""
+    wide, tokens = torch.float32, x.shape[:1]
+    shapes = (tokens, wide), (tokens, wide), (x.shape, dtype), (weight.shape, dweight_dtype), (weight.shape[:1], wide)
+    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, (True, *wanted)))
+
+
+operator = operator_of("linear_divergence", call, lambda x, weight, *more: empty(x, weight, more[6], *more[-2:]), (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, Tensor? mask, "
+    "Tensor? token_weights, ScalarType dtype, int kind, float beta, float softcap, float temperature, float teacher_softcap, "
+    "float teacher_temperature, SymInt chunk, ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    "cudagraph_unsafe")
+
+
+@register_flop_formula(operator.overloadpacket)
+def flops(x_shape, weight_shape, bias, teacher_x_shape, *more, **_):
+    """Of the GEMMs: both heads' logits, dx, dweight."""
+    _, dx, dweight, _ = more[-1]
+    return 2 * x_shape[0] * weight_shape[0] * (x_shape[1] * (1 + dx + dweight) + teacher_x_shape[1])
+
+
+class Divergence(torch.autograd.Function):
+    """A weighted sum and, at once, the gradients; or the loss of each token, and gradients by one more call."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, options, entropy, reduce, needs):
+        tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights
+        wanted = gradients_wanted(needs, bias, 0) if reduce else [False] * 3
+        loss, entropies, *gradients = operator(*tensors, *options, narrowest(x, weight, options), [entropy, *wanted])
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.options, ctx.reduce, ctx.gradients = options, (options[0], ""), reduce, gradients if reduce else None
+        weighted = loss if token_weights is None else loss * token_weights
+        return weighted.sum() if reduce else weighted, entropies
+
+    @staticmethod
+    @once
+    def backward(ctx, saved, upstream, _):
+        *tensors, weights = saved
+        gradients = ctx.gradients
+        if gradients is None:
+            if not ctx.reduce:
+                weights = upstream if weights is None else weights * upstream
+            wanted = gradients_wanted(ctx.needs_input_grad, tensors[2], 0)
+            gradients = operator(*tensors, weights, *ctx.call, narrowest(*tensors[:2], ctx.call), [False, *wanted])[2:]
+        if not torch.compiler.is_compiling():
+            ctx.gradients = None
+        return returned(ctx, saved[:3], gradients, upstream if ctx.reduce else None)
+
+
+def narrowest(x, weight, options):
+    """The dtype of dweight: that of weight where one chunk takes all tokens, else fp32."""
+    once = (options[-1] or CHUNK) >= x.shape[0]
+    return options[0] if once and options[0] == weight.dtype and not hasattr(weight, "main_grad") else torch.float32
+
+
+def head(name, x, weight, bias, temperature, softcap, scale, chunk):
+    """A head's tensors and options, as linear_cross_entropy checks them; a scale of its logits divides both options."""
+    check_options({}, {f"{name}scale": scale}, {})
+    if not scale > 0:
+        raise ValueError(f"{name}scale is {float(scale)}; it must be above 0")
+    stand_in = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.shape[:-1])
+    try:
+        (x, weight, bias, *_), (dtype, *_, softcap, temperature, _, chunk, _), _ = prepared(
+            x, weight, bias, stand_in, None, None, None, (), temperature / scale, (softcap or 0.0) / scale, chunk, False)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}{error}") from None
+    return (x, weight, bias), (softcap, temperature), dtype
+
+
+def linear_divergence(x, weight, teacher_x, teacher_weight, kind="forward_kl", *, beta=0.5, bias=None, teacher_bias=None,
+                      temperature=1.0, teacher_temperature=None, softcap=0.0, teacher_softcap=0.0, scale=1.0,
+                      teacher_scale=1.0, mask=None, token_weights=None, reduction="mean", chunk=0, skip_ignored=False,
+                      entropy=False, group=None):
+    """How far a student's next-token distribution p is from a teacher's, q, without either's logits of all tokens.
+
+    With z = scale (x weight^T + bias) of a head, p = softmax(softcap tanh(z / softcap) / temperature) (softcap 0 or
+    None: softmax(z / temperature)), each head with options of its own, teacher_temperature None: the student's:
+      "forward_kl": KL(q || p)   "reverse_kl": KL(p || q)
+      "jsd": beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q, for 0 < beta < 1
+    There is no factor of temperature^2: multiply by it where distillation wants one.
+    x: [..., H]; weight: [V, H]; teacher_x: [..., H'] and teacher_weight: [V, H'], with a hidden size of their own. The
+    teacher's tensors get no gradient. mask: bool or integers of x's leading shape, where 0 does not count;
+    token_weights: of that shape. reduction: "sum", "none", or "mean": the sum over the number of tokens that count
+    (without any NaN, with gradient 0). entropy=True: also the student's entropy per token, without gradient.
+    "mean" and "sum" make the gradients in the forward pass, in four GEMMs; "none" takes six. chunk: tokens at a time; 0
+    lets the library choose (2,048 on a GPU). A chunk's two [chunk, V] logits are stored, in fp32 on the CPU and in the
+    inputs' dtype on a GPU; statistics are fp32. skip_ignored: masked tokens take no time; on a GPU the host then waits
+    to learn how many there are.
+    """
+    if group is not None:
+        raise ValueError("linear_divergence needs both heads whole; gather them, or leave out group")
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it can be 'forward_kl', 'reverse_kl' or 'jsd'")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
+    check_options(dict(token_weights=token_weights), dict(beta=beta), dict(chunk=chunk))
+    tokens = x.shape[:-1]
+    if teacher_x.shape[:-1] != tokens or len(teacher_weight) != len(weight):
+        raise ValueError(f"x has the shape {list(x.shape)} and teacher_x {list(teacher_x.shape)}, weight {list(weight.shape)} and "
+                         f"teacher_weight {list(teacher_weight.shape)}; they need the same tokens and vocabulary")
+    teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+    student, own, dtype = head("", x, weight, bias, temperature, softcap, scale, chunk)
+    teacher, teachers, _ = head("teacher_", *(t if t is None else t.detach() for t in (teacher_x, teacher_weight, teacher_bias)),
+                                teacher_temperature, teacher_softcap, teacher_scale, chunk)
+    for name, t in dict(mask=mask, token_weights=token_weights, teacher_x=teacher_x).items():
+        if t is not None and (t.shape[:len(tokens)] != tokens or t.device != x.device or (t is mask and t.is_floating_point())):
+            raise ValueError(f"{name} is {t.dtype} of the shape {list(t.shape)} on {t.device}, where {list(tokens)} on "
+                             f"{x.device} is needed, and of mask bool or integers")
+    mask, token_weights = (t if t is None else t.reshape(-1) for t in (mask, token_weights))
+    mask = None if mask is None else mask != 0
+    kept, all_rows = None, len(student[0])
+    if skip_ignored and mask is not None:
+        kept = mask.nonzero()[:, 0]  # on a GPU the host waits for it
+        student, teacher = ((h[0].index_select(0, kept), *h[1:]) for h in (student, teacher))
+        token_weights = None if token_weights is None else token_weights.index_select(0, kept)
+    rows, reduce = len(student[0]), reduction != "none"
+    if reduction == "mean":
+        count = rows if mask is None or skip_ignored else mask.sum()
+        token_weights = (student[0].new_ones(rows, dtype=torch.float32) if token_weights is None else token_weights) / count
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in student)
+    options = dtype, KINDS.index(kind), beta, *own, *teachers, chunk
+    loss, entropies = Divergence.apply(*student, *teacher, None if skip_ignored else mask, token_weights, options, entropy, reduce,
+                                       needs)
+
+    def in_place(result):
+        if kept is not None:
+            result = result.new_zeros(all_rows).index_copy(0, kept, result)
+        return result.view(tokens)
+    loss = loss if reduce else in_place(loss)
+    if reduction == "mean" and not rows:
+        loss = loss + torch.nan  # gradients stay 0
+    return (loss, in_place(entropies.detach())) if entropy else loss
