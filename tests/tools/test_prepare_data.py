@@ -305,6 +305,7 @@ def test_conversations(folder):
     for number, rows in enumerate(groups.values()):
         own, options = folder / str(number), [option.replace("FOLDER", str(folder)) for option in rows[0][2]]
         tokenizer = instruct(own, rows[0][0])
+        write(own / "special_tokens_map.json", {"eos_token": END})  # which would contradict another --end-of-text
         manifest, tokens, counts, ends = shards(out, write(folder / "chats.jsonl", [record for _, record, *_ in rows]), "--chat", *options, tokenizer=own)
         decode = lambda id: tokenizer.decode([id], skip_special_tokens=False)  # noqa: E731
         for (_, record, _, text, _), start, end in zip(rows, [0] + [end + 1 for end in ends], ends):
