@@ -76,7 +76,7 @@ static bool climb(const Machine *m, Choice *c) {
   if (!o->trains || options_given(o, "recompute"))
     return (!inputs || c->recompute == RECOMPUTE_LAYER) && fits(m, c);
   if (inputs) below = 2 * layers;
-  if (c->batch * o->seq_len > MLP_CHUNK) above++;
+  if (c->batch * o->seq_len > MLP_CHUNK && !options_given(o, "mlp-chunk")) above++;
   set_rung(m, c, above);
   if (!fits(m, c)) return false;
   Choice found = *c;
@@ -169,11 +169,11 @@ enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 4 };
 // Sets it as the user would; false where it is so already, or cannot be.
 static bool set_other(const Machine *m, int which, Options *o) {
   const Option *row = &options_rows[option_row(options_rows, others[which].name)];
-  const ModelConfig *c = &o->model;
   char now[64];
-  bool sizes = (c->hidden_size | c->intermediate_size | c->head_dim | o->seq_len) % 16 == 0;
+  Reason reason;
   if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;
-  if ((others[which].several && o->ranks == 1) || (row->offset == offsetof(Options, dtypes.fp8) && !sizes))
+  if (others[which].several && o->ranks == 1) return false;
+  if (row->offset == offsetof(Options, dtypes.fp8) && (o->no_fp8 || !options_can_fp8(o, &reason)))
     return false;
   if (option_text(row, o, now) && !strcmp(now, others[which].value)) return false;
   option_set(row, o, others[which].value);

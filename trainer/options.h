@@ -43,6 +43,7 @@ typedef struct {
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
   const struct Card *card; // the GPU's speed (kernels/cost.h); NULL: unknown
   bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
+  bool no_fp8;             // it has no FP8
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, arrays of stb_ds.h
@@ -91,6 +92,7 @@ void options_read(Options *options, int argc, char **argv); // the command line;
 void options_resolve(Options *options);                     // all but what depends on the device
 void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
 void options_resolve_backend(Options *options, const Backend *backend); // what the device lacks
+bool options_can_fp8(const Options *options, Reason *reason);           // or the sizes are none of --fp8's
 void options_free(Options *options);
 
 // options_read for a program that has some of these options: their rows are the table's. Without validation

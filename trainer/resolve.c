@@ -144,7 +144,7 @@ static void check_dump(const Options *o) {
     fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
 }
 
-static void check_fp8(const Options *o) {
+bool options_can_fp8(const Options *o, Reason *reason) {
   const ModelConfig *m = &o->model;
   const struct {
     const char *name;
@@ -157,7 +157,9 @@ static void check_fp8(const Options *o) {
                {"--mlp-chunk", o->pass.mlp_chunk}};
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
     if (sizes[i].size % 16)
-      fail("--fp8 takes multiples of 16, and %s is %lld", sizes[i].name, (long long)sizes[i].size);
+      return refuse(reason, "--fp8 takes multiples of 16, and %s is %lld", sizes[i].name,
+                    (long long)sizes[i].size);
+  return true;
 }
 
 static void resolve_job(Options *o) {
@@ -177,7 +179,8 @@ static void resolve_job(Options *o) {
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
          "--recompute layer");
   if (o->dump) check_dump(o);
-  if (o->dtypes.fp8) check_fp8(o);
+  Reason reason;
+  if (o->dtypes.fp8 && !options_can_fp8(o, &reason)) fail("%s", reason.text);
   check_loss(o);
 }
 
@@ -224,4 +227,5 @@ void options_resolve_backend(Options *o, const Backend *backend) {
     fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
          backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   o->no_sampling = backend->no_sampling;
+  o->no_fp8 = backend->no_fp8;
 }

@@ -409,6 +409,10 @@ def test_fit(folder):
     train(lean + "--device-memory 1").fails("); take a smaller model, a smaller --seq-len or a device with more memory\n")
     train(lean + "--device-memory 30 --ranks 8").fails("); add --fit --zero 2\n")
     train(lean + "--device-memory 30 --ranks 8 --fit --zero 2").ok()
+    # FP8 is named where the run can have it.
+    for more, can in ("", True), ("--head-dim 8 --num-attention-heads 256 ", True), ("--recompute layer --mlp-chunk 100 ", False):
+        offered = train("--model llama-1b --device cuda --plan --fit --device-memory 78.9 --seq-len 1024 " + more).ok().out
+        assert ("--fp8 --batch" in offered) == can, (more, offered)
     given = lean + "--device-memory 78.9 --batch 128 --recompute none "
     train(given).fails("); add --fit and leave out --batch --recompute\n")
     train(given + "--fit").fails("no batch of 128 sequences of 1024 tokens fits in 78.90 GiB; leave out --batch --recompute\n")
