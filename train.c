@@ -60,7 +60,7 @@ static void create_model(Run *run) {
 static void open_run(Run *run, Options *o) {
   *run = (Run){.options = o, .backend = machine_open(o)};
   backend_join_ranks(run->backend);
-  plan_resolve(o, run->backend->device, machine_agreed_bytes(run->backend));
+  plan_resolve(o, run->backend->device, machine_agreed_bytes(run->backend, o));
   run->data = run_data_open(o);
   run->prompt = prompt_open(o, &run->data);
   loader_require_targets(&run->data.loader, o->steps > o->first_step, o->eval_batches);

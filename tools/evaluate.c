@@ -79,7 +79,7 @@ int main(int argc, char **argv) {
   } else {
     Backend *backend = machine_open(&o);
     backend_join_ranks(backend);
-    plan_resolve(&o, backend->device, machine_agreed_bytes(backend));
+    plan_resolve(&o, backend->device, machine_agreed_bytes(backend, &o));
     RunData data = run_data_open(&o);
     if (!data.loader.validation_batches)
       fail("there is nothing to evaluate; name --val-data or raise --val-fraction");

@@ -42,6 +42,7 @@ typedef struct {
   // LM head + loss
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
   const struct Card *card; // the GPU's speed (kernels/cost.h); NULL: unknown
+  size_t host_bytes;       // that all ranks' hosts can give; 0: not agreed on
   bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
   bool no_fp8;             // it has no FP8
   bool metrics;            // accuracy, entropy and largest logit of every step

@@ -91,9 +91,13 @@ size_t plan_host_bytes(const Ledger *plan, DeviceKind device) {
   return offloaded * (size_t)ranks;
 }
 
+size_t plan_host_left(const Options *o) {
+  return o->host_bytes ? o->host_bytes : host_memory_left();
+}
+
 bool plan_fits_host(const Ledger *plan, const Options *o, DeviceKind device) {
   bool elsewhere = o->plan && o->device_memory > 0; // on a machine with a host of its own
-  size_t needed = plan_host_bytes(plan, device), left = host_memory_left();
+  size_t needed = plan_host_bytes(plan, device), left = plan_host_left(o);
   return elsewhere || !needed || !left || needed <= left;
 }
 

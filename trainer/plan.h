@@ -20,6 +20,7 @@ TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode
 void plan_set_mode(Trainer *trainer, LceMode mode);
 // Bytes of the host that all ranks of this machine need together to offload; a CPU's tensors are there, too.
 size_t plan_host_bytes(const Ledger *plan, DeviceKind device);
+size_t plan_host_left(const Options *options); // what the host can give; of several ranks the least
 bool plan_fits_host(const Ledger *plan, const Options *options, DeviceKind device);
 
 // --compare-modes: measures a few forward and backward passes in each mode; plans a mode that does not fit.

@@ -10,6 +10,7 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/profile.h"
+#include "kernels/base/system.h"
 #include "kernels/cost.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/checkpoint.h"
@@ -374,18 +375,19 @@ size_t machine_usable_bytes(const Backend *backend) {
   return capacity > overhead ? capacity - overhead : capacity > 0;
 }
 
-size_t machine_agreed_bytes(Backend *backend) {
-  enum { WORDS = sizeof(size_t) / 4 };
-  size_t least = machine_usable_bytes(backend), all[backend->ranks];
-  if (backend->ranks == 1) return least;
+size_t machine_agreed_bytes(Backend *backend, Options *options) {
+  enum { WORDS = 2 * sizeof(size_t) / 4 };
+  size_t least[2] = {machine_usable_bytes(backend), host_memory_left()}, all[backend->ranks][2];
+  if (backend->ranks == 1) return least[0];
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor words = push_words(&backend->memory, sizeof all),
          own = tensor_rows(words, backend->rank * WORDS, WORDS);
-  backend_to_device(backend, own, &least);
+  backend_to_device(backend, own, least);
   all_gather(backend, (Collective){.out = words, .x = own});
   backend_to_host(backend, all, words);
   memory_pop_to(&backend->memory, mark);
-  for (int i = 0; i < backend->ranks; i++)
-    if (all[i] < least) least = all[i];
-  return least;
+  for (int i = 0; i < 2 * backend->ranks; i++)
+    if (all[i / 2][i % 2] < least[i % 2]) least[i % 2] = all[i / 2][i % 2];
+  options->host_bytes = least[1];
+  return least[0];
 }

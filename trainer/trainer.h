@@ -152,4 +152,5 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less the backend's own; 0: unknown.
 size_t machine_usable_bytes(const Backend *backend);
-size_t machine_agreed_bytes(Backend *backend); // the least of all ranks, for what they choose alike
+// The least of all ranks, for what they choose alike; options->host_bytes becomes that of their hosts.
+size_t machine_agreed_bytes(Backend *backend, Options *options);
