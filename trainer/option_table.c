@@ -93,7 +93,8 @@ void option_set(const Option *o, void *values, const char *text) {
 }
 
 double option_number(const Option *o, const void *values) {
-  if (o->type == OPTION_NUMBER) return *(const double *)((const char *)values + o->offset);
+  const void *field = (const char *)values + o->offset;
+  if (o->type == OPTION_NUMBER) return *(const double *)field;
   int64_t value = stored(o, values);
   return o->type == OPTION_TEXT || o->type == OPTION_LIST ? value != 0 : (double)value;
 }
