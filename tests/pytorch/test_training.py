@@ -600,7 +600,7 @@ def a_head_split_over_ranks():
 
 def examples_of_the_readme():
     examples, names = readme_examples(), {}
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         if transformers or "transformers" not in example:
             exec(example, names)
