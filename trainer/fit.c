@@ -96,11 +96,11 @@ static bool next_batch(const Options *o, int64_t *batch) {
   int64_t before = *batch, share = o->total_batch / (o->seq_len * o->ranks),
           most = max_i64(1, MICRO_BATCH_TOKENS / o->seq_len);
   if (options_given(o, "batch")) return (*batch = o->batch) != before;
-  if (options_given(o, "total-batch")) do
-      ++*batch;
-    while (*batch <= most && share % *batch);
-  else
+  if (!options_given(o, "total-batch"))
     *batch = before ? 2 * before : 1;
+  else
+    do ++*batch;
+    while (*batch <= most && share % *batch);
   return *batch <= most;
 }
 
@@ -173,8 +173,7 @@ static bool set_other(const Machine *m, int which, Options *o) {
   Reason reason;
   if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;
   if (others[which].several && o->ranks == 1) return false;
-  if (row->offset == offsetof(Options, dtypes.fp8) && (o->no_fp8 || !options_can_fp8(o, &reason)))
-    return false;
+  if (row->offset == offsetof(Options, dtypes.fp8) && !options_allow_codes(o, &reason)) return false;
   if (option_text(row, o, now) && !strcmp(now, others[which].value)) return false;
   option_set(row, o, others[which].value);
   return true;

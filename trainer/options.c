@@ -248,6 +248,10 @@ ParameterDtypes options_used_dtypes(const Options *o) {
   return used;
 }
 
+Text options_precision(const Options *o) {
+  return text_of("%s%s", dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "");
+}
+
 const char *options_words(const Options *o, const char *name, char words[64]) {
   option_text(&options_rows[option_row(options_rows, name)], o, words);
   return words;

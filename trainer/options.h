@@ -44,7 +44,7 @@ typedef struct {
   const struct Card *card; // the GPU's speed (kernels/cost.h); NULL: unknown
   size_t host_bytes;       // that all ranks' hosts can give; 0: not agreed on
   bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
-  bool no_fp8;             // it has no FP8
+  bool no_codes;           // it does not compute with codes
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, arrays of stb_ds.h
@@ -93,7 +93,8 @@ void options_read(Options *options, int argc, char **argv); // the command line;
 void options_resolve(Options *options);                     // all but what depends on the device
 void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
 void options_resolve_backend(Options *options, const Backend *backend); // what the device lacks
-bool options_can_fp8(const Options *options, Reason *reason);           // or the sizes are none of --fp8's
+// False with the reason why the sizes or the device allow no GEMMs of codes.
+bool options_allow_codes(const Options *options, Reason *reason);
 void options_free(Options *options);
 
 // options_read for a program that has some of these options: their rows are the table's. Without validation
@@ -105,6 +106,7 @@ bool options_given(const Options *options, const char *name);
 int64_t options_used_chunk(const Options *options);
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
+Text options_precision(const Options *options); // for the plan's first line
 // The value of a choice or a set as the command line has it, which is written to `words`.
 const char *options_words(const Options *options, const char *name, char words[64]);
 Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...

@@ -144,7 +144,7 @@ static void check_dump(const Options *o) {
     fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
 }
 
-bool options_can_fp8(const Options *o, Reason *reason) {
+bool options_allow_codes(const Options *o, Reason *reason) {
   const ModelConfig *m = &o->model;
   const struct {
     const char *name;
@@ -155,6 +155,7 @@ bool options_can_fp8(const Options *o, Reason *reason) {
                {"intermediate size", m->intermediate_size},
                {"--seq-len", o->seq_len},
                {"--mlp-chunk", o->pass.mlp_chunk}};
+  if (o->no_codes) return refuse(reason, "this GPU has no FP8");
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
     if (sizes[i].size % 16)
       return refuse(reason, "--fp8 takes multiples of 16, and %s is %lld", sizes[i].name,
@@ -180,7 +181,7 @@ static void resolve_job(Options *o) {
          "--recompute layer");
   if (o->dump) check_dump(o);
   Reason reason;
-  if (o->dtypes.fp8 && !options_can_fp8(o, &reason)) fail("%s", reason.text);
+  if (o->dtypes.fp8 && !options_allow_codes(o, &reason)) fail("%s", reason.text);
   check_loss(o);
 }
 
@@ -227,5 +228,5 @@ void options_resolve_backend(Options *o, const Backend *backend) {
     fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
          backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   o->no_sampling = backend->no_sampling;
-  o->no_fp8 = backend->no_fp8;
+  o->no_codes = backend->no_fp8;
 }
