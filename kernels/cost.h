@@ -1,6 +1,7 @@
 // Estimates by an operation's shapes what it computes and moves, and how long a GPU takes for it. The model
 // has few constants: rates of GEMMs and of memory, and how attention's rate grows with a sequence. It ranks
-// settings (trainer/fit.c). Steps measured on one GPU come out within 4%, one with an offloaded optimizer at 12% (BENCHMARKS.md).
+// settings (trainer/fit.c). Steps measured on one GPU come out within 4%, one with an offloaded optimizer at
+// 12% (BENCHMARKS.md).
 #pragma once
 
 #include "kernels/kernels.h"

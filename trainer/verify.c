@@ -8,7 +8,7 @@
 #include "kernels/base/fail.h"
 #include "trainer/trainer.h"
 
-// What a pass computes: each parameter's gradient, the shard of the layers', the losses. Absent: another has it.
+// An output of a pass: a parameter's gradient, the shard of the layers', the losses. Absent: another has it.
 static Tensor output_of_pass(const Trainer *t, int64_t i) {
   const ParameterSet *p = &t->model.parameters;
   bool sharded = grads_double_buffered(p, GROUP_MATRICES);
@@ -30,9 +30,9 @@ static uint32_t *checksums_of_pass(const Trainer *t) {
     Tensor x = output_of_pass(t, i);
     for (int64_t first = 0, count; tensor_exists(x) && first < tensor_count(x); first += count) {
       count = min_i64(tensor_count(x) - first, AT_ONCE);
-      Tensor piece = tensor_rows(tensor_flat(x), first, count);
-      backend_to_host(t->backend, buffer, piece);
-      sums[i] = checksum(sums[i], buffer, tensor_bytes(piece));
+      Tensor part = tensor_rows(tensor_flat(x), first, count);
+      backend_to_host(t->backend, buffer, part);
+      sums[i] = checksum(sums[i], buffer, tensor_bytes(part));
     }
   }
   free(buffer);

@@ -111,8 +111,7 @@ static size_t capacity(size_t overhead, int blas_threads) {
   if (left == SIZE_MAX) return memory;
   if (left <= blas)
     fail("`ulimit -v` or `-d` leaves %zu MiB of memory, and OpenBLAS needs up to %zu for its %d threads; "
-         "raise "
-         "it, or set OMP_NUM_THREADS=1",
+         "raise it, or set OMP_NUM_THREADS=1",
          left >> 20, blas >> 20, blas_threads);
   return overhead + left - blas < memory ? overhead + left - blas : memory;
 }

@@ -1,4 +1,4 @@
-// What goes into each checkpoint beside the tensors: config.json, generation_config.json and the tokenizer's
+// The files of each checkpoint beside its tensors: config.json, generation_config.json and the tokenizer's
 // files, as they were beside the model that a run begins with, or beside its data.
 #pragma once
 

@@ -42,7 +42,7 @@ def build(folder, *settings):
     os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
     with open(os.path.join(ROOT, folder, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Of the plain variant whatever make runs the tests: Python cannot load a library with ASan.
+        # The plain variant, whatever make runs the tests: Python cannot load a library with ASan.
         words = "make", "-s", "VARIANT=release", *settings, f"LIBLCE_BUILD={folder}", f"LIBLCE={folder}/liblce.so", "liblce.so"
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -233,7 +233,7 @@ TEST(test_recomputation_ladder) {
   }
 }
 
-// Where nothing is recomputed, FP8 keeps codes in place of what the matmuls read: a seventh less in all.
+// FP8 without recomputation keeps codes in place of what the matmuls read: a seventh less in all.
 TEST(test_fp8_keeps_codes) {
   double bytes[2];
   for (int fp8 = 0; fp8 < 2; fp8++) {
@@ -265,7 +265,7 @@ static void assert_seconds(const char *what, double got, double want) {
   if (!(fabs(got / want - 1) < 1e-6)) fail_msg("%s takes %g s, not %g", what, got, want);
 }
 
-// What an operation takes, on a card of round numbers that starts at once, by 4 ranks.
+// The seconds of an operation, on a card of round numbers that starts at once, by 4 ranks.
 TEST(test_seconds_of_operations) {
   const Card card = {.bf16 = 1e12, .codes = 2e12, .memory = 1e9, .host = 1e8, .links = 1e7};
   Backend *b = plan_backend_create(ON_CUDA, DTYPE_BF16);

@@ -234,7 +234,7 @@ def test_the_same_number_of_ranks_repeats_bitwise(folder):
     zero2.same_bits(job(2, zero2.options + " --verify-every 2"))  # which computes between the steps
 
 
-# What arrives wrongly at one rank is found there, also where a rank has only its shard of the sums.
+# Bits that arrive wrongly at one rank are found there, also where a rank has only its shard of the sums.
 def test_a_rank_that_computes_wrongly_is_named(folder):
     need_ranks()
     if GPUS or "asan" in TRAIN.parts or not shutil.which("mpicc"):

@@ -43,7 +43,7 @@ operator = operator_of("linear_divergence", call, lambda x, weight, *more: empty
 
 @register_flop_formula(operator.overloadpacket)
 def flops(x_shape, weight_shape, bias, teacher_x_shape, *more, **_):
-    """Of the GEMMs: both heads' logits, dx, dweight."""
+    """Counts the GEMMs: both heads' logits, dx, dweight."""
     _, dx, dweight, _ = more[-1]
     return 2 * x_shape[0] * weight_shape[0] * (x_shape[1] * (1 + dx + dweight) + teacher_x_shape[1])
 

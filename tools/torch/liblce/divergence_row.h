@@ -34,7 +34,7 @@ typedef struct {
   float teacher_lead; // -lead; for JSD log(beta q / m)
 } DivergenceEntry;
 
-// What a kind has besides: for JSD log(1 - beta) and log(beta).
+// A kind's constants: for JSD log(1 - beta) and log(beta).
 typedef struct {
   DivergenceKind kind;
   float share, teacher_share, log_share, log_teacher_share;
