@@ -8,8 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <stb/stb_ds.h>
+
 #include "data/json.h"
-#include "kernels/base/alloc.h"
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/system.h"
@@ -17,7 +18,7 @@
 #include "kernels/cost.h"
 #include "trainer/plan.h"
 
-enum { MAX_CHOICES = 512, MLP_CHUNK = 4096, MICRO_BATCH_TOKENS = 65536 };
+enum { MLP_CHUNK = 4096, MICRO_BATCH_TOKENS = 65536 };
 
 typedef struct {
   int64_t batch, chunk, recompute_layers, mlp_chunk;
@@ -58,9 +59,14 @@ static bool fits(const Machine *m, Choice *c) {
   return c->peak <= m->usable && plan_fits_host(&plan.ledger, &o, m->device);
 }
 
+// Rungs of each kind of recomputation: L layers, or one, as --recompute-layers says.
+static int64_t rungs_each(const Options *o) {
+  return options_given(o, "recompute-layers") ? 1 : o->model.num_hidden_layers;
+}
+
 // Rung 0 recomputes nothing, L elementwise in all layers, 2 L their MLPs, 3 L the layers, 3 L + 1 chunks.
 static void set_rung(const Machine *m, Choice *c, int64_t rung) {
-  int64_t layers = m->options->model.num_hidden_layers, last = min_i64(rung, 3 * layers);
+  int64_t layers = rungs_each(m->options), last = min_i64(rung, 3 * layers);
   c->recompute = (Recompute)((last + layers - 1) / layers);
   c->recompute_layers = last % layers;
   c->mlp_chunk = rung > last ? MLP_CHUNK : 0;
@@ -69,7 +75,7 @@ static void set_rung(const Machine *m, Choice *c, int64_t rung) {
 // The choice's first rung that fits; false: none does.
 static bool climb(const Machine *m, Choice *c) {
   const Options *o = m->options;
-  int64_t layers = o->model.num_hidden_layers, below = -1, above = 3 * layers;
+  int64_t layers = rungs_each(o), below = -1, above = 3 * layers;
   bool inputs = c->offload & OFFLOAD_ACTIVATIONS;
   c->recompute = o->pass.recompute, c->recompute_layers = o->pass.recompute_layers;
   c->mlp_chunk = o->pass.mlp_chunk;
@@ -109,8 +115,8 @@ static int better(const void *a, const void *b) {
   return (x < y) - (x > y);
 }
 
-// All candidates that fit, the best first; returns how many.
-static int search(const Machine *m, Choice all[MAX_CHOICES]) {
+// All candidates that fit, the best first, in an array of stb_ds.h; returns how many.
+static int64_t search(const Machine *m, Choice **all) {
   const Options *o = m->options;
   static const unsigned offloads[] = {0,
                                       OFFLOAD_OPTIMIZER,
@@ -121,7 +127,8 @@ static int search(const Machine *m, Choice all[MAX_CHOICES]) {
                                       OFFLOAD_PARAMETERS | OFFLOAD_ACTIVATIONS};
   static const int64_t chunks[] = {1024, 2048, 4096};
   bool open = o->pass.mode == LCE_FUSED && m->device == ON_CUDA && !options_given(o, "lce-chunk");
-  int ways = o->fit == FIT_OFFLOAD && o->trains && !o->dtypes.offload ? 7 : 1, count = 0;
+  int ways = o->fit == FIT_OFFLOAD && o->trains && !o->dtypes.offload ? 7 : 1;
+  arrsetlen(*all, 0);
   for (int w = 0; w < ways; w++)
     for (int64_t batch = 0; next_batch(o, &batch);) {
       int64_t tokens = batch * o->seq_len,
@@ -129,11 +136,11 @@ static int search(const Machine *m, Choice all[MAX_CHOICES]) {
       for (int k = 0; k < (open ? 3 : 1) && (k == 0 || chunks[k] <= tokens); k++) {
         Choice c = {.batch = batch, .offload = w ? offloads[w] : o->dtypes.offload};
         c.chunk = open ? chunks[k] : chunk;
-        if (count < MAX_CHOICES && climb(m, &c)) all[count++] = c;
+        if (climb(m, &c)) arrput(*all, c);
       }
     }
-  qsort(all, (size_t)count, sizeof *all, better);
-  return count;
+  if (arrlen(*all)) qsort(*all, arrlenu(*all), sizeof **all, better);
+  return arrlen(*all);
 }
 
 // --- what it says ------------------------------------------------------------------------------------------
@@ -185,12 +192,12 @@ static Text other_words(int i) {
 }
 
 // Prints each of these options that would make the run faster, and by how much.
-static void print_others(const Machine *m, Choice all[MAX_CHOICES], double best) {
+static void print_others(const Machine *m, Choice **all, double best) {
   for (int i = 0; i < OTHERS; i++) {
     Options with = *m->options;
     const Machine other = {&with, m->device, m->usable};
-    if (set_other(m, i, &with) && search(&other, all) && all[0].rate > 1.01 * best)
-      print_choice(&other, &all[0], best, other_words(i).text + 1);
+    if (set_other(m, i, &with) && search(&other, all) && (*all)->rate > 1.01 * best)
+      print_choice(&other, *all, best, other_words(i).text + 1);
   }
 }
 
@@ -217,18 +224,18 @@ static void leave_out(Options *o, char names[NAMES]) {
 Reason fit_remedy(const Options *o, DeviceKind device, size_t usable) {
   Options with = *o;
   const Machine m = {&with, device, usable};
-  Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
+  Choice *all = NULL;
   char added[NAMES] = "", left_out[NAMES] = "";
   Reason remedy;
   if (!o->fit) with.fit = FIT_DEVICE;
-  bool found = !o->fit && search(&m, all);
-  if (!found) leave_out(&with, left_out), found = search(&m, all);
+  bool found = !o->fit && search(&m, &all);
+  if (!found) leave_out(&with, left_out), found = search(&m, &all);
   for (int i = 0; i < REMEDIES && !found; i++) { // one on top of the other
     if (!set_other(&m, i, &with)) continue;
     if (strcmp(others[i].name, "fit")) append(added, "", other_words(i).text + 1);
-    found = search(&m, all);
+    found = search(&m, &all);
   }
-  free(all);
+  arrfree(all);
   refuse(&remedy, "take a smaller model, a smaller --seq-len or a device with more memory");
   if (!found) return remedy;
   const char *fit = with.fit == o->fit ? "" : with.fit == FIT_OFFLOAD ? " --fit offload" : " --fit";
@@ -241,8 +248,8 @@ Reason fit_remedy(const Options *o, DeviceKind device, size_t usable) {
 void fit_choose(Options *o, DeviceKind device, size_t usable) {
   if (!usable) fail("--fit: cannot tell how much memory the device has; give --device-memory GIB");
   const Machine m = {o, device, usable};
-  Choice *all = host_alloc(MAX_CHOICES, sizeof *all, "the choices of --fit");
-  int count = search(&m, all);
+  Choice *all = NULL;
+  int64_t count = search(&m, &all);
   char batch[64] = "not even one sequence";
   if (options_given(o, "batch"))
     snprintf(batch, sizeof batch, "no batch of %lld sequences", (long long)o->batch);
@@ -250,16 +257,16 @@ void fit_choose(Options *o, DeviceKind device, size_t usable) {
     fail("--fit: %s of %lld tokens fits in %s; %s", batch, (long long)o->seq_len, text_bytes(usable).text,
          fit_remedy(o, device, usable).text);
   Choice best = all[0];
-  printf("--fit: the best of %d settings that fit in %s, by prediction; the next; with other options\n",
-         count, text_bytes(usable).text);
+  printf("--fit: the best of %lld settings that fit in %s, by prediction; the next; with other options\n",
+         (long long)count, text_bytes(usable).text);
   print_choice(&m, &best, best.rate, "");
-  for (int i = 1, shown = 0; i < count && shown < 3; i++) {
+  for (int64_t i = 1, shown = 0; i < count && shown < 3; i++) {
     bool seen = false; // another chunk of one that was shown
-    for (int k = 0; k < i; k++) seen |= all[k].batch == all[i].batch && all[k].offload == all[i].offload;
+    for (int64_t k = 0; k < i; k++) seen |= all[k].batch == all[i].batch && all[k].offload == all[i].offload;
     if (!seen) print_choice(&m, &all[i], best.rate, ""), shown++;
   }
-  print_others(&m, all, best.rate);
+  print_others(&m, &all, best.rate);
   printf("\n");
   apply(&best, o);
-  free(all);
+  arrfree(all);
 }
