@@ -85,12 +85,13 @@ static void take_tokenizer(Companions *c, const char *origin, const char *path) 
   bool is_folder = path_is_folder(path);
   Path copy = path_in(path, "");
   const char *folder = is_folder ? path : dirname(copy.text);
+  Path ends = path_in(folder, GENERATION_CONFIG);
   // The folder says what ends a text if it has shards, or where the origin does not say it.
   if (manifest_is_in(folder)) {
     if (origin) warn_of_differences(origin, folder);
-    while (arrlen(c->files)) free(arrpop(c->files).text);
+    while (path_exists(ends.text) && arrlen(c->files)) free(arrpop(c->files).text);
   }
-  if (!arrlen(c->files)) take(c, GENERATION_CONFIG, path_in(folder, GENERATION_CONFIG).text);
+  if (!arrlen(c->files)) take(c, GENERATION_CONFIG, ends.text);
   take(c, TOKENIZER, is_folder ? path_in(path, TOKENIZER).text : path);
   for (int i = 0; i < TOKENIZER_FILES; i++)
     take(c, tokenizer_files[i], path_in(folder, tokenizer_files[i]).text);

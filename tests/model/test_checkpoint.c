@@ -610,7 +610,7 @@ TEST(companions_travel_along) {
       {"by-file", "base", "given/mine.json", mine, NULL}, {"by-folder", "base", "given", another, NULL},
       {"no-model", NULL, "given/mine.json", mine, NULL},  {"no-settings", NULL, "bare", mine, NULL},
       {"resumed", "by-file", NULL, mine, NULL},           {"prepared", "base", "shards", another, NULL},
-      {"by-model", "base", NULL, ours, "the model's"}};
+      {"no-ends", "base", "endless", another, NULL},      {"by-model", "base", NULL, ours, "the model's"}};
   static const char limit[] = "{\"model_max_length\": 8}", top_k[] = "{\"top_k\": 3}",
                     top_p[] = "{\"top_p\": 1}", nothing[] = "{\"_from_model_config\": true}\n";
   umask(022);
@@ -627,6 +627,7 @@ TEST(companions_travel_along) {
         "mine.json tokenizer.json",
         temp_path("."));
   WRITE_TEXTS({"shards/manifest.json", "{\"format\": \"lce.c shards\"}"});
+  shell("cd %s && cp -r shards endless && rm endless/generation_config.json", temp_path("."));
   Run *run =
       run_open("--init %s --data %s/tokens.bin --batch 1 --seq-len 8", temp_path("base"), temp_path("base"));
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
