@@ -390,6 +390,7 @@ def test_fit(folder):
             ("", 78.9, "--batch 4 --recompute elementwise --recompute-layers "),
             ("--batch 8 --lce-chunk 2048 ", 78.9, "--batch 8 --recompute mlp --recompute-layers "),
             ("--batch 2 --recompute layer ", 70, "--batch 2 --recompute layer --lce-chunk "),
+            ("--recompute-layers 0 ", 78.9, "--batch 4 --lce-chunk "),  # of all layers, where there is any
             ("--materialized-logits ", 78.9, "--batch 4 --recompute elementwise")):
         options, peak = chosen(train(lean + more + f"--fit --device-memory {memory}").ok())
         assert options.startswith(expected) and peak < memory * 2**30, options
@@ -447,6 +448,8 @@ def test_fit_trains(folder):
     deadline = Deadline(20)
     train("--model gpt2-tiny --seq-len 1 --total-batch 1099511627689 --device cuda --device-memory 80 --plan --fit").ok("--batch 1 ")
     assert not deadline.passed()
+    many = train("--model gpt2-tiny --num-layers 1 --seq-len 256 --total-batch 645120 --device cuda --device-memory 80 --plan --fit offload")
+    assert int(re.search("best of ([0-9]+) settings", many.ok().out)[1]) > 512, many  # all 39 divisors up to 256
     # A CPU has one memory, which --offload does not enlarge.
     train("--device cpu --num-layers 4000 --model llama-8b --batch 1 --seq-len 16 --offload weights,gradients,optimizer").fails(
         "lce: --offload needs ", "leave it out: it is of no use on a CPU")
@@ -468,6 +471,7 @@ def test_openblas_kernels(folder):
     wrong = train(job, LD_PRELOAD=f"{folder}/wrong.so").ok("OpenBLAS for Prescott\n")
     assert wrong.err.startswith("lce: this OpenBLAS takes the CPU for a Prescott, and its kernels for a "), wrong
     train(job, LD_PRELOAD=f"{folder}/old.so", OPENBLAS_CORETYPE="Nehalem").ok("OpenBLAS for Nehalem\n")
+    train(job, LCE_PROBE_BLAS="1").ok("OpenBLAS for ")  # the child that tries them is known by its name
 
 
 # Why there is no GPU interests only who asked for one.
