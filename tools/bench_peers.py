@@ -4,6 +4,7 @@
   make liblce.so && tools/bench_peers.py        # on a GPU; needs PyTorch, and a peer's package for its row
   tools/bench_peers.py --z-loss                 # the loss with z-loss, beside chains of separate operations
   tools/bench_peers.py --log-probs              # log-probabilities of a policy gradient, and of several ids per token
+  tools/bench_peers.py --divergence             # KL and JSD of a student from a teacher, in chunks, beside TRL's
   tools/bench_peers.py --step                   # a training step of transformers' Llama; also with --z-loss
   tools/bench_peers.py --trainer                # ./train beside transformers, torch.compile and a fused AdamW
   tools/bench_peers.py --device cpu --shapes 64x32x1000   # without a GPU
@@ -20,13 +21,17 @@ quack-kernels (chunk 4096, or 2048 if H is 4096: it refuses a chunk equal to H),
 has one of its own from 2.13 on. lce.c is measured through the PyTorch package and through liblce.h.
 
 z-loss: mean(lse - z[y] + lambda lse^2) on fp32 logits. Log-probabilities: mean(-a log p[y] - beta H(p)), a
-from -1 to 1. In a step only LM head + loss differ: compiled layers and a fused AdamW, all in bf16.
+from -1 to 1. Divergences: the mean KL or JSD (beta 1/2) of a student from a teacher of twice its hidden size, then
+of the same; the GEMMs are both heads' logits, dX and dW, in chunks of 2,048. In a step only LM head + loss differ:
+compiled layers and a fused AdamW, all in bf16.
 """
 import argparse
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -49,6 +54,7 @@ from lce.functional import context  # noqa: E402
 from lce.library import Args  # noqa: E402
 
 SHAPES = "4096x4096x128256,16384x2048x131072,8192x2304x256000,32768x4096x128256"
+DIVERGENCE_SHAPES = "8192x2048x128256"
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy", "trl")
 LAMBDA, BETA = 1e-4, 1e-2
 
@@ -107,13 +113,13 @@ def c_interface(x, w, y):
     return loss.mean(), dx, dw
 
 
-def advantages_of(y):
-    return torch.linspace(-1, 1, len(y), device=y.device)
+def advantages_of(tokens):
+    return torch.linspace(-1, 1, len(tokens), device=tokens.device)
 
 
 def chain(token_losses):
     """A loss of separate operations on fp32 logits."""
-    return lambda x, w, y: token_losses((x @ w.T).float(), y, advantages_of(y)).mean()
+    return lambda x, w, y: token_losses((x @ w.T).float(), y, advantages_of(x)).mean()
 
 
 class Loss(typing.NamedTuple):
@@ -121,6 +127,7 @@ class Loss(typing.NamedTuple):
     token_losses: typing.Callable  # (z, y, advantages) -> what the loss is the mean of; None: the peers' losses differ
     peers: list
     forward: bool = True  # is timed by itself, too
+    teacher: bool = False  # y is a Teacher
 
 
 def cross_entropy(x, w, y):
@@ -204,6 +211,46 @@ LOG_PROBS = [log_probs("log-probabilities", False), log_probs("log-probabilities
              Loss("log-probabilities of K ids and lse", None, [*map(ours_of_ids, (1, 8, 128))])]
 
 
+class Teacher(typing.NamedTuple):
+    """Stands in the targets' place: hidden states [N, H'] and a head [V, H']."""
+    x: torch.Tensor
+    w: torch.Tensor
+
+    def split(self, rows):
+        return [Teacher(part, self.w) for part in self.x.split(rows)]
+
+    def log_probs(self, dtype):
+        """From logits in the dtype of the tensors, or in float64."""
+        x, w = (t.double() if dtype == torch.float64 else t for t in self)
+        return torch.log_softmax((x @ w.T).to(dtype), dim=1)
+
+
+def divergence(kind, beta):
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum(1)
+
+    def tokens(z, teacher, _):
+        p, q = torch.log_softmax(z, dim=1), teacher.log_probs(z.dtype)
+        if kind != "jsd":
+            return kl(q, p) if kind == "forward_kl" else kl(p, q)
+        mixed = torch.logaddexp(p + math.log(1 - beta), q + math.log(beta))
+        return beta * kl(q, mixed) + (1 - beta) * kl(p, mixed)
+
+    def ours(chunk):
+        return eager(f"lce.c, chunk {chunk}", lambda x, w, teacher: lce.linear_divergence(
+            x, w, *teacher, kind, beta=beta, chunk=min(chunk, len(x))))
+
+    def trl(f, x, w, y):  # beta says which divergence it is
+        return f.apply(x, w, None, *y, None, beta)[0].mean()
+
+    return Loss(kind, tokens, forward=False, teacher=True, peers=[
+        eager("separate operations", chain(tokens)), compiled("separate operations, torch.compile", chain(tokens)),
+        imported("TRL (chunked)", "trl", "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", trl), *map(ours, (2048, 1024))])
+
+
+DIVERGENCES = [divergence("forward_kl", 0.0), divergence("reverse_kl", 1.0), divergence("jsd", 0.5)]
+
+
 # --- measuring ----------------------------------------------------------------------------------------------
 
 def wait(cuda):
@@ -280,13 +327,18 @@ def measure(options, peers, first, make_base=None, calls=1):
 
 # --- the loss -----------------------------------------------------------------------------------------------
 
-def problem(device, shape):
-    """x [N, H] and w [V, H] (leaves that require gradients), y [N]."""
+def problem(device, shape, teacher_h=0):
+    """x [N, H] and w [V, H] (leaves that require gradients), and y [N] or a Teacher."""
     n, h, v = shape
     g = torch.Generator(device=device).manual_seed(1)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    x = torch.randn(n, h, generator=g, device=device).to(dtype).requires_grad_()
-    w = (0.02 * torch.randn(v, h, generator=g, device=device)).to(dtype).requires_grad_()
+
+    def normal(*shape, size=1):
+        return (size * torch.randn(shape, generator=g, device=device)).to(dtype)
+
+    x, w = normal(n, h).requires_grad_(), normal(v, h, size=0.02).requires_grad_()
+    if teacher_h:  # its logits are as far apart as the student's
+        return x, w, Teacher(normal(n, teacher_h), normal(v, teacher_h, size=0.02 * (h / teacher_h) ** 0.5))
     return x, w, torch.randint(v, (n,), generator=g, device=device)
 
 
@@ -300,22 +352,28 @@ def gradients(loss_of, x, w, y):
     return result
 
 
-def plain_gemms(x, w):
-    x, w = x.detach(), w.detach()
-    logits = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+def plain_gemms(x, w, y):
+    """The logits, dX and dW at once; beside a Teacher both heads' logits, dX and dW in chunks."""
+    x, w, chunk = x.detach(), w.detach(), min(2048, len(x)) if isinstance(y, Teacher) else len(x)
+    logits = torch.empty(chunk, len(w), dtype=x.dtype, device=x.device)
     dx, dw = torch.empty_like(x), torch.empty_like(w)
 
     def run():
-        torch.mm(x, w.T, out=logits)
-        torch.mm(logits, w, out=dx)
-        torch.mm(logits.T, x, out=dw)
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            z = logits[:len(x[rows])]
+            if isinstance(y, Teacher):
+                torch.mm(y.x[rows], y.w.T, out=z)
+            torch.mm(x[rows], w.T, out=z)
+            torch.mm(z, w, out=dx[rows])
+            torch.addmm(dw, z.T, x[rows], beta=min(start, 1), out=dw)
     return run
 
 
 def reference(x, w, y, token_losses):
     """The mean of token_losses(z, y, advantages), dX and dW in float64, in blocks of 1 GiB of logits z."""
     w64, loss, dxs, rows = w.detach().double().requires_grad_(), 0, [], max(1, 2**30 // (8 * len(w)))
-    for x_part, y_part, advantages in zip(x.detach().split(rows), y.split(rows), advantages_of(y).split(rows)):
+    for x_part, y_part, advantages in zip(x.detach().split(rows), y.split(rows), advantages_of(x).split(rows)):
         x64 = x_part.double().requires_grad_()
         part = token_losses(x64 @ w64.T, y_part, advantages).sum() / len(x)
         part.backward()
@@ -329,9 +387,9 @@ def relative_error(got, want):
     return (sum((g.double() - w).square().sum() for g, w in parts).sqrt() / want.norm()).item()
 
 
-def loss_rows(options, loss, shape):
+def loss_rows(options, loss, shape, teacher_h):
     """A row for each peer, and the plain GEMMs' seconds."""
-    tensors = x, w, y = problem(options.device, shape)
+    tensors = x, w, y = problem(options.device, shape, teacher_h)
     want = [] if options.no_errors or not loss.token_losses else [*reference(*tensors, loss.token_losses)]
 
     def first(peer, loss_of):
@@ -356,7 +414,7 @@ def loss_rows(options, loss, shape):
 
     def make_base():
         want.clear()  # before the timing, for which the GEMMs' tensors are there
-        return plain_gemms(x, w)
+        return plain_gemms(*tensors)
     return measure(options, loss.peers, first, make_base, 3 if options.cuda else 1)
 
 
@@ -500,19 +558,23 @@ def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    add("--shapes", default=SHAPES, help="NxHxV, separated by commas (default %(default)s)")
+    add("--shapes", help=f"NxHxV, separated by commas (default {SHAPES}, of --divergence {DIVERGENCE_SHAPES})")
     add("--models", help="of --trainer: MODEL:BxT, separated by commas (default {cuda} on a GPU, else {cpu})".format(**MODELS))
     add("--rounds", type=int, default=7, help="the median of so many (default 7)")
     add("--without", action="append", default=[], metavar="NAME", help="leave out peers whose names start so; may be repeated")
     for name, text in [("no-errors", "leave out the comparison with float64"),
                        ("z-loss", "the loss with z-loss, against chains of separate operations"),
                        ("log-probs", "log-probabilities, alone and with entropies, likewise, and of 1, 8 and 128 ids per token"),
+                       ("divergence", "KL and JSD of a student's head from a teacher's, likewise"),
                        ("step", "a training step instead of the loss alone; needs transformers"),
                        ("trainer", "./train beside a training loop of transformers; needs ./train and transformers"),
                        ("json", "a JSON object a row instead of tables")]:
         add("--" + name, action="store_true", help=text)
     options = parser.parse_args()
     options.cuda = options.device == "cuda"
+    options.shapes = options.shapes or (DIVERGENCE_SHAPES if options.divergence else SHAPES)
+    if options.step and options.divergence:
+        sys.exit("--step trains on targets, without the teacher that --divergence needs; leave out one of the two")
     try:
         options.shapes = [(int(n), int(h), int(v)) for n, h, v in (text.split("x") for text in options.shapes.split(","))]
         assert all(min(shape) > 0 for shape in options.shapes)
@@ -539,15 +601,16 @@ def main():
         for model, batch, length in options.models:
             show(options, f"{model}, batch {batch} x {length}", "over lce.c", trainer_rows(options, model, batch, length), gpu=gpu)
         return
-    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs or [CROSS_ENTROPY]:
+    for loss in [Z_LOSS] * options.z_loss + LOG_PROBS * options.log_probs + DIVERGENCES * options.divergence or [CROSS_ENTROPY]:
         if options.step:
             rows, title = step_rows(options, loss)
             show(options, f"{loss.name}: {title}", "over lce.c", rows, loss=loss.name, gpu=gpu, step=True)
             continue
-        for n, h, v in options.shapes:
-            rows, gemms = loss_rows(options, loss, (n, h, v))
+        for (n, h, v), factor in itertools.product(options.shapes, (2, 1) if loss.teacher else (0,)):
+            rows, gemms = loss_rows(options, loss, (n, h, v), factor * h)
+            teacher = f", the teacher's H {factor * h}" if factor else ""
             took = f": the plain GEMMs take {1e3 * gemms:.2f} ms" if gemms else ""
-            show(options, f"{loss.name}, N {n}, H {h}, V {v}{took}", "over the GEMMs", rows, loss=loss.name, gpu=gpu,
+            show(options, f"{loss.name}, N {n}, H {h}{teacher}, V {v}{took}", "over the GEMMs", rows, loss=loss.name, gpu=gpu,
                  tokens=n, hidden_size=h, vocab_size=v)
 
 

@@ -16,16 +16,23 @@ def rows(*options):
     for row in found:
         if row["peer"].startswith("lce.c"):
             assert row.get("ms", 0) > 0 and max(row.get(f"{what}_error", 0) for what in ("dx", "dw")) < 1e-5, row
-    return [row["peer"] for row in found if "why" not in row]
+    return [row for row in found if "why" not in row]
+
+
+def peers(*options):
+    return {row["peer"] for row in rows(*options)}
 
 
 def every_loss():
-    assert {"lce.c, C interface, chunk 4096", "lce.c, chunk 1024", "lce.c, chunk 4096, batch invariant"} < set(rows())
-    assert {"lce.c, chunk 4096", "lce.c, chunk N", "lce.c, chunk 2048, K 8"} < set(rows("--z-loss", "--log-probs"))
+    assert {"lce.c, C interface, chunk 4096", "lce.c, chunk 1024", "lce.c, chunk 4096, batch invariant"} < peers()
+    assert {"lce.c, chunk 4096", "lce.c, chunk N", "lce.c, chunk 2048, K 8"} < peers("--z-loss", "--log-probs")
+    divergences = {(row["title"].split(":")[0], row["peer"]) for row in rows("--divergence")}
+    assert {(f"{kind}, N 24, H 8, the teacher's H {h}, V 200", f"lce.c, chunk {chunk}")
+            for kind in ("forward_kl", "reverse_kl", "jsd") for h in (16, 8) for chunk in (2048, 1024)} < divergences
 
 
 def the_trainer():
-    assert {"lce.c", "transformers, fp32 weights"} <= set(rows("--trainer", "--models", "llama-tiny:2x32"))
+    assert {"lce.c", "transformers, fp32 weights"} <= peers("--trainer", "--models", "llama-tiny:2x32")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ if [[ $parts == *" peers "* ]] || { wants peers && python3 -c 'import torch.cuda
   [ "$DEVICE" = cuda ] || shapes=(--shapes 64x64x2000)
   run liblce 200 make -s liblce.so && run peers 400 tools/bench_peers.py --json --no-errors --rounds 3 --device "$DEVICE" "${shapes[@]}" &&
     show peers peers.log peer 'N {tokens} H {hidden_size} V {vocab_size}, {peer}: {r.get("why") or f"{ms:.2f} ms, {ratio:.3f}, {(held_bytes or 0) / 2**20:.0f} MiB"}'
+  run divergence 400 tools/bench_peers.py --divergence --json --no-errors --rounds 3 --device "$DEVICE" "${shapes[@]}" &&
+    show divergence divergence.log peer '{title}, {peer}: {r.get("why") or f"{ms:.2f} ms, {ratio:.3f}, {(held_bytes or 0) / 2**20:.0f} MiB"}'
   run trainer 500 tools/bench_peers.py --trainer --json --device "$DEVICE" &&
     show trainer trainer.log peer '{title}, {peer}: {r.get("why") or f"{tokens_per_second:,.0f} tokens/s, {(held_bytes or 0) / 2**30:.1f} GiB"}'
 fi
