@@ -1,5 +1,6 @@
 """Gives all tests of tools/torch PyTorch, if there is one, and the package on a library of its own."""
 import contextlib
+import importlib
 import multiprocessing
 import os
 import re
@@ -51,15 +52,15 @@ def all_close(what, got, want, most):
 
 
 @contextlib.contextmanager
-def calls_of_the_operator(seen=lambda *_: None):
-    """A list to which every call of the library adds what `seen` makes of its arguments."""
-    from lce import functional
-    calls, real = [], functional.operator
-    functional.operator = lambda *a: calls.append(seen(*a)) or real(*a)
+def calls_of_the_operator(seen=lambda *_: None, module="functional"):
+    """A list to which every call of a module's operator adds what `seen` makes of its arguments."""
+    module = importlib.import_module(f"lce.{module}")
+    calls, real = [], module.operator
+    module.operator = lambda *a: calls.append(seen(*a)) or real(*a)
     try:
         yield calls
     finally:
-        functional.operator = real
+        module.operator = real
 
 
 def raises(kind, part, work):

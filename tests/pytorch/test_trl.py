@@ -2,6 +2,7 @@
 """tools/torch under TRL's trainers: each with patch_trl as without."""
 import copy
 import functools
+import itertools
 import os
 import tempfile
 import types
@@ -13,13 +14,16 @@ from tap import Skip
 os.environ["HF_HUB_OFFLINE"] = "1"
 if torch:
     import lce
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 try:
     import datasets
     import tokenizers
     import transformers
     import trl
-    from trl.trainer import utils
+    from lce.trl_trainers import of_two_heads
+    from trl.trainer import distillation_trainer, utils
 except ImportError as error:
     trl = None
     missing = error
@@ -53,7 +57,7 @@ def tokenizer():
 
 def model_of(kind, **more):
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES, **more))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **{**SIZES, **more}))
     model.get_output_embeddings().weight.data.normal_(0, 0.3)
     return model.to(DEVICE)
 
@@ -83,12 +87,12 @@ def history(trainer, config, model, data, *more, **options):
     return logs, [p.detach() for p in model.parameters()]
 
 
-def equals_its_own(least, kind, trainer, config, *more, model=None, **options):
-    """`least` calls of the library, and the history and weights of the unpatched run."""
+def equals_its_own(least, kind, trainer, config, *more, model=None, module="functional", most=5e-3, **options):
+    """`least` calls of the module's operator, and the history and weights of the unpatched run."""
     model = model_of(kind, **(model or {}))
     want, weights = history(trainer, config, model, *more, **options)
     lce.patch_trl()
-    with calls_of_the_operator() as calls:
+    with calls_of_the_operator(module=module) as calls:
         got, trained = history(trainer, config, model, *more, **options)
     lce.unpatch_trl()
     assert len(calls) >= least, f"{len(calls)} calls of the library"
@@ -96,7 +100,7 @@ def equals_its_own(least, kind, trainer, config, *more, model=None, **options):
         assert w.keys() == g.keys(), w.keys() ^ g.keys()
         for name in w:
             assert abs(w[name] - g[name]) <= 1e-4 * max(1, abs(w[name])), f"step {i}, {name}: {w[name]}, patched {g[name]}"
-    all_close("the weights", trained, weights, 5e-3)
+    all_close("the weights", trained, weights, most)
     return want
 
 
@@ -133,6 +137,42 @@ def grpo():
 
 
 @needs_trl
+def distillation():
+    """Steps of SGD, so that the weights show the gradients."""
+    kinds = ("llama", {}), ("gemma2", dict(final_logit_softcapping=3.0)), ("cohere", dict(logit_scale=0.25))
+    for (kind, more), (other, others), beta in zip(kinds, kinds[1:] + kinds[:1], (0.0, 0.5, 1.0)):
+        teacher = model_of(other, hidden_size=48, **others)
+        logs = equals_its_own(3, kind, functools.partial(trl.DistillationTrainer, teacher_model=teacher), trl.DistillationConfig,
+                              rows("prompt"), model=more, module="divergence", most=1e-6, optim="sgd", max_completion_length=8,
+                              beta=beta, temperature=0.8)
+    assert "entropy" in logs[0]
+
+
+@needs_trl
+def distillations_loss():
+    """The loss alone, also of heads that are DTensors."""
+    own = distillation_trainer._chunked_divergence_loss
+    lce.patch_trl()
+    ours = distillation_trainer._chunked_divergence_loss
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+
+    def of_shards(x, teacher_x, *more):
+        heads = 0, 1, 5, 6  # weights and biases
+        return ours(x, teacher_x, *(DTensor.from_local(t, mesh, [Shard(0)]) if i in heads else t for i, t in enumerate(more)))
+    for beta, items, softcap in itertools.product((0.0, 0.3, 1.0), (None, 7), (None, 3.0)):
+        found = []
+        for loss in own, ours, of_shards:
+            torch.manual_seed(3)
+            found.append([t for _, t in of_two_heads(loss, beta, items, softcap)])
+        for got in found[1:]:
+            all_close(f"beta {beta}", got, found[0], 2e-6)
+    dist.destroy_process_group()
+    lce.unpatch_trl()
+    assert distillation_trainer._chunked_divergence_loss is own
+
+
+@needs_trl
 def what_is_refused():
     """A call of what lce cannot compute; and a TRL that is not as expected, which the patch leaves as it is."""
     def call(change=lambda model: None, **more):
@@ -146,25 +186,44 @@ def what_is_refused():
            lambda: call(logit_scale=-0.25))
     raises(TypeError, "DeepSpeed's ZeRO-3 splits the head, which lce needs whole",
            lambda: call(lambda model: setattr(model.lm_head.weight, "ds_id", 0)))
+    x, w, mask, split = torch.ones(1, 3, 8), torch.ones(5, 8), torch.ones(1, 3), torch.nn.Parameter(torch.ones(5, 8))
+    split.ds_id = 0
+    for kind, told, weight, more in ((TypeError, "DeepSpeed's ZeRO-3 splits the head", split, {}),
+                                     (ValueError, "the model's logit_scale is 0", w, dict(teacher_logit_scale=0))):
+        raises(kind, told, lambda: distillation_trainer._chunked_divergence_loss(x, x, w, weight, mask, 0.5, **more))
     lce.unpatch_trl()
-    own, add = utils._ChunkedLogProbFunction, utils.add_fused_lm_head
-    others = (("the arguments of _ChunkedLogProbFunction are ctx, logits", "_ChunkedLogProbFunction",
+    own, add, loss = utils._ChunkedLogProbFunction, utils.add_fused_lm_head, distillation_trainer._chunked_divergence_loss
+
+    def now():
+        return utils._ChunkedLogProbFunction, distillation_trainer._chunked_divergence_loss
+
+    @functools.wraps(loss)
+    def other_loss(*a, **more):
+        total, *rest = loss(*a, **more)
+        return 1.01 * total, *rest
+    others = (("the arguments of _ChunkedLogProbFunction are ctx, logits", utils, "_ChunkedLogProbFunction",
                types.SimpleNamespace(forward=lambda ctx, logits: logits)),
-              ("entropy would change", "_ChunkedLogProbFunction",
+              ("entropy would change", utils, "_ChunkedLogProbFunction",
                types.SimpleNamespace(forward=own.forward, apply=lambda *a: [2 * t if i == 1 else t for i, t in enumerate(own.apply(*a))])),
-              ("a gradient would change", "_ChunkedLogProbFunction",
+              ("a gradient would change", utils, "_ChunkedLogProbFunction",
                types.SimpleNamespace(forward=own.forward, apply=lambda hidden, *a: own.apply(2 * hidden - hidden.detach(), *a))),
-              ("does not call _ChunkedLogProbFunction", "add_fused_lm_head",
-               types.FunctionType(add.__code__, dict(vars(utils)), add.__name__, add.__defaults__)))
-    for told, name, other in others:
-        before = getattr(utils, name)
-        setattr(utils, name, other)
+              ("does not call _ChunkedLogProbFunction", utils, "add_fused_lm_head",
+               types.FunctionType(add.__code__, dict(vars(utils)), add.__name__, add.__defaults__)),
+              ("the arguments of _chunked_divergence_loss are logits", distillation_trainer, "_chunked_divergence_loss",
+               lambda logits: logits),
+              ("the loss would change", distillation_trainer, "_chunked_divergence_loss", other_loss),
+              ("does not call _chunked_divergence_loss", distillation_trainer, "DistillationTrainer",
+               types.SimpleNamespace(_compute_loss=raises)))
+    for told, module, name, other in others:
+        before = getattr(module, name)
+        setattr(module, name, other)
+        left = now()
         try:
             said = raises(TypeError, told, lce.patch_trl)
             assert said.startswith(f"TRL {trl.__version__} cannot be patched: ") and "or do without patch_trl" in said, said
-            assert getattr(utils, name) is other and (name != "add_fused_lm_head" or utils._ChunkedLogProbFunction is own)
+            assert now() == left
         finally:
-            setattr(utils, name, before)
+            setattr(module, name, before)
     lce.patch_trl(chunk=5)
     lce.patch_trl(chunk=7)  # in place of the one before
     ours, w = utils._ChunkedLogProbFunction, torch.ones(3, 8, device=DEVICE)
@@ -175,4 +234,5 @@ def what_is_refused():
 
 
 if __name__ == "__main__":
-    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo, what_is_refused=what_is_refused))
+    run(dict(sft=sft, dpo=dpo, kto=kto, grpo=grpo, distillation=distillation,
+             distillations_loss=distillations_loss, what_is_refused=what_is_refused))
