@@ -12,7 +12,7 @@
 #include "kernels/ranks/ranks.h"
 #include "trainer/report.h"
 
-enum { TIMELINE_STEPS = 3 };
+enum { TIMELINE_STEPS = 3, MOST_GPUS = 8 }; // of a host, where --ranks plans for more than there are
 
 static TrainStep *step_to_plan;
 
@@ -84,11 +84,15 @@ void plan_set_mode(Trainer *t, LceMode mode) {
   memory_set_stack(&t->backend->memory, plan.stack_peak);
 }
 
-size_t plan_host_bytes(const Ledger *plan, DeviceKind device) {
-  int ranks = ranks_self()->local_ranks > 1 ? ranks_self()->local_ranks : 1;
+int plan_host_ranks(const Options *o) {
+  int planned = o->ranks < MOST_GPUS ? o->ranks : MOST_GPUS, local = ranks_self()->local_ranks;
+  return o->ranks > ranks_self()->ranks ? planned : local > 1 ? local : 1;
+}
+
+size_t plan_host_bytes(const Ledger *plan, const Options *o, DeviceKind device) {
   size_t offloaded = ledger_host_bytes(plan);
   if (offloaded && device == ON_CPU) offloaded += plan->peak;
-  return offloaded * (size_t)ranks;
+  return offloaded * (size_t)plan_host_ranks(o);
 }
 
 size_t plan_host_left(const Options *o) {
@@ -97,7 +101,7 @@ size_t plan_host_left(const Options *o) {
 
 bool plan_fits_host(const Ledger *plan, const Options *o, DeviceKind device) {
   bool elsewhere = o->plan && o->device_memory > 0; // on a machine with a host of its own
-  size_t needed = plan_host_bytes(plan, device), left = plan_host_left(o);
+  size_t needed = plan_host_bytes(plan, o, device), left = plan_host_left(o);
   return elsewhere || !needed || !left || needed <= left;
 }
 

@@ -18,8 +18,9 @@ typedef struct {
 TimedPlan plan_run_timed(const Options *options, DeviceKind device, LceMode mode);
 // Sizes the step's stack for a mode by planning it, and makes that mode the one that steps use.
 void plan_set_mode(Trainer *trainer, LceMode mode);
-// Bytes of the host that all ranks of this machine need together to offload; a CPU's tensors are there, too.
-size_t plan_host_bytes(const Ledger *plan, DeviceKind device);
+int plan_host_ranks(const Options *options); // of one host
+// Bytes of the host that all its ranks need together to offload; a CPU's tensors are there, too.
+size_t plan_host_bytes(const Ledger *plan, const Options *options, DeviceKind device);
 size_t plan_host_left(const Options *options); // what the host can give; of several ranks the least
 bool plan_fits_host(const Ledger *plan, const Options *options, DeviceKind device);
 

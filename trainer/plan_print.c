@@ -6,7 +6,6 @@
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
 #include "kernels/base/text.h"
-#include "kernels/ranks/ranks.h"
 #include "trainer/fit.h"
 #include "trainer/plan.h"
 #include "trainer/report.h"
@@ -22,8 +21,8 @@ static void require_host(const Ledger *plan, const Options *o, DeviceKind device
   char holders[512];
   if (plan_fits_host(plan, o, device)) return;
   fail("--offload needs %s of this machine's memory and %s are left (%s%s); %s",
-       text_bytes(plan_host_bytes(plan, device)).text, text_bytes(plan_host_left(o)).text,
-       ranks_self()->local_ranks > 1 ? "of each rank " : "", memory_holders(plan->host, 1, holders),
+       text_bytes(plan_host_bytes(plan, o, device)).text, text_bytes(plan_host_left(o)).text,
+       plan_host_ranks(o) > 1 ? "of each rank " : "", memory_holders(plan->host, 1, holders),
        device == ON_CPU ? "leave it out: it is of no use on a CPU, which computes in the same memory"
                         : "offload less, or add --moment-dtype bf16 or --no-master-weights");
 }

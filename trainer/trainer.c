@@ -376,9 +376,15 @@ size_t machine_usable_bytes(const Backend *backend) {
 }
 
 size_t machine_agreed_bytes(Backend *backend, Options *options) {
-  enum { WORDS = 2 * sizeof(size_t) / 4 };
-  size_t least[2] = {machine_usable_bytes(backend), host_memory_left()}, all[backend->ranks][2];
+  enum { COUNT = 4, WORDS = COUNT * sizeof(size_t) / 4 };
+  size_t least[COUNT] = {machine_usable_bytes(backend), host_memory_left(), !options->no_sampling,
+                         !options->no_codes},
+         all[backend->ranks][COUNT];
+  char first[sizeof backend->description]; // rank 0's
   if (backend->ranks == 1) return least[0];
+  memcpy(first, backend->description, sizeof first);
+  machine_broadcast(backend, first, sizeof first);
+  options->card = card_of(first);
   MemoryMark mark = memory_mark(&backend->memory);
   Tensor words = push_words(&backend->memory, sizeof all),
          own = tensor_rows(words, backend->rank * WORDS, WORDS);
@@ -386,8 +392,10 @@ size_t machine_agreed_bytes(Backend *backend, Options *options) {
   all_gather(backend, (Collective){.out = words, .x = own});
   backend_to_host(backend, all, words);
   memory_pop_to(&backend->memory, mark);
-  for (int i = 0; i < 2 * backend->ranks; i++)
-    if (all[i / 2][i % 2] < least[i % 2]) least[i % 2] = all[i / 2][i % 2];
+  for (int i = 0; i < COUNT * backend->ranks; i++)
+    if (all[i / COUNT][i % COUNT] < least[i % COUNT]) least[i % COUNT] = all[i / COUNT][i % COUNT];
   options->host_bytes = least[1];
+  options->no_sampling = !least[2];
+  options->no_codes = !least[3];
   return least[0];
 }

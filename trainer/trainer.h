@@ -152,5 +152,6 @@ void machine_broadcast(Backend *backend, void *bytes, size_t count);
 
 // Bytes that the ledger may use: the device's memory less the backend's own; 0: unknown.
 size_t machine_usable_bytes(const Backend *backend);
-// The least of all ranks, for what they choose alike; options->host_bytes becomes that of their hosts.
+// The least of all ranks, for what they choose alike: options->host_bytes, no_sampling and no_codes become
+// those of all, and card that of rank 0.
 size_t machine_agreed_bytes(Backend *backend, Options *options);

@@ -1,5 +1,6 @@
 // A plan equals a run's memory byte for byte; also the default chunk and a step's time, which plans decide.
 #include "kernels/cost.h"
+#include "tests/process.h"
 #include "tests/runs.h"
 
 #include <time.h>
@@ -327,4 +328,33 @@ TEST(test_streams_of_a_plan) {
   backend_destroy(b);
 }
 
-TEST_MAIN(tests_run("plan", make_masked, remove_temp_dir))
+// What a plan of several ranks needs of a host: of all its ranks, 8 at most.
+TEST(test_host_of_planned_ranks) {
+  static const int ranks[][2] = {{1, 1}, {3, 3}, {64, 8}};
+  for (int i = 0; i < 3; i++) {
+    Options o = options_on(ON_CUDA, "--plan --device cuda --offload optimizer --ranks %d", ranks[i][0]);
+    Ledger plan = plan_run(&o, ON_CUDA, LCE_FUSED);
+    size_t one = ledger_host_bytes(&plan);
+    assert_true(one && plan_host_bytes(&plan, &o, ON_CUDA) == (size_t)ranks[i][1] * one);
+    options_free(&o);
+  }
+}
+
+// --fit must choose alike on all ranks: for rank 0's card, and without what one of them lacks.
+static void agree(Harness *h) {
+  Backend *b = h->backend;
+  const char *name = b->rank ? "NVIDIA H100 80GB HBM3" : "NVIDIA H200";
+  snprintf(b->description, sizeof b->description, "%s", name);
+  Options o = {.card = card_of(name), .no_codes = b->rank == 1};
+  machine_agreed_bytes(b, &o);
+  if (o.card != card_of("NVIDIA H200") || o.no_codes != (b->ranks > 1) || o.no_sampling)
+    fail("rank %d of %d does not choose as the others do", b->rank, b->ranks);
+}
+
+TEST(test_ranks_agree_on_a_card) {
+  check_on_ranks();
+}
+
+int main(int argc, char **argv) {
+  return ran_as_rank(argc, argv, agree) ? 0 : tests_run("plan", make_masked, remove_temp_dir);
+}
