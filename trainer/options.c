@@ -164,7 +164,7 @@ const Option options_rows[] = {
    NEEDS("zero", 1, "gradients, master weights and moments of the head's rows stay where the rows are")},
   {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), "End the job when no rank has made progress for this many "
    "seconds", .initial = "300"},
-  {INTEGER("ranks", "N", ranks, 1, 1 << 20), "Plan for N ranks, with --plan or --fit"},
+  {INTEGER("ranks", "N", ranks, 1, 1 << 20), "Plan for N ranks (at most 8 on a host)"},
 
   {GROUP("Output")},
   {TEXT("log", "FILE", log), "Write a JSON object per line, the last one the summary; a log of another run "

@@ -84,9 +84,9 @@ static void resolve_model(Options *o) {
 
 static void resolve_ranks(Options *o) {
   const Launch *launch = ranks_self();
-  if (o->ranks && !o->plan && !o->fit && o->ranks != launch->ranks)
-    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan and --fit alone",
-         o->ranks, o->ranks);
+  if (o->ranks && !o->plan && o->ranks != launch->ranks)
+    fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan alone", o->ranks,
+         o->ranks);
   if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);

@@ -189,6 +189,7 @@ REFUSED = [
     ("--device cpu --plan --moment-dtype bf16", "the CPU computes in fp32 only"),
     ("--device cuda", "; leave it out to compute on the CPU"),
     ("--device cuda --fit", "give --device-memory GIB"),
+    ("--fit --ranks 2", "--ranks 2: a launcher starts ranks (tools/launch 2 ./train ...); for --plan alone"),
     ("--resume /nowhere", "/nowhere"),
     ("--init /nowhere", "/nowhere"),
     (TINY + "--data /nowhere/at/all.txt", "/nowhere/at/all.txt"),
