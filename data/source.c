@@ -30,7 +30,7 @@ enum {
 
 // One file's share of the stream: `stored` tokens from position `first`, then perhaps a separator.
 typedef struct SourceFile {
-  char *path;
+  char *path, *mask_path;                               // NULL: no mask
   enum { FILE_NAMED, FILE_MATCHED, FILE_FOUND } origin; // written out, by a glob, in a directory
   SourceKind kind;                                      // 0: its origin lets it be left out
   Mapping file, mask_file;
@@ -170,6 +170,7 @@ static void add_path(Source *source, const char *path) {
 
 static void close_file(SourceFile *part) {
   free(part->path);
+  free(part->mask_path);
   file_unmap(&part->file);
   file_unmap(&part->mask_file);
 }
@@ -248,13 +249,12 @@ static char *find_beside(const char *shard, ShardPart part) {
   return NULL;
 }
 
-// Loads the bits of a shard, if given, and checks that they fit.
-static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping *file) {
-  char *path = find_beside(part->path, which);
+// Loads the bits of a shard from `path`, if given, and checks that they fit.
+static const uint8_t *open_bits(const SourceFile *part, ShardPart which, const char *path, Mapping *file) {
   if (!path) return NULL;
   *file = load_file(path);
   Reason reason;
-  Shard bits;
+  Shard bits = {0};
   bool good = shard_parse(file->bytes, file->size, which, &bits, &reason);
   if (good && bits.count != part->stored)
     good = refuse(&reason, "is not that of its shard: it is for %lld tokens and the shard has %lld",
@@ -262,7 +262,6 @@ static const uint8_t *open_bits(const SourceFile *part, ShardPart which, Mapping
   if (!good)
     fail("%s %s; make it and its shard again with tools/prepare_data.py, or remove it%s", path, reason.text,
          which == SHARD_MASK ? " to count every token" : " and give --end-of-text ID");
-  free(path);
   return bits.data;
 }
 
@@ -316,7 +315,8 @@ static void open_file(SourceFile *part) {
     part->kind = shard.bits / 8;
     part->tokens = shard.data;
     part->stored = shard.count;
-    part->mask = open_bits(part, SHARD_MASK, &part->mask_file);
+    part->mask_path = find_beside(part->path, SHARD_MASK);
+    part->mask = open_bits(part, SHARD_MASK, part->mask_path, &part->mask_file);
     return;
   }
   const char *nul = memchr(file->bytes, 0, (size_t)min_i64((int64_t)file->size, BINARY_PROBE_BYTES));
@@ -543,11 +543,7 @@ static int64_t read_tokens(const Source *source, int64_t first, int64_t count, i
     if (taken && out[taken - 1] == 0) require_size(part->path, &part->file);
     for (int64_t i = 0; targets && part->mask && i < taken; i++)
       if (!is_set(part->mask, start + i)) out[i] = IGNORED_TARGET, counted--;
-    if (taken && out[taken - 1] == IGNORED_TARGET) {
-      char *mask = find_beside(part->path, SHARD_MASK);
-      require_size(mask, &part->mask_file);
-      free(mask);
-    }
+    if (taken && out[taken - 1] == IGNORED_TARGET) require_size(part->mask_path, &part->mask_file);
     if (taken < count && has_separators(source)) out[taken++] = END_OF_TEXT;
     first += taken, out += taken, count -= taken;
   }
@@ -569,7 +565,8 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
     const SourceFile *part = &source->parts[i];
     int64_t next = i + 1 < source->files ? part[1].first : source->tokens;
     Mapping file = {0};
-    const uint8_t *bits = text || end_of_text >= 0 ? NULL : open_bits(part, SHARD_ENDS, &file);
+    char *path = text || end_of_text >= 0 ? NULL : find_beside(part->path, SHARD_ENDS);
+    const uint8_t *bits = open_bits(part, SHARD_ENDS, path, &file);
     if (!text && end_of_text < 0 && !bits)
       fail("--pack documents: %s does not say where documents end: give --end-of-text ID, or make it again "
            "with tools/prepare_data.py, which writes that next to it",
@@ -583,37 +580,28 @@ int64_t *source_document_ends(const Source *source, int64_t end_of_text) {
     if (is_end && !(arrlen(ends) && arrlast(ends) == next)) arrput(ends, next);
     file_advise(&part->file, 0, part->file.size, MADV_DONTNEED); // as in check_ids
     file_unmap(&file);
+    free(path);
   }
   return ends;
 }
 
-static Source *list_paths(const char *const *paths, int64_t count) {
+Source *source_list(const char *const *paths, int64_t count) {
   Source *listed = host_alloc(1, sizeof *listed, "a data source");
   for (int64_t i = 0; i < count; i++) add_path(listed, paths[i]);
+  for (int64_t i = 0; i < listed->files && !listed->masked; i++) {
+    const char *path = listed->parts[i].path;
+    char *mask = text_ends_in(path, ".bin") ? find_beside(path, SHARD_MASK) : NULL;
+    listed->masked = mask;
+    free(mask);
+  }
   return listed;
 }
 
-bool source_paths_masked(const char *const *paths, int64_t count) {
-  bool masked = false;
-  Source *listed = list_paths(paths, count);
-  for (int64_t i = 0; i < listed->files && !masked; i++) {
-    const char *path = listed->parts[i].path;
-    char *mask = text_ends_in(path, ".bin") ? find_beside(path, SHARD_MASK) : NULL;
-    masked = mask;
-    free(mask);
-  }
-  source_close(listed);
-  return masked;
-}
-
-int64_t source_paths_vocab_size(const char *const *paths, int64_t count) {
-  Source *listed = list_paths(paths, count);
+int64_t source_tokenizer_vocab_size(const Source *listed) {
   int64_t shard = 0;
   while (shard < listed->files && !text_ends_in(listed->parts[shard].path, ".bin")) shard++;
-  Path folder = path_folder(shard < listed->files ? listed->parts[shard].path : "/");
-  bool found = shard < listed->files;
-  source_close(listed);
-  if (!found) return 0;
+  if (shard == listed->files) return 0;
+  Path folder = path_folder(listed->parts[shard].path);
   cJSON *manifest = manifest_of(folder.text);
   const cJSON *said = json_member(json_member(manifest, "tokenizer"), "vocab_size");
   int64_t size = json_is_whole(said) ? (int64_t)said->valuedouble : 0;

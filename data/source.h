@@ -92,12 +92,12 @@ int64_t source_read_targets(const Source *source, int64_t first, int64_t count, 
 // stb_ds.h, which the caller frees.
 int64_t *source_document_ends(const Source *source, int64_t end_of_text);
 
-// True if a source opened from these paths would be masked. Does not read the files.
-bool source_paths_masked(const char *const *paths, int64_t count);
+// The files of these paths, and whether a source opened from them is masked. Does not read them.
+Source *source_list(const char *const *paths, int64_t count);
 
-// The vocabulary of the tokenizer that made the first shard of these paths, as the manifest or the
+// The vocabulary of the tokenizer that made the first of the listed shards, as the manifest or the
 // tokenizer.json beside it says; 0: neither does.
-int64_t source_paths_vocab_size(const char *const *paths, int64_t count);
+int64_t source_tokenizer_vocab_size(const Source *listed);
 
 enum { SOURCE_ENTROPY_SAMPLE = 64 << 20 };
 

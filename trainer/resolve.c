@@ -69,8 +69,14 @@ static void change_or_agree(Options *o, const Options *requested) {
   }
 }
 
+static void resolve_data(Options *o) {
+  Source *listed = source_list(o->data, arrlen(o->data));
+  o->masked = o->pack || listed->masked;
+  if (!o->origin) o->data_vocab_size = source_tokenizer_vocab_size(listed);
+  source_close(listed);
+}
+
 static void resolve_model(Options *o) {
-  if (!o->origin) o->data_vocab_size = source_paths_vocab_size(o->data, arrlen(o->data));
   Options requested = *o;
   if (o->preset || !o->origin) requested.model = requested_model(o);
   o->model = o->origin ? hf_config_read(o->origin) : requested.model;
@@ -169,7 +175,6 @@ static void resolve_job(Options *o) {
   if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
   resolve_batch(o);
   resolve_schedule(o);
-  o->masked = o->pack || source_paths_masked(o->data, arrlen(o->data));
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -198,6 +203,7 @@ void options_resolve(Options *o) {
       "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
       "less, and --plan says how much");
   option_require_possible(options_rows, o, o->given);
+  resolve_data(o);
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
