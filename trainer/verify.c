@@ -42,6 +42,7 @@ static uint32_t *checksums_of_pass(const Trainer *t) {
 void trainer_verify(Trainer *t, int64_t step, const Batch *batch, const TransformerOptions *pass,
                     float scale) {
   const ParameterSet *p = &t->model.parameters;
+  const char *const others[] = {"the layers", ""}; // and the losses
   int64_t every = t->options->verify_every;
   if (!every || (step + 1) % every || t->backend->memory.planning) return;
   uint32_t *first = checksums_of_pass(t);
@@ -52,10 +53,7 @@ void trainer_verify(Trainer *t, int64_t step, const Batch *batch, const Transfor
       fail("in step %lld rank %d computed the %s%s twice, with different bits, on %s; test or replace this "
            "device, and resume from an earlier checkpoint",
            (long long)step + 1, t->backend->rank, i > p->count ? "losses" : "gradients of ",
-           i < p->count    ? p->items[i].name
-           : i == p->count ? "the layers"
-                           : "",
-           t->backend->description);
+           i < p->count ? p->items[i].name : others[i - p->count], t->backend->description);
   free(first);
   free(second);
 }
