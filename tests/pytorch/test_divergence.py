@@ -110,8 +110,10 @@ def large_vocabularies():
 
 def masks_and_reductions():
     *tensors, mask = *problem(), torch.rand(N, device=DEVICE) < 0.6
+    exact = double(tensors)
+    for t in tensors[0], tensors[3]:
+        t.data[~mask] = torch.nan
     for (kind, beta), skip in itertools.product(KINDS[:4], (False, True)):
-        exact = double(tensors)
         want = torch.where(mask, reference(*exact, kind, beta), 0)
         p = torch.log_softmax(F.linear(*exact[:3]), -1)
         loss, entropy = ours(*tensors, kind, beta, mask=mask, chunk=7, reduction="none", entropy=True, skip_ignored=skip)
@@ -127,6 +129,22 @@ def masks_and_reductions():
             assert gradients[0][~mask].eq(0).all()
         none = ours(*tensors, kind, beta, mask=torch.zeros_like(mask), skip_ignored=skip)
         assert none.isnan() and torch.autograd.grad(none, tensors[1])[0].eq(0).all()
+
+
+def dtypes():
+    """The CPU computes in fp32, and a GPU in x's dtype or autocast's, as for linear_cross_entropy."""
+    for x_dtype, dtype, teacher_dtype, autocast in itertools.product(*[(torch.float32, torch.bfloat16)] * 3, (False, True)):
+        wanted = x_dtype, dtype, dtype, teacher_dtype, teacher_dtype, dtype
+        tensors = [t.detach().to(d).requires_grad_(t.requires_grad) for t, d in zip(problem(), wanted)]
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            loss = ours(*tensors, "jsd", 0.5)
+        exact = double(tensors)
+        want = reference(*exact, "jsd", 0.5).mean()
+        close("loss", loss, want, 1e-6 if DEVICE == "cpu" else 1e-2)
+        pairs = zip(torch.autograd.grad(loss, tensors[:3]), torch.autograd.grad(want, exact[:3]), wanted)
+        for gradient, exact_gradient, dtype in pairs:
+            assert gradient.dtype == dtype
+            close("gradient", gradient, exact_gradient, 2e-6 if DEVICE == "cpu" and dtype == torch.float32 else 1e-2)
 
 
 def compiled_checkpointed_and_hooked():
@@ -180,6 +198,6 @@ def wrong_arguments():
 
 
 if __name__ == "__main__":
-    tests = (values, alone, near_and_far, limits, large_vocabularies, masks_and_reductions, compiled_checkpointed_and_hooked,
-             equals_trls, wrong_arguments)
+    tests = (values, alone, near_and_far, limits, large_vocabularies, masks_and_reductions, dtypes,
+             compiled_checkpointed_and_hooked, equals_trls, wrong_arguments)
     run({test.__name__: test for test in tests})

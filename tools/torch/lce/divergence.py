@@ -16,6 +16,7 @@ def call(x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_w
     if not len(x):
         return tuple(t.zero_() for t in results)
     names = "loss", "entropy", "dx", "dweight", "dbias"
+    x = x if mask is None else x.masked_fill(~mask[:, None], 0)  # dweight is a sum of all rows of x, times 0 where masked
     context(x.device, dtype, "")(
         "lce_linear_divergence", DivergenceArgs, tokens=len(x), hidden_size=x.shape[1],
         teacher_hidden_size=teacher_x.shape[1], vocab_size=len(weight), chunk=chunk, kind=kind,
@@ -112,9 +113,9 @@ def linear_divergence(x, weight, teacher_x, teacher_weight, kind="forward_kl", *
     token_weights: of that shape. reduction: "sum", "none", or "mean": the sum over the number of tokens that count
     (without any NaN, with gradient 0). entropy=True: also the student's entropy per token, without gradient.
     "mean" and "sum" make the gradients in the forward pass, in four GEMMs; "none" takes six. chunk: tokens at a time; 0
-    lets the library choose (2,048 on a GPU). A chunk's two [chunk, V] logits are stored, in fp32 on the CPU and in the
-    inputs' dtype on a GPU; statistics are fp32. skip_ignored: masked tokens take no time; on a GPU the host then waits
-    to learn how many there are.
+    lets the library choose (2,048 on a GPU). Computes, and stores a chunk's two [chunk, V] logits, in fp32 on the CPU,
+    and on a GPU in x's dtype or autocast's, whatever the other tensors have; statistics are fp32, and a gradient has its
+    parameter's dtype. skip_ignored: masked tokens take no time; on a GPU the host then waits to learn how many there are.
     """
     if group is not None:
         raise ValueError("linear_divergence needs both heads whole; gather them, or leave out group")
