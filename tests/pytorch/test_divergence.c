@@ -14,14 +14,14 @@ typedef struct {
   double *x, *weight, *bias, *log_p;
 } Side;
 
-static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, int64_t hidden, double temperature) {
+static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, int64_t hidden, double temperature,
+                              Tensor *x, Tensor *weight) {
   side->x = random_values(h, s->rows * hidden, 1);
   side->weight = random_values(h, s->vocab * hidden, s->scale / sqrt((double)hidden));
   side->log_p = host_values(h, s->vocab);
-  DivergenceHead head = {.x = tensor_from(h, h->dtype, side->x, s->rows, hidden),
-                         .weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden),
-                         .softcap = (float)s->softcap,
-                         .temperature = (float)temperature};
+  *x = tensor_from(h, h->dtype, side->x, s->rows, hidden);
+  *weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden);
+  DivergenceHead head = {.softcap = (float)s->softcap, .temperature = (float)temperature};
   if (s->terms) head.bias = random_vector(h, &side->bias, s->vocab, 1);
   return head;
 }
@@ -45,20 +45,21 @@ static void check_case(Harness *h, const void *shape) {
   const Shape *s = shape;
   Side own = {0}, teacher = {0};
   double temperature = s->temperature, others = s->terms ? 2 * temperature : temperature, *weights = NULL;
-  LinearDivergence a = {.student = head_of(h, s, &own, s->hidden, temperature),
-                        .teacher = head_of(h, s, &teacher, s->teacher_hidden, others),
-                        .kind = s->kind,
-                        .beta = (float)s->beta,
+  LinearDivergence a = {.divergence = {.kind = s->kind,
+                                       .beta = (float)s->beta,
+                                       .loss = poisoned_vector(h, DTYPE_F32, s->rows),
+                                       .entropy = poisoned_vector(h, DTYPE_F32, s->rows)},
                         .chunk = s->chunk,
-                        .loss = poisoned_vector(h, DTYPE_F32, s->rows),
-                        .entropy = poisoned_vector(h, DTYPE_F32, s->rows),
                         .dx = poisoned(h, h->dtype, s->rows, s->hidden),
                         .dweight = poisoned(h, s->narrow ? h->dtype : DTYPE_F32, s->vocab, s->hidden)};
+  LceDivergence *call = &a.divergence;
+  call->student = head_of(h, s, &own, s->hidden, temperature, &a.x, &a.weight);
+  call->teacher = head_of(h, s, &teacher, s->teacher_hidden, others, &a.teacher_x, &a.teacher_weight);
   int32_t *mask = random_ids(h, s->rows, 2);
   mask[0] = 1;
   if (s->terms) {
-    a.mask = ids_from(h, mask, s->rows), a.dbias = poisoned_vector(h, DTYPE_F32, s->vocab);
-    weights = random_values(h, s->rows, 1), a.token_weights = vector_from(h, DTYPE_F32, weights, s->rows);
+    call->mask = ids_from(h, mask, s->rows), a.dbias = poisoned_vector(h, DTYPE_F32, s->vocab);
+    weights = random_values(h, s->rows, 1), call->weights = vector_from(h, DTYPE_F32, weights, s->rows);
   }
   double *loss = host_values(h, s->rows), *entropy = host_values(h, s->rows);
   double *dx = host_values(h, s->rows * s->hidden), *dweight = host_values(h, s->vocab * s->hidden);
@@ -91,8 +92,8 @@ static void check_case(Harness *h, const void *shape) {
   double size = 4 * s->scale / s->temperature;
   Tolerance values = with_size(within_stored(h, 8, 1), size),
             gradients = within_stored(h, 8, (double)s->rows + 16);
-  check_values(h, "loss", a.loss, loss, values);
-  check_values(h, "entropy", a.entropy, entropy, values);
+  check_values(h, "loss", call->loss, loss, values);
+  check_values(h, "entropy", call->entropy, entropy, values);
   check_values(h, "dx", a.dx, dx, with_size(gradients, size / 8));
   check_values(h, "dweight", a.dweight, dweight, with_size(gradients, size / 8));
   if (s->terms) check_values(h, "dbias", a.dbias, dbias, with_size(gradients, size / 8));

@@ -6,36 +6,41 @@
 
 #define INLINED static inline __attribute__((always_inline)) // so that `kind` is a constant in each loop
 
-// Adds the bias, caps, and returns the row's softmax.
-static RowSoftmax softmax_of(float *u, Tensor bias, float cap, float inv_temperature, int64_t count) {
-  bias_and_cap(u, bias.data, cap, count, NULL);
-  float max = maximum_of(u, count);
-  double sum = exp_and_sum(u, max, inv_temperature, count, NULL);
-  return (RowSoftmax){max, (float)log(sum), (float)(1 / sum)};
+typedef struct {
+  float *u, inv_temperature;
+  RowSoftmax softmax;
+} Row;
+
+// Adds the bias, caps, and computes the row's softmax.
+static Row row_of(const DivergenceHead *head, int64_t n) {
+  int64_t count = head->logits.shape[1];
+  Row row = {.u = cpu_row(head->logits, n), .inv_temperature = inverse_temperature(head->temperature)};
+  bias_and_cap(row.u, head->bias.data, head->softcap, count, NULL);
+  float max = maximum_of(row.u, count);
+  double sum = exp_and_sum(row.u, max, row.inv_temperature, count, NULL);
+  row.softmax = (RowSoftmax){max, (float)log(sum), (float)(1 / sum)};
+  return row;
 }
 
-INLINED float distance_of(float u, RowSoftmax row, float inv_temperature) {
-  float distance = (u - row.max) * inv_temperature;
+INLINED float distance_of(Row row, int64_t j) {
+  float distance = (row.u[j] - row.softmax.max) * row.inv_temperature;
   return distance < LEAST_DISTANCE ? LEAST_DISTANCE : distance;
 }
 
 INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, int64_t n) {
   enum { BLOCK = 1024 }; // summed in fp32 lanes, the blocks in double
-  int64_t count = a->logits.shape[1];
-  float *u = cpu_row(a->logits, n), *t = cpu_row(a->teacher_logits, n), cap = a->softcap;
+  int64_t count = a->student.logits.shape[1];
+  float *u = cpu_row(a->student.logits, n), cap = a->student.softcap;
   if (tensor_exists(a->mask) && !((const int32_t *)a->mask.data)[n]) {
     if (a->backward) memset(u, 0, (size_t)count * sizeof *u);
     cpu_store(a->loss, n, 0);
     cpu_store(a->entropy, n, 0);
     return;
   }
-  float inv_t = inverse_temperature(a->temperature), teacher_t = inverse_temperature(a->teacher_temperature);
-  RowSoftmax student = softmax_of(u, a->bias, cap, inv_t, count);
-  RowSoftmax teacher = softmax_of(t, a->teacher_bias, a->teacher_softcap, teacher_t, count);
+  Row student = row_of(&a->student, n), teacher = row_of(&a->teacher, n);
 #define ENTRY_AT(j)                                                                                          \
-  divergence_entry(terms, student, teacher, distance_of(u[j], student, inv_t),                               \
-                   distance_of(t[j], teacher, teacher_t))
-  int64_t best = index_of(u, count, student.max);
+  divergence_entry(terms, student.softmax, teacher.softmax, distance_of(student, j), distance_of(teacher, j))
+  int64_t best = index_of(u, count, student.softmax.max);
   float lead_at_max = ENTRY_AT(best).lead;
   double loss = 0, mean_excess = 0, mean_distance = 0;
   for (int64_t first = 0; first < count; first += BLOCK) {
@@ -46,14 +51,14 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
       DivergenceEntry e = ENTRY_AT(j);
       parts += divergence_part(terms, e);
       excess += e.p * (e.lead - lead_at_max);
-      distances += e.p * distance_of(u[j], student, inv_t);
+      distances += e.p * distance_of(student, j);
     }
     loss += parts, mean_excess += excess, mean_distance += distances;
   }
   cpu_store(a->loss, n, loss);
-  cpu_store(a->entropy, n, student.log_sum - mean_distance);
+  cpu_store(a->entropy, n, student.softmax.log_sum - mean_distance);
   if (!a->backward) return;
-  float scale = (float)cpu_read(a->weights, n, 1) * inv_t;
+  float scale = (float)cpu_read(a->weights, n, 1) * student.inv_temperature;
   EACH_SIMD (j, count) {
     float slope = cap > 0 ? 1 - u[j] / cap * (u[j] / cap) : 1;
     u[j] = divergence_slope(terms, ENTRY_AT(j), lead_at_max, (float)mean_excess) * slope * scale;
@@ -62,21 +67,13 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
 
 void cpu_lce_divergence(Backend *backend, const LceDivergence *a) {
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t n = 0; n < a->logits.shape[0]; n++) {
+  for (int64_t n = 0; n < a->student.logits.shape[0]; n++) {
     DivergenceTerms terms = divergence_terms(a->kind, (double)a->beta);
-    switch (a->kind) {
-    case FORWARD_KL:
-      terms.kind = FORWARD_KL;
-      divergence_of_row(a, terms, n);
-      break;
-    case REVERSE_KL:
-      terms.kind = REVERSE_KL;
-      divergence_of_row(a, terms, n);
-      break;
-    case JSD:
-      terms.kind = JSD;
-      divergence_of_row(a, terms, n);
-      break;
-    }
+#define ROW_OF(constant)                                                                                     \
+  case constant:                                                                                             \
+    terms.kind = constant;                                                                                   \
+    divergence_of_row(a, terms, n);                                                                          \
+    break;
+    switch (a->kind) { ROW_OF(FORWARD_KL) ROW_OF(REVERSE_KL) ROW_OF(JSD) }
   }
 }

@@ -46,14 +46,14 @@ NEEDS(lce_id_factors, LceIdGradients, ID_GRADIENTS)
 NEEDS(lce_id_gradients, LceIdGradients, ID_GRADIENTS, FIELD(dlogits, "fp32|bf16 [N, W] strided"))
 
 static void check_lce_divergence(Op op, Backend *backend, LceDivergence *a) {
-  int64_t vocab_size = a->logits.shape[1];
-  check_loss_terms(op, &(LossTerms){.softcap = a->softcap, .temperature = a->temperature}, vocab_size);
-  check_loss_terms(op, &(LossTerms){.softcap = a->teacher_softcap, .temperature = a->teacher_temperature},
-                   vocab_size);
-  CHECK(FIELD(loss, "fp32 [N]"), FIELD(entropy, "fp32 [N] or absent"), FIELD(logits, "T [N, V] strided"),
-        FIELD(teacher_logits, "T [N, V] strided"), FIELD(bias, "T [V] or absent"),
-        FIELD(teacher_bias, "T [V] or absent"), FIELD(mask, "int32 [N] or absent"),
-        FIELD(weights, "fp32 [N] or absent"));
+  const DivergenceHead *heads[] = {&a->student, &a->teacher};
+  for (int i = 0; i < 2; i++)
+    check_loss_terms(op, &(LossTerms){.softcap = heads[i]->softcap, .temperature = heads[i]->temperature},
+                     a->student.logits.shape[1]);
+  CHECK(FIELD(loss, "fp32 [N]"), FIELD(entropy, "fp32 [N] or absent"),
+        FIELD(student.logits, "T [N, V] strided"), FIELD(teacher.logits, "T [N, V] strided"),
+        FIELD(student.bias, "T [V] or absent"), FIELD(teacher.bias, "T [V] or absent"),
+        FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"));
 }
 
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),

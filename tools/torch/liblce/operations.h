@@ -99,17 +99,20 @@ typedef struct {
 //   REVERSE_KL  loss = -sum p gap     d = p (-gap - loss)
 //   JSD         loss = beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q
 //               d = (1 - beta) p (log p - log m - KL(p || m))
-//   logits[n, j] = weights[n] d / T du/dz
+//   student.logits[n, j] = weights[n] d / T du/dz
 // There is no factor of T^2. Where mask[n] is 0, loss, entropy and gradient are 0, and the row's logits are not read.
 // An entry that a bias of minus infinity masks in both heads counts as none.
 typedef enum { FORWARD_KL, REVERSE_KL, JSD } DivergenceKind;
 typedef struct {
+  Tensor logits; // fp32/bf16 [N, V], strided; zeros may follow the gradient, as in LceLogitsExp
+  Tensor bias;   // fp32/bf16 [V], or absent
+  float softcap, temperature;
+} DivergenceHead;
+typedef struct {
   Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
-  Tensor logits,
-      teacher_logits;        // fp32/bf16 [N, V], strided; zeros may follow the gradient, as in LceLogitsExp
-  Tensor bias, teacher_bias; // fp32/bf16 [V], or absent
-  Tensor mask, weights;      // int32 [N], fp32 [N]; or absent: 1
-  float softcap, temperature, teacher_softcap, teacher_temperature, beta;
+  DivergenceHead student, teacher;
+  Tensor mask, weights; // int32 [N], fp32 [N]; or absent: 1
+  float beta;
   DivergenceKind kind;
   bool backward; // false: the logits stay
 } LceDivergence;

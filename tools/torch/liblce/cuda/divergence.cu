@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(1024)
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
-  int columns = (int)a.logits.shape[1], step = blockDim.x * W, best, teacher_best;
+  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W, best, teacher_best;
   T *out = student.logits + row * student.stride;
   terms.kind = KIND;
   if (a.mask.data && !data_of<int32_t>(a.mask)[row]) {
@@ -111,21 +111,22 @@ static __global__ void __launch_bounds__(1024)
   }
 }
 
+template <typename T> static Head<T> kernels_head(const DivergenceHead &h) {
+  return {data_of<T>(h.logits),
+          h.logits.stride,
+          {data_of<T>(h.bias), h.softcap},
+          inverse_temperature(h.temperature)};
+}
+
 void cuda_lce_divergence(Backend *backend, const LceDivergence *a) {
-  int64_t rows = a->logits.shape[0], columns = a->logits.shape[1];
+  Tensor logits = a->student.logits;
+  int64_t rows = logits.shape[0], columns = logits.shape[1];
   DivergenceTerms terms = divergence_terms(a->kind, (double)a->beta);
-  with_float(a->logits.dtype, [&](auto type) {
+  with_float(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    bool wide = rows_start_aligned(a->logits, WIDTH<T>) && rows_start_aligned(a->teacher_logits, WIDTH<T>);
+    bool wide = rows_start_aligned(logits, WIDTH<T>) && rows_start_aligned(a->teacher.logits, WIDTH<T>);
     with_width<T>(wide, [&](auto W) {
-      Head<T> student = {data_of<T>(a->logits),
-                         a->logits.stride,
-                         {data_of<T>(a->bias), a->softcap},
-                         inverse_temperature(a->temperature)};
-      Head<T> teacher = {data_of<T>(a->teacher_logits),
-                         a->teacher_logits.stride,
-                         {data_of<T>(a->teacher_bias), a->teacher_softcap},
-                         inverse_temperature(a->teacher_temperature)};
+      Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
       KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows,
                              row_threads(ceil_div(columns, W), 1024)};
       switch (a->kind) {
