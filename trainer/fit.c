@@ -147,18 +147,17 @@ static int64_t search(const Machine *m, Choice **all) {
 
 static void print_choice(const Machine *m, const Choice *c, double best, const char *with) {
   Options o = *m->options;
-  char words[64];
   apply(c, &o);
   bool known = o.card || (m->device == ON_CUDA && o.device_memory > 0);
   Text rate =
       known ? text_of("%s tokens/s", text_grouped((int64_t)c->rate).text) : text_of("%.2f", c->rate / best);
   printf("  %16s %10s  %s%s--batch %lld", rate.text, text_bytes(c->peak).text, with, *with ? " " : "",
          (long long)c->batch);
-  if (o.trains && c->recompute) printf(" --recompute %s", options_words(&o, "recompute", words));
+  if (o.trains && c->recompute) printf(" --recompute %s", options_words(&o, "recompute").text);
   if (o.trains && c->recompute_layers) printf(" --recompute-layers %lld", (long long)c->recompute_layers);
   if (c->mlp_chunk) printf(" --mlp-chunk %lld", (long long)c->mlp_chunk);
   if (o.pass.mode == LCE_FUSED) printf(" --lce-chunk %lld", (long long)c->chunk);
-  if (c->offload) printf(" --offload %s", options_words(&o, "offload", words));
+  if (c->offload) printf(" --offload %s", options_words(&o, "offload").text);
   printf("\n");
 }
 
@@ -176,12 +175,12 @@ enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 4 };
 // Sets it as the user would; false where it is so already, or cannot be.
 static bool set_other(const Machine *m, int which, Options *o) {
   const Option *row = &options_rows[option_row(options_rows, others[which].name)];
-  char now[64];
+  Text now;
   Reason reason;
   if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;
   if (others[which].several && o->ranks == 1) return false;
   if (row->offset == offsetof(Options, dtypes.fp8) && !options_allow_codes(o, &reason)) return false;
-  if (option_text(row, o, now) && !strcmp(now, others[which].value)) return false;
+  if (option_text(row, o, &now) && !strcmp(now.text, others[which].value)) return false;
   option_set(row, o, others[which].value);
   return true;
 }
@@ -214,10 +213,10 @@ static void leave_out(Options *o, char names[NAMES]) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    char now[64];
+    Text now;
     if (!(row->flags & FITTED) || !o->given[i]) continue;
     o->given[i] = false;
-    if (!option_text(row, o, now) || !json_is(settings, row->name, now)) append(names, "--", row->name);
+    if (!option_text(row, o, &now) || !json_is(settings, row->name, now.text)) append(names, "--", row->name);
   }
 }
 

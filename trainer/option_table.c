@@ -13,10 +13,6 @@
 
 // --- values ------------------------------------------------------------------------------------------------
 
-typedef struct {
-  char text[96];
-} Words;
-
 static int word_index(const char *const *words, const char *word, size_t length) {
   for (int i = 0; words[i]; i++)
     if (strlen(words[i]) == length && !strncmp(words[i], word, length)) return i;
@@ -27,15 +23,18 @@ static bool has_word(const char *const *words, const char *word) {
   return word_index(words, word, strlen(word)) >= 0;
 }
 
-// Names the value: "FILE", "cpu|cuda" or "weights,gradients"; of words those from `first` on.
-static Words value_words(const Option *o, int first) {
-  Words all = {""};
+// Joins the words whose bits are set: "cpu|cuda", or "weights,gradients" of a set.
+static Text join_words(const Option *o, unsigned which) {
+  Text all = {""};
   const char *between = o->type == OPTION_SET ? "," : "|";
-  int at = snprintf(all.text, sizeof all.text, "%s", o->argument ? o->argument : "");
-  for (int i = first; o->words[i]; i++)
-    at +=
-        snprintf(all.text + at, sizeof all.text - (size_t)at, "%s%s", i > first ? between : "", o->words[i]);
+  for (int i = 0; o->words[i]; i++)
+    if (which >> i & 1) all = text_of("%s%s%s", all.text, *all.text ? between : "", o->words[i]);
   return all;
+}
+
+// Names the value: "FILE", or the words from `first` on.
+static Text value_words(const Option *o, int first) {
+  return o->argument ? text_of("%s", o->argument) : join_words(o, ~0u << first);
 }
 
 static bool is_number(const Option *o) {
@@ -99,16 +98,12 @@ double option_number(const Option *o, const void *values) {
   return o->type == OPTION_TEXT || o->type == OPTION_LIST ? value != 0 : (double)value;
 }
 
-bool option_text(const Option *o, const void *values, char text[64]) {
+bool option_text(const Option *o, const void *values, Text *text) {
   int64_t value = stored(o, values);
-  *text = 0;
-  if (o->type == OPTION_FLAG) return value == (int64_t)o->min;
-  if (o->type == OPTION_INTEGER) snprintf(text, 64, "%lld", (long long)value);
-  if (o->type == OPTION_NUMBER) snprintf(text, 64, "%s", text_number(option_number(o, values)).text);
-  for (int i = 0, at = 0; o->words[i]; i++)
-    if (o->type == OPTION_SET ? value >> i & 1 : value == i)
-      at += snprintf(text + at, 64 - (size_t)at, "%s%s", at ? "," : "", o->words[i]);
-  return true;
+  *text = o->type == OPTION_INTEGER  ? text_of("%lld", (long long)value)
+          : o->type == OPTION_NUMBER ? text_number(option_number(o, values))
+                                     : join_words(o, o->type == OPTION_SET ? (unsigned)value : 1u << value);
+  return o->type != OPTION_FLAG || value == (int64_t)o->min;
 }
 
 int option_row(const Option *rows, const char *name) {
@@ -128,8 +123,8 @@ static const char *conflict(const Option *a, const Option *b) {
 
 // False for an initial value, and for a 0 that means "none": such an option asks for nothing.
 static bool in_use(const Option *o, const void *values) {
-  char now[64];
-  if (o->initial && option_text(o, values, now) && !strcmp(now, o->initial)) return false;
+  Text now;
+  if (o->initial && option_text(o, values, &now) && !strcmp(now.text, o->initial)) return false;
   return !is_number(o) || o->min < 0 || option_number(o, values) != 0;
 }
 
@@ -172,12 +167,11 @@ static void print_wrapped(int at, int indent, const char *text) {
 
 // "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
 static void print_option(const Option *o) {
-  Text limits = {""}, initial = {""};
+  Text limits = {""}, initial = {""}, takes = value_words(o, 0);
   bool number = is_number(o);
   if (number) limits = text_of(o->max > 1e5 ? "%g or more" : "%g to %g", o->min, o->max);
   if (o->initial) initial = text_of("%sdefault %s", number ? "; " : "", o->initial);
   char *help = text_format(number || o->initial ? "%s [%s%s]" : "%s", o->help, limits.text, initial.text);
-  Words takes = value_words(o, 0);
   int at = printf(o->bare ? "  --%s[=%s]" : *takes.text ? "  --%s=%s" : "  --%s", o->name, takes.text);
   print_wrapped(at, HELP_COLUMN, help);
   free(help);
@@ -186,11 +180,10 @@ static void print_option(const Option *o) {
 static _Noreturn void print_help(const OptionTable *table) {
   printf("Usage: %s [OPTION...]\n", program_invocation_short_name);
   print_wrapped(0, 0, table->doc);
-  for (const Option *o = table->rows; o->type != OPTION_END; o++)
-    if (o->type == OPTION_GROUP)
-      printf("\n"), print_wrapped(0, 1, o->help);
-    else
-      print_option(o);
+  for (const Option *o = table->rows; o->type != OPTION_END; o++) {
+    if (o->type == OPTION_GROUP) printf("\n"), print_wrapped(0, 1, o->help);
+    if (o->name) print_option(o);
+  }
   printf("\n  -h, --help                Print this\n  -V, --version             Print the version\n%s",
          table->examples ? table->examples : "");
   exit(0);
@@ -217,17 +210,17 @@ static Text name_in(const char *word) {
   return name;
 }
 
-static _Noreturn void refuse_word(const OptionTable *table, const char *word, const char *name) {
+static _Noreturn void refuse_word(const Option *rows, const char *word, const char *name) {
   static const char see[] = "--help lists the options";
-  const char *in = NULL; // the option meant by another name, or the longest one in the word
-  for (const OptionAdvice *a = table->elsewhere; a && a->instead; a++)
-    if (has_word(a->names, name)) fail("%s is not an option: %s; %s", word, a->instead, see);
-  if (named_row(table->rows, name) == SEVERAL) fail("%s is how several options begin; %s", word, see);
-  for (const Option *o = table->rows; o->type != OPTION_END; o++)
-    if (has_word(o->also, name) ||
-        (o->name && strstr(name, o->name) && (!in || strlen(o->name) > strlen(in))))
-      in = o->name;
-  fail("%s is not an option%s%s; %s", word, in ? ": try --" : "", in ? in : "", see);
+  const char *meant = NULL; // by another name, or the longest one in the word
+  if (named_row(rows, name) == SEVERAL) fail("%s is how several options begin; %s", word, see);
+  for (const Option *o = rows; o->type != OPTION_END; o++) {
+    bool also = has_word(o->also, name);
+    if (also && !o->name) fail("%s is not an option: %s; %s", word, o->help, see);
+    if (also || (o->name && strstr(name, o->name) && (!meant || strlen(o->name) > strlen(meant))))
+      meant = o->name;
+  }
+  fail("%s is not an option%s%s; %s", word, meant ? ": try --" : "", meant ? meant : "", see);
 }
 
 // The value of an option without a "=": the word after it, or what the option alone means.
@@ -254,7 +247,7 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     if (has_word(version, name.text)) exit(puts("lce.c 0.1") < 0);
     if (has_word(help, name.text)) print_help(table);
     int row = word[1] == '-' ? named_row(rows, name.text) : NONE;
-    if (row < 0) refuse_word(table, word, name.text);
+    if (row < 0) refuse_word(rows, word, name.text);
     const Option *o = &rows[row];
     if (o->type == OPTION_FLAG && value) fail("%s: --%s takes no value", word, o->name);
     if (o->type != OPTION_FLAG && !value) {

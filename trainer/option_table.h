@@ -6,17 +6,19 @@
 #include <stddef.h>
 
 #include "kernels/base/fail.h"
+#include "kernels/base/text.h"
 
 typedef enum {
   OPTION_END,
-  OPTION_GROUP,   // a heading of --help: its text is `help`
-  OPTION_FLAG,    // takes no value and writes `min` into a bool, int or enum
-  OPTION_INTEGER, // int or int64_t
-  OPTION_NUMBER,  // double
-  OPTION_CHOICE,  // one of `words`: writes its index into an enum
-  OPTION_SET,     // several of `words`, with commas between: writes a bit for each into an unsigned
-  OPTION_TEXT,    // const char *
-  OPTION_LIST     // const char **, an array of stb_ds.h that the caller frees: may be given several times
+  OPTION_GROUP,     // a heading of --help: its text is `help`
+  OPTION_ELSEWHERE, // options of other programs, named in `also`, for which `help` says what to do instead
+  OPTION_FLAG,      // takes no value and writes `min` into a bool, int or enum
+  OPTION_INTEGER,   // int or int64_t
+  OPTION_NUMBER,    // double
+  OPTION_CHOICE,    // one of `words`: writes its index into an enum
+  OPTION_SET,       // several of `words`, with commas between: writes a bit for each into an unsigned
+  OPTION_TEXT,      // const char *
+  OPTION_LIST       // const char **, an array of stb_ds.h that the caller frees: may be given several times
 } OptionType;
 
 enum { OPTION_ROWS_MAX = 128, OPTION_WORDS_MAX = 6 }; // of a list of words, with the NULL that ends it
@@ -24,11 +26,11 @@ enum { OPTION_ROWS_MAX = 128, OPTION_WORDS_MAX = 6 }; // of a list of words, wit
 // --help adds the words or limits and `initial` behind `help`.
 typedef struct {
   OptionType type;
-  const char *name;     // without "--"
+  const char *name;     // without "--"; NULL: a group, or options elsewhere
   const char *argument; // what --help calls the value
-  size_t offset, size;  // of the field in the struct of values
   double min, max;      // of numbers
   const char *words[OPTION_WORDS_MAX];
+  size_t offset, size; // of the field in the struct of values
   const char *help;
   unsigned flags;      // the program's own
   const char *initial; // the value when not given; NULL: the field stays as it is
@@ -40,14 +42,9 @@ typedef struct {
 } Option;
 
 typedef struct {
-  const char *names[OPTION_WORDS_MAX], *instead;
-} OptionAdvice;
-
-typedef struct {
   const Option *rows;         // up to one of OPTION_END
   const char *doc, *examples; // above the options in --help, and below or NULL
   const char *stray;          // "paths are given with --data PATH": the advice for a word that is no option
-  const OptionAdvice *elsewhere; // for other programs' options, up to one without a name; or NULL
 } OptionTable;
 
 // Writes the initial values and those of the command line into the struct `values`, and sets given[row] of
@@ -60,7 +57,7 @@ void option_set(const Option *option, void *values, const char *text);
 bool option_try_set(const Option *option, void *values, const char *text, Reason *reason);
 // The value as option_set reads it back, bit for bit; "" for a flag, false for one that is not set. Not for
 // texts and lists. option_number: a choice's index; 1 for a text or a list that is given.
-bool option_text(const Option *option, const void *values, char text[64]);
+bool option_text(const Option *option, const void *values, Text *text);
 double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so

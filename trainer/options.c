@@ -21,8 +21,8 @@
 // A row stands after the one that it needs; in --help the options used most come first.
 const Option options_rows[] = {
   {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
-  {TEXT("model", "PRESET", preset), "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, "
-   "-8b; mistral-7b; qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b"},
+  {TEXT("model", "PRESET", preset),
+   "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b"},
   {INTEGER("vocab", "V", model.vocab_size, 1, MAX), "Vocabulary (default: the shards', else the preset's)"},
   {INTEGER("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), "Transformer blocks", ALSO("layers")},
   {INTEGER("hidden-size", "H", model.hidden_size, 1, MAX), "Width of the residual stream"},
@@ -39,27 +39,24 @@ const Option options_rows[] = {
   {GROUP("Job")},
   {INTEGER("steps", "N", steps, 0, MAX_STEPS), "Optimizer steps", SETTING, "100"},
   {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
-  {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for "
-   "GPT-2, else 2048)", SETTING, ALSO("block-size", "max-length")},
+  {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
+   ALSO("block-size", "max-length")},
   {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS),
    "Tokens per optimizer step, a multiple of ranks x B x T (the default): gradients accumulate", SETTING},
   {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
-  {NUMBER("lr", "RATE", schedule.peak, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)",
-   SETTING, ALSO("learning-rate")},
+  {NUMBER("lr", "RATE", schedule.peak, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)", SETTING, ALSO("learning-rate")},
   {INTEGER("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), "Warm-up (default: --steps / 20)", SETTING},
-  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"), "Shape of the rate after the "
-   "warm-up; wsd: stable, then linear decay", SETTING, "cosine"},
+  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"),
+   "Shape of the rate after the warm-up; wsd: stable, then linear decay", SETTING, "cosine"},
   {NUMBER("min-lr", "FRACTION", schedule.floor, 0, 1), "Final rate, as a fraction of --lr", SETTING, "0.1"},
-  {NUMBER("decay-share", "FRACTION", schedule.decay_share, 0, 1), "Fraction of the steps after the warm-up "
-   "in which wsd decays", SETTING, "0.2", NEEDS("schedule", SCHEDULE_WSD, "others do not decay at the end")},
-  {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), "Decoupled; not for norms and biases", SETTING,
-   "0.1", ALSO("wd")},
-  {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), "Largest gradient norm; 0: no clipping", SETTING,
-   "1", ALSO("max-grad-norm")},
-  {CHOICE("optimizer", dtypes.optimizer, "adamw", "muon"), "muon: orthogonalized momentum, one moment, for "
-   "the layers' matrices, and AdamW for all else, with the same rates and decay", SETTING, "adamw"},
+  {NUMBER("decay-share", "FRACTION", schedule.decay_share, 0, 1), "Fraction of the steps after the warm-up in which wsd decays", SETTING,
+   "0.2", NEEDS("schedule", SCHEDULE_WSD, "others do not decay at the end")},
+  {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), "Decoupled; not for norms and biases", SETTING, "0.1", ALSO("wd")},
+  {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), "Largest gradient norm; 0: no clipping", SETTING, "1", ALSO("max-grad-norm")},
+  {CHOICE("optimizer", dtypes.optimizer, "adamw", "muon"), "muon: orthogonalized momentum, one moment, for the layers' matrices, and "
+   "AdamW for all else, with the same rates and decay", SETTING, "adamw"},
   {NUMBER("momentum", "MU", update.momentum, 0, 0.999999), "Decay of Muon's momentum", SETTING, "0.95",
    NEEDS("optimizer", OPTIMIZER_MUON, "AdamW has --beta1")},
   {NUMBER("beta1", "B", update.beta1, 0, 0.999999), "Decay of the first moment", SETTING, "0.9"},
@@ -67,62 +64,56 @@ const Option options_rows[] = {
   {NUMBER("epsilon", "E", update.epsilon, 1e-30, 1), "Added to the second moment's root", SETTING, "1e-8"},
 
   {GROUP("LM head + loss")},
-  {INTEGER("lce-chunk", "TOKENS", pass.chunk, 1, MAX), "Tokens per chunk at most (default: tokens / 9 on a "
-   "CPU, at least 112; tokens / 8 on a GPU, at least 1024; never above 4096)", SETTING | FITTED},
-  {FLAG("materialized-logits", pass.mode, LCE_MATERIALIZED), "Store the full logits: the baseline to compare "
-   "with", SETTING, EXCLUDES("chunks and sampling belong to --fused-lce", "lce-chunk", "lce-sample")},
+  {INTEGER("lce-chunk", "TOKENS", pass.chunk, 1, MAX), "Tokens per chunk at most (default: tokens / 9 on a CPU, at least 112; tokens / 8 "
+   "on a GPU, at least 1024; never above 4096)", SETTING | FITTED},
+  {FLAG("materialized-logits", pass.mode, LCE_MATERIALIZED), "Store the full logits: the baseline to compare with", SETTING,
+   EXCLUDES("chunks and sampling belong to --fused-lce", "lce-chunk", "lce-sample")},
   {FLAG("fused-lce", pass.mode, LCE_FUSED), "Fused, chunked lm_head + cross-entropy (default)", SETTING},
-  {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), "Sample the softmax gradient, without bias: "
-   "keep a tile (128 tokens x 192 vocabulary entries) with probability mass / M0, scaled up; 1 drops nine of "
-   "ten. Gradients stay exact with M0 below 1/32, and on a GPU other than Hopper or in fp32", SETTING, "0",
-   EXCLUDES("sampling knows only the rows' sums, and metrics need more", "metrics")},
-  {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1), "Fraction of each target's weight "
-   "that is spread over the vocabulary; not used in validation", SETTING, "0"},
-  {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6),
-   "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4", SETTING, "0"},
+  {NUMBER("lce-sample", "M0", pass.sampling.full_mass, 0, 1e6), "Sample the softmax gradient, without bias: keep a tile (128 tokens x 192 "
+   "vocabulary entries) with probability mass / M0, scaled up; 1 drops nine of ten. Gradients stay exact with M0 below 1/32, and on a GPU "
+   "other than Hopper or in fp32", SETTING, "0", EXCLUDES("sampling knows only the rows' sums, and metrics need more", "metrics")},
+  {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1),
+   "Fraction of each target's weight that is spread over the vocabulary; not used in validation", SETTING, "0"},
+  {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6), "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4",
+   SETTING, "0"},
   {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
-   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); not in transformers",
-   ADAPTS},
+   "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); not in transformers", ADAPTS},
   {FLAG("metrics", metrics, true), "Log accuracy, entropy and the largest logit", SETTING},
 
   {GROUP("Data, validation and samples")},
-  {LIST("data", "PATH", data), "Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; "
-   "may be given again (default: this source tree). In a directory by tools/prepare_data.py: train_*.bin"},
-  {LIST("val-data", "PATH", val_data), "Validation data (default: val_*.bin of such a directory, else a part "
-   "of --data)", EXCLUDES("nothing is held out where there is separate validation data", "val-fraction")},
+  {LIST("data", "PATH", data), "Text (a byte is a token) or llm.c shards (*.bin): file, directory or glob; may be given again (default: "
+   "this source tree). In a directory by tools/prepare_data.py: train_*.bin"},
+  {LIST("val-data", "PATH", val_data), "Validation data (default: val_*.bin of such a directory, else a part of --data)",
+   EXCLUDES("nothing is held out where there is separate validation data", "val-fraction")},
   {NUMBER("val-fraction", "FRACTION", val_fraction, 0, 0.999), "Validated part of --data", SETTING, "0.05"},
-  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps and at the end; 0: only at the "
-   "end", OUTPUT_SETTING, "50", ALSO("eval-steps")},
-  {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; "
-   "0: all", OUTPUT_SETTING, "8"},
-  {CHOICE("data-order", data_order, "shuffled", "sequential"),
-   "sequential: windows in file order that share one token, as in llm.c", SETTING, "shuffled"},
-  {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its "
-   "own attention and positions, and padding; only those longer than --seq-len are cut", SETTING, "none",
+  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "50",
+   ALSO("eval-steps")},
+  {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
+  {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: windows in file order that share one token, as in llm.c",
+   SETTING, "shuffled"},
+  {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its own attention and positions, "
+   "and padding; only those longer than --seq-len are cut", SETTING, "none",
    EXCLUDES("packed windows do not follow the files' order", "dump", "data-order")},
-  {INTEGER("end-of-text", "ID", end_of_text, -1, MAX), "Token that ends a document; -1: what "
-   "tools/prepare_data.py recorded, else the end of a file", SETTING, "-1",
-   NEEDS("pack", PACK_DOCUMENTS, "only packing looks for the ends of documents")},
+  {INTEGER("end-of-text", "ID", end_of_text, -1, MAX), "Token that ends a document; -1: what tools/prepare_data.py recorded, else the end "
+   "of a file", SETTING, "-1", NEEDS("pack", PACK_DOCUMENTS, "only packing looks for the ends of documents")},
   {FLAG("other-tokenizer", other_tokenizer, true), "Accept shards of another tokenizer", SETTING},
   {INTEGER("sample-every", "N", sample_every, 0, MAX), "Sample every N steps; 0: off", OUTPUT_SETTING, "100"},
-  {TEXT("prompt", "PROMPT", prompt), "What samples begin with (default: a newline): text where a token is a "
-   "byte, else a shard (*.bin) or ids such as 15496,995"},
-  {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints "
-   "(default: the data's, or the model's)"},
+  {TEXT("prompt", "PROMPT", prompt),
+   "What samples begin with (default: a newline): text where a token is a byte, else a shard (*.bin) or ids such as 15496,995"},
+  {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints (default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
-  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100),
-   "Temperature of the samples; 0 takes the most likely token", SAME, "0.8"},
+  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "Temperature of the samples; 0 takes the most likely token", SAME,
+   "0.8"},
   {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX), "Draw from the K likeliest; 0: all", SAME, "0"},
-  {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1),
-   "Draw from the fewest tokens that together have probability P", SAME, "1"},
+  {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), "Draw from the fewest tokens that together have probability P", SAME, "1"},
 
   {GROUP("Checkpoints")},
-  {TEXT("save", "DIR", save), "Save checkpoints as DIR/step-..., which transformers opens, too (default: DIR "
-   "of --resume DIR, or none)", ALSO("output-dir")},
-  {INTEGER("save-every", "N", save_every, 0, MAX_STEPS), "Save every N steps and at the end; 0: only at the "
-   "end", OUTPUT_SETTING, "0", NEEDS("save", 1, "without it nothing is saved"), ALSO("save-steps")},
-  {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in "
-   "--save, if any, with its options where none are given; ranks, --zero and --vocab-parallel may differ"},
+  {TEXT("save", "DIR", save), "Save checkpoints as DIR/step-..., which transformers opens, too (default: DIR of --resume DIR, or none)",
+   ALSO("output-dir")},
+  {INTEGER("save-every", "N", save_every, 0, MAX_STEPS), "Save every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "0",
+   NEEDS("save", 1, "without it nothing is saved"), ALSO("save-steps")},
+  {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
+   "where none are given; ranks, --zero and --vocab-parallel may differ"},
   {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
    EXCLUDES("both say what the model is", "model")},
   {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0",
@@ -133,55 +124,60 @@ const Option options_rows[] = {
   {GROUP("Machine and memory")},
   {CHOICE("device", device, "auto", "cpu", "cuda"), "auto: the GPU if there is one", .initial = "auto"},
   {CHOICE("dtype", dtype, DTYPES), "Weights and activations (default: bf16 on cuda)", GPU_SETTING | SAME},
-  {CHOICE("recompute", pass.recompute, "none", "elementwise", "mlp", "layer"), "What the backward pass "
-   "computes again instead of storing it", SETTING | FITTED, "none", ALSO("gradient-checkpointing")},
-  {INTEGER("recompute-layers", "N", pass.recompute_layers, 0, MAX),
-   "Apply --recompute to the first N layers, and one level less to the others: faster; 0: to all",
-   SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_ELEMENTWISE, "it says in how many layers, not what")},
-  {SET("offload", dtypes.offload, "weights", "gradients", "optimizer", "activations"),
-   "Keep these in the host's memory, with commas between; optimizer: master weights and moments; "
-   "activations: the layers' inputs, with --recompute layer; slower, with the same bits"},
-  {CHOICE("fp8", dtypes.fp8, "none", "all", "layers"), "FP8 (e4m3) GEMMs in the layers, and FP8 logits in "
-   "the fused loss, or in the layers alone: less exact, and codes take 2 bytes more per weight of one layer "
-   "and 1 per weight of the head. Needs cuda from Ada on with bf16 (the CPU emulates it) and sizes that are "
-   "multiples of 16; logits stay in bf16 on GPUs other than Hopper", SETTING, "none", .bare = "all"},
+  {CHOICE("recompute", pass.recompute, "none", "elementwise", "mlp", "layer"),
+   "What the backward pass computes again instead of storing it", SETTING | FITTED, "none", ALSO("gradient-checkpointing")},
+  {INTEGER("recompute-layers", "N", pass.recompute_layers, 0, MAX), "Apply --recompute to the first N layers, and one level less to the "
+   "others: faster; 0: to all", SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_ELEMENTWISE, "it says in how many layers, not what")},
+  {SET("offload", dtypes.offload, "weights", "gradients", "optimizer", "activations"), "Keep these in the host's memory, with commas "
+   "between; optimizer: master weights and moments; activations: the layers' inputs, with --recompute layer; slower, with the same bits"},
+  {CHOICE("fp8", dtypes.fp8, "none", "all", "layers"), "FP8 (e4m3) GEMMs in the layers, and FP8 logits in the fused loss, or in the "
+   "layers alone: less exact, and codes take 2 bytes more per weight of one layer and 1 per weight of the head. Needs cuda from Ada on "
+   "with bf16 (the CPU emulates it) and sizes that are multiples of 16; logits stay in bf16 on GPUs other than Hopper", SETTING, "none",
+   .bare = "all"},
   {FLAG("no-fp8", dtypes.fp8, FP8_NONE), "Resume without the checkpoint's --fp8"},
   {CHOICE("moment-dtype", dtypes.moment, DTYPES), "Type of the optimizer's moments", GPU_SETTING, "fp32"},
-  {CHOICE("grad-dtype", dtypes.grad, DTYPES),
-   "Type of weight gradients (default: --dtype); the head's are fp32", GPU_SETTING},
+  {CHOICE("grad-dtype", dtypes.grad, DTYPES), "Type of weight gradients (default: --dtype); the head's are fp32", GPU_SETTING},
   {FLAG("master-weights", dtypes.master, true), "Keep fp32 copies of bf16 weights (default)", GPU_SETTING},
   {FLAG("no-master-weights", dtypes.master, false), "No fp32 copies; stochastic rounding", GPU_SETTING},
-  {INTEGER("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), "Compute the MLP in chunks of TOKENS, for long "
-   "sequences; 0: all at once", SETTING | FITTED, "0",
-   NEEDS("recompute", RECOMPUTE_LAYER, "a chunk's activations are dropped, and computed again")},
+  {INTEGER("mlp-chunk", "TOKENS", pass.mlp_chunk, 0, MAX), "Compute the MLP in chunks of TOKENS, for long sequences; 0: all at once",
+   SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_LAYER, "a chunk's activations are dropped, and computed again")},
 
   {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-  {CHOICE("zero", dtypes.zero, "0", "1", "2"),
-   "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME, "1"},
-  {FLAG("vocab-parallel", dtypes.vocab_parallel, true),
-   "Split the head's rows over the ranks: each computes its part of every loss", SAME,
+  {CHOICE("zero", dtypes.zero, "0", "1", "2"), "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME,
+   "1"},
+  {FLAG("vocab-parallel", dtypes.vocab_parallel, true), "Split the head's rows over the ranks: each computes its part of every loss", SAME,
    EXCLUDES("a split head has only the fused mode", "materialized-logits", "compare-modes"),
    NEEDS("zero", 1, "gradients, master weights and moments of the head's rows stay where the rows are")},
-  {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), "End the job when no rank has made progress for this many "
-   "seconds", .initial = "300"},
+  {NUMBER("timeout", "SECONDS", timeout, 1, 1e6), "End the job when no rank has made progress for this many seconds", .initial = "300"},
   {INTEGER("ranks", "N", ranks, 1, 1 << 20), "Plan for N ranks (at most 8 on a host)"},
 
   {GROUP("Output")},
-  {TEXT("log", "FILE", log), "Write a JSON object per line, the last one the summary; a log of another run "
-   "is kept as FILE.1. With --plan: the plan in each mode"},
+  {TEXT("log", "FILE", log),
+   "Write a JSON object per line, the last one the summary; a log of another run is kept as FILE.1. With --plan: the plan in each mode"},
   {FLAG("plan", plan, true), "Only print how much memory this run needs, in both modes"},
-  {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the "
-   "device and are fast, where they are not given; offload: also what to --offload. With --plan the choice "
-   "is only printed", .initial = "none", .bare = "device"},
+  {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the device and are fast, where "
+   "they are not given; offload: also what to --offload. With --plan the choice is only printed", .initial = "none", .bare = "device"},
   {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
    "Pretend the device has only GIB of memory; with --plan or --fit this needs no GPU"},
-  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and "
-   "end the run if the bits differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
+  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and end the run if the bits "
+   "differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
   {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
   {FLAG("profile", profile, true), "Print and log a step's time by operations; NVTX ranges for Nsight"},
-  {TEXT("timeline", "FILE", timeline), "Write the bytes in use over three steps by category, as CSV, waiting "
-   "for the device each time; an earlier one is kept as FILE.1"},
+  {TEXT("timeline", "FILE", timeline),
+   "Write the bytes in use over three steps by category, as CSV, waiting for the device each time; an earlier one is kept as FILE.1"},
   {TEXT("dump", "DIR", dump), "Write tokens, losses and gradients of a first step to DIR/first-step"},
+
+  // Other programs' options that none of ours stands for.
+  {ELSEWHERE("--dtype takes bf16, the default on a GPU, or fp32", "bf16", "fp16")},
+  {ELSEWHERE("nothing is compiled at run time", "compile")},
+  {ELSEWHERE("--zero 2 shards all but the weights, and --offload uses the host's memory", "deepspeed", "fsdp")},
+  {ELSEWHERE("no layer has dropout", "dropout")},
+  {ELSEWHERE("no average of the weights is kept", "ema")},
+  {ELSEWHERE("--steps N counts optimizer steps of --total-batch tokens", "epochs", "num-train-epochs")},
+  {ELSEWHERE("tools/evaluate --init DIR --val-data PATH evaluates a model", "eval-only")},
+  {ELSEWHERE("--total-batch TOKENS sets the tokens per step, over micro-batches", "gradient-accumulation-steps")},
+  {ELSEWHERE("all weights are trained", "lora")},
+  {ELSEWHERE("--log FILE has every step, and tools/plot_run draws it", "logging-steps", "tensorboard", "wandb")},
   {.type = OPTION_END}};
 // clang-format on
 
@@ -207,20 +203,6 @@ void options_parse(Options *o, const OptionTable *table, int argc, char **argv) 
   o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
 }
 
-// Other programs' options that none of ours stands for.
-static const OptionAdvice elsewhere[] = {
-    {{"bf16", "fp16"}, "--dtype takes bf16, the default on a GPU, or fp32"},
-    {{"compile"}, "nothing is compiled at run time"},
-    {{"deepspeed", "fsdp"}, "--zero 2 shards all but the weights, and --offload uses the host's memory"},
-    {{"dropout"}, "no layer has dropout"},
-    {{"ema"}, "no average of the weights is kept"},
-    {{"epochs", "num-train-epochs"}, "--steps N counts optimizer steps of --total-batch tokens"},
-    {{"eval-only"}, "tools/evaluate --init DIR --val-data PATH evaluates a model"},
-    {{"gradient-accumulation-steps"}, "--total-batch TOKENS sets the tokens per step, over micro-batches"},
-    {{"lora"}, "all weights are trained"},
-    {{"logging-steps", "tensorboard", "wandb"}, "--log FILE has every step, and tools/plot_run draws it"},
-    {{NULL}, NULL}};
-
 void options_read(Options *o, int argc, char **argv) {
   static const OptionTable table = {
       .rows = options_rows,
@@ -230,8 +212,7 @@ void options_read(Options *o, int argc, char **argv) {
                   "  ./train --vocab 128256 --fused-lce\n"
                   "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
                   "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
-      .stray = "paths are given with --data PATH",
-      .elsewhere = elsewhere};
+      .stray = "paths are given with --data PATH"};
   options_parse(o, &table, argc, argv);
   o->trains = true;
 }
@@ -252,14 +233,14 @@ Text options_precision(const Options *o) {
   return text_of("%s%s", dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "");
 }
 
-const char *options_words(const Options *o, const char *name, char words[64]) {
-  option_text(&options_rows[option_row(options_rows, name)], o, words);
+Text options_words(const Options *o, const char *name) {
+  Text words;
+  option_text(&options_rows[option_row(options_rows, name)], o, &words);
   return words;
 }
 
 Text options_recompute(const Options *o) {
-  char words[64];
-  return text_of(o->pass.recompute_layers ? "%s in %lld layers" : "%s", options_words(o, "recompute", words),
+  return text_of(o->pass.recompute_layers ? "%s in %lld layers" : "%s", options_words(o, "recompute").text,
                  (long long)o->pass.recompute_layers);
 }
 

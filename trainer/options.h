@@ -106,7 +106,6 @@ bool options_given(const Options *options, const char *name);
 int64_t options_used_chunk(const Options *options);
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
-Text options_precision(const Options *options); // for the plan's first line
-// The value of a choice or a set as the command line has it, which is written to `words`.
-const char *options_words(const Options *options, const char *name, char words[64]);
-Text options_recompute(const Options *options); // "none", "layer", "mlp in 8 layers", ...
+Text options_precision(const Options *options);               // for the plan's first line
+Text options_words(const Options *options, const char *name); // a choice or a set as the command line has it
+Text options_recompute(const Options *options);               // "none", "layer", "mlp in 8 layers", ...

@@ -138,12 +138,11 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
          (long long)m->hidden_size, (long long)m->num_hidden_layers, (long long)m->num_attention_heads,
          (long long)m->num_key_value_heads, (long long)m->head_dim,
          m->tie_word_embeddings ? "tied" : "untied");
-  char words[64];
   if (o->trains)
     printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
-           options_words(o, "schedule", words), o->schedule.peak);
+           options_words(o, "schedule").text, o->schedule.peak);
   char loss[80] = "materialized logits";
   if (o->pass.mode == LCE_FUSED)
     snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
@@ -157,7 +156,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
     printf("fp8      the layers' GEMMs%s%s\n", logits,
            backend->device == ON_CPU ? ", emulated: slower than fp32" : "");
   if (o->dtypes.offload)
-    printf("offload  %s%s\n", options_words(o, "offload", words),
+    printf("offload  %s%s\n", options_words(o, "offload").text,
            backend->device == ON_CPU ? ", which saves nothing on the CPU, whose memory is the host's" : "");
   printf("data     %s\n", data->text);
   const Source *const sources[] = {data->source, data->val_source};

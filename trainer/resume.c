@@ -23,7 +23,7 @@ static bool has_effect(const Options *o, const char *name) {
   return true;
 }
 
-static bool setting_text(const Options *o, const Option *row, unsigned flags, char text[64]) {
+static bool setting_text(const Options *o, const Option *row, unsigned flags, Text *text) {
   return row->flags & flags && has_effect(o, row->name) && option_text(row, o, text);
 }
 
@@ -60,14 +60,14 @@ static _Noreturn void refuse_setting(const Options *o, const Option *row, const 
 static void take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
-  char now[64];
+  Text now;
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
     const char *then = value_words(row, saved_text(settings, row->name));
-    if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, now) && strcmp(now, then))
+    if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, &now) && strcmp(now.text, then))
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
-           o->origin, then, now);
+           o->origin, then, now.text);
     unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
     bool open = o->fit && row->flags & FITTED;
     const cJSON *item = row->flags & taken && !o->given[i] && !open ? json_member(settings, row->name) : NULL;
@@ -140,8 +140,9 @@ static void print_members(FILE *out, cJSON *json) {
 
 // Describes all that ranks must have alike.
 static char *describe_run(const Options *o, const char *data) {
-  char *description, text[64], *config = hf_config_write(&o->model, o->save_dtype, NULL);
+  char *description, *config = hf_config_write(&o->model, o->save_dtype, NULL);
   size_t size;
+  Text text;
   FILE *out = open_memstream(&description, &size);
   if (!out) fail("out of host memory for a description of the run");
   print_members(out, cJSON_Parse(config));
@@ -154,8 +155,8 @@ static char *describe_run(const Options *o, const char *data) {
                                     NUM("dump", o->dump != NULL),
                                     {0}});
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING | SAME, text))
-      cJSON_AddStringToObject(job, row->name, text);
+    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING | SAME, &text))
+      cJSON_AddStringToObject(job, row->name, text.text);
   print_members(out, job);
   fclose(out);
   free(config);
@@ -194,10 +195,10 @@ static cJSON *state_json(const Options *o, const RunState *state, DeviceKind dev
   cJSON *settings = cJSON_CreateObject();
   DataPlace at = loader_place(&data->loader, step, o->total_batch / o->seq_len);
   const LogField place[] = {NUM("pass", at.pass), NUM("tokens", at.tokens), STR("order", data->order), {0}};
-  char text[64];
+  Text text;
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, text))
-      cJSON_AddStringToObject(settings, row->name, text);
+    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, &text))
+      cJSON_AddStringToObject(settings, row->name, text.text);
   return log_object((const LogField[]){NUM("step", step),
                                        STR("device", device_name(device)),
                                        NUM("first_loss", state->first_loss),
@@ -224,9 +225,9 @@ static void warn_of_changes(const Options *o, const char *data) {
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
     bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
     if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
-    char text[64];
+    Text text;
     const char *before = value_words(row, saved_text(then, row->name));
-    const char *now = value_words(row, option_text(row, o, text) ? text : NULL);
+    const char *now = value_words(row, option_text(row, o, &text) ? text.text : NULL);
     if (strcmp(before, now))
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
            row->name, before, o->origin, now);

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 typedef struct {
-  char text[32];
+  char text[48];
 } Text;
 
 Text text_of(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -222,7 +222,7 @@ TEST(test_recomputation_ladder) {
     if (rung) {
       o.pass.recompute = (Recompute)((rung + 3) / 4);
       o.pass.recompute_layers = rung % 4;
-      assert_string_equal(levels[o.pass.recompute - 1], options_words(&o, "recompute", (char[64]){0}));
+      assert_string_equal(levels[o.pass.recompute - 1], options_words(&o, "recompute").text);
     }
     TimedPlan plan = plan_run_timed(&o, ON_CUDA, LCE_FUSED);
     size_t most = above.ledger.peak + (rung == 12 ? 64 << 20 : 0); // the last frees nothing at the peak
