@@ -145,6 +145,19 @@ ModelConfig model_preset(const char *name) {
   return config;
 }
 
+void model_resize(ModelConfig *c, const ModelConfig *given) {
+  const Preset *p = find(c->name);
+  if (c->num_attention_heads == p->heads && c->hidden_size == p->hidden) return;
+  bool gpt2 = c->family == FAMILY_GPT2;
+  if (gpt2 && !given->num_key_value_heads) c->num_key_value_heads = c->num_attention_heads;
+  if (gpt2 && !given->intermediate_size) c->intermediate_size = 4 * c->hidden_size;
+  if (given->head_dim || model_families[c->family].config.head_dim) return; // Qwen3 has its own
+  if (c->hidden_size % c->num_attention_heads)
+    fail("a hidden size of %lld does not divide into %lld heads; change one, or give --head-dim",
+         (long long)c->hidden_size, (long long)c->num_attention_heads);
+  c->head_dim = c->hidden_size / c->num_attention_heads;
+}
+
 bool model_config_possible(const ModelConfig *c, Reason *reason) {
   const struct {
     const char *name;

@@ -79,6 +79,9 @@ extern const Family model_families[FAMILY_COUNT];
 // The published shapes; fails with the list of names on an unknown one. GPT-2's and Llama's learning rates
 // are the papers' (Brown et al. 2020, table 2.1; Grattafiori et al. 2024), the others were chosen here.
 ModelConfig model_preset(const char *name);
+// After a change of a preset's width or heads: sets the sizes that follow from these, unless `given` has them
+// (0: not given).
+void model_resize(ModelConfig *config, const ModelConfig *given);
 double model_preset_learning_rate(const char *name);
 int64_t model_default_seq_len(const ModelConfig *config); // --seq-len's default
 const char *model_preset_names(const char *begin); // names with this beginning: "gpt2-tiny, gpt2-124m, ..."

@@ -4,6 +4,23 @@
 // operations of their own, which write codes and not values; norms compute their output's maximum.
 #include "model/fp8.h"
 
+bool fp8_possible(const ModelConfig *c, int64_t seq_len, int64_t mlp_chunk, Reason *reason) {
+  const struct {
+    const char *name;
+    int64_t size;
+  } sizes[] = {{"hidden size", c->hidden_size},
+               {"attention heads x head size", c->num_attention_heads * c->head_dim},
+               {"key/value heads x head size", c->num_key_value_heads * c->head_dim},
+               {"intermediate size", c->intermediate_size},
+               {"--seq-len", seq_len},
+               {"--mlp-chunk", mlp_chunk}};
+  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+    if (sizes[i].size % 16)
+      return refuse(reason, "--fp8 takes multiples of 16, and %s is %lld", sizes[i].name,
+                    (long long)sizes[i].size);
+  return true;
+}
+
 bool fp8_used(const Pass *p) {
   return p->training && tensor_exists(p->model->layers->qkv.weight.quantized.codes);
 }

@@ -3,6 +3,9 @@
 
 #include "model/pass.h"
 
+// False with the reason if these sizes allow no GEMMs of codes.
+bool fp8_possible(const ModelConfig *config, int64_t seq_len, int64_t mlp_chunk, Reason *reason);
+
 // True if the pass trains with --fp8.
 bool fp8_used(const Pass *p);
 

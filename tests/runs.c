@@ -18,7 +18,7 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   resume_find(&options);
   options_resolve(&options);
   plan_set_step(train_step);
-  options_resolve_dtypes(&options, device == ON_CUDA);
+  options_resolve_device(&options, &(Backend){.device = device});
   plan_resolve(&options, device, 0);
   return options;
 }

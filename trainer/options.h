@@ -91,8 +91,8 @@ extern const Option options_rows[];
 // In this order. Wrong values end the program with one sentence. options_free gives back what they allocate.
 void options_read(Options *options, int argc, char **argv); // the command line; resume_find comes next
 void options_resolve(Options *options);                     // all but what depends on the device
-void options_resolve_dtypes(Options *options, bool cuda);   // dtypes left open; then plan_resolve_chunk
-void options_resolve_backend(Options *options, const Backend *backend); // what the device lacks
+// Dtypes left open, and what the device lacks; plan_resolve_chunk comes next.
+void options_resolve_device(Options *options, const Backend *backend);
 // False with the reason why the sizes or the device allow no GEMMs of codes.
 bool options_allow_codes(const Options *options, Reason *reason);
 void options_free(Options *options);

@@ -47,7 +47,7 @@ static DeviceKind planned_device(Options *o, size_t *capacity) {
     *capacity = machine_usable_bytes(backend);
     backend_destroy(backend);
   } else {
-    options_resolve_dtypes(o, device == ON_CUDA);
+    options_resolve_device(o, &(Backend){.device = device});
   }
   if (given) *capacity = given;
   plan_resolve(o, device, *capacity);

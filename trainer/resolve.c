@@ -11,6 +11,7 @@
 #include "kernels/base/memory.h"
 #include "kernels/ranks/ranks.h"
 #include "model/checkpoint/hf_config.h"
+#include "model/fp8.h"
 #include "trainer/options.h"
 
 // --- the model ---------------------------------------------------------------------------------------------
@@ -28,23 +29,13 @@ static const char *preset_name(const Options *o) {
 // The preset, overridden.
 static ModelConfig requested_model(const Options *o) {
   Options with = {.model = model_preset(preset_name(o))};
-  ModelConfig *m = &with.model, preset = *m;
-  if (o->data_vocab_size) m->vocab_size = o->data_vocab_size;
+  if (o->data_vocab_size) with.model.vocab_size = o->data_vocab_size;
   for (int i = 0; options_rows[i].type != OPTION_END; i++)
     if (o->given[i] && describes_model(&options_rows[i]))
       memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
              options_rows[i].size);
-  if (m->num_attention_heads == preset.num_attention_heads && m->hidden_size == preset.hidden_size) return *m;
-  bool gpt2 = m->family == FAMILY_GPT2;
-  if (gpt2 && !o->model.num_key_value_heads) m->num_key_value_heads = m->num_attention_heads;
-  if (!o->model.head_dim && !model_families[m->family].config.head_dim) { // Qwen3 has its own
-    if (m->hidden_size % m->num_attention_heads)
-      fail("a hidden size of %lld does not divide into %lld heads; change one, or give --head-dim",
-           (long long)m->hidden_size, (long long)m->num_attention_heads);
-    m->head_dim = m->hidden_size / m->num_attention_heads;
-  }
-  if (gpt2 && !o->model.intermediate_size) m->intermediate_size = 4 * m->hidden_size;
-  return *m;
+  model_resize(&with.model, &o->model);
+  return with.model;
 }
 
 // Changes a folder's model as the command line says; all else that it says must agree.
@@ -151,22 +142,8 @@ static void check_dump(const Options *o) {
 }
 
 bool options_allow_codes(const Options *o, Reason *reason) {
-  const ModelConfig *m = &o->model;
-  const struct {
-    const char *name;
-    int64_t size;
-  } sizes[] = {{"hidden size", m->hidden_size},
-               {"attention heads x head size", m->num_attention_heads * m->head_dim},
-               {"key/value heads x head size", m->num_key_value_heads * m->head_dim},
-               {"intermediate size", m->intermediate_size},
-               {"--seq-len", o->seq_len},
-               {"--mlp-chunk", o->pass.mlp_chunk}};
   if (o->no_codes) return refuse(reason, "this GPU has no FP8");
-  for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-    if (sizes[i].size % 16)
-      return refuse(reason, "--fp8 takes multiples of 16, and %s is %lld", sizes[i].name,
-                    (long long)sizes[i].size);
-  return true;
+  return fp8_possible(&o->model, o->seq_len, o->pass.mlp_chunk, reason);
 }
 
 static void resolve_job(Options *o) {
@@ -191,11 +168,11 @@ static void resolve_job(Options *o) {
 }
 
 // An earlier log may be written over, but not while it is read as text.
-static void keep_input(const Options *o, const char *input) {
-  const char *const outputs[][2] = {{"log", o->log}, {"timeline", o->timeline}};
-  for (int i = 0; i < 2; i++)
-    if (outputs[i][1] && path_is_same(outputs[i][1], input))
-      fail("cannot write the %s %s: this run reads it; name another file", outputs[i][0], outputs[i][1]);
+static void keep_inputs(const Options *o, const char *what, const char *output) {
+  bool reads = o->tokenizer && path_is_same(output, o->tokenizer);
+  for (int64_t i = 0; i < arrlen(o->data); i++) reads |= path_is_same(output, o->data[i]);
+  for (int64_t i = 0; i < arrlen(o->val_data); i++) reads |= path_is_same(output, o->val_data[i]);
+  if (reads) fail("cannot write the %s %s: this run reads it; name another file", what, output);
 }
 
 void options_resolve(Options *o) {
@@ -207,12 +184,12 @@ void options_resolve(Options *o) {
   resolve_model(o);
   resolve_ranks(o);
   resolve_job(o);
-  for (int64_t i = 0; i < arrlen(o->data); i++) keep_input(o, o->data[i]);
-  for (int64_t i = 0; i < arrlen(o->val_data); i++) keep_input(o, o->val_data[i]);
-  if (o->tokenizer) keep_input(o, o->tokenizer);
+  if (o->log) keep_inputs(o, "log", o->log);
+  if (o->timeline) keep_inputs(o, "timeline", o->timeline);
 }
 
-void options_resolve_dtypes(Options *o, bool cuda) {
+void options_resolve_device(Options *o, const Backend *backend) {
+  bool cuda = backend->device == ON_CUDA;
   if (!cuda && o->dtypes_from_gpu) { // a GPU's run continues here in fp32
     o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
     o->dtypes.master = true;
@@ -223,16 +200,13 @@ void options_resolve_dtypes(Options *o, bool cuda) {
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use a GPU");
   if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
+  if (o->dtypes.fp8 && backend->no_fp8)
+    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
+         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   o->dtypes.weight = o->dtype;
   o->dtypes.weights_only = !o->trains;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
-}
-
-void options_resolve_backend(Options *o, const Backend *backend) {
-  if (o->dtypes.fp8 && backend->no_fp8)
-    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
-         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   o->no_sampling = backend->no_sampling;
   o->no_codes = backend->no_fp8;
 }

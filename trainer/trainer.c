@@ -342,9 +342,8 @@ Backend *machine_open(Options *o) {
     if (!backend && options_given(o, "device")) printf("no GPU is used: %s\n", reason);
   }
   require_same_device(backend, reason);
-  options_resolve_dtypes(o, backend != NULL);
   if (!backend) backend = cpu_backend_create(false);
-  options_resolve_backend(o, backend);
+  options_resolve_device(o, backend);
   o->card = card_of(backend->description);
   size_t given = bytes_from_gib(o->device_memory);
   if (given && given < machine_usable_bytes(backend)) {
