@@ -1,13 +1,10 @@
 #include "trainer/options.h"
 
 #include <cjson/cJSON.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include <stb/stb_ds.h>
 
-#include "kernels/base/fail.h"
 #include "model/checkpoint/hf_config.h"
 #include "trainer/option_rows.h"
 
@@ -16,6 +13,7 @@
 #define MAX_STEPS     ((int64_t)1 << 40)
 #define MAX_SEED      9.22e18
 #define DTYPES        "fp32", "bf16"
+#define NEEDS_SAVE    NEEDS("save", 1, "without it nothing is saved")
 
 // clang-format off
 // A row stands after the one that it needs; in --help the options used most come first.
@@ -111,15 +109,13 @@ const Option options_rows[] = {
   {TEXT("save", "DIR", save), "Save checkpoints as DIR/step-..., which transformers opens, too (default: DIR of --resume DIR, or none)",
    ALSO("output-dir")},
   {INTEGER("save-every", "N", save_every, 0, MAX_STEPS), "Save every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "0",
-   NEEDS("save", 1, "without it nothing is saved"), ALSO("save-steps")},
+   NEEDS_SAVE, ALSO("save-steps")},
   {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
    "where none are given; ranks, --zero and --vocab-parallel may differ"},
   {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
    EXCLUDES("both say what the model is", "model")},
-  {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0",
-   NEEDS("save", 1, "without it nothing is saved")},
-  {CHOICE("save-dtype", save_dtype, DTYPES), "Type of the saved weights (default: --dtype)", OUTPUT_SETTING,
-   NEEDS("save", 1, "without it nothing is saved")},
+  {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0", NEEDS_SAVE},
+  {CHOICE("save-dtype", save_dtype, DTYPES), "Type of the saved weights (default: --dtype)", OUTPUT_SETTING, NEEDS_SAVE},
 
   {GROUP("Machine and memory")},
   {CHOICE("device", device, "auto", "cpu", "cuda"), "auto: the GPU if there is one", .initial = "auto"},
