@@ -619,6 +619,8 @@ HARNESS_TEST(test_refusals) {
   ASSERT_REFUSED(h, call, "label_smoothing is 1.5, which is not in [0, 1]", a.terms.label_smoothing = 1.5f);
   ASSERT_REFUSED(h, call, "z_loss is -1", a.terms.z_loss = -1);
   ASSERT_REFUSED(h, call, "softcap is nan", a.terms.softcap = NAN);
+  ASSERT_REFUSED(h, call, "the materialized mode has no log_sum_sq_probs",
+                 (a.mode = LCE_MATERIALIZED, a.outputs.log_sum_sq_probs = a.loss));
   ASSERT_REFUSED(h, call, "use the materialized mode alone (./train: ",
                  (a.terms.softcap = 30, a.terms.label_smoothing = 0.1f));
 }

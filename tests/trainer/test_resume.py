@@ -290,6 +290,14 @@ def test_a_flipped_bit_is_named(folder):
     train(RUN + f"--resume auto --save {saved}").fails("no checkpoint in")
 
 
+# A job that may be started again begins with a model, and then goes on.
+def test_auto_begins_with_a_model(folder):
+    job = f"--device cpu --init {straight() / LAST} --resume auto --data {TEXT} --save {folder}/tuned --steps "
+    train(job + "1").ok(f"weights  {straight() / LAST}\n")
+    train(job + "2").ok(f"resumed  {folder}/tuned/step-000001, after step 1 of 2")
+    train(job.replace("auto", f"{folder}/tuned") + "3").refused("--init begins with the model in ", "give one of them")
+
+
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
 def test_stopped_runs_save(folder):
     for _ in range(20):  # until the signal comes before its end
