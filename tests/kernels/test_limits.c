@@ -43,6 +43,11 @@ TEST(address_space_is_limited) {
     size_t left = address_space_left();
     setrlimit(resource, &before);
     assert_true(left > 0 && left < low.rlim_cur);
+    low.rlim_cur = 1 << 16; // less than it has
+    setrlimit(resource, &low);
+    left = address_space_left();
+    setrlimit(resource, &before);
+    assert_true(left == 0);
   }
 }
 

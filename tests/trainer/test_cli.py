@@ -665,6 +665,7 @@ def test_a_longer_context(folder):
     line = f"--device cpu --data {write_shard(folder / 'data.bin', 400 * [4, 2])} --batch 1 --steps 1 --sample-every 0 "
     longer = "--rope-theta 7 --max-position-embeddings 128 "
     train(line + "--init tests/golden/llama --seq-len 128").refused("lower it, or raise --max-position-embeddings")
+    train(line + "--init tests/golden/gpt2 --max-position-embeddings 25").refused("is 25, and ", "config.json says 24; leave it out")  # learned
     model = shutil.copytree(ROOT / "tests/golden/llama", folder / "model")
     for name in ("kept", "rope_parameters"):  # a file need not say what is the default
         config = json.loads((model / "config.json").read_text())
