@@ -181,6 +181,17 @@ def equals_trls():
         all_close("TRL's gradients", *(torch.autograd.grad(t.sum(), tensors[:3]) for t in (loss, divergence)), 1e-5)
 
 
+def flops():
+    """Counts by FlopCounterMode the GEMMs: both heads' logits, and two gradients of x's width."""
+    from torch.utils.flop_counter import FlopCounterMode
+    x, weight, _, *teacher = problem()
+    for differentiable, widths in (False, H + TEACHER_H), (True, 3 * H + TEACHER_H):
+        leaves = [t.detach().requires_grad_(differentiable) for t in (x, weight)]
+        with FlopCounterMode(display=False) as counted:
+            ours(*leaves, None, *teacher[:2], None, "jsd", 0.5)
+        assert counted.get_total_flops() == 2 * math.prod(N) * V * widths, (widths, counted.get_total_flops())
+
+
 def wrong_arguments():
     x, weight, bias, teacher_x, teacher_weight, teacher_bias = problem()
     given = dict(x=x, weight=weight, teacher_x=teacher_x, teacher_weight=teacher_weight, bias=bias)
@@ -199,5 +210,5 @@ def wrong_arguments():
 
 if __name__ == "__main__":
     tests = (values, alone, near_and_far, limits, large_vocabularies, masks_and_reductions, dtypes,
-             compiled_checkpointed_and_hooked, equals_trls, wrong_arguments)
+             compiled_checkpointed_and_hooked, equals_trls, flops, wrong_arguments)
     run({test.__name__: test for test in tests})
