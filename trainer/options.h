@@ -31,9 +31,8 @@ typedef struct {
   const char *preset; // NULL: none was named
   char changes[192];  // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
   // job
-  int64_t batch, seq_len;     // of a micro-batch on one rank: sequences, and tokens in each
-  int64_t total_batch;        // tokens in an optimizer step, over micro-batches and ranks
-  int64_t steps, micro_steps; // a step has total_batch / (ranks * batch * seq_len) micro-batches
+  int64_t batch, seq_len;                  // of a micro-batch on one rank: sequences, and tokens in each
+  int64_t total_batch, steps, micro_steps; // a step has total_batch / (ranks * batch * seq_len) micro-batches
   uint64_t seed;
   // optimizer
   Schedule schedule;
@@ -41,39 +40,38 @@ typedef struct {
   double max_grad_norm;
   // LM head + loss
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
-  const struct Card *card; // the GPU's speed (kernels/cost.h); NULL: unknown
-  size_t host_bytes;       // that all ranks' hosts can give; 0: not agreed on
-  bool no_sampling;        // the GPU does not run the Hopper kernels (Backend)
-  bool no_codes;           // it does not compute with codes
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, arrays of stb_ds.h
   DataOrder data_order;
   enum { PACK_NONE, PACK_DOCUMENTS } pack;
-  int64_t data_vocab_size; // of the data's tokenizer; 0: unknown, or the model has its own
-  int64_t end_of_text;     // the token that ends a document; -1: see source_document_ends
+  int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
   double val_fraction;
-  bool other_tokenizer; // the data may have another tokenizer than the model
-  bool masked;          // some of the data has a mask, or windows are padded: training targets may be ignored
-  // evaluation
+  bool other_tokenizer;    // the data may have another tokenizer than the model
+  bool masked;             // some of the data has a mask, or windows are padded: targets may be ignored
+  int64_t data_vocab_size; // of the data's tokenizer; 0: unknown, or the model has its own
+  // validation and samples
   int64_t eval_every, eval_batches, sample_every, verify_every;
   Generation generation;          // all but prompt, window and seed
   const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
   // checkpoints
-  const char *init, *resume;  // as given: a model's directory; a checkpoint, a directory of some, or "auto"
+  const char *init, *resume; // as given: a model's directory; a checkpoint, a directory of some, or "auto"
+  const char *save;          // NULL: nothing is saved; with --resume DIR that one unless it is given
+  int64_t save_every, keep;
+  Dtype save_dtype;           // of the stored weights
   char *origin;               // the folder whose weights the run begins with; NULL: they are random
   struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
   int64_t first_step;         // 0 unless the run resumes
-  const char *save;           // NULL: nothing is saved; with --resume DIR that one unless it is given
-  int64_t save_every, keep;
-  Dtype save_dtype; // of the stored weights
   // ranks and machine
   int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
   double timeout;  // seconds without progress that end a job of several ranks
   DeviceChoice device;
-  Dtype dtype;          // of weights and activations
-  bool dtypes_from_gpu; // all dtypes are those of a checkpoint from a GPU; none was given
+  Dtype dtype; // of weights and activations
   ParameterDtypes dtypes;
+  bool dtypes_from_gpu;       // all dtypes are those of a checkpoint from a GPU; none was given
+  bool no_sampling, no_codes; // the GPU does not run the Hopper kernels, or has no FP8 (Backend)
+  const struct Card *card;    // its speed (kernels/cost.h); NULL: unknown
+  size_t host_bytes;          // that all ranks' hosts can give; 0: not agreed on
   // output
   const char *log, *timeline, *dump;
   bool plan, compare_modes, profile;

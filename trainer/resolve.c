@@ -30,10 +30,9 @@ static const char *preset_name(const Options *o) {
 static ModelConfig requested_model(const Options *o) {
   Options with = {.model = model_preset(preset_name(o))};
   if (o->data_vocab_size) with.model.vocab_size = o->data_vocab_size;
-  for (int i = 0; options_rows[i].type != OPTION_END; i++)
-    if (o->given[i] && describes_model(&options_rows[i]))
-      memcpy((char *)&with + options_rows[i].offset, (const char *)o + options_rows[i].offset,
-             options_rows[i].size);
+  for (const Option *row = options_rows; row->type != OPTION_END; row++)
+    if (o->given[row - options_rows] && describes_model(row))
+      memcpy((char *)&with + row->offset, (const char *)o + row->offset, row->size);
   model_resize(&with.model, &o->model);
   return with.model;
 }
@@ -122,36 +121,14 @@ static void resolve_schedule(Options *o) {
          (long long)o->steps, o->origin, (long long)o->first_step);
 }
 
-static void check_loss(const Options *o) {
-  double softcap = o->model.final_logit_softcapping;
-  if (softcap > 0 && o->pass.sampling.full_mass > 0)
-    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
-         o->model.name, softcap);
-  const char *why = lce_excludes_smoothing(o->compare_modes ? LCE_FUSED : o->pass.mode, softcap);
-  if (why && o->pass.terms.label_smoothing > 0)
-    fail("--label-smoothing with %s's logit soft-cap of %g: %s", o->model.name, softcap, why);
-}
-
-static void check_dump(const Options *o) {
-  if (o->micro_steps > 1 || o->ranks > 1)
-    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
-         (long long)(o->micro_steps * o->ranks),
-         o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
-  if (o->first_step >= o->steps)
-    fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
-}
-
 bool options_allow_codes(const Options *o, Reason *reason) {
   if (o->no_codes) return refuse(reason, "this GPU has no FP8");
   return fp8_possible(&o->model, o->seq_len, o->pass.mlp_chunk, reason);
 }
 
-static void resolve_job(Options *o) {
-  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
-  model_check_seq_len(&o->model, o->seq_len);
+static void check_job(const Options *o) {
+  double softcap = o->model.final_logit_softcapping;
   if (!*o->prompt) fail("--prompt: give at least one character for samples to continue");
-  resolve_batch(o);
-  resolve_schedule(o);
   if (o->end_of_text >= o->model.vocab_size)
     fail("--end-of-text %lld: the vocabulary has %lld tokens", (long long)o->end_of_text,
          (long long)o->model.vocab_size);
@@ -161,10 +138,20 @@ static void resolve_job(Options *o) {
   if (o->dtypes.offload & OFFLOAD_ACTIVATIONS && o->pass.recompute != RECOMPUTE_LAYER)
     fail("--offload activations keeps the layers' inputs, from which all else is computed again: add "
          "--recompute layer");
-  if (o->dump) check_dump(o);
+  if (o->dump && (o->micro_steps > 1 || o->ranks > 1))
+    fail("--dump is of a step of one micro-batch on one rank, and this one has %lld: %s",
+         (long long)(o->micro_steps * o->ranks),
+         o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
+  if (o->dump && o->first_step >= o->steps)
+    fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
   Reason reason;
   if (o->dtypes.fp8 && !options_allow_codes(o, &reason)) fail("%s", reason.text);
-  check_loss(o);
+  if (softcap > 0 && o->pass.sampling.full_mass > 0)
+    fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
+         o->model.name, softcap);
+  const char *why = lce_excludes_smoothing(o->compare_modes ? LCE_FUSED : o->pass.mode, softcap);
+  if (why && o->pass.terms.label_smoothing > 0)
+    fail("--label-smoothing with %s's logit soft-cap of %g: %s", o->model.name, softcap, why);
 }
 
 // An earlier log may be written over, but not while it is read as text.
@@ -183,7 +170,11 @@ void options_resolve(Options *o) {
   resolve_data(o);
   resolve_model(o);
   resolve_ranks(o);
-  resolve_job(o);
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
+  model_check_seq_len(&o->model, o->seq_len);
+  resolve_batch(o);
+  resolve_schedule(o);
+  check_job(o);
   if (o->log) keep_inputs(o, "log", o->log);
   if (o->timeline) keep_inputs(o, "timeline", o->timeline);
 }
