@@ -62,6 +62,34 @@ HARNESS_TEST(test_presets) {
   assert_fails(h, "no model preset is called 'gpt5'; there are gpt2-tiny, gpt2-124m", model_preset("gpt5"));
 }
 
+// F, K and D follow a change of width or heads, where the family has it so and they are not given.
+HARNESS_TEST(test_resized_presets) {
+  static const struct {
+    const char *preset;
+    int64_t hidden, heads;
+    ModelConfig given;
+    int64_t want[3];
+  } cases[] = {{"gpt2-tiny", 128, 4, {.intermediate_size = 7}, {512, 4, 32}}, // unchanged
+               {"gpt2-tiny", 96, 2, {.head_dim = 0}, {384, 2, 48}},
+               {"gpt2-tiny", 96, 2, {.intermediate_size = 7, .num_key_value_heads = 1}, {512, 4, 48}},
+               {"llama-tiny", 96, 2, {.head_dim = 0}, {384, 2, 48}}, // its F and K are its own
+               {"llama-tiny", 96, 2, {.head_dim = 5}, {384, 2, 32}},
+               {"qwen3-0.6b", 512, 2, {.head_dim = 0}, {3072, 8, 128}}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    ModelConfig c = model_preset(cases[i].preset);
+    c.hidden_size = cases[i].hidden;
+    c.num_attention_heads = cases[i].heads;
+    model_resize(&c, &cases[i].given);
+    const int64_t *want = cases[i].want;
+    if (c.intermediate_size != want[0] || c.num_key_value_heads != want[1] || c.head_dim != want[2])
+      fail_msg("case %zu: F %lld, K %lld, D %lld", i, (long long)c.intermediate_size,
+               (long long)c.num_key_value_heads, (long long)c.head_dim);
+  }
+  ModelConfig c = model_preset("llama-tiny");
+  c.hidden_size = 97;
+  assert_fails(h, "97 does not divide into 4 heads", model_resize(&c, &(ModelConfig){.head_dim = 0}));
+}
+
 // GPT-2 small: 85.0M weights in the layers, 38.6M in the head. Qwen3 0.6B: heads twice as wide as the stream.
 TEST(test_flops) {
   ModelConfig gpt2 = model_preset("gpt2-124m"), qwen = model_preset("qwen3-0.6b");
