@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Times ./train's causal attention against PyTorch's, alternating: on a GPU cuDNN's and, where they are
+"""Times lce.c's causal attention against PyTorch's, alternating: on a GPU cuDNN's and, where they are
 installed, FlashAttention 3 (flash_attn_interface) and 4 (flash_attn.cute).
 
-  tools/bench_attention.py [--shapes BxTxHEADSxKVxD,...]   # needs ./train, PyTorch and a GPU
+  tools/bench_attention.py [--shapes BxTxHEADSxKVxD,...]   # needs tools/bench_attention, PyTorch and a GPU
   tools/bench_attention.py --device cpu --shapes 2x64x4x2x16
 
-Each turn trains a model of two small layers for ten steps with --profile, which gives the seconds of its
-attention, then calls the others as often, queued and hot, forward and backward by themselves. "both" is the
-time of both passes over that of the first peer. Flops are those of half of each [T, T]: 2 GEMMs forward,
-5 backward.
+Each takes its turn on normal values: both passes for 0.7 s, until the GPU is hot, then each by itself, queued.
+"both" is the time of both passes over that of the first peer. Flops are those of half of each [T, T]: 2 GEMMs
+forward, 5 backward.
 """
 import argparse
 import json
@@ -16,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 
 try:
@@ -28,23 +26,17 @@ except ImportError:
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHAPES = "64x1024x12x12x64,4x4096x32x32x64,4x4096x32x8x64,2x8192x32x32x128,1x32768x32x8x128"
-LAYERS = 2
 
 
 def ours(device, shape):
-    """Seconds of a layer's forward and backward pass."""
-    batch, length, heads, groups, size = map(str, shape)
-    with tempfile.TemporaryDirectory() as folder:
-        words = [os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train")), "--device", device, "--batch", batch, "--seq-len", length,
-                 "--num-attention-heads", heads, "--num-key-value-heads", groups, "--head-dim", size, "--hidden-size", "256",
-                 "--intermediate-size", "256", "--num-layers", str(LAYERS), "--vocab", "1024", "--max-position-embeddings", length,
-                 "--val-fraction", "0", "--sample-every", "0", "--steps", "10", "--profile", "--log", f"{folder}/log"]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
-        with open(f"{folder}/log") as log:
-            groups = json.loads(log.readlines()[-1])["profile"]
-    return [groups[f"attention {way}"]["seconds"] / LAYERS for way in ("forward", "backward")]
+    """Seconds of a forward and a backward pass."""
+    sizes = zip(("--batch", "--seq-len", "--num-attention-heads", "--num-key-value-heads", "--head-dim"), map(str, shape))
+    words = [os.path.join(ROOT, "tools", "bench_attention"), "--device", device, *(word for pair in sizes for word in pair)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+    row = json.loads(done.stdout)
+    return row["forward_seconds"], row["backward_seconds"]
 
 
 def by_pytorch(q, k, v):
@@ -90,6 +82,7 @@ def theirs(device, call, tensors, gradient):
     while time.perf_counter() < end:
         seconds(both)
     with torch.no_grad():
+        call(*tensors)  # plans it: without gradients it is another kernel
         forward = seconds(lambda: call(*tensors))
     return forward, seconds(both) - forward
 

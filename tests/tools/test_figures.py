@@ -15,6 +15,7 @@ README, LCE, REFERENCE, CURVES = "README.md", "kernels/lce/LCE.md", "kernels/lce
 BENCHMARKS, PLAN = "tools/BENCHMARKS.md", "tests/trainer/test_plan.c"
 SHAPES = "N 4096", "N 16384", "N 8192", "N 32768"
 LONG = "fused, `--mlp-chunk 4096`"
+FIGURE = "([0-9,]+)"
 
 # A page, a regular expression for its text whose groups are figures, and where these stand: the beginnings of a table's
 # first heading, of a row and of another heading. Groups are the cell's figures in turn; a space is also a line's end.
@@ -30,6 +31,10 @@ REPEATED = [
     (README, r"80 GiB card\D+([0-9,]+) tokens", "device memory", "80 GiB, all", LONG),
     (README, r"not timed; materialized: ([0-9,]+), [0-9]", "device memory", "24 GiB, all", "materialized"),
     (README, r"not timed; materialized: [0-9,]+, ([0-9,]+)\)", "device memory", "80 GiB, all", "materialized"),
+    *((README, rf"^\| {row}.* \| {ours} \| {theirs} \| {codes} \|$", "one H100, 28 Nov", row, column)
+      for row in ("llama-1b, B 4, T 4096", "gpt2-124m, B 64, T 1024")
+      for column, ours, theirs, codes in (("lce.c", FIGURE, "[0-9,]+", "[0-9,]+"), ("transformers, bf16", "[0-9,]+", FIGURE, "[0-9,]+"),
+                                          ("lce.c, `--fp8`", "[0-9,]+", "[0-9,]+", FIGURE))),
     (LCE, r"^\| chunks of 4,096 \| ([0-9.]+) \| ([0-9.]+ GiB) \|", "one H100", "chunk 4096", "N 32768"),
     (LCE, r"^\| chunks of 1,024 \| ([0-9.]+) \| ([0-9.]+ MiB) \|", "one H100", "chunk 1024", "N 32768"),
     (REFERENCE, r"to this path `linear_cross_entropy` takes ([0-9.]+) times", "one H100, `LCE_HOPPER=0`", "chunk 4096", "N 16384"),
