@@ -66,6 +66,13 @@ class Deadline:
         return self.left <= 0
 
 
+def wait_until(condition, seconds=60, otherwise=""):
+    deadline = Deadline(seconds)
+    while not condition():
+        assert not deadline.passed(), otherwise
+        time.sleep(0.02)
+
+
 class Output:
     """Keeps how a program ended (below 0: by that signal), and all that it wrote."""
 
@@ -207,6 +214,15 @@ def need_ranks():
 # --- files --------------------------------------------------------------------------------------------------
 
 
+def write(path, held):
+    """Writes a text, bytes, a dict as JSON, or a list as lines of JSON."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    if isinstance(held, (dict, list)):
+        held = json.dumps(held) if isinstance(held, dict) else "".join(json.dumps(record) + "\n" for record in held)
+    path.write_bytes(held if isinstance(held, bytes) else held.encode())
+    return path
+
+
 def read_log(path):
     return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
 
@@ -240,12 +256,17 @@ def difference(a, b):
                if x[name].bytes != y[name].bytes else 0 for name in x)
 
 
+def files_in(folder):
+    """Returns what each file holds."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def same_files(a, b):
     """Requires that two folders hold the same files, byte by byte."""
-    names = sorted(path.name for path in a.iterdir())
-    assert names and names == sorted(path.name for path in b.iterdir()), (a, b)
-    for name in names:
-        assert (a / name).read_bytes() == (b / name).read_bytes(), f"{name} of {a} and {b} differs"
+    x, y = files_in(a), files_in(b)
+    assert x and x.keys() == y.keys(), (a, b)
+    for name in x:
+        assert x[name] == y[name], f"{name} of {a} and {b} differs"
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
@@ -264,7 +285,7 @@ def write_mask(path, counts):
 def write_manifest(folder, **counts):
     """Writes the manifest of tools/prepare_data.py: of train=COUNT and val=COUNT, a shard of each."""
     splits = {name: {"shards": [{"file": f"{name}_000000.bin", "tokens": count}]} for name, count in counts.items()}
-    (folder / "manifest.json").write_text(json.dumps({"format": "lce.c shards", "masked": False, "splits": splits}))
+    write(folder / "manifest.json", {"format": "lce.c shards", "masked": False, "splits": splits})
 
 
 def assert_planned(line, peak):

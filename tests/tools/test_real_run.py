@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, main, need, run  # noqa: E402
+from program import ROOT, TRAIN, main, need, run, write  # noqa: E402
 from tap import Skip  # noqa: E402
 
 
@@ -14,14 +14,12 @@ def plot_groups(folder, *logs):
 
 
 def write_log(folder, name, losses, **summary):
-    path = folder / (name + ".jsonl")
     lines = [{"event": "start", "total_batch": 100}]
     for step, loss in enumerate(losses, 1):
         lines += [{"event": "step", "step": step, "loss": loss, "grad_norm": 1, "learning_rate": 1, "tokens_per_second": 50},
                   {"event": "validation", "step": step, "val_loss": loss}]
     lines += [{"event": "summary", "val_loss": losses[-1], "stopped": False, **summary}] if summary else []
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write(folder / (name + ".jsonl"), lines)
 
 
 def test_a_table_of_groups(folder):

@@ -15,7 +15,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import tap  # noqa: E402
 from program import (DEVICE, GPUS, LAUNCH, SIZES, TEXT, TRAIN, Deadline, Process, assert_planned, column,  # noqa: E402
-                     difference, keep, main, need_ranks, once, pace, read_log, run, start, together, train, write_mask, write_shard)
+                     difference, keep, main, need_ranks, once, pace, read_log, run, start, together, train, wait_until, write_mask, write_shard)
 
 # 24 micro-batches a step: 24, 12, 8, 6 or 3 for 1, 2, 3, 4 or 8 ranks.
 STEPS = 6
@@ -108,10 +108,8 @@ def endless(folder):
 
 # No process is left: the launcher may end just before the last of them.
 def wait_until_gone(pid):
-    deadline = Deadline(5)
-    while os.path.lexists(f"/proc/{pid}") and b"State:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_bytes():
-        assert not deadline.passed(), f"process {pid} is left behind"
-        time.sleep(0.02)
+    wait_until(lambda: not os.path.lexists(f"/proc/{pid}") or b"State:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_bytes(),
+               5, f"process {pid} is left behind")
 
 
 # All end soon, one rank says why, the last checkpoint is whole. The launcher names a rank that is killed.
