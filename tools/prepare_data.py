@@ -135,9 +135,9 @@ def items_of(path, options):
         for number, row in enumerate(csv.DictReader(file, strict=True), 1):
             yield raw.tell(), f"{path}, row {number}", row
     else:
-        os.environ["HF_DATASETS_OFFLINE"] = "1"
         import datasets
-        rows = datasets.load_dataset(kind, data_files=path, split="train", streaming=True)
+        # Unlike load_dataset this takes a file where ./arrow is a folder that datasets saved.
+        rows = datasets.load_dataset_builder(kind, data_files=path).as_streaming_dataset("train")
         features = dict(rows.features or {})
         if not options.chat and options.field in (rows.column_names or []):
             rows = rows.select_columns(options.field)
@@ -487,7 +487,7 @@ def prepare(files, options, staging):
     """Makes everything in `staging`; gives lines to print."""
     global numpy, tokenizers
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="false", RUST_BACKTRACE="0",
-                      HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+                      HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     import numpy
     import tokenizers
     take_tokenizer(files, options, staging)
