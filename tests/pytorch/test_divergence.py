@@ -52,7 +52,9 @@ def compare(what, tensors, kind, beta, most=2e-6, chunk=10, **options):
     loss = ours(*tensors, kind, beta, chunk=chunk, reduction="none", **options)
     close(f"{what}, {kind} {beta}", loss, want, 1e-6)
     total = ours(*tensors, kind, beta, chunk=chunk, reduction="sum", token_weights=upstream, **options)
-    for way, gradients in ("none", torch.autograd.grad(loss, leaves, upstream)), ("sum", torch.autograd.grad(total, leaves)):
+    halves = ours(*tensors, kind, beta, chunk=chunk, reduction="none", token_weights=upstream / 2, **options)
+    for way, gradients in (("none", torch.autograd.grad(loss, leaves, upstream)), ("sum", torch.autograd.grad(total, leaves)),
+                           ("none with weights", torch.autograd.grad(2 * halves.sum(), leaves))):
         all_close(f"{what}, {kind} {beta}, gradients by {way}", gradients, wants, most)
 
 
