@@ -295,6 +295,7 @@ def test_auto_begins_with_a_model(folder):
     job = f"--device cpu --init {straight() / LAST} --resume auto --data {TEXT} --save {folder}/tuned --steps "
     train(job + "1").ok(f"weights  {straight() / LAST}\n")
     train(job + "2").ok(f"resumed  {folder}/tuned/step-000001, after step 1 of 2")
+    train(RESUME + f"{folder}/tuned/step-000001 --steps 3 --save {folder}/tuned").fails("step-000002, which is further along than this run")
     train(job.replace("auto", f"{folder}/tuned") + "3").refused("--init begins with the model in ", "give one of them")
 
 
