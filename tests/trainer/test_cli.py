@@ -430,6 +430,8 @@ def test_fit_prints_what_runs(folder):
         rates = [int(rate.replace(",", "")) for rate, _ in lines]
         assert len(lines) > 3 and all(rate > 1.009 * rates[0] for rate, (_, line) in zip(rates, lines) if not line.startswith("--batch")), output
         assert ("--offload" in lines[0][1]) == bool(expected), output
+        own = [tuple(re.findall(r"--(?:batch|offload) \S+", line)) for _, line in lines if line.startswith("--batch")]
+        assert len(own) == 4 == len(set(own)), own  # not one with other chunks
         for _, options in lines:
             train(base + more + options).ok()
 
