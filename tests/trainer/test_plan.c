@@ -328,7 +328,7 @@ TEST(test_streams_of_a_plan) {
   backend_destroy(b);
 }
 
-// What a plan of several ranks needs of a host: of all its ranks, 8 at most.
+// What a plan of several ranks needs of a host: of all its ranks, 8 at most; a CPU's tensors are there, too.
 TEST(test_host_of_planned_ranks) {
   static const int ranks[][2] = {{1, 1}, {3, 3}, {64, 8}};
   for (int i = 0; i < 3; i++) {
@@ -336,6 +336,7 @@ TEST(test_host_of_planned_ranks) {
     Ledger plan = plan_run(&o, ON_CUDA, LCE_FUSED);
     size_t one = ledger_host_bytes(&plan);
     assert_true(one && plan_host_bytes(&plan, &o, ON_CUDA) == (size_t)ranks[i][1] * one);
+    assert_true(plan_host_bytes(&plan, &o, ON_CPU) == (size_t)ranks[i][1] * (one + plan.peak));
     options_free(&o);
   }
 }
