@@ -2,7 +2,7 @@
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import IGNORED, check_options, context, dense, gradients_wanted, once, operator_of, prepared, returned
+from .functional import check_options, context, dense, gradients_wanted, once, operator_of, prepared, returned, rows_that_count
 from .library import DivergenceArgs
 
 KINDS = "forward_kl", "reverse_kl", "jsd"  # in the order of the library's numbers
@@ -83,7 +83,7 @@ def narrowest(x, weight, options):
     return options[0] if once and options[0] == weight.dtype and not hasattr(weight, "main_grad") else torch.float32
 
 
-def head(name, x, weight, bias, temperature, softcap, scale, chunk):
+def prepared_head(name, x, weight, bias, temperature, softcap, scale, chunk):
     """A head's tensors and options, as linear_cross_entropy checks them; a scale of its logits divides both options."""
     check_options({}, {f"{name}scale": scale}, {})
     if not scale > 0:
@@ -125,38 +125,29 @@ def linear_divergence(x, weight, teacher_x, teacher_weight, kind="forward_kl", *
         raise ValueError(f"reduction is {reduction!r}; it can be 'mean', 'sum' or 'none'")
     check_options(dict(token_weights=token_weights), dict(beta=beta), dict(chunk=chunk))
     tokens = x.shape[:-1]
-    if teacher_x.shape[:-1] != tokens or len(teacher_weight) != len(weight):
-        raise ValueError(f"x has the shape {list(x.shape)} and teacher_x {list(teacher_x.shape)}, weight {list(weight.shape)} and "
-                         f"teacher_weight {list(teacher_weight.shape)}; they need the same tokens and vocabulary")
+    if teacher_x.shape[:-1] != tokens or len(teacher_weight) != len(weight) or teacher_x.device != x.device:
+        raise ValueError(f"x has the shape {list(x.shape)} on {x.device} and teacher_x {list(teacher_x.shape)} on {teacher_x.device}, "
+                         f"weight {list(weight.shape)} and teacher_weight {list(teacher_weight.shape)}; they need the same tokens, "
+                         f"vocabulary and device")
     teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
-    student, own, dtype = head("", x, weight, bias, temperature, softcap, scale, chunk)
-    teacher, teachers, _ = head("teacher_", *(t if t is None else t.detach() for t in (teacher_x, teacher_weight, teacher_bias)),
-                                teacher_temperature, teacher_softcap, teacher_scale, chunk)
-    for name, t in dict(mask=mask, token_weights=token_weights, teacher_x=teacher_x).items():
-        if t is not None and (t.shape[:len(tokens)] != tokens or t.device != x.device or (t is mask and t.is_floating_point())):
+    (x, *head), own, dtype = prepared_head("", x, weight, bias, temperature, softcap, scale, chunk)
+    teacher = (t if t is None else t.detach() for t in (teacher_x, teacher_weight, teacher_bias))
+    (teacher_x, *teacher), teachers, _ = prepared_head("teacher_", *teacher, teacher_temperature, teacher_softcap, teacher_scale, chunk)
+    for name, t in dict(mask=mask, token_weights=token_weights).items():
+        if t is not None and (t.shape != tokens or t.device != x.device or (t is mask and t.is_floating_point())):
             raise ValueError(f"{name} is {t.dtype} of the shape {list(t.shape)} on {t.device}, where {list(tokens)} on "
                              f"{x.device} is needed, and of mask bool or integers")
     mask, token_weights = (t if t is None else t.reshape(-1) for t in (mask, token_weights))
     mask = None if mask is None else mask != 0
-    kept, all_rows = None, len(student[0])
-    if skip_ignored and mask is not None:
-        kept = mask.nonzero()[:, 0]  # on a GPU the host waits for it
-        student, teacher = ((h[0].index_select(0, kept), *h[1:]) for h in (student, teacher))
-        token_weights = None if token_weights is None else token_weights.index_select(0, kept)
-    rows, reduce = len(student[0]), reduction != "none"
+    (x, teacher_x, token_weights), in_place = rows_that_count(mask if skip_ignored else None, (x, teacher_x, token_weights), tokens)
+    mask, reduce = None if skip_ignored else mask, reduction != "none"
     if reduction == "mean":
-        count = rows if mask is None or skip_ignored else mask.sum()
-        token_weights = (student[0].new_ones(rows, dtype=torch.float32) if token_weights is None else token_weights) / count
-    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in student)
+        count = len(x) if mask is None else mask.sum()
+        token_weights = (x.new_ones(len(x), dtype=torch.float32) if token_weights is None else token_weights) / count
+    needs = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, *head))
     options = dtype, KINDS.index(kind), beta, *own, *teachers, chunk
-    loss, entropies = Divergence.apply(*student, *teacher, None if skip_ignored else mask, token_weights, options, entropy, reduce,
-                                       needs)
-
-    def in_place(result):
-        if kept is not None:
-            result = result.new_zeros(all_rows).index_copy(0, kept, result)
-        return result.view(tokens)
+    loss, entropies = Divergence.apply(x, *head, teacher_x, *teacher, mask, token_weights, options, entropy, reduce, needs)
     loss = loss if reduce else in_place(loss)
-    if reduction == "mean" and not rows:
+    if reduction == "mean" and not len(x):
         loss = loss + torch.nan  # gradients stay 0
     return (loss, in_place(entropies.detach())) if entropy else loss

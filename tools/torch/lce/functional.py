@@ -404,18 +404,23 @@ def prepared(x, weight, bias, target, ignore_index, group, vocab_size, outputs, 
     return tensors, options, [name in outputs for name in OUTPUTS if outputs]
 
 
+def rows_that_count(counts, tensors, shape):
+    """Their rows where counts, None: all, is true; and what scatters a result per token over all."""
+    if counts is None:
+        return tensors, lambda result: result.view(shape)
+    kept = counts.nonzero()[:, 0]  # on a GPU the host waits for it
+    return [t if t is None else t.index_select(0, kept) for t in tensors], lambda result: (
+        result.new_zeros(len(counts)).index_copy(0, kept, result).view(shape))
+
+
 def counted_alone(tensors, skip_ignored, group, shape):
     """The tensors of the tokens to compute, and what scatters a result per token over all."""
-    if not skip_ignored:
-        return tensors, lambda result: result.view(shape)
-    if group is not None:
+    if skip_ignored and group is not None:
         raise ValueError("skip_ignored is not for a group, whose ranks must give equal numbers of tokens")
     x, weight, bias, target, token_weights, class_weights = tensors
-    kept = (target != IGNORED).nonzero()[:, 0]  # on a GPU the host waits for it
-    x, target, token_weights = (t if t is None else t.index_select(0, kept) for t in (x, target, token_weights))
-    tokens = len(tensors[3])
-    return (x, weight, bias, target, token_weights, class_weights), lambda result: (
-        result.new_zeros(tokens).index_copy(0, kept, result).view(shape))
+    (x, target, token_weights), in_place = rows_that_count(target != IGNORED if skip_ignored else None,
+                                                           (x, target, token_weights), shape)
+    return (x, weight, bias, target, token_weights, class_weights), in_place
 
 
 def pytorchs_names(function):

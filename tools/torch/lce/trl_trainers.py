@@ -15,15 +15,11 @@ OUTPUTS = "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"  
 OURS = {"is_top1": "correct", "log_sum_sq_probs": "log_sum_sq_probs"}  # which of linear_log_probs' outputs they are
 
 
-def require_head(weight, scale):
+def whole_head(x, weight, bias, scale):
     if not scale > 0:
         raise ValueError(f"the model's logit_scale is {scale}, and lce needs more than 0; call unpatch_trl")
     if hasattr(weight, "ds_id"):
         raise TypeError("DeepSpeed's ZeRO-3 splits the head, which lce needs whole; use ZeRO-2, FSDP2, or unpatch_trl")
-
-
-def whole_head(x, weight, bias, scale):
-    require_head(weight, scale)
     if hasattr(weight, "full_tensor"):  # a DTensor of FSDP2
         weight, bias = weight.full_tensor().to(x.dtype), bias if bias is None else bias.full_tensor()
     return weight, bias
@@ -37,7 +33,7 @@ class LogProbs:
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
               outputs=OUTPUTS):
-        require_head(weight, logit_scale)
+        weight, bias = whole_head(hidden, weight, bias, logit_scale)
         temperature, softcap = temperature / logit_scale, (final_logit_softcapping or 0) / logit_scale
         ours = [OURS[name] for name in OURS if name in outputs]
         log_probs, entropy, *more = linear_log_probs(hidden, weight, targets, temperature, bias=bias, softcap=softcap,
