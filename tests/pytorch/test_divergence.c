@@ -11,25 +11,26 @@ typedef struct {
 } Shape;
 
 typedef struct {
-  double *x, *weight, *bias, *log_p;
+  int64_t hidden;
+  double softcap, temperature, *x, *weight, *bias, *log_p;
 } Side;
 
-static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, int64_t hidden, double temperature,
-                              Tensor *x, Tensor *weight) {
+static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, Tensor *x, Tensor *weight) {
+  int64_t hidden = side->hidden;
   side->x = random_values(h, s->rows * hidden, 1);
   side->weight = random_values(h, s->vocab * hidden, s->scale / sqrt((double)hidden));
   side->log_p = host_values(h, s->vocab);
   *x = tensor_from(h, h->dtype, side->x, s->rows, hidden);
   *weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden);
-  DivergenceHead head = {.softcap = (float)s->softcap, .temperature = (float)temperature};
+  DivergenceHead head = {.softcap = (float)side->softcap, .temperature = (float)side->temperature};
   if (s->terms) head.bias = random_vector(h, &side->bias, s->vocab, 1);
   return head;
 }
 
 // log p of row n, and du/dz / T.
-static void log_softmax(const Shape *s, Side *side, int64_t hidden, double temperature, int64_t n,
-                        double *slope) {
-  double max = -INFINITY, total = 0, cap = s->softcap, *v = side->log_p;
+static void log_softmax(const Shape *s, Side *side, int64_t n, double *slope) {
+  int64_t hidden = side->hidden;
+  double max = -INFINITY, total = 0, cap = side->softcap, temperature = side->temperature, *v = side->log_p;
   for (int64_t j = 0; j < s->vocab; j++) {
     double z = side->bias ? side->bias[j] : 0;
     for (int64_t i = 0; i < hidden; i++) z += side->x[n * hidden + i] * side->weight[j * hidden + i];
@@ -43,8 +44,10 @@ static void log_softmax(const Shape *s, Side *side, int64_t hidden, double tempe
 
 static void check_case(Harness *h, const void *shape) {
   const Shape *s = shape;
-  Side own = {0}, teacher = {0};
-  double temperature = s->temperature, others = s->terms ? 2 * temperature : temperature, *weights = NULL;
+  double others = s->terms ? 2 : 1, *weights = NULL; // times the student's temperature and soft-cap
+  Side own = {.hidden = s->hidden, .softcap = s->softcap, .temperature = s->temperature};
+  Side teacher = {
+      .hidden = s->teacher_hidden, .softcap = others * s->softcap, .temperature = others * s->temperature};
   LinearDivergence a = {.divergence = {.kind = s->kind,
                                        .beta = (float)s->beta,
                                        .loss = poisoned_vector(h, DTYPE_F32, s->rows),
@@ -53,8 +56,8 @@ static void check_case(Harness *h, const void *shape) {
                         .dx = poisoned(h, h->dtype, s->rows, s->hidden),
                         .dweight = poisoned(h, s->narrow ? h->dtype : DTYPE_F32, s->vocab, s->hidden)};
   LceDivergence *call = &a.divergence;
-  call->student = head_of(h, s, &own, s->hidden, temperature, &a.x, &a.weight);
-  call->teacher = head_of(h, s, &teacher, s->teacher_hidden, others, &a.teacher_x, &a.teacher_weight);
+  call->student = head_of(h, s, &own, &a.x, &a.weight);
+  call->teacher = head_of(h, s, &teacher, &a.teacher_x, &a.teacher_weight);
   int32_t *mask = random_ids(h, s->rows, 2);
   mask[0] = 1;
   if (s->terms) {
@@ -69,8 +72,8 @@ static void check_case(Harness *h, const void *shape) {
     if (s->terms && !mask[n]) continue;
     const double *p = own.log_p, *q = teacher.log_p, beta = s->beta;
     double mean = 0;
-    log_softmax(s, &own, s->hidden, temperature, n, slope);
-    log_softmax(s, &teacher, s->teacher_hidden, others, n, NULL);
+    log_softmax(s, &own, n, slope);
+    log_softmax(s, &teacher, n, NULL);
     for (int64_t j = 0; j < s->vocab; j++) {
       double m = log((1 - beta) * exp(p[j]) + beta * exp(q[j]));
       lead[j] = p[j] - (s->kind == JSD ? m : q[j]), mean += exp(p[j]) * lead[j];
