@@ -18,7 +18,7 @@ static Row row_of(const DivergenceHead *head, int64_t n) {
   bias_and_cap(row.u, head->bias.data, head->softcap, count, NULL);
   float max = maximum_of(row.u, count);
   double sum = exp_and_sum(row.u, max, row.inv_temperature, count, NULL);
-  row.softmax = (RowSoftmax){max, (float)log(sum), (float)(1 / sum)};
+  row.softmax = (RowSoftmax){max, (float)(1 / sum), log(sum)};
   return row;
 }
 

@@ -25,7 +25,8 @@ ENTRY float log_1_plus(float x) {
 
 // A row's softmax: p = exp(distance) inv_sum, log p = distance - log_sum, of distance = v - max v.
 typedef struct {
-  float max, log_sum, inv_sum;
+  float max, inv_sum;
+  LossReal log_sum; // two of them nearly cancel
 } RowSoftmax;
 
 typedef struct {
@@ -42,7 +43,7 @@ typedef struct {
 
 ENTRY DivergenceEntry divergence_entry(DivergenceTerms t, RowSoftmax student, RowSoftmax teacher,
                                        float distance, float teacher_distance) {
-  float lead = (distance - teacher_distance) - (student.log_sum - teacher.log_sum);
+  float lead = (distance - teacher_distance) - (float)(student.log_sum - teacher.log_sum);
   DivergenceEntry e = {ENTRY_EXP(distance) * student.inv_sum, ENTRY_EXP(teacher_distance) * teacher.inv_sum,
                        lead, -lead};
   if (t.kind == JSD) {

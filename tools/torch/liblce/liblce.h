@@ -206,8 +206,8 @@ typedef struct {
   float softcap, temperature, teacher_softcap, teacher_temperature;
   const void *x, *weight, *bias;                         // as in lce_args; bias may be NULL
   const void *teacher_x, *teacher_weight, *teacher_bias; // likewise, with teacher_hidden_size
-  const int32_t *mask;                                   // [N], or NULL: 0 does not count
-  const float *token_weights;                            // [N], or NULL: 1
+  const int32_t *mask;        // [N], or NULL: 0 does not count, and x is finite there
+  const float *token_weights; // [N], or NULL: 1
   float *loss,
       *entropy;       // [N]: before token_weights, 0 of what does not count; the student's entropy, or NULL
   void *dx, *dweight; // as in lce_args; written

@@ -43,7 +43,7 @@ static DEVICE RowSoftmax row_softmax(const PartialSoftmax &s, int &column) {
   Ranked best = block_max(ranked(s.max, s.column));
   float max = ranked_value(best), sum = block_sum(s.sum * __expf(s.max - max));
   column = ranked_column(best);
-  return {max, logf(sum), 1 / sum};
+  return {max, 1 / sum, logf(sum)};
 }
 
 template <typename T, int W, DivergenceKind KIND>
