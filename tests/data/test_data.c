@@ -256,6 +256,7 @@ TEST(files_of_two_disks_are_not_one) {
 }
 
 TEST(a_manifest_is_compared_with_its_shards) {
+  assert_string_equal(path_folder("train_000000.bin").text, ".");
 #define MANIFEST(masked, train)                                                                              \
   "{\"format\": \"lce.c shards\", \"masked\": " masked ", \"splits\": {\"train\": {\"shards\": [" train      \
   "]}, \"val\": {\"shards\": [{\"file\": \"val_000000.bin\", \"tokens\": 2}]}}}"

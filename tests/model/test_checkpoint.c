@@ -419,6 +419,8 @@ TEST(damage_is_noticed_and_passed_over) {
       {CHECKSUMS("null"), "crc32 is no object"},
       {CHECKSUMS("{}"), "trainer_state.json has no checksum of config.json"},
       {"sed -i '/model.safetensors/d' trainer_state.json", "has no checksum of model.safetensors"},
+      {"sed -i '/training_state.safetensors/d' trainer_state.json",
+       "has no checksum of training_state.safetensors"},
       {"sed -i -z 's/,[^,]*\"trainer_state.json\":[^}]*//' trainer_state.json",
        "has no checksum of trainer_state.json"},
       {"sed -i 's/\\(model.safetensors\":\\).*,/\\1\"x\",/' trainer_state.json",

@@ -209,6 +209,9 @@ def models_that_are_refused():
         said = raises(TypeError, "a Odd cannot be patched", lambda: lce.patch_transformers(odd))
         assert re.search(told, said), said
         assert type(odd) is own and type(odd.lm_head) is torch.nn.Linear and odd.training
+    odd = odd_model()
+    odd.after = lambda labels, kwargs: (labels, dict(kwargs, weighted=True) if odd.training else kwargs)
+    raises(TypeError, "gives its loss_function other keywords, in training", lambda: lce.patch_transformers(odd))
     for options, told in ((dict(smoothing=0.1), "'smoothing' is no option of patch_transformers; these are: chunk"),
                           (dict(reduction="sum"), "'reduction' is no option"), (dict(chunk=-1), "a chunk of -1"),
                           (dict(label_smoothing=7.0), "label_smoothing is 7")):
