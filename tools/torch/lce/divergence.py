@@ -2,7 +2,8 @@
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import check_options, context, dense, gradients_wanted, once, operator_of, prepared, returned, rows_that_count
+from .functional import (check_options, context, dense, gradients_wanted, narrowest, once, operator_of, prepared, returned,
+                         rows_that_count)
 from .library import DivergenceArgs
 
 KINDS = "forward_kl", "reverse_kl", "jsd"  # in the order of the library's numbers
@@ -49,6 +50,10 @@ def flops(x_shape, weight_shape, bias, teacher_x_shape, *more, **_):
     return 2 * x_shape[0] * weight_shape[0] * (x_shape[1] * (1 + dx + dweight) + teacher_x_shape[1])
 
 
+def dweight_dtype(x, weight, options):
+    return narrowest(weight, options[0], (options[-1] or CHUNK) >= x.shape[0])
+
+
 class Divergence(torch.autograd.Function):
     """A weighted sum and, at once, the gradients; or the loss of each token, and gradients by one more call."""
 
@@ -56,7 +61,7 @@ class Divergence(torch.autograd.Function):
     def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, options, entropy, reduce, needs):
         tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights
         wanted = gradients_wanted(needs, bias, 0) if reduce else [False] * 3
-        loss, entropies, *gradients = operator(*tensors, *options, narrowest(x, weight, options), [entropy, *wanted])
+        loss, entropies, *gradients = operator(*tensors, *options, dweight_dtype(x, weight, options), [entropy, *wanted])
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.options, ctx.reduce, ctx.gradients = options, (options[0], ""), reduce, gradients if reduce else None
         weighted = loss if token_weights is None else loss * token_weights
@@ -71,16 +76,10 @@ class Divergence(torch.autograd.Function):
             if not ctx.reduce:
                 weights = upstream if weights is None else weights * upstream
             wanted = gradients_wanted(ctx.needs_input_grad, tensors[2], 0)
-            gradients = operator(*tensors, weights, *ctx.call, narrowest(*tensors[:2], ctx.call), [False, *wanted])[2:]
+            gradients = operator(*tensors, weights, *ctx.call, dweight_dtype(*tensors[:2], ctx.call), [False, *wanted])[2:]
         if not torch.compiler.is_compiling():
             ctx.gradients = None
         return returned(ctx, saved[:3], gradients, upstream if ctx.reduce else None)
-
-
-def narrowest(x, weight, options):
-    """The dtype of dweight: that of weight where one chunk takes all tokens, else fp32."""
-    once = (options[-1] or CHUNK) >= x.shape[0]
-    return options[0] if once and options[0] == weight.dtype and not hasattr(weight, "main_grad") else torch.float32
 
 
 def prepared_head(name, x, weight, bias, temperature, softcap, scale, chunk):

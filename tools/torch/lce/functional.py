@@ -190,12 +190,15 @@ def gradients_wanted(needs, bias, sampling):
     return [needs[0] or bool(sampling and dweight), dweight, dweight and bias is not None]
 
 
+def narrowest(weight, dtype, once):
+    """The dtype of dweight: that of weight, where the library writes dweight once, what one GEMM sums. Else fp32."""
+    return dtype if once and dtype == weight.dtype and not hasattr(weight, "main_grad") else torch.float32
+
+
 def dweight_dtype(x, weight, options, known=False):
-    """That of weight, where the library writes dweight once: what one GEMM sums. Else fp32."""
     dtype, group, _, label_smoothing, *_, chunk, sampling = options
     once = known or (chunk or 1024) >= x.shape[0]  # a GPU's default chunk is no smaller; on the CPU both are fp32
-    narrow = once and dtype == weight.dtype and not (group or label_smoothing or sampling or hasattr(weight, "main_grad"))
-    return dtype if narrow else torch.float32
+    return narrowest(weight, dtype, once and not (group or label_smoothing or sampling))
 
 
 def gradients_of(ctx, saved, token_weights, entropy_weights=None, mean=False, log_prob=None, entropy=None, exps=None):

@@ -2,7 +2,7 @@
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import IGNORED, context, dense, gradients_wanted, once, operator_of, prepared, returned
+from .functional import IGNORED, context, dense, gradients_wanted, narrowest, once, operator_of, prepared, returned
 from .library import IdsArgs
 
 RESULTS = "log_probs", "lse", "entropy", "dx", "dweight", "dbias"
@@ -58,10 +58,9 @@ class IdsLogProbs(torch.autograd.Function):
     @once
     def backward(ctx, saved, dlog_probs, dlse, dentropy):
         weight, bias, entropies = saved[1], saved[2], saved[7]
-        narrow = weight.dtype == ctx.options[0] and not hasattr(weight, "main_grad")
         wanted = [False] * 3 + gradients_wanted(ctx.needs_input_grad, bias, 0)
         return returned(ctx, saved[:3], operator(*saved, dlog_probs, dlse, None if entropies is None else dentropy, *ctx.options,
-                                                 weight.dtype if narrow else torch.float32, wanted)[3:])
+                                                 narrowest(weight, ctx.options[0], True), wanted)[3:])
 
 
 def rows_of(offsets):
