@@ -82,21 +82,21 @@ __attribute__((section(".preinit_array"), used)) static void (*const first)(int,
 
 // Better ones are chosen by starting over, once a child has computed rightly with them.
 
-static char probe[] = "lce-probe-blas"; // the child's name: it has no other arguments
+static char trial[] = "lce-probe-blas"; // the child's name: it has no other arguments
 
 extern char *openblas_get_corename(void) __attribute__((weak));
 extern Cblas cblas_sgemm __attribute__((weak));
 
 __attribute__((constructor)) static void choose_core(int count, char **arguments, char **environment) {
   if (!openblas_get_corename || !cblas_sgemm) return;
-  if (count == 1 && !strcmp(arguments[0], probe)) _exit(!blas_multiplies_rightly(cblas_sgemm));
+  if (count == 1 && !strcmp(arguments[0], trial)) _exit(!blas_multiplies_rightly(cblas_sgemm));
   const char *core = getenv("OPENBLAS_CORETYPE") ? NULL : blas_better_core(openblas_get_corename()), *program;
   if (!core) return;
   program = (const char *)getauxval(AT_EXECFN);
   setenv("OPENBLAS_CORETYPE", core, true);
   pid_t child = fork();
   if (child == 0) {
-    execve(program, (char *[]){probe, NULL}, environ);
+    execve(program, (char *[]){trial, NULL}, environ);
     _exit(1);
   }
   int status = 1;
