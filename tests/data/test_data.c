@@ -275,6 +275,8 @@ TEST(a_manifest_is_compared_with_its_shards) {
       {MANIFEST("false", SHARD("0", "3")), NULL, "train_000001.bin is not in the manifest.json"},
       {MANIFEST("false", SHARD("0", "4") ", " SHARD("1", "1")), NULL, "train_000000.bin has 3 tokens"},
       {MANIFEST("false", "5, " SHARD("0", "\"3\"")), NULL, "train_000000.bin has 3 tokens"},
+      {MANIFEST("false", "{\"file\": \"train_000000.bin\"}, " SHARD("1", "1")), NULL,
+       "train_000000.bin has 3 tokens"},
       {MANIFEST("true", RIGHT), NULL, "train_000000.bin has no mask"},
       {MANIFEST("null", RIGHT), NULL, "train_000000.bin has no mask"}};
   char path[256];
