@@ -1,9 +1,9 @@
 # The package's part of tools/gpu_check.sh, which reads it.
 if wants tests; then
-  check 4 400 "" $(test_programs pytorch/test_{batch_invariant,ids,log_prob_values,log_probs,operations})
+  check 4 400 "" $(test_programs pytorch/test_{batch_invariant,divergence,ids,log_prob_values,log_probs,operations})
   LCE_HOPPER=0 check 4 400 -portable $(test_programs pytorch/test_{ids,log_prob_values,log_probs})
   # Builds liblce.so with CUDA before it runs.
-  check 1 570 "" tests/pytorch/test_{liblce,functions,ids,training}.py
+  check 1 570 "" tests/pytorch/test_{liblce,functions,divergence,ids,training}.py
 fi
 
 # The layer through PyTorch and C, beside others that are installed; `all` leaves it out without PyTorch.
