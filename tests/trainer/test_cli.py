@@ -403,6 +403,8 @@ def test_fit(folder):
     train(small + "--fit").fails("not even one sequence of 1024 tokens fits in 24.00 GiB; add --fit offload\n")
     options, _ = chosen(train(small + "--fit offload").ok("  --fp8 --batch "))
     assert options.startswith("--batch 16 --recompute layer --recompute-layers 2 --lce-chunk 4096 --offload weights,"), options
+    options, _ = chosen(train("--model llama-3b --device cuda --plan --device-memory 24 --seq-len 8192 --fit offload").ok())
+    assert " --recompute-layers " in options and options.endswith("optimizer,activations"), options  # whose layers' inputs are kept there
     train(lean.replace("--moment-dtype bf16 --no-master-weights ", "") + "--device-memory 12 --seq-len 4096 --fit").fails("; add --fit offload")
     train(lean + "--device-memory 1 --fit").fails("1.00 GiB; take a smaller model, a smaller --seq-len or a device with more memory\n")
     train(lean + "--fit").fails("give --device-memory GIB")
