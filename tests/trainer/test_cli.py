@@ -664,6 +664,22 @@ def test_shards_of_another_tokenizer(folder):
     assert "tokenizer.json does not exist: nothing says" in train(line + f"--data {made}").ok().err
 
 
+# Checkpoints get what ends a text and lays out a chat from prepared data; what the model lacked is said.
+def test_what_prepared_data_bring(folder):
+    model, made = shutil.copytree(ROOT / "tests/golden/llama", folder / "model"), folder / "made"
+    (model / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "eos_token_id"}))
+    made.mkdir()
+    write_shard(made / "train_000000.bin", 400 * [4, 2])
+    write_manifest(made, train=800)
+    for name, text in ("tokenizer.json", "{}"), ("chat_template.jinja", "x"), ("generation_config.json", '{"eos_token_id": 2}'):
+        (made / name).write_text(text)
+    err = train(f"--device cpu --init {model} --data {made} --batch 1 --seq-len 8 --steps 0 --save {folder}/run").ok().err
+    assert f"the eos_token_id in {model} is absent: checkpoints get that of {made}, 2\n" in err, err
+    assert f"{model} has no chat template: checkpoints get that of {made}\n" in err, err
+
+
 # A model's context is extended: by another base of its rotary frequencies and more positions, which its config then has.
 def test_a_longer_context(folder):
     line = f"--device cpu --data {write_shard(folder / 'data.bin', 400 * [4, 2])} --batch 1 --steps 1 --sample-every 0 "
