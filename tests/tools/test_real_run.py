@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
 """tools/real_run.sh on a model that takes no time, and tools/plot_run --groups on figures by hand."""
-import json
 import pathlib
 import sys
 

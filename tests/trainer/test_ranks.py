@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import tap  # noqa: E402
