@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 def trained(texts, *pre, unigram=False, normalizer=None, decoder=None):
     """Returns a tokenizer of these texts, with <s> and </s> around what it encodes."""
     tokenizer = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Sequence(list(pre)), normalizer
+    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Sequence(list(pre)) if pre[1:] else pre[0], normalizer
     tokenizer.decoder = decoder or (decoders.ByteLevel() if isinstance(pre[-1], pre_tokenizers.ByteLevel) else decoders.Metaspace())
     how = {"vocab_size": 600, "special_tokens": ["<unk>", "<s>", "</s>"], "show_progress": False}
     tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(**how, unk_token="<unk>") if unigram else trainers.BpeTrainer(**how))
