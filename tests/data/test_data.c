@@ -301,6 +301,17 @@ TEST(a_manifest_is_compared_with_its_shards) {
   no_masks = true;
   ASSERT_FAILS(open_one("made/more.bin", 10), "cannot read", "made/more.mask", strerror(EIO));
   no_masks = false;
+  // Validation reads training shards where there are no others; those others alone need their manifest, too.
+  write_text("made/manifest.json",
+             "{\"format\": \"lce.c shards\", \"masked\": false, \"splits\": {\"train\": "
+             "{\"shards\": [" RIGHT "]}}}");
+  assert_int_equal(unlink(temp_path("made/more.bin")) | unlink(temp_path("made/val_000000.bin")), 0);
+  ASSERT_SOURCE(source_open(folder, 1, 10, SPLIT_VALIDATION), "llm.c shards, uint16", 2, 3, 4, 5, 6);
+  assert_int_equal(unlink(temp_path("made/train_000000.bin")) | unlink(temp_path("made/train_000001.bin")),
+                   0);
+  write_shard16("made/val_000000.bin", (const uint16_t[]){7, 8}, 2);
+  write_text("made/manifest.json", "");
+  ASSERT_FAILS(source_open(folder, 1, 10, SPLIT_VALIDATION), "manifest.json cannot be read");
 }
 
 TEST(documents_end_where_the_data_say) {
