@@ -297,6 +297,8 @@ def test_auto_begins_with_a_model(folder):
     train(job + "2").ok(f"resumed  {folder}/tuned/step-000001, after step 1 of 2")
     train(RESUME + f"{folder}/tuned/step-000001 --steps 3 --save {folder}/tuned").fails("step-000002, which is further along than this run")
     train(job.replace("auto", f"{folder}/tuned") + "3").refused("--init begins with the model in ", "give one of them")
+    (folder / "tuned/step-000001" / STATE).write_text("{")
+    assert "; the weights beside it are not checked" in train(f"--device cpu --init {folder}/tuned/step-000001 --data {TEXT} --steps 0").ok().err
 
 
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
