@@ -69,7 +69,7 @@ typedef struct {
   Dtype dtype; // of weights and activations
   ParameterDtypes dtypes;
   bool dtypes_from_gpu;       // all dtypes are those of a checkpoint from a GPU; none was given
-  bool no_sampling, no_codes; // the GPU does not run the Hopper kernels, or has no FP8 (Backend)
+  bool no_sampling, no_codes; // the GPU does not run the Hopper kernels, or no GEMMs of codes (Backend)
   const struct Card *card;    // its speed (kernels/cost.h); NULL: unknown
   size_t host_bytes;          // that all ranks' hosts can give; 0: not agreed on
   // output
