@@ -328,7 +328,7 @@ TEST(test_streams_of_a_plan) {
   backend_destroy(b);
 }
 
-// What a plan of several ranks needs of a host: of all its ranks, 8 at most; a CPU's tensors are there, too.
+// A plan of several ranks needs a host for all of them, 8 at most; a CPU's tensors are there, too.
 TEST(test_host_of_planned_ranks) {
   static const int ranks[][2] = {{1, 1}, {3, 3}, {64, 8}};
   for (int i = 0; i < 3; i++) {

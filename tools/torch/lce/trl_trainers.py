@@ -108,7 +108,7 @@ def compare(outcome, trls, ours):
 
 
 def of_a_tiny_model(utils, function, softcap):
-    """What TRL makes of it by the function, with gradients."""
+    """Returns what TRL makes of it by the function, with gradients."""
     from transformers import PhiConfig, PhiForCausalLM
     utils._ChunkedLogProbFunction = function
     model = PhiForCausalLM(PhiConfig(vocab_size=13, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -124,7 +124,7 @@ def of_a_tiny_model(utils, function, softcap):
 
 
 def of_two_heads(loss, beta, items, softcap):
-    """What the loss is for random tokens of a student and a teacher, with the student's gradients."""
+    """Returns the loss of random tokens of a student and a teacher, with the student's gradients."""
     x, weight, bias = leaves = [torch.randn(shape, requires_grad=True) for shape in ((2, 9, 6), (13, 6), (13,))]
     teacher_x, teacher_weight, teacher_bias = torch.randn(2, 9, 4), torch.randn(13, 4), torch.randn(13)
     found = loss(x, teacher_x, weight, teacher_weight, torch.randint(2, (2, 9)), beta, items, bias, teacher_bias, 0.5, 2.0,
