@@ -25,13 +25,14 @@ except ImportError:
     sys.exit("tools/bench_attention.py compares with PyTorch, which is not there: pip install torch")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAMS = os.path.dirname(os.path.abspath(os.environ.get("LCE_TRAIN", os.path.join(ROOT, "train"))))  # of this build
 SHAPES = "64x1024x12x12x64,4x4096x32x32x64,4x4096x32x8x64,2x8192x32x32x128,1x32768x32x8x128"
 
 
 def ours(device, shape):
     """Seconds of a forward and a backward pass."""
     sizes = zip(("--batch", "--seq-len", "--num-attention-heads", "--num-key-value-heads", "--head-dim"), map(str, shape))
-    words = [os.path.join(ROOT, "tools", "bench_attention"), "--device", device, *(word for pair in sizes for word in pair)]
+    words = [os.path.join(PROGRAMS, "tools", "bench_attention"), "--device", device, *(word for pair in sizes for word in pair)]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")

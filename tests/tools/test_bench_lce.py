@@ -143,7 +143,7 @@ def test_refused_attention(_):
     for part, *words in (("--num-attention-heads 3 is no multiple of --num-key-value-heads 2", "--num-attention-heads", 3, "--num-key-value-heads", 2),
                          ("--head-dim 257: give a whole number from 1 to 256", "--head-dim", 257),
                          ("give a smaller --batch or --seq-len", "--seq-len", 2**31 - 1)):
-        assert not run(ROOT / "tools/bench_attention", *words).refused(part).out
+        assert not run(TOOLS / "bench_attention", *words).refused(part).out
 
 
 def test_attention_beside_pytorch(_):
