@@ -57,12 +57,16 @@ static inline Tensor push_matrix(const Call *call, const char *name, Dtype dtype
   return memory_push_2d(&call->backend->memory, name, MEMORY_HEAD, dtype, rows, columns);
 }
 
+// Pushes [rows, V], with the row stride that the backend's matmuls prefer.
+static inline Tensor push_logit_rows(Backend *backend, const char *name, Dtype dtype, int64_t rows,
+                                     int64_t vocab) {
+  int64_t stride = backend->scratch->logits_stride(vocab, dtype);
+  return tensor_columns(memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride), 0, vocab);
+}
+
 // Pushes [rows, V] of x's type; V: this rank's.
 static inline Tensor push_logits(const Call *call, const char *name, int64_t rows) {
-  int64_t vocab_rows = call->args->weight.shape[0];
-  Dtype dtype = call->args->x.dtype;
-  int64_t stride = call->backend->scratch->logits_stride(vocab_rows, dtype);
-  return tensor_columns(push_matrix(call, name, dtype, rows, stride), 0, vocab_rows);
+  return push_logit_rows(call->backend, name, call->args->x.dtype, rows, call->args->weight.shape[0]);
 }
 
 // A vector as a matrix of one column.

@@ -6,12 +6,6 @@
 
 // --- shared by the rungs -----------------------------------------------------------------------------------
 
-// Pushes [rows, V], with the row stride that the backend's matmuls prefer.
-static Tensor push_logit_rows(Backend *backend, const char *name, Dtype dtype, int64_t rows, int64_t vocab) {
-  int64_t stride = backend->scratch->logits_stride(vocab, dtype);
-  return tensor_columns(memory_push_2d(&backend->memory, name, MEMORY_HEAD, dtype, rows, stride), 0, vocab);
-}
-
 static Tensor push_floats(Backend *backend, const char *name, int64_t count) {
   return memory_push_1d(&backend->memory, name, MEMORY_HEAD, DTYPE_F32, count);
 }

@@ -12,7 +12,7 @@
 
 #include "kernels/base/fail.h"
 #include "kernels/base/integers.h"
-#include "kernels/lce/linear_cross_entropy.h"
+#include "kernels/lce/call.h"
 
 int64_t divergence_chunk(const Backend *backend, int64_t tokens) {
   return backend->device == ON_CUDA ? 2048 : lce_default_chunk(backend->device, tokens);
@@ -40,12 +40,6 @@ static void check(const LinearDivergence *a) {
          tensor_text(a->dweight).text, (long long)tokens);
 }
 
-static Tensor push_logits(Backend *backend, const char *name, int64_t rows, Tensor weight) {
-  int64_t vocab_size = weight.shape[0], stride = backend->scratch->logits_stride(vocab_size, weight.dtype);
-  Tensor logits = memory_push_2d(&backend->memory, name, MEMORY_HEAD, weight.dtype, rows, stride);
-  return tensor_columns(logits, 0, vocab_size);
-}
-
 static Tensor logits_of(Backend *backend, Tensor buffer, Tensor x, Tensor weight) {
   Tensor logits = tensor_rows(buffer, 0, x.shape[0]);
   linear_forward(backend, (LinearForward){.out = logits, .x = x, .weight = weight});
@@ -54,10 +48,11 @@ static Tensor logits_of(Backend *backend, Tensor buffer, Tensor x, Tensor weight
 
 void linear_divergence(Backend *backend, LinearDivergence a) {
   check(&a);
-  int64_t tokens = a.x.shape[0], size = lce_used_chunk(tokens, a.chunk);
+  int64_t tokens = a.x.shape[0], vocab_size = a.weight.shape[0], size = lce_used_chunk(tokens, a.chunk);
   MemoryMark mark = memory_mark(&backend->memory);
-  Tensor buffer = push_logits(backend, "student's logits", size, a.weight);
-  Tensor teacher_buffer = push_logits(backend, "teacher's logits", size, a.teacher_weight);
+  Tensor buffer = push_logit_rows(backend, "student's logits", a.weight.dtype, size, vocab_size);
+  Tensor teacher_buffer =
+      push_logit_rows(backend, "teacher's logits", a.teacher_weight.dtype, size, vocab_size);
   LceDivergence all = a.divergence, part = all;
   part.backward = tensor_exists(a.dx) || tensor_exists(a.dweight);
   for (int64_t first = 0; first < tokens; first += size) {
