@@ -202,11 +202,29 @@ static void draw(const Parameter *p, uint64_t seed, uint64_t stream, int64_t fir
                                     : p->init == INIT_ONES;
 }
 
-const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded) {
+// fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
+static const void *round_to(Dtype dtype, const float *values, int64_t count, uint16_t *rounded) {
   if (dtype == DTYPE_F32) return values;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < count; i++) rounded[i] = bf16_from_f32(values[i]);
   return rounded;
+}
+
+void parameters_fill_normal(Backend *backend, Tensor t, double mean, double deviation, uint64_t seed,
+                            uint64_t stream) {
+  int64_t all = tensor_count(t), most = min_i64(all, DRAWN_AT_ONCE);
+  float *values = host_alloc(most, sizeof *values, "random values");
+  uint16_t *rounded = host_alloc(most, sizeof *rounded, "random values");
+  for (int64_t first = 0, count; first < all; first += count) {
+    count = min_i64(most, all - first);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i++)
+      values[i] = (float)(mean + deviation * random_normal(seed, stream, (uint64_t)(first + i)));
+    backend_to_device(backend, tensor_rows(tensor_flat(t), first, count),
+                      round_to(t.dtype, values, count, rounded));
+  }
+  free(values);
+  free(rounded);
 }
 
 void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed) {
@@ -220,7 +238,7 @@ void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t 
       for (int64_t first = mine.offset - all.offset, count; mine.size; mine.size -= count, first += count) {
         count = min_i64(mine.size, DRAWN_AT_ONCE);
         draw(p, seed, (uint64_t)i, first, count, values);
-        const void *weights = parameters_round(parameters->value->dtype, values, count, rounded);
+        const void *weights = round_to(parameters->value->dtype, values, count, rounded);
         shards_write(parameters, backend, parameters->value, p, first, count, weights);
         shards_write(parameters, backend, parameters->master, p, first, count, values);
         ranks_alive();

@@ -133,8 +133,9 @@ Tensor parameters_layer_buffer(const ParameterSet *parameters, Tensor buffer, in
 // First values, drawn on the host from (seed, tensor, element) alone: each rank draws its slices.
 void parameters_initialize(ParameterSet *parameters, Backend *backend, uint64_t seed);
 
-// fp32 values as elements of `dtype`: themselves, or rounded to bf16 in `rounded`, a buffer for as many.
-const void *parameters_round(Dtype dtype, const float *values, int64_t count, uint16_t *rounded);
+// Fills a dense tensor with values of N(mean, deviation^2), drawn from (seed, stream, element) alone.
+void parameters_fill_normal(Backend *backend, Tensor tensor, double mean, double deviation, uint64_t seed,
+                            uint64_t stream);
 
 int64_t parameter_elements(const Parameter *parameter); // the whole's, however it is sharded
 

@@ -6,12 +6,8 @@
 //  bench_attention --device cuda --batch 1 --seq-len 32768 --num-attention-heads 32 --num-key-value-heads 8
 //    --head-dim 128
 #include <stdio.h>
-#include <stdlib.h>
 
-#include "kernels/base/alloc.h"
 #include "kernels/base/fail.h"
-#include "kernels/base/integers.h"
-#include "kernels/base/random.h"
 #include "kernels/base/system.h"
 #include "model/parameters.h"
 #include "trainer/option_rows.h"
@@ -38,23 +34,6 @@ typedef struct {
   AttentionForward forward;
   AttentionBackward backward;
 } Bench;
-
-// Normal values, of which a block repeats.
-static void fill_normal(Backend *backend, Tensor t, uint64_t stream) {
-  enum { BLOCK = 1 << 20, SEED = 1 };
-  float *values = host_alloc(BLOCK, sizeof *values, "random values");
-  uint16_t *rounded = host_alloc(BLOCK, sizeof *rounded, "random values");
-  for (uint64_t i = 0; i < BLOCK; i++) values[i] = (float)random_normal(SEED, stream, i);
-  Tensor flat = tensor_flat(t);
-  for (int64_t first = 0, count; first < tensor_count(t); first += count) {
-    count = min_i64(BLOCK - 1, tensor_count(t) - first); // odd, so that no two rows are the same
-    backend_to_device(backend, tensor_rows(flat, first, count),
-                      parameters_round(t.dtype, values, count, rounded));
-  }
-  backend_synchronize(backend);
-  free(values);
-  free(rounded);
-}
 
 static double seconds_of(const Bench *b, int passes, int times) {
   backend_synchronize(b->backend);
@@ -96,8 +75,8 @@ int main(int argc, char **argv) {
                                    .lse = b.forward.lse,
                                    .dout = PUSH("dout", width),
                                    .dqkv = PUSH("dqkv", packed)};
-  fill_normal(b.backend, b.forward.qkv, 1);
-  fill_normal(b.backend, b.backward.dout, 2);
+  parameters_fill_normal(b.backend, b.forward.qkv, 0, 1, 1, 1);
+  parameters_fill_normal(b.backend, b.backward.dout, 0, 1, 1, 2);
   enum { FORWARD = 1, BACKWARD = 2, TIMES = 20 };
   for (double spent = 0; spent < (o.device == ON_CUDA ? 0.7 : 0);)
     spent += seconds_of(&b, FORWARD | BACKWARD, 1);

@@ -242,22 +242,6 @@ typedef struct {
   int count;
 } Bench;
 
-// Independent values of N(mean, deviation^2), a block at a time: the host never holds the tensor.
-static void fill_normal(Backend *backend, Tensor t, double mean, double deviation, uint64_t stream) {
-  enum { BLOCK = 1 << 20, SEED = 1 };
-  static float values[BLOCK];
-  static uint16_t rounded[BLOCK];
-  for (int64_t first = 0, count; first < tensor_count(t); first += count) {
-    count = min_i64(BLOCK, tensor_count(t) - first);
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++)
-      values[i] = (float)(mean + deviation * random_normal(SEED, stream, (uint64_t)(first + i)));
-    backend_to_device(backend, tensor_rows(tensor_flat(t), first, count),
-                      parameters_round(t.dtype, values, count, rounded));
-    backend_synchronize(backend);
-  }
-}
-
 // Token 0's target leads by about 30, if rows of W are long: its probability is 1 - 1e-8.
 static void make_certain(const LinearCrossEntropy *l) {
   float *x = l->x.data, square = 0;
@@ -275,8 +259,8 @@ static void fill(Bench *b) {
     backend_to_device(backend, l->x, s->x);
     backend_to_device(backend, l->weight, s->weight);
   } else {
-    fill_normal(backend, l->x, 0, 1, 100);
-    fill_normal(backend, l->weight, 0, 0.02, 101);
+    parameters_fill_normal(backend, l->x, 0, 1, 1, 100);
+    parameters_fill_normal(backend, l->weight, 0, 0.02, 1, 101);
     s->targets = host_alloc(b->settings->tokens, sizeof *s->targets, "the targets");
     for (int64_t n = 0; n < b->settings->tokens; n++)
       s->targets[n] = (int32_t)(random_bits(1, 102, (uint64_t)n) % (uint64_t)b->settings->vocab_size);
@@ -315,7 +299,7 @@ static void add_terms(Bench *b) {
   Tensor ones = memory_push_1d(m, "ones", MEMORY_TABLES, DTYPE_F32, max_i64(tokens, vocab_size));
   Tensor bias = memory_push_1d(m, "bias", MEMORY_TABLES, b->settings->dtype, vocab_size);
   Tensor dbias = memory_push_1d(m, "dbias", MEMORY_TABLES, DTYPE_F32, vocab_size);
-  if (!m->planning) fill_normal(b->backend, ones, 1, 0, 0);
+  if (!m->planning) parameters_fill_normal(b->backend, ones, 1, 0, 1, 0);
   fill_zero(b->backend, bias);
   add_term(b, "mean on the device")->mean = true;
   add_term(b, "token weights")->token_weights = tensor_rows(ones, 0, tokens);
@@ -332,7 +316,8 @@ static void add_terms(Bench *b) {
   if (b->backend->device == ON_CPU) { // a GPU computes such rows again, one after the other
     Tensor leading = memory_push_1d(m, "leading bias", MEMORY_TABLES, b->settings->dtype, vocab_size);
     fill_zero(b->backend, leading);
-    if (!m->planning) fill_normal(b->backend, tensor_rows(leading, vocab_size / 2, 1), 100, 0, 0);
+    if (!m->planning)
+      parameters_fill_normal(b->backend, tensor_rows(leading, vocab_size / 2, 1), 100, 0, 1, 0);
     call = add_term(b, "bias, every row repaired");
     call->bias = leading;
     call->dbias = dbias;

@@ -85,8 +85,8 @@ void plan_set_mode(Trainer *t, LceMode mode) {
 }
 
 int plan_host_ranks(const Options *o) {
-  int planned = o->ranks < MOST_GPUS ? o->ranks : MOST_GPUS, local = ranks_self()->local_ranks;
-  return o->ranks > ranks_self()->ranks ? planned : local > 1 ? local : 1;
+  const Launch *launch = ranks_self();
+  return (int)(o->ranks > launch->ranks ? min_i64(o->ranks, MOST_GPUS) : max_i64(launch->local_ranks, 1));
 }
 
 size_t plan_host_bytes(const Ledger *plan, const Options *o, DeviceKind device) {
