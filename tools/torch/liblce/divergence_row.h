@@ -5,12 +5,15 @@
 #include "tools/torch/liblce/operations.h"
 
 #if defined(__cplusplus)
-#define ENTRY     LOSS_ROW
-#define ENTRY_EXP __expf
+#include "kernels/cuda/cuda_common.cuh"
+#define ENTRY      LOSS_ROW
+#define ENTRY_EXP  exp2_approx
+#define ENTRY_UNIT 0.6931471805599453f // of distances, which ENTRY_EXP takes
 #else
 #include "kernels/cpu/vector_math.h"
-#define ENTRY     static inline __attribute__((always_inline)) // clang vectorizes no loop with a call
-#define ENTRY_EXP exp_f32
+#define ENTRY      static inline __attribute__((always_inline)) // clang vectorizes no loop with a call
+#define ENTRY_EXP  exp_f32
+#define ENTRY_UNIT 1.0f
 #endif
 
 // log(1 + x) of x in [0, 1], to within a few ulp: 2 artanh(x / (2 + x)).
@@ -23,7 +26,7 @@ ENTRY float log_1_plus(float x) {
 // The least distance from a row's maximum: minus infinity would make NaN of a difference, or times 0.
 #define LEAST_DISTANCE (-1e30f)
 
-// A row's softmax: p = exp(distance) inv_sum, log p = distance - log_sum, of distance = v - max v.
+// A row's softmax: p = exp(v - max v) inv_sum, log p = v - max v - log_sum; distance = (v - max v) / ENTRY_UNIT.
 typedef struct {
   float max, inv_sum;
   LossReal log_sum; // two of them nearly cancel
@@ -43,12 +46,12 @@ typedef struct {
 
 ENTRY DivergenceEntry divergence_entry(DivergenceTerms t, RowSoftmax student, RowSoftmax teacher,
                                        float distance, float teacher_distance) {
-  float lead = (distance - teacher_distance) - (float)(student.log_sum - teacher.log_sum);
+  float lead = ENTRY_UNIT * (distance - teacher_distance) - (float)(student.log_sum - teacher.log_sum);
   DivergenceEntry e = {ENTRY_EXP(distance) * student.inv_sum, ENTRY_EXP(teacher_distance) * teacher.inv_sum,
                        lead, -lead};
   if (t.kind == JSD) {
     lead += t.log_share - t.log_teacher_share;
-    float rest = log_1_plus(ENTRY_EXP(lead > 0 ? -lead : lead));
+    float rest = log_1_plus(ENTRY_EXP((lead > 0 ? -lead : lead) / ENTRY_UNIT));
     e.lead = (lead > 0 ? 0 : lead) - rest;
     e.teacher_lead = (lead > 0 ? -lead : 0) - rest;
   }

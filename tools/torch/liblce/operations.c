@@ -53,7 +53,8 @@ static void check_lce_divergence(Op op, Backend *backend, LceDivergence *a) {
   CHECK(FIELD(loss, "fp32 [N]"), FIELD(entropy, "fp32 [N] or absent"),
         FIELD(student.logits, "T [N, V] strided"), FIELD(teacher.logits, "T [N, V] strided"),
         FIELD(student.bias, "T [V] or absent"), FIELD(teacher.bias, "T [V] or absent"),
-        FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"));
+        FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"),
+        FIELD(parts, backend->device == ON_CUDA ? "fp32 [N, P]" : "fp32 [N, P] or absent"));
 }
 
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),

@@ -108,9 +108,11 @@ typedef struct {
   Tensor bias;   // fp32/bf16 [V], or absent
   float softcap, temperature;
 } DivergenceHead;
+enum { DIVERGENCE_BLOCKS = 8, DIVERGENCE_PARTS = 2 * 3 * 2 * DIVERGENCE_BLOCKS }; // of a row on Hopper; fp32
 typedef struct {
   Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
   DivergenceHead student, teacher;
+  Tensor parts;         // fp32 [N, DIVERGENCE_PARTS], scratch; may be absent on the CPU
   Tensor mask, weights; // int32 [N], fp32 [N]; or absent: 1
   float beta;
   DivergenceKind kind;
