@@ -406,6 +406,10 @@ void checkpoint_store_close(CheckpointStore *store) {
 
 #define WEIGHTS MODEL_STEM "*.safetensors*"
 
+static bool is_checksum(const cJSON *item) {
+  return json_is_whole(item) && item->valuedouble <= UINT32_MAX;
+}
+
 // False with a reason if a file that a model is read from, and that `pattern` matches, has no checksum.
 static bool all_have_checksums(const char *folder, const char *pattern, const cJSON *checksums,
                                Reason *reason) {
@@ -417,7 +421,7 @@ static bool all_have_checksums(const char *folder, const char *pattern, const cJ
   for (int i = 0; i < 4 * l.count && all; i++) {
     const char *name = l.entries[i / 4]->d_name;
     if (!fnmatch(read[i % 4], name, 0) && !fnmatch(pattern, name, 0) &&
-        !cJSON_IsNumber(json_member(checksums, name)))
+        !is_checksum(json_member(checksums, name)))
       all = refuse(reason, "%s/" TRAINER_STATE " has no checksum of %s", folder, name);
   }
   list_free(l);
@@ -465,8 +469,8 @@ uint32_t checkpoint_weights_checksum(const char *folder) {
   uint32_t all = 0;
   for (const TensorFile *file = set.files; file < set.files + set.count; file++) {
     const cJSON *known = json_member(json_member(state, CHECKSUMS), strrchr(file->path, '/') + 1);
-    uint32_t one = cJSON_IsNumber(known) ? (uint32_t)known->valuedouble
-                                         : checksum(0, file->mapping.bytes, file->mapping.size);
+    uint32_t one = is_checksum(known) ? (uint32_t)known->valuedouble
+                                      : checksum(0, file->mapping.bytes, file->mapping.size);
     all = checksum(all, &one, sizeof one);
   }
   tensor_set_close(&set);

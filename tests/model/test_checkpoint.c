@@ -425,6 +425,10 @@ TEST(damage_is_noticed_and_passed_over) {
        "has no checksum of trainer_state.json"},
       {"sed -i 's/\\(model.safetensors\":\\).*,/\\1\"x\",/' trainer_state.json",
        "has no checksum of model.safetensors"},
+      {"sed -i 's/\\(model.safetensors\":\\).*,/\\15.5,/' trainer_state.json",
+       "has no checksum of model.safetensors"},
+      {"sed -i 's/\\(model.safetensors\":\\).*,/\\14294967296,/' trainer_state.json",
+       "has no checksum of model.safetensors"},
       {"echo '{}' >config.json", "config.json: model_type"},
       {"rm config.json; ln -s config.json config.json", "cannot open"},
       {"rm model.safetensors; ln -s nowhere model.safetensors.index.json", "cannot open"}};
