@@ -49,6 +49,13 @@ def test_evaluates(folder):
     evaluate(f"--init {model} --data {TEXT} --val-fraction 0.5 --log {folder}/log").ok(" bits per byte")
     validation = read_log(folder / "log")[1]
     assert math.isclose(validation["bits_per_byte"] * math.log(2), validation["val_loss"], rel_tol=1e-6), validation
+    # One that separates files is a target, too, and no byte of theirs.
+    for name in "ab":
+        (folder / name).write_bytes(b"some words " * 3)
+    evaluate(f"--init {model} --seq-len 16 --val-data {folder}/a --val-data {folder}/b --log {folder}/log").ok()
+    validation = read_log(folder / "log")[1]
+    bits = validation["val_loss"] * 66 / 65 / math.log(2)
+    assert math.isclose(validation["bits_per_byte"], bits, rel_tol=1e-6), validation
 
 
 # A terminal is shown how far it is, and the loss so far; a pipe is so every five seconds.

@@ -38,7 +38,8 @@ def prepare(path, options, out, tokenizer=GPT2, program=PROGRAM, packages=PROGRA
 
 def shards(path, options, out, *how, says=""):
     """What the program makes of a file, as read_shards gives it."""
-    prepare(path, f"--val-fraction 0 {options}", out, *how).ok(says)
+    done = prepare(path, f"--val-fraction 0 {options}", out, *how).ok(says)
+    assert done.err.count("bad.jsonl, line ") == 2 * ("named above" in says), done
     return read_shards(out)
 
 
@@ -141,8 +142,7 @@ def test_inputs(folder):
     write(folder / "large.json", plain.to_str().replace('"id":400', '"id":70000').replace('"vocab":{', f'"vocab":{{"{END}":70000,'))
     for name, held, options, texts, says in INPUTS:
         path = folder / name if held is None else write(folder / name, held)
-        if not path.exists():
-            need("datasets")
+        path.exists() or need("datasets")
         documents = shards(path, options, folder / "out", says=says)[1]
         assert documents == [plain.encode(text).ids + end if isinstance(text, str) else text for text in texts], (path, options)
 

@@ -405,6 +405,10 @@ def test_fit(folder):
     assert options.startswith("--batch 16 --recompute layer --recompute-layers 2 --lce-chunk 4096 --offload weights,"), options
     options, _ = chosen(train("--model llama-3b --device cuda --plan --device-memory 24 --seq-len 8192 --fit offload").ok())
     assert " --recompute-layers " in options and options.endswith("optimizer,activations"), options  # whose layers' inputs are kept there
+    # An offload that costs no time is the next best where it frees little.
+    output = train("--model llama-1b --device cuda --plan --device-memory 80 --seq-len 4096 --recompute layer --fit offload").ok()
+    best, following = re.findall(r"--batch (.*)\n", output.out)[:2]
+    assert following == best + " --offload activations", output
     train(lean.replace("--moment-dtype bf16 --no-master-weights ", "") + "--device-memory 12 --seq-len 4096 --fit").fails("; add --fit offload")
     train(lean + "--device-memory 1 --fit").fails("1.00 GiB; take a smaller model, a smaller --seq-len or a device with more memory\n")
     train(lean + "--fit").fails("give --device-memory GIB")

@@ -381,6 +381,21 @@ def test_plans_depend_on_ranks(folder):
         assert_planned(f"{options} --save x --ranks 2", summary["peak_bytes"])
 
 
+# The summary has the memory of the rank that holds the most: rank 0 offloads; rank 1 holds what no ledger knows.
+def test_the_largest_peak_is_reported(folder):
+    need_ranks()
+    offloads = f"exec {TRAIN} {LLAMA} --log {folder}/log $(test $RANK = 1 || echo --offload optimizer)"
+    shell(2, offloads).ok()
+    plain, summary = job(2, LLAMA).log[-1], read_log(folder / "log")[-1]
+    assert (summary["peak_bytes"], summary["host_bytes"]) == (plain["peak_bytes"], 0), (summary, plain)
+    if not GPUS and "asan" not in TRAIN.parts and shutil.which("mpicc"):
+        (folder / "hold.c").write_text("#include <stdlib.h>\n#include <string.h>\nvoid *held;\n__attribute__((constructor)) "
+                                       "static void hold(void) { held = memset(malloc(1 << 26), 1, 1 << 26); }\n")
+        assert run("mpicc", "-shared", "-fPIC", folder / "hold.c", "-o", folder / "hold.so").status == 0
+        shell(2, f"test $RANK = 0 || export LD_PRELOAD={folder}/hold.so; {offloads}").ok()
+        assert read_log(folder / "log")[-1]["device_peak_bytes"] > summary["device_peak_bytes"] + (1 << 25), summary
+
+
 # Ranks agree on steps without a target that counts, and count them once.
 def test_steps_without_targets(folder):
     size = 768 * STEPS + 1
