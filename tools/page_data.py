@@ -32,7 +32,7 @@ PRODUCTS = ["".join(letters) for count in range(4) for letters in itertools.comb
 # The ladder's passes over a row of width V, a letter for each, and what a rung stores.
 PASSES = {"1 materialized": ("zzz zggg", "2 [N, V]"), "2 recomputed": ("zzzzzggg", "2 [C, V]"),
           "3 gradient_in_forward": ("zzz zggg", "[C, V]"), "4 anchored": ("z   zEEE", "[C, V]"),
-          "5 to 7 in_epilogue, ..., fused": ("E     EE", "[C, V], in x's dtype")}
+          "5 in_epilogue, 6, 7": ("E     EE", "[C, V], in x's dtype")}
 
 
 def corner(doubled):
@@ -125,7 +125,7 @@ def rungs():
     code["on_hopper"] = textwrap.dedent(re.sub("^[+ ]", "", re.search(r"5 → 6.*?```diff\n(.*?)```", page, re.S)[1], flags=re.M))
     measured = {row[0][0]: dict(time=float(row[2]), memory=float(row[3].split()[0]), certain=1 if "100%" in row[7] else float(row[7]))
                 for row in table(page, "rung . time")[1:]}
-    names = "materialized", "recomputed", "gradient_in_forward", "anchored", "in_epilogue", "on_hopper", "library"
+    names = "materialized", "recomputed", "gradient_in_forward", "anchored", "in_epilogue", "on_hopper", "linear_cross_entropy"
     passes = [*PASSES.values()]
     return [{"name": name, "passes": passes[min(k, 4)][0], "holds": passes[min(k, 4)][1], "code": code[name], **measured.get(str(k + 1), {})}
             for k, name in enumerate(names)]

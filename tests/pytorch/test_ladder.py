@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The last rung of tools/ladder/ladder.py, the library, beside the one that it grew from."""
+"""The last rung of tools/ladder/ladder.py, linear_cross_entropy, beside the one that it grew from."""
 import os
 import subprocess
 import sys
@@ -12,13 +12,13 @@ if setting.torch:
     import ladder
 
 
-def the_librarys_row():
+def the_last_row():
     x, W, y = torch.randn(20, 8), torch.randn(300, 8), torch.randint(300, (20,))
-    for what, got, want in zip(("loss", "dX", "dW"), ladder.library(x, W, y, 6), ladder.anchored(x, W, y, 6), strict=True):
+    for what, got, want in zip(("loss", "dX", "dW"), ladder.linear_cross_entropy(x, W, y, 6), ladder.anchored(x, W, y, 6), strict=True):
         setting.close(what, got, want, 1e-5)
     sizes = "--device cpu --tokens 20 --hidden-size 8 --vocab 300 --chunk 6 --repeat 1".split()
     table = subprocess.run([sys.executable, ladder.__file__, *sizes], capture_output=True, text=True)
-    assert table.returncode == 0 and "MiB" in table.stdout.split("7 library")[1], table
+    assert table.returncode == 0 and "MiB" in table.stdout.split("7 linear_cross_entropy")[1], table
 
 
-setting.run({"the_librarys_row": the_librarys_row})
+setting.run({"the_last_row": the_last_row})

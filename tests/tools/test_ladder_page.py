@@ -81,6 +81,8 @@ def test_pytorch(folder):
     import torch
     sys.path.insert(0, str(LADDER))
     import ladder
+    named = set(re.findall(r"^\| (\d) `(\w+)` \|", (ROOT / "kernels/lce/LCE.md").read_text(), re.M))
+    assert named == {("6", "on_hopper"), *((str(n), rung.__name__) for n, rung in ladder.RUNGS.items())}, named
     assert max(len(inspect.getsource(rung).splitlines()) for rung in (ladder.matmuls, *ladder.RUNGS.values())) <= 15
     run(BUILD / "tests/tools/test_lce_ladder", LADDER_FILE=str(folder / "rungs")).ok()
     x, W, y, *of_c = torch.frombuffer(bytearray((folder / "rungs").read_bytes()), dtype=torch.float32).split(
@@ -95,7 +97,7 @@ def test_pytorch(folder):
         certain = ladder.off(results[1][5], of_c[16].view(37, 24)[5].double())  # to that of the C rungs' last
         assert certain < 1e-4 if number >= 4 else certain > 0.5, (number, certain)
     run(sys.executable, LADDER / "ladder.py", *"--tokens 20 --hidden-size 8 --vocab 300 --chunk 6 --repeat 1".split(),
-        LCE_LIBRARY="/nonexistent").ok("1 materialized", "5 in_epilogue", "7 library ", "is left out: ")
+        LCE_LIBRARY="/nonexistent").ok("1 materialized", "5 in_epilogue", "7 linear_cross_entropy ", "is left out: ")
 
 
 def test_the_pages_python(folder):

@@ -2,7 +2,7 @@
 // one before it. kernels/lce/LCE.md explains the ideas; tools/bench_lce --ladder measures the rungs.
 //
 // rungs.c has the rungs: matmuls are the backend's linear_*, the work on single rows is in rows_cpu.c. Rungs
-// 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, the library itself, on both.
+// 1 to 5 run on the CPU, 6 on Hopper GPUs (hopper.cu), 7, linear_cross_entropy, on both.
 #pragma once
 
 #include <sys/cdefs.h>

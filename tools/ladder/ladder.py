@@ -124,7 +124,7 @@ def in_epilogue(x, W, y, C):
     return loss, dX, dW
 
 
-def library(x, W, y, C):
+def linear_cross_entropy(x, W, y, C):
     from lce.functional import Args, context
     loss, dX, dW = results(x, W)
     dX = dX.to(x.dtype)
@@ -134,7 +134,7 @@ def library(x, W, y, C):
     return loss, dX, dW
 
 
-RUNGS = {1: materialized, 2: recomputed, 3: gradient_in_forward, 4: anchored, 5: in_epilogue, 7: library}
+RUNGS = {1: materialized, 2: recomputed, 3: gradient_in_forward, 4: anchored, 5: in_epilogue, 7: linear_cross_entropy}
 
 
 # --- measurements -------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def measured(rung, problem, wanted, repeat):
     errors = [off(loss, wanted[0]), off(dX, wanted[1]), off(dW, wanted[2]), certain]
     # Rung 1 allocates its results after its peak, the others before.
     held = peak_bytes(rung, *problem) - (0 if rung is materialized else loss.nbytes + dX.nbytes + dW.nbytes)
-    if rung is library:
+    if rung is linear_cross_entropy:
         from lce.functional import context
         held += context(problem[0].device, problem[0].dtype, "").held_bytes()
     del loss, dX, dW
