@@ -216,7 +216,7 @@ def test_make_page(folder):
         links = re.findall(r'href="([^"#]+)' if name == "index.html" else r"!\[[^]]*\]\(([^)]+)\)", text)
         assert links and all((folder / "page" / link).is_file() for link in links), links
     address = re.search(r"^\[!\[.*\]\((.*)\)$", (ROOT / "README.md").read_text(), re.M)[1]
-    assert address == "kernels/lce/page.html" or f'<meta property="og:url" content="{address}' in (folder / "page" / "index.html").read_text()
+    assert address == "kernels/lce/LCE.md" or f'<meta property="og:url" content="{address}' in (folder / "page" / "index.html").read_text()
     run("make", "-s", "page", f"PAGE={folder}/page", "PAGE_URL=https://example.org/lce").ok()
     assert '<meta property="og:image" content="https://example.org/lce/llama-1b.png">' in (folder / "page" / "index.html").read_text()
 
