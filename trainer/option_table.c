@@ -41,13 +41,6 @@ static bool is_number(const Option *o) {
   return o->type == OPTION_INTEGER || o->type == OPTION_NUMBER;
 }
 
-// A bool, an int or an int64_t, little-endian.
-static int64_t stored(const Option *o, const void *values) {
-  int64_t value = 0;
-  memcpy(&value, (const char *)values + o->offset, o->size);
-  return o->size == sizeof(int) ? (int)value : value;
-}
-
 static bool set_number(const Option *o, void *field, const char *text, Reason *reason) {
   bool whole = o->type == OPTION_INTEGER;
   char *end;
@@ -91,19 +84,20 @@ void option_set(const Option *o, void *values, const char *text) {
   if (!option_try_set(o, values, text, &reason)) fail("--%s %s: %s", o->name, text, reason.text);
 }
 
-double option_number(const Option *o, const void *values) {
+long double option_number(const Option *o, const void *values) {
   const void *field = (const char *)values + o->offset;
+  int64_t value = 0; // a bool's, an int's, an int64_t's or a pointer's, little-endian
   if (o->type == OPTION_NUMBER) return *(const double *)field;
-  int64_t value = stored(o, values);
-  return o->type == OPTION_TEXT || o->type == OPTION_LIST ? value != 0 : (double)value;
+  memcpy(&value, field, o->size);
+  return o->size == sizeof(int) ? (int)value : value;
 }
 
 bool option_text(const Option *o, const void *values, Text *text) {
-  int64_t value = stored(o, values);
-  *text = o->type == OPTION_INTEGER  ? text_of("%lld", (long long)value)
-          : o->type == OPTION_NUMBER ? text_number(option_number(o, values))
-                                     : join_words(o, o->type == OPTION_SET ? (unsigned)value : 1u << value);
-  return o->type != OPTION_FLAG || value == (int64_t)o->min;
+  long double value = option_number(o, values);
+  if (o->type == OPTION_INTEGER) *text = text_of("%.0Lf", value);
+  if (o->type == OPTION_NUMBER) *text = text_number((double)value);
+  if (!is_number(o)) *text = join_words(o, o->type == OPTION_SET ? (unsigned)value : 1u << (int)value);
+  return o->type != OPTION_FLAG || value == o->min;
 }
 
 int option_row(const Option *rows, const char *name) {
@@ -114,13 +108,6 @@ int option_row(const Option *rows, const char *name) {
 
 // --- options together --------------------------------------------------------------------------------------
 
-// Why two options exclude each other; "" for flags that write the same field, NULL where they do not.
-static const char *conflict(const Option *a, const Option *b) {
-  if (a->size == b->size && a->offset == b->offset) return "";
-  if (has_word(a->excludes, b->name)) return a->why;
-  return has_word(b->excludes, a->name) ? b->why : NULL;
-}
-
 // False for an initial value, and for a 0 that means "none": such an option asks for nothing.
 static bool in_use(const Option *o, const void *values) {
   Text now;
@@ -128,18 +115,25 @@ static bool in_use(const Option *o, const void *values) {
   return !is_number(o) || o->min < 0 || option_number(o, values) != 0;
 }
 
+// Why two options exclude each other; NULL where they do not.
+static const char *conflict(const Option *a, const Option *b, const void *values) {
+  if (a->size == b->size && a->offset == b->offset) return "";
+  if (!in_use(b, values)) return NULL;
+  return has_word(a->excludes, b->name) ? a->why : has_word(b->excludes, a->name) ? b->why : NULL;
+}
+
 bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason) {
-  const Option *o = &rows[row];
+  const Option *o = &rows[row], *needed = o->needs ? &rows[option_row(rows, o->needs)] : NULL;
+  if (needed && option_number(needed, values) < o->at_least)
+    return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
+                  value_words(needed, (int)o->at_least).text, o->because);
   for (int i = 0; rows[i].type != OPTION_END; i++) {
-    const char *why = given[i] && i != row ? conflict(o, &rows[i]) : NULL;
-    if (why && (!*why || in_use(&rows[i], values)))
+    const char *why = given[i] && i != row ? conflict(o, &rows[i], values) : NULL;
+    if (why)
       return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, rows[i].name,
                     why);
   }
-  const Option *needed = o->needs ? &rows[option_row(rows, o->needs)] : NULL;
-  if (!needed || option_number(needed, values) >= o->at_least) return true;
-  return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
-                value_words(needed, (int)o->at_least).text, o->because);
+  return true;
 }
 
 void option_require_possible(const Option *rows, const void *values, const bool *given) {
@@ -191,17 +185,6 @@ static _Noreturn void print_help(const OptionTable *table) {
 
 // --- the command line --------------------------------------------------------------------------------------
 
-enum { NONE = -1, SEVERAL = -2 };
-
-// The row that a name means in full or by its beginning.
-static int named_row(const Option *rows, const char *name) {
-  int found = option_row(rows, name);
-  if (found >= 0) return found;
-  for (int i = 0; rows[i].type != OPTION_END; i++)
-    if (rows[i].name && !strncmp(rows[i].name, name, strlen(name))) found = found == NONE ? i : SEVERAL;
-  return found;
-}
-
 // "--seq_len=16" has the name "seq-len".
 static Text name_in(const char *word) {
   Text name = text_of("%s", word + strspn(word, "-"));
@@ -210,16 +193,21 @@ static Text name_in(const char *word) {
   return name;
 }
 
-static _Noreturn void refuse_word(const Option *rows, const char *word, const char *name) {
+// The row that the word names in full, or by a beginning that no other has.
+static int named_row(const Option *rows, const char *word, const char *name) {
   static const char see[] = "--help lists the options";
+  int whole = option_row(rows, name), row = -1, begin = 0;
   const char *meant = NULL; // by another name, or the longest one in the word
-  if (named_row(rows, name) == SEVERAL) fail("%s is how several options begin; %s", word, see);
+  if (whole >= 0 && word[1] == '-') return whole;
   for (const Option *o = rows; o->type != OPTION_END; o++) {
     bool also = has_word(o->also, name);
     if (also && !o->name) fail("%s is not an option: %s; %s", word, o->help, see);
     if (also || (o->name && strstr(name, o->name) && (!meant || strlen(o->name) > strlen(meant))))
       meant = o->name;
+    if (o->name && !strncmp(o->name, name, strlen(name))) row = (int)(o - rows), begin++;
   }
+  if (begin == 1 && word[1] == '-') return row;
+  if (begin > 1) fail("%s is how several options begin; %s", word, see);
   fail("%s is not an option%s%s; %s", word, meant ? ": try --" : "", meant ? meant : "", see);
 }
 
@@ -246,8 +234,7 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
     if (has_word(version, name.text)) exit(puts("lce.c 0.1") < 0);
     if (has_word(help, name.text)) print_help(table);
-    int row = word[1] == '-' ? named_row(rows, name.text) : NONE;
-    if (row < 0) refuse_word(rows, word, name.text);
+    int row = named_row(rows, word, name.text);
     const Option *o = &rows[row];
     if (o->type == OPTION_FLAG && value) fail("%s: --%s takes no value", word, o->name);
     if (o->type != OPTION_FLAG && !value) {

@@ -56,9 +56,9 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
 void option_set(const Option *option, void *values, const char *text);
 bool option_try_set(const Option *option, void *values, const char *text, Reason *reason);
 // The value as option_set reads it back, bit for bit; "" for a flag, false for one that is not set. Not for
-// texts and lists. option_number: a choice's index; 1 for a text or a list that is given.
+// texts and lists. option_number: a choice's index; more than 0 for a text or a list that is given.
 bool option_text(const Option *option, const void *values, Text *text);
-double option_number(const Option *option, const void *values);
+long double option_number(const Option *option, const void *values);
 
 int option_row(const Option *rows, const char *name); // -1: none is called so
 
