@@ -243,7 +243,7 @@ int main(int argc, char **argv) {
   Run run;
   int status = 0;
   ranks_begin();
-  options_read(&options, argc, argv);
+  options_read(&options, &options_table, argc, argv);
   resume_find(&options);
   options_resolve(&options);
   plan_set_step(train_step); // a plan is this step on a backend that counts bytes and computes nothing

@@ -14,7 +14,7 @@ static Options options_of(DeviceKind device, const char *more, const char *forma
   for (char *word; argc < WORDS && (word = strtok_r(NULL, " ", &rest));) argv[argc++] = word;
   assert_in_range(argc, 1, WORDS - 1);
   Options options;
-  options_read(&options, argc, argv);
+  options_read(&options, &options_table, argc, argv);
   resume_find(&options);
   options_resolve(&options);
   plan_set_step(train_step);

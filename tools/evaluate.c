@@ -35,7 +35,7 @@ static void read_options(Options *o, int argc, char **argv) {
       .rows = rows,
       .doc = "Evaluates --init: the loss over all of --val-data, or over the held-out part of --data.",
       .stray = "the model is named with --init DIR, and data with --val-data PATH"};
-  options_parse(o, &table, argc, argv);
+  options_read(o, &table, argc, argv);
   if (!o->init) fail("there is no model to evaluate; name its folder with --init DIR");
   if (!o->data) // nothing is trained on
     for (int64_t i = 0; i < arrlen(o->val_data); i++) arrput(o->data, o->val_data[i]);

@@ -1,11 +1,6 @@
 #include "trainer/options.h"
 
-#include <cjson/cJSON.h>
-#include <stdlib.h>
-
-#include <stb/stb_ds.h>
-
-#include "model/checkpoint/hf_config.h"
+#include "model/config.h"
 #include "trainer/option_rows.h"
 
 #define OPTION_VALUES Options
@@ -28,8 +23,7 @@ const Option options_rows[] = {
   {INTEGER("num-attention-heads", "Q", model.num_attention_heads, 1, MAX), "Query heads"},
   {INTEGER("num-key-value-heads", "K", model.num_key_value_heads, 1, MAX), "Key/value heads, a divisor of Q"},
   {INTEGER("head-dim", "D", model.head_dim, 1, MAX), "Size of a head (default: H / Q; Qwen3: 128)"},
-  {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA),
-   "Base of the rotary frequencies (not GPT-2; default: the model's)", ADAPTS},
+  {NUMBER("rope-theta", "THETA", model.rope_theta, MIN_ROPE_THETA, MAX_ROPE_THETA), "RoPE base (not GPT-2; default: the model's)", ADAPTS},
   {INTEGER("max-position-embeddings", "P", model.max_position_embeddings, 1, MAX), "Longest input", ADAPTS},
   {FLAG("tie-word-embeddings", model.tie_word_embeddings, true), "The head is the token embedding"},
   {FLAG("untie-word-embeddings", model.tie_word_embeddings, false), "The head has its own matrix"},
@@ -39,15 +33,13 @@ const Option options_rows[] = {
   {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
   {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
    ALSO("block-size", "max-length")},
-  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS),
-   "Tokens per optimizer step, a multiple of ranks x B x T (the default): gradients accumulate", SETTING},
+  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, in micro-batches of ranks x B x T (the default)", SETTING},
   {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
   {NUMBER("lr", "RATE", schedule.peak, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)", SETTING, ALSO("learning-rate")},
   {INTEGER("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), "Warm-up (default: --steps / 20)", SETTING},
-  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"),
-   "Shape of the rate after the warm-up; wsd: stable, then linear decay", SETTING, "cosine"},
+  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"), "Decay after the warm-up; wsd: at the end", SETTING, "cosine"},
   {NUMBER("min-lr", "FRACTION", schedule.floor, 0, 1), "Final rate, as a fraction of --lr", SETTING, "0.1"},
   {NUMBER("decay-share", "FRACTION", schedule.decay_share, 0, 1), "Fraction of the steps after the warm-up in which wsd decays", SETTING,
    "0.2", NEEDS("schedule", SCHEDULE_WSD, "others do not decay at the end")},
@@ -72,8 +64,7 @@ const Option options_rows[] = {
    "other than Hopper or in fp32", SETTING, "0", EXCLUDES("sampling knows only the rows' sums, and metrics need more", "metrics")},
   {NUMBER("label-smoothing", "EPS", pass.terms.label_smoothing, 0, 1),
    "Fraction of each target's weight that is spread over the vocabulary; not used in validation", SETTING, "0"},
-  {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6), "Add LAMBDA logsumexp^2 to the training loss, logged apart; PaLM has 1e-4",
-   SETTING, "0"},
+  {NUMBER("z-loss", "LAMBDA", pass.terms.z_loss, 0, 1e6), "Train with LAMBDA logsumexp^2 in addition; PaLM has 1e-4", SETTING, "0"},
   {NUMBER("logit-softcap", "C", model.final_logit_softcapping, 0, MAX_SOFTCAP),
    "Logits become C tanh(logit / C), as in Gemma 2; 0: none (default: the model's); not in transformers", ADAPTS},
   {FLAG("metrics", metrics, true), "Log accuracy, entropy and the largest logit", SETTING},
@@ -87,8 +78,7 @@ const Option options_rows[] = {
   {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "50",
    ALSO("eval-steps")},
   {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
-  {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: windows in file order that share one token, as in llm.c",
-   SETTING, "shuffled"},
+  {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: in file order, sharing a token, as llm.c", SETTING, "shuffled"},
   {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its own attention and positions, "
    "and padding; only those longer than --seq-len are cut", SETTING, "none",
    EXCLUDES("packed windows do not follow the files' order", "dump", "data-order")},
@@ -100,14 +90,12 @@ const Option options_rows[] = {
    "What samples begin with (default: a newline): text where a token is a byte, else a shard (*.bin) or ids such as 15496,995"},
   {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints (default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
-  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "Temperature of the samples; 0 takes the most likely token", SAME,
-   "0.8"},
+  {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "Temperature of samples; 0 takes the likeliest token", SAME, "0.8"},
   {INTEGER("top-k", "K", generation.sampling.top_k, 0, MAX), "Draw from the K likeliest; 0: all", SAME, "0"},
   {NUMBER("top-p", "P", generation.sampling.top_p, 1e-9, 1), "Draw from the fewest tokens that together have probability P", SAME, "1"},
 
   {GROUP("Checkpoints")},
-  {TEXT("save", "DIR", save), "Save checkpoints as DIR/step-..., which transformers opens, too (default: DIR of --resume DIR, or none)",
-   ALSO("output-dir")},
+  {TEXT("save", "DIR", save), "Save as DIR/step-..., which transformers opens, too (default: DIR of --resume DIR)", ALSO("output-dir")},
   {INTEGER("save-every", "N", save_every, 0, MAX_STEPS), "Save every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "0",
    NEEDS_SAVE, ALSO("save-steps")},
   {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
@@ -126,10 +114,9 @@ const Option options_rows[] = {
    "others: faster; 0: to all", SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_ELEMENTWISE, "it says in how many layers, not what")},
   {SET("offload", dtypes.offload, "weights", "gradients", "optimizer", "activations"), "Keep these in the host's memory, with commas "
    "between; optimizer: master weights and moments; activations: the layers' inputs, with --recompute layer; slower, with the same bits"},
-  {CHOICE("fp8", dtypes.fp8, "none", "all", "layers"), "FP8 (e4m3) GEMMs in the layers, and FP8 logits in the fused loss, or in the "
-   "layers alone: less exact, and codes take 2 bytes more per weight of one layer and 1 per weight of the head. Needs cuda from Ada on "
-   "with bf16 (the CPU emulates it) and sizes that are multiples of 16; logits stay in bf16 on GPUs other than Hopper", SETTING, "none",
-   .bare = "all"},
+  {CHOICE("fp8", dtypes.fp8, "none", "all", "layers"), "FP8 (e4m3) GEMMs in the layers, and on Hopper FP8 logits in the fused loss; or "
+   "in the layers alone. Less exact; codes take 2 bytes more per weight of one layer and 1 per weight of the head. Needs cuda from Ada "
+   "on with bf16 (the CPU emulates it) and sizes that are multiples of 16", SETTING, "none", .bare = "all"},
   {FLAG("no-fp8", dtypes.fp8, FP8_NONE), "Resume without the checkpoint's --fp8"},
   {CHOICE("moment-dtype", dtypes.moment, DTYPES), "Type of the optimizer's moments", GPU_SETTING, "fp32"},
   {CHOICE("grad-dtype", dtypes.grad, DTYPES), "Type of weight gradients (default: --dtype); the head's are fp32", GPU_SETTING},
@@ -139,8 +126,7 @@ const Option options_rows[] = {
    SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_LAYER, "a chunk's activations are dropped, and computed again")},
 
   {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-  {CHOICE("zero", dtypes.zero, "0", "1", "2"), "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME,
-   "1"},
+  {CHOICE("zero", dtypes.zero, "0", "1", "2"), "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME, "1"},
   {FLAG("vocab-parallel", dtypes.vocab_parallel, true), "Split the head's rows over the ranks: each computes its part of every loss", SAME,
    EXCLUDES("a split head has only the fused mode", "materialized-logits", "compare-modes"),
    NEEDS("zero", 1, "gradients, master weights and moments of the head's rows stay where the rows are")},
@@ -153,8 +139,7 @@ const Option options_rows[] = {
   {FLAG("plan", plan, true), "Only print how much memory this run needs, in both modes"},
   {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the device and are fast, where "
    "they are not given; offload: also what to --offload. With --plan the choice is only printed", .initial = "none", .bare = "device"},
-  {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6),
-   "Pretend the device has only GIB of memory; with --plan or --fit this needs no GPU"},
+  {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6), "Pretend the device has GIB of memory; --plan and --fit then need no GPU"},
   {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and end the run if the bits "
    "differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
   {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
@@ -177,73 +162,12 @@ const Option options_rows[] = {
   {.type = OPTION_END}};
 // clang-format on
 
-bool options_given(const Options *o, const char *name) {
-  return o->given[option_row(options_rows, name)];
-}
-
-// --- parsing -----------------------------------------------------------------------------------------------
-
-void options_parse(Options *o, const OptionTable *table, int argc, char **argv) {
-  // DTYPE_COUNT: not given, until the device is known.
-  *o = (Options){.prompt = "\n",
-                 .save_dtype = DTYPE_COUNT,
-                 .dtype = DTYPE_COUNT,
-                 .dtypes = {.grad = DTYPE_COUNT, .master = true}};
-  bool given[OPTION_ROWS_MAX] = {false};
-  option_table_parse(table, o, given, argc, argv);
-  for (int i = 0; table->rows[i].type != OPTION_END; i++)
-    if (given[i]) o->given[option_row(options_rows, table->rows[i].name)] = true;
-  if (o->val_data || options_given(o, "val-fraction")) return;
-  for (int64_t i = 0; i < arrlen(o->data); i++)
-    if (manifest_has_validation(o->data[i])) arrput(o->val_data, o->data[i]);
-  o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
-}
-
-void options_read(Options *o, int argc, char **argv) {
-  static const OptionTable table = {
-      .rows = options_rows,
-      .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. The LM head and the loss "
-             "are one fused, chunked operation; --materialized-logits is the baseline.",
-      .examples = "\nExamples:\n"
-                  "  ./train --vocab 128256 --fused-lce\n"
-                  "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
-                  "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
-      .stray = "paths are given with --data PATH"};
-  options_parse(o, &table, argc, argv);
-  o->trains = true;
-}
-
-int64_t options_used_chunk(const Options *o) {
-  return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
-}
-
-// With --compare-modes both modes' plans count the codes, which exist in both.
-ParameterDtypes options_used_dtypes(const Options *o) {
-  ParameterDtypes used = o->dtypes;
-  bool logits = !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
-  if (used.fp8 == FP8_ALL && !logits) used.fp8 = FP8_LAYERS;
-  return used;
-}
-
-Text options_precision(const Options *o) {
-  return text_of("%s%s", dtype_name(o->dtype), o->dtypes.fp8 ? " and FP8" : "");
-}
-
-Text options_words(const Options *o, const char *name) {
-  Text words;
-  option_text(&options_rows[option_row(options_rows, name)], o, &words);
-  return words;
-}
-
-Text options_recompute(const Options *o) {
-  return text_of(o->pass.recompute_layers ? "%s in %lld layers" : "%s", options_words(o, "recompute").text,
-                 (long long)o->pass.recompute_layers);
-}
-
-void options_free(Options *o) {
-  arrfree(o->data);
-  arrfree(o->val_data);
-  free(o->origin);
-  cJSON_Delete(o->resumed_from);
-  *o = (Options){0};
-}
+const OptionTable options_table = {
+    .rows = options_rows,
+    .doc = "Trains GPT-2, Llama, Mistral, Qwen, Phi and OLMo in plain C and CUDA. The LM head and the loss "
+           "are one fused, chunked operation; --materialized-logits is the baseline.",
+    .examples = "\nExamples:\n"
+                "  ./train --vocab 128256 --fused-lce\n"
+                "  ./train --model llama-8b --seq-len 32768 --batch 1 --device cuda --plan\n"
+                "  ./train --model gpt2-124m --data 'train_*.bin' --val-data val.bin --batch 64\n",
+    .stray = "paths are given with --data PATH"};

@@ -9,37 +9,29 @@
 
 struct cJSON;
 
-// After the warm-up: half a cosine down to the floor (Loshchilov, Hutter 2017), a straight line down to it,
-// no change, or stable and then a straight line down at the end (WSD, Hu et al. 2024).
-typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
-
+// The learning rate, by schedule_rate of train.c: up to the peak in a straight line, then half a cosine down to
+// the floor (Loshchilov, Hutter 2017), a straight line down to it, no change, or stable and then a straight
+// line down at the end (WSD, Hu et al. 2024).
 typedef struct {
-  ScheduleKind kind;
-  double peak;          // learning rate after the warm-up
-  double floor;         // share of the peak that is left at the end, 0 to 1
-  double decay_share;   // of the steps after the warm-up: wsd's line down, 0 to 1
-  int64_t warmup_steps; // the rate rises from peak / warmup_steps to the peak
-  int64_t total_steps;
+  enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } kind;
+  double peak, floor, decay_share; // shares from 0 to 1: the floor of the peak, wsd's line of the steps
+  int64_t warmup_steps, total_steps;
 } Schedule;
-
-typedef enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } DeviceChoice;
 
 typedef struct {
   bool trains;                 // false: tools/evaluate, which has weights alone
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
+  const char *preset;          // of a new model
   ModelConfig model;
-  const char *preset; // NULL: none was named
-  char changes[192];  // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
+  char changes[192]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
   // job
   int64_t batch, seq_len;                  // of a micro-batch on one rank: sequences, and tokens in each
   int64_t total_batch, steps, micro_steps; // a step has total_batch / (ranks * batch * seq_len) micro-batches
   uint64_t seed;
-  // optimizer
   Schedule schedule;
   Update update; // all but tensors, rate and step
   double max_grad_norm;
-  // LM head + loss
-  TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve_chunk
+  TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve
   bool metrics;            // accuracy, entropy and largest logit of every step
   // data
   const char **data, **val_data; // paths, arrays of stb_ds.h
@@ -50,22 +42,19 @@ typedef struct {
   bool other_tokenizer;    // the data may have another tokenizer than the model
   bool masked;             // some of the data has a mask, or windows are padded: targets may be ignored
   int64_t data_vocab_size; // of the data's tokenizer; 0: unknown, or the model has its own
-  // validation and samples
-  int64_t eval_every, eval_batches, sample_every, verify_every;
-  Generation generation;          // all but prompt, window and seed
-  const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
-  // checkpoints
-  const char *init, *resume; // as given: a model's directory; a checkpoint, a directory of some, or "auto"
-  const char *save;          // NULL: nothing is saved; with --resume DIR that one unless it is given
-  int64_t save_every, keep;
-  Dtype save_dtype;           // of the stored weights
-  char *origin;               // the folder whose weights the run begins with; NULL: they are random
-  struct cJSON *resumed_from; // its trainer_state.json when the run resumes; NULL otherwise
-  int64_t first_step;         // 0 unless the run resumes
+  // validation, samples and checkpoints
+  int64_t eval_every, eval_batches, sample_every, verify_every, save_every, keep;
+  Generation generation;            // all but prompt, window and seed
+  const char *prompt, *tokenizer;   // tokenizer: a file or directory, or NULL
+  const char *init, *resume, *save; // as given; save: NULL, or where; DIR of --resume DIR by default
+  Dtype save_dtype;                 // of the stored weights
+  char *origin;                     // the folder whose weights the run begins with; NULL: they are random
+  struct cJSON *resumed_from;       // its trainer_state.json when the run resumes; NULL otherwise
+  int64_t first_step;               // 0 unless the run resumes
   // ranks and machine
   int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
   double timeout;  // seconds without progress that end a job of several ranks
-  DeviceChoice device;
+  enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } device;
   Dtype dtype; // of weights and activations
   ParameterDtypes dtypes;
   bool dtypes_from_gpu;       // all dtypes are those of a checkpoint from a GPU; none was given
@@ -79,31 +68,28 @@ typedef struct {
   double device_memory;                           // GiB that the device is taken to have; 0: all that it has
 } Options;
 
-// The rows, up to OPTION_END. Rows with these flags are in a checkpoint's settings; a GPU_SETTING is taken
-// from there only if the run that saved it was on a GPU, and an OUTPUT_SETTING, which says when to validate,
-// sample and save, may change without a warning. Settings and SAME rows have one value on all ranks. --fit
-// chooses FITTED ones again when a run resumes. ADAPTS: a folder's model may be given another value.
+// Flags of the rows. A checkpoint's settings have those of the first three; a resumed run takes GPU_SETTINGs
+// from a run on a GPU only, and changes OUTPUT_SETTINGs, when to validate, sample and save, without a warning.
+// All ranks have one value of settings and SAME rows. --fit chooses FITTED ones again when a run resumes.
+// ADAPTS rows may change a folder's model; others that describe the model must agree with it.
 enum { SETTING = 1, GPU_SETTING = 2, OUTPUT_SETTING = 4, SAME = 8, FITTED = 16, ADAPTS = 32 };
 extern const Option options_rows[];
+extern const OptionTable options_table; // ./train's
 
 // In this order. Wrong values end the program with one sentence. options_free gives back what they allocate.
-void options_read(Options *options, int argc, char **argv); // the command line; resume_find comes next
-void options_resolve(Options *options);                     // all but what depends on the device
-// Dtypes left open, and what the device lacks; plan_resolve_chunk comes next.
+// The command line of a program that has some of the rows; resume_find comes next. Without validation options,
+// --data directories with a manifest of validation shards are --val-data, too.
+void options_read(Options *options, const OptionTable *table, int argc, char **argv);
+void options_resolve(Options *options); // all but what depends on the device
+// Dtypes left open, and what the device lacks; plan_resolve comes next.
 void options_resolve_device(Options *options, const Backend *backend);
 // False with the reason why the sizes or the device allow no GEMMs of codes.
 bool options_allow_codes(const Options *options, Reason *reason);
 void options_free(Options *options);
 
-// options_read for a program that has some of these options: their rows are the table's. Without validation
-// options, --data directories with a manifest of validation shards are --val-data, too.
-void options_parse(Options *options, const OptionTable *table, int argc, char **argv);
 // True if --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
-// The tokens of a chunk that the steps use; lce_chunk is the maximum.
-int64_t options_used_chunk(const Options *options);
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
-Text options_precision(const Options *options);               // for the plan's first line
 Text options_words(const Options *options, const char *name); // a choice or a set as the command line has it
 Text options_recompute(const Options *options);               // "none", "layer", "mlp in 8 layers", ...

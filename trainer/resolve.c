@@ -1,4 +1,4 @@
-// Resolves the options together: the model, the job, the dtypes.
+// Reads the options, and resolves them together: the model, the job, the dtypes.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,49 +14,74 @@
 #include "model/fp8.h"
 #include "trainer/options.h"
 
+// --- the command line --------------------------------------------------------------------------------------
+
+bool options_given(const Options *o, const char *name) {
+  return o->given[option_row(options_rows, name)];
+}
+
+void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
+  // DTYPE_COUNT: not given, until the device is known.
+  *o = (Options){.trains = table == &options_table,
+                 .preset = "llama-tiny",
+                 .prompt = "\n",
+                 .save_dtype = DTYPE_COUNT,
+                 .dtype = DTYPE_COUNT,
+                 .dtypes = {.grad = DTYPE_COUNT, .master = true}};
+  bool given[OPTION_ROWS_MAX] = {false};
+  option_table_parse(table, o, given, argc, argv);
+  for (int i = 0; table->rows[i].type != OPTION_END; i++)
+    if (given[i]) o->given[option_row(options_rows, table->rows[i].name)] = true;
+  if (o->val_data || options_given(o, "val-fraction")) return;
+  for (int64_t i = 0; i < arrlen(o->data); i++)
+    if (manifest_has_validation(o->data[i])) arrput(o->val_data, o->data[i]);
+  o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
+}
+
 // --- the model ---------------------------------------------------------------------------------------------
 
-// True if a row describes the model; after parsing, o->model holds the given values.
 static bool describes_model(const Option *row) {
-  size_t model = offsetof(Options, model);
-  return row->offset >= model && row->offset < model + sizeof(ModelConfig);
-}
-
-static const char *preset_name(const Options *o) {
-  return o->preset ? o->preset : "llama-tiny";
-}
-
-// The preset, overridden.
-static ModelConfig requested_model(const Options *o) {
-  Options with = {.model = model_preset(preset_name(o))};
-  if (o->data_vocab_size) with.model.vocab_size = o->data_vocab_size;
-  for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (o->given[row - options_rows] && describes_model(row))
-      memcpy((char *)&with + row->offset, (const char *)o + row->offset, row->size);
-  model_resize(&with.model, &o->model);
-  return with.model;
+  return row->offset >= offsetof(Options, model) &&
+         row->offset < offsetof(Options, model) + sizeof(ModelConfig);
 }
 
 // Changes a folder's model as the command line says; all else that it says must agree.
-static void change_or_agree(Options *o, const Options *requested) {
-  if (o->preset && requested->model.family != o->model.family)
+static void change_or_agree(Options *o, const Options *wanted) {
+  bool preset = options_given(o, "model");
+  if (preset && wanted->model.family != o->model.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (int i = 0, length = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    if (!describes_model(row) || !(o->given[i] || (o->preset && row->type == OPTION_INTEGER))) continue;
-    double wanted = option_number(row, requested), have = option_number(row, o);
-    if (wanted == have) continue;
+    if (!describes_model(row) || !(o->given[i] || (preset && row->type == OPTION_INTEGER))) continue;
+    double now = option_number(row, wanted), have = option_number(row, o);
+    if (now == have) continue;
     if (row->type == OPTION_FLAG)
       fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
            o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
     bool fixed = o->model.learned_positions && !strcmp(row->name, "max-position-embeddings");
     if (!o->given[i] || !(row->flags & ADAPTS) || fixed)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
-           row->name, wanted, o->origin, have);
-    memcpy((char *)o + row->offset, (const char *)requested + row->offset, row->size);
+           row->name, now, o->origin, have);
+    memcpy((char *)o + row->offset, (const char *)wanted + row->offset, row->size);
     length += snprintf(o->changes + length, sizeof o->changes - (size_t)length,
-                       "%s--%s %.10g in place of %.10g", length ? ", " : "", row->name, wanted, have);
+                       "%s--%s %.10g in place of %.10g", length ? ", " : "", row->name, now, have);
   }
+}
+
+// The preset overridden by the given values, which o->model holds so far; or the folder's model, which must
+// agree with them.
+static void resolve_model(Options *o) {
+  Options wanted = {.model = model_preset(o->preset)};
+  if (o->data_vocab_size) wanted.model.vocab_size = o->data_vocab_size;
+  for (const Option *row = options_rows; row->type != OPTION_END; row++)
+    if (o->given[row - options_rows] && describes_model(row))
+      memcpy((char *)&wanted + row->offset, (const char *)o + row->offset, row->size);
+  if (!o->origin || options_given(o, "model")) model_resize(&wanted.model, &o->model);
+  o->model = o->origin ? hf_config_read(o->origin) : wanted.model;
+  if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
+    fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
+  if (o->origin) change_or_agree(o, &wanted);
+  model_config_check(&o->model);
 }
 
 static void resolve_data(Options *o) {
@@ -66,56 +91,49 @@ static void resolve_data(Options *o) {
   source_close(listed);
 }
 
-static void resolve_model(Options *o) {
-  Options requested = *o;
-  if (o->preset || !o->origin) requested.model = requested_model(o);
-  o->model = o->origin ? hf_config_read(o->origin) : requested.model;
-  if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
-    fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
-  if (o->origin) change_or_agree(o, &requested);
-  model_config_check(&o->model);
-}
-
 // --- the job -----------------------------------------------------------------------------------------------
 
 static void resolve_ranks(Options *o) {
   const Launch *launch = ranks_self();
-  if (o->ranks && !o->plan && o->ranks != launch->ranks)
+  if (!o->ranks) o->ranks = launch->ranks;
+  if (o->ranks != launch->ranks && !o->plan)
     fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan alone", o->ranks,
          o->ranks);
-  if (!o->ranks) o->ranks = launch->ranks;
   o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
 }
 
 // The tokens of an optimizer step, cut into micro-batches.
 static void resolve_batch(Options *o) {
+  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
+  model_check_seq_len(&o->model, o->seq_len);
   if (o->fit && !options_given(o, "batch")) o->batch = 1; // until it is chosen
   int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
-    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
-         "--total-batch",
-         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
-  int64_t together = tokens * o->ranks;
-  if (!o->total_batch) o->total_batch = together;
-  const char *saved = json_text(json_member(o->resumed_from, "settings"), "total-batch");
-  bool resumed = saved && strtoll(saved, NULL, 10) == o->total_batch;
-  if (o->total_batch % together)
-    fail("--total-batch %lld%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x "
-         "--seq-len); change --batch or --total-batch",
-         (long long)o->total_batch, resumed ? ", as in " : "", resumed ? o->origin : "", (long long)together,
-         o->ranks > 1 ? "ranks x " : "");
-  o->micro_steps = o->total_batch / together;
+    fail("--batch x --seq-len is more than %d tokens in a micro-batch; lower one and raise --total-batch",
+         INT32_MAX);
+  tokens *= o->ranks;
+  if (!o->total_batch) o->total_batch = tokens;
+  o->micro_steps = o->total_batch / tokens;
+  if (o->total_batch % tokens) {
+    Text total = text_of("%lld", (long long)o->total_batch);
+    bool saved = json_is(json_member(o->resumed_from, "settings"), "total-batch", total.text);
+    fail(
+        "--total-batch %s%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
+        "change --batch or --total-batch",
+        total.text, saved ? ", as in " : "", saved ? o->origin : "", (long long)tokens,
+        o->ranks > 1 ? "ranks x " : "");
+  }
 }
 
 static void resolve_schedule(Options *o) {
-  if (!options_given(o, "lr")) // of fine-tuning, or of training from scratch
-    o->schedule.peak = o->origin ? 2e-5 : model_preset_learning_rate(preset_name(o));
-  o->schedule.total_steps = o->steps;
-  if (!options_given(o, "warmup")) o->schedule.warmup_steps = (o->steps + 19) / 20;
-  if (o->schedule.warmup_steps > o->steps && !o->resumed_from)
-    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps",
-         (long long)o->schedule.warmup_steps, (long long)o->steps);
+  Schedule *s = &o->schedule;
+  s->total_steps = o->steps;
+  if (!options_given(o, "lr")) s->peak = o->origin ? 2e-5 : model_preset_learning_rate(o->preset);
+  if (!options_given(o, "warmup")) s->warmup_steps = (o->steps + 19) / 20;
+  if (s->warmup_steps > o->steps && !o->resumed_from)
+    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps", (long long)s->warmup_steps,
+         (long long)o->steps);
   if (o->first_step > o->steps)
     fail("--steps %lld: %s is after step %lld already; give --steps above that or resume an earlier one",
          (long long)o->steps, o->origin, (long long)o->first_step);
@@ -170,8 +188,6 @@ void options_resolve(Options *o) {
   resolve_data(o);
   resolve_model(o);
   resolve_ranks(o);
-  if (!o->seq_len) o->seq_len = model_default_seq_len(&o->model);
-  model_check_seq_len(&o->model, o->seq_len);
   resolve_batch(o);
   resolve_schedule(o);
   check_job(o);
@@ -180,24 +196,49 @@ void options_resolve(Options *o) {
 }
 
 void options_resolve_device(Options *o, const Backend *backend) {
+  ParameterDtypes *d = &o->dtypes;
   bool cuda = backend->device == ON_CUDA;
-  if (!cuda && o->dtypes_from_gpu) { // a GPU's run continues here in fp32
-    o->dtype = o->dtypes.grad = o->dtypes.moment = DTYPE_F32;
-    o->dtypes.master = true;
-  }
+  if (!cuda && o->dtypes_from_gpu) o->dtype = d->grad = d->moment = DTYPE_F32; // a GPU's run continues here
   if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
-  if (o->dtypes.grad == DTYPE_COUNT) o->dtypes.grad = o->dtype;
-  if (!cuda && (o->dtype != DTYPE_F32 || o->dtypes.grad != DTYPE_F32 || o->dtypes.moment != DTYPE_F32))
+  if (d->grad == DTYPE_COUNT) d->grad = o->dtype;
+  if (!cuda && (o->dtype != DTYPE_F32 || d->grad != DTYPE_F32 || d->moment != DTYPE_F32))
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use a GPU");
-  if (cuda && o->dtypes.fp8 && o->dtype == DTYPE_F32)
+  if (cuda && d->fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
-  if (o->dtypes.fp8 && backend->no_fp8)
+  if (d->fp8 && backend->no_fp8)
     fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
          backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
-  o->dtypes.weight = o->dtype;
-  o->dtypes.weights_only = !o->trains;
+  d->weight = o->dtype;
+  d->weights_only = !o->trains;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
-  if (o->dtype == DTYPE_F32) o->dtypes.master = false; // the weights are their own master
+  if (o->dtype == DTYPE_F32) d->master = false; // the weights are their own master
   o->no_sampling = backend->no_sampling;
   o->no_codes = backend->no_fp8;
+}
+
+// With --compare-modes both modes' plans count the codes, which exist in both.
+ParameterDtypes options_used_dtypes(const Options *o) {
+  ParameterDtypes used = o->dtypes;
+  bool logits = !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
+  if (used.fp8 == FP8_ALL && !logits) used.fp8 = FP8_LAYERS;
+  return used;
+}
+
+Text options_words(const Options *o, const char *name) {
+  Text words;
+  option_text(&options_rows[option_row(options_rows, name)], o, &words);
+  return words;
+}
+
+Text options_recompute(const Options *o) {
+  return text_of(o->pass.recompute_layers ? "%s in %lld layers" : "%s", options_words(o, "recompute").text,
+                 (long long)o->pass.recompute_layers);
+}
+
+void options_free(Options *o) {
+  arrfree(o->data);
+  arrfree(o->val_data);
+  free(o->origin);
+  cJSON_Delete(o->resumed_from);
+  *o = (Options){0};
 }
