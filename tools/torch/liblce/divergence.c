@@ -43,59 +43,74 @@ static void check(const LinearDivergence *a) {
         op, tensor_text(a->dweight).text, DIVERGENCE_NARROW_CHUNKS, (long long)least);
 }
 
-// Rows of `buffer` = x W^T.
-static Tensor logits_of(Backend *backend, Tensor buffer, Tensor x, Tensor weight) {
-  Tensor logits = tensor_rows(buffer, 0, x.shape[0]);
-  linear_forward(backend, (LinearForward){.out = logits, .x = x, .weight = weight});
-  return logits;
+// A head's place for a chunk's logits, and on a GPU for their tiles.
+static DivergenceHead push_head(Backend *backend, const char *name, DivergenceHead head, Dtype dtype,
+                                int64_t rows, int64_t vocab_size) {
+  head.logits = push_logit_rows(backend, name, dtype, rows, vocab_size);
+  if (backend->device == ON_CPU || dtype != DTYPE_BF16) return head;
+  int64_t tiles = ceil_div(vocab_size, LCE_TILE_COLUMNS);
+  head.best = memory_push_2d(&backend->memory, "tiles' largest logits", MEMORY_HEAD, DTYPE_I64, rows, tiles);
+  head.sums = memory_push_2d(&backend->memory, "tiles' sums", MEMORY_HEAD, DTYPE_F32, rows, tiles);
+  return head;
 }
 
-// A chunk's logits become their gradient. The teacher's, which nothing else needs, come in parts.
-static void chunk_divergence(Backend *backend, const LinearDivergence *a, int64_t first, Tensor logits,
-                             Tensor teacher_buffer, Tensor scratch) {
-  const LceDivergence *all = &a->divergence;
-  LceDivergence part = *all;
-  part.backward = tensor_exists(a->dx) || tensor_exists(a->dweight);
-  int64_t rows = teacher_buffer.shape[0];
-  for (int64_t at = 0; at < logits.shape[0]; at += rows) {
-    int64_t count = min_i64(rows, logits.shape[0] - at);
-    part.student.logits = tensor_rows(logits, at, count);
-    part.teacher.logits =
-        logits_of(backend, teacher_buffer, tensor_rows(a->teacher_x, first + at, count), a->teacher_weight);
-    part.loss = tensor_rows(all->loss, first + at, count);
-    part.entropy = tensor_rows(all->entropy, first + at, count);
-    part.mask = tensor_rows(all->mask, first + at, count);
-    part.weights = tensor_rows(all->weights, first + at, count);
-    part.parts = tensor_rows(scratch, 0, count);
-    lce_divergence(backend, part);
+static DivergenceHead head_rows(DivergenceHead head, int64_t first, int64_t count) {
+  head.logits = tensor_rows(head.logits, first, count);
+  head.best = tensor_rows(head.best, first, count);
+  head.sums = tensor_rows(head.sums, first, count);
+  return head;
+}
+
+// The first rows of `head`, filled from x.
+static DivergenceHead head_of(Backend *backend, DivergenceHead head, Tensor x, Tensor weight) {
+  head = head_rows(head, 0, x.shape[0]);
+  LogitTiles tiles = {head.logits, x, weight, head.best, head.sums, head.temperature};
+  bool plain = tensor_exists(head.best) && !tensor_exists(head.bias) && head.softcap == 0;
+  if (backend->memory.planning || !plain || !lce_logit_tiles(backend, tiles)) {
+    linear_forward(backend, (LinearForward){.out = head.logits, .x = x, .weight = weight});
+    head.best = head.sums = (Tensor){0};
   }
+  return head;
 }
 
 void linear_divergence(Backend *backend, LinearDivergence a) {
   check(&a);
-  bool cuda = backend->device == ON_CUDA;
-  int64_t tokens = a.x.shape[0], vocab_size = a.weight.shape[0], size = lce_used_chunk(tokens, a.chunk),
-          teacher_rows = cuda ? ceil_div(size, 2) : size;
+  int64_t tokens = a.x.shape[0], vocab_size = a.weight.shape[0], size = lce_used_chunk(tokens, a.chunk);
+  int64_t half = backend->device == ON_CUDA ? ceil_div(size, 2) : size; // of a chunk, for the teacher
   MemoryMark mark = memory_mark(&backend->memory);
-  Tensor buffer = push_logit_rows(backend, "student's logits", a.weight.dtype, size, vocab_size);
-  Tensor teacher_buffer =
-      push_logit_rows(backend, "teacher's logits", a.teacher_weight.dtype, teacher_rows, vocab_size);
-  Tensor scratch = {0};
-  if (cuda)
-    scratch = memory_push_2d(&backend->memory, "scratch of lce_divergence", MEMORY_HEAD, DTYPE_F32,
-                             teacher_rows, DIVERGENCE_PARTS);
+  LceDivergence all = a.divergence, part = all;
+  Tensor block_sums = {0};
+  DivergenceHead student =
+      push_head(backend, "student's logits", all.student, a.weight.dtype, size, vocab_size);
+  DivergenceHead teacher =
+      push_head(backend, "teacher's logits", all.teacher, a.teacher_weight.dtype, half, vocab_size);
+  if (backend->device == ON_CUDA)
+    block_sums = memory_push_2d(&backend->memory, "sums of blocks", MEMORY_HEAD, DTYPE_F32, half,
+                                4 * DIVERGENCE_BLOCKS);
+  part.backward = tensor_exists(a.dx) || tensor_exists(a.dweight);
   for (int64_t first = 0; first < tokens; first += size) {
     int64_t count = min_i64(size, tokens - first);
     Tensor x = tensor_rows(a.x, first, count), dx = tensor_rows(a.dx, first, count);
-    Tensor logits = logits_of(backend, buffer, x, a.weight);
-    chunk_divergence(backend, &a, first, logits, teacher_buffer, scratch);
+    DivergenceHead own = head_of(backend, student, x, a.weight);
+    for (int64_t at = 0, rows; at < count; at += rows) {
+      rows = min_i64(half, count - at);
+      Tensor teacher_x = tensor_rows(a.teacher_x, first + at, rows);
+      part.student = head_rows(own, at, rows);
+      part.teacher = head_of(backend, teacher, teacher_x, a.teacher_weight);
+      part.block_sums = tensor_rows(block_sums, 0, rows);
+      part.loss = tensor_rows(all.loss, first + at, rows);
+      part.entropy = tensor_rows(all.entropy, first + at, rows);
+      part.mask = tensor_rows(all.mask, first + at, rows);
+      part.weights = tensor_rows(all.weights, first + at, rows);
+      lce_divergence(backend, part);
+    }
     if (tensor_exists(dx))
-      linear_backward_input(backend, (LinearBackwardInput){.dx = dx, .dout = logits, .weight = a.weight});
+      linear_backward_input(backend, (LinearBackwardInput){.dx = dx, .dout = own.logits, .weight = a.weight});
     if (tensor_exists(a.dweight))
       linear_backward_weight(
           backend,
           (LinearBackwardWeight){
-              .dweight = a.dweight, .dbias = a.dbias, .dout = logits, .x = x, .accumulate = first > 0});
+              .dweight = a.dweight, .dbias = a.dbias, .dout = own.logits, .x = x, .accumulate = first > 0});
     if (backend->memory.planning) break; // the chunks after the first need no more
   }
   memory_pop_to(&backend->memory, mark);

@@ -4,22 +4,25 @@
 #include "kernels/lce/loss_row.h"
 #include "tools/torch/liblce/operations.h"
 
+// ENTRY_EXP(x) = exp(ENTRY_UNIT x)
 #if defined(__cplusplus)
 #include "kernels/cuda/cuda_common.cuh"
-#define ENTRY      LOSS_ROW
-#define ENTRY_EXP  exp2_approx
-#define ENTRY_UNIT 0.6931471805599453f // of distances, which ENTRY_EXP takes
+#define ENTRY                LOSS_ROW
+#define ENTRY_EXP            exp2_approx
+#define ENTRY_UNIT           0.6931471805599453f
+#define ENTRY_QUOTIENT(x, y) __fdividef(x, y)
 #else
 #include "kernels/cpu/vector_math.h"
-#define ENTRY      static inline __attribute__((always_inline)) // clang vectorizes no loop with a call
-#define ENTRY_EXP  exp_f32
-#define ENTRY_UNIT 1.0f
+#define ENTRY                static inline __attribute__((always_inline)) // clang vectorizes no loop with a call
+#define ENTRY_EXP            exp_f32
+#define ENTRY_UNIT           1.0f
+#define ENTRY_QUOTIENT(x, y) ((x) / (y))
 #endif
 
 // log(1 + x) of x in [0, 1], to within a few ulp: 2 artanh(x / (2 + x)).
 ENTRY float log_1_plus(float x) {
-  float s = x / (2 + x), z = s * s;
-  float series = 1.0f / 7 + z * (1.0f / 9 + z * (1.0f / 11 + z / 13));
+  float s = ENTRY_QUOTIENT(x, 2 + x), z = s * s;
+  float series = 1.0f / 7 + z * (1.0f / 9 + z * (1.0f / 11 + z * (1.0f / 13)));
   return 2 * s * (1 + z * (1.0f / 3 + z * (1.0f / 5 + z * series)));
 }
 
@@ -51,7 +54,7 @@ ENTRY DivergenceEntry divergence_entry(DivergenceTerms t, RowSoftmax student, Ro
                        lead, -lead};
   if (t.kind == JSD) {
     lead += t.log_share - t.log_teacher_share;
-    float rest = log_1_plus(ENTRY_EXP((lead > 0 ? -lead : lead) / ENTRY_UNIT));
+    float rest = log_1_plus(ENTRY_EXP((lead > 0 ? -lead : lead) * (1 / ENTRY_UNIT)));
     e.lead = (lead > 0 ? 0 : lead) - rest;
     e.teacher_lead = (lead > 0 ? -lead : 0) - rest;
   }

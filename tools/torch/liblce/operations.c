@@ -54,7 +54,9 @@ static void check_lce_divergence(Op op, Backend *backend, LceDivergence *a) {
         FIELD(student.logits, "T [N, V] strided"), FIELD(teacher.logits, "T [N, V] strided"),
         FIELD(student.bias, "T [V] or absent"), FIELD(teacher.bias, "T [V] or absent"),
         FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"),
-        FIELD(parts, backend->device == ON_CUDA ? "fp32 [N, P]" : "fp32 [N, P] or absent"));
+        FIELD(student.best, "int64 [N, A] or absent"), FIELD(student.sums, "fp32 [N, A] or absent"),
+        FIELD(teacher.best, "int64 [N, A] or absent"), FIELD(teacher.sums, "fp32 [N, A] or absent"),
+        FIELD(block_sums, "fp32 [N, B] or absent"));
 }
 
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
@@ -91,6 +93,13 @@ static Tensor push_scratch(Backend *backend, const LceLogitsGradient *a) {
     memory_pop_to(&backend->memory, mark);                                                                   \
   }
 TORCH_OPERATIONS(ENTRY, ENTRY_WITH_SCRATCH)
+
+bool lce_logit_tiles(Backend *backend, LogitTiles a) {
+#ifdef HAVE_CUDA
+  if (backend->device == ON_CUDA) return cuda_lce_logit_tiles(backend, &a);
+#endif
+  return false;
+}
 
 void backend_follow(Backend *backend, void *stream, void **event) {
 #ifdef HAVE_CUDA

@@ -107,17 +107,29 @@ typedef struct {
   Tensor logits; // fp32/bf16 [N, V], strided; zeros may follow the gradient, as in LceLogitsExp
   Tensor bias;   // fp32/bf16 [V], or absent
   float softcap, temperature;
+  Tensor best, sums; // LogitTiles', or absent; without bias and softcap
 } DivergenceHead;
-enum { DIVERGENCE_BLOCKS = 8, DIVERGENCE_PARTS = 2 * 3 * 2 * DIVERGENCE_BLOCKS }; // of a row on Hopper; fp32
+enum { DIVERGENCE_BLOCKS = 8 };
 typedef struct {
   Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
   DivergenceHead student, teacher;
-  Tensor parts;         // fp32 [N, DIVERGENCE_PARTS], scratch; may be absent on the CPU
+  Tensor block_sums;    // fp32 [N, 4 DIVERGENCE_BLOCKS], scratch; needed with best and sums
   Tensor mask, weights; // int32 [N], fp32 [N]; or absent: 1
   float beta;
   DivergenceKind kind;
   bool backward; // false: the logits stay
 } LceDivergence;
+
+// out = x weight^T, and of each row's LCE_TILE_COLUMNS columns the largest entry with its column (a Ranked) and the sum of
+// exp((entry - the largest) / temperature): [N, ceil(V / LCE_TILE_COLUMNS)]. Of bf16 on Hopper; elsewhere false, and
+// nothing is touched.
+typedef struct {
+  Tensor out, x, weight; // bf16 [N, V], strided; [N, H], [V, H]
+  Tensor best, sums;     // int64, fp32
+  float temperature;     // 0 is read as 1
+} LogitTiles;
+bool lce_logit_tiles(Backend *backend, LogitTiles a);
+bool cuda_lce_logit_tiles(Backend *backend, const LogitTiles *a);
 
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {

@@ -1,34 +1,40 @@
-// lce_divergence on a GPU. A row of both heads is read for the two softmaxes, whose maxima and sums of exponentials are
-// kept together, again for the loss, and again for the gradient where that needs the loss.
+// lce_divergence on a GPU. A row of both heads has its two softmaxes, whose maxima and sums of exponentials are kept
+// together; then it is read for the loss, and again for the gradient where that needs the loss.
 //
-// On Hopper a cluster of eight blocks owns a row and keeps it in shared memory: 64 KiB each for 128,256 logits of bf16,
-// so that three rows share an SM and one's loads run under another's arithmetic. Device memory is then read once and
-// written once, which is the pass's floor: 6 bytes an entry in bf16, and 4 exponentials. The blocks' maxima and sums go
-// through device memory, in a fixed order. Elsewhere one block owns a row and reads it from memory each time.
+// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL
+// reads both rows once and writes one: 6 bytes an entry in bf16, the floor. For the other kinds a cluster of eight blocks
+// keeps a row in shared memory, 64 KiB each for 128,256 entries of both heads, and reads it again from there; what the
+// blocks have summed goes through device memory, in a fixed order. Elsewhere one block owns a row and reads it each time.
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/torch/liblce/divergence_row.h"
 
-// Blocks of a row on Hopper, threads of all blocks that share an SM there, and accesses of a row that is worth it.
-enum { ROW_BLOCKS = DIVERGENCE_BLOCKS, SM_THREADS = 768, LEAST_GROUPS = 2048 };
+// Blocks of a held row, and threads of all blocks that share an SM then.
+enum { ROW_BLOCKS = DIVERGENCE_BLOCKS, SM_THREADS = 768 };
 
 template <typename T> struct Head {
   T *logits;
   int64_t stride;
   Capped<T> capped;
-  float distance; // of a logit, in units of ENTRY_UNIT: 1 / temperature
+  float distance;     // of a logit, in units of ENTRY_UNIT: 1 / temperature
+  const Ranked *best; // of each tile, or NULL: of LogitTiles
+  const float *sums;
 };
 
-// A thread's part of a softmax, of logits before the temperature; max starts finite, so that minus infinity counts as 0.
+// Part of a softmax, of logits before the temperature; max starts finite, so that minus infinity counts as 0.
 struct PartialSoftmax {
   float max = LEAST_DISTANCE, sum = 0;
   int column = 0; // the maximum's
-};
 
-// The sum, relative to another maximum.
-static DEVICE float sum_below(const PartialSoftmax &s, float max, float unit) {
-  return s.sum * ENTRY_EXP((s.max - max) * unit);
-}
+  // The sum, relative to another maximum.
+  DEVICE float below(float other, float unit) const { return sum * ENTRY_EXP((max - other) * unit); }
+  DEVICE void add(const PartialSoftmax &o, float unit) {
+    float most = fmaxf(max, o.max);
+    if (o.max > max) column = o.column;
+    sum = below(most, unit) + o.below(most, unit);
+    max = most;
+  }
+};
 
 // In one access, which the compiler would take apart.
 template <typename T, int W> static DEVICE Group<T, W> load_group(const T *from) {
@@ -56,49 +62,58 @@ static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Group<T, W
   }
 }
 
-template <bool COLUMN, int W>
-static DEVICE void add_entries(PartialSoftmax &s, const float (&u)[W], int i, float unit) {
+template <int W> static DEVICE void add_entries(PartialSoftmax &s, const float (&u)[W], int i, float unit) {
   float before = s.max;
-  EACH (k, W) {
-    if (COLUMN && u[k] > s.max) s.column = i + k;
-    s.max = fmaxf(s.max, u[k]);
-  }
+  EACH (k, W)
+    if (u[k] > s.max) s.max = u[k], s.column = i + k;
   s.sum *= ENTRY_EXP((before - s.max) * unit);
   EACH (k, W) s.sum += ENTRY_EXP((u[k] - s.max) * unit);
 }
 
-// Gives a block's values to its cluster: every warp gets in its lane i those of block i, or 0. parts: [ROW_BLOCKS, 3].
-static DEVICE void exchange(unsigned long long *parts, unsigned long long (&values)[3]) {
+// The block's softmax, of its threads' parts.
+static DEVICE RowSoftmax row_softmax(const PartialSoftmax &s, float unit, int &column) {
+  Ranked best = block_max(ranked(s.max, s.column));
+  float max = ranked_value(best), sum = block_sum(s.below(max, unit));
+  column = ranked_column(best);
+  return {max, 1 / sum, logf(sum)};
+}
+
+// Sums over the blocks of a cluster, in their order; every thread gets them. parts: [ROW_BLOCKS].
+static DEVICE float4 cluster_sum(float4 *parts, float4 sums) {
 #if defined(HOPPER_CODE)
-  int lane = threadIdx.x % 32;
-  EACH (k, 3)
-    if (threadIdx.x == 0) parts[blockIdx.x % ROW_BLOCKS * 3 + k] = values[k];
+  if (threadIdx.x == 0) parts[blockIdx.x % ROW_BLOCKS] = sums;
   cluster_sync();
-  EACH (k, 3) values[k] = lane < ROW_BLOCKS ? load_relaxed(parts + lane * 3 + k) : 0;
+  const unsigned long long *from =
+      reinterpret_cast<const unsigned long long *>(parts + threadIdx.x % ROW_BLOCKS);
+  unsigned long long pairs[2] = {load_relaxed(from), load_relaxed(from + 1)};
+  sums = reinterpret_cast<const float4 &>(pairs);
+  EACH (step, 3) {
+    sums.x += __shfl_xor_sync(~0u, sums.x, 1 << step);
+    sums.y += __shfl_xor_sync(~0u, sums.y, 1 << step);
+    sums.z += __shfl_xor_sync(~0u, sums.z, 1 << step);
+  }
 #endif
+  return sums;
 }
 
-static DEVICE unsigned long long packed(float x, float y) {
-  return (unsigned long long)__float_as_uint(y) << 32 | __float_as_uint(x);
-}
-static DEVICE float2 unpacked(unsigned long long pair) {
-  return make_float2(__uint_as_float((unsigned)pair), __uint_as_float((unsigned)(pair >> 32)));
-}
-
-// HELD: a cluster owns the row of two heads that are plain, and `held` takes this block's part of their logits.
-template <typename T, int W, DivergenceKind KIND, bool HELD>
-static __global__ void __launch_bounds__(HELD ? SM_THREADS : 1024)
+// GIVEN: the heads are plain, in whole accesses, and have tiles. A cluster then owns the row if it is read twice, and each block holds a part.
+template <typename T, int W, DivergenceKind KIND, bool GIVEN>
+static __global__ void __launch_bounds__(!GIVEN               ? 1024
+                                         : KIND == FORWARD_KL ? 512
+                                                              : SM_THREADS,
+                                         1 + (GIVEN && KIND == FORWARD_KL))
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   extern __shared__ uint8_t held_bytes[];
+  constexpr bool HELD = GIVEN && KIND != FORWARD_KL;
   constexpr int BLOCKS = HELD ? ROW_BLOCKS : 1;
-  using Entries = Group<T, W>;
   int64_t row = blockIdx.x / BLOCKS;
-  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W;
-  int part = HELD ? (columns / W + BLOCKS - 1) / BLOCKS * W : columns;
-  int begin = HELD ? (int)(blockIdx.x % BLOCKS) * part : 0, end = min(columns, begin + part);
+  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W, best, teacher_best;
+  int part = HELD ? (columns + BLOCKS * W - 1) / (BLOCKS * W) * W : columns;
+  int begin = (int)(blockIdx.x % BLOCKS) * part, end = min(columns, begin + part);
   T *out = student.logits + row * student.stride;
   const T *others = teacher.logits + row * teacher.stride;
+  T *held = reinterpret_cast<T *>(held_bytes) - begin, *held_others = held + part;
   terms.kind = KIND;
   if (a.mask.data && !data_of<int32_t>(a.mask)[row]) {
     const float zeros[W] = {};
@@ -107,67 +122,49 @@ static __global__ void __launch_bounds__(HELD ? SM_THREADS : 1024)
     return;
   }
 
-  // The softmaxes. Loads of several steps are on their way together.
-  constexpr int STEPS = HELD ? 2 : 1;
-  T *held = reinterpret_cast<T *>(held_bytes), *held_others = held + part;
-  PartialSoftmax own, theirs;
+  struct Both {
+    Group<T, W> own, other;
+  };
   float u[W], t[W], slope[W], unused[W];
-#pragma unroll 1
-  for (int first = begin + threadIdx.x * W; first < end; first += STEPS * step) {
-    Entries z[STEPS], other_z[STEPS];
-    EACH (j, STEPS) {
-      int i = first + j * step;
-      if (i >= end) break;
-      z[j] = load_group<T, W>(out + i);
-      other_z[j] = load_group<T, W>(others + i);
+  auto load_both = [&](const T *own, const T *other, int i) {
+    Both z;
+    if (i < end) z = {load_group<T, W>(own + i), load_group<T, W>(other + i)};
+    return z;
+  };
+  auto unpack = [&](const Both &z, int i) {
+    entries_of<GIVEN>(u, slope, z.own, student, i, columns);
+    entries_of<GIVEN>(t, unused, z.other, teacher, i, columns);
+  };
+  PartialSoftmax own, theirs;
+  if (GIVEN) {
+    int tiles = (columns + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
+    auto part_of = [=](const Head<T> &head, int i) {
+      Ranked largest = head.best[row * tiles + i];
+      return PartialSoftmax{ranked_value(largest), head.sums[row * tiles + i], ranked_column(largest)};
+    };
+    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
+      own.add(part_of(student, i), student.distance);
+      theirs.add(part_of(teacher, i), teacher.distance);
     }
-    EACH (j, STEPS) {
-      int i = first + j * step;
-      if (i >= end) break;
-      if (HELD) {
-        store_group(held + i - begin, z[j]);
-        store_group(held_others + i - begin, other_z[j]);
-      }
-      entries_of<HELD>(u, unused, z[j], student, i, columns);
-      entries_of<HELD>(t, unused, other_z[j], teacher, i, columns);
-      add_entries<KIND != FORWARD_KL>(own, u, i, student.distance);
-      add_entries<false>(theirs, t, i, teacher.distance);
+  } else {
+    for (int i = threadIdx.x * W; i < columns; i += step) {
+      unpack(load_both(out, others, i), i);
+      add_entries(own, u, i, student.distance);
+      add_entries(theirs, t, i, teacher.distance);
     }
   }
-  unsigned long long *parts = data_of<unsigned long long>(a.parts) + row * (2 * ROW_BLOCKS * 3);
-  Ranked best = block_max(ranked(own.max, own.column)), teacher_best = block_max(ranked(theirs.max, 0));
-  float max = ranked_value(best), teacher_max = ranked_value(teacher_best);
-  float2 sums = block_sum(
-      make_float2(sum_below(own, max, student.distance), sum_below(theirs, teacher_max, teacher.distance)));
-  if (HELD) {
-    unsigned long long found[3] = {best, teacher_best, packed(sums.x, sums.y)};
-    exchange(parts, found);
-    best = warp_max(found[0]), teacher_best = warp_max(found[1]), sums = unpacked(found[2]);
-    own = {ranked_value(found[0]), sums.x}, theirs = {ranked_value(found[1]), sums.y};
-    max = ranked_value(best), teacher_max = ranked_value(teacher_best);
-    bool some = threadIdx.x % 32 < ROW_BLOCKS;
-    sums.x = some ? sum_below(own, max, student.distance) : 0;
-    sums.y = some ? sum_below(theirs, teacher_max, teacher.distance) : 0;
-    sums = warp_sum(sums);
-  }
-  RowSoftmax p = {max, 1 / sums.x, logf(sums.x)}, q = {teacher_max, 1 / sums.y, logf(sums.y)};
-
-  auto student_distance = [&](float v) { return fmaxf((v - p.max) * student.distance, LEAST_DISTANCE); };
+  RowSoftmax p = row_softmax(own, student.distance, best),
+             q = row_softmax(theirs, teacher.distance, teacher_best);
+  auto distance_of = [](float v, const RowSoftmax &s, const Head<T> &head) {
+    return fmaxf((v - s.max) * head.distance, LEAST_DISTANCE);
+  };
   auto entry_of = [&](float student_u, float teacher_u) {
-    return divergence_entry(terms, p, q, student_distance(student_u),
-                            fmaxf((teacher_u - q.max) * teacher.distance, LEAST_DISTANCE));
+    return divergence_entry(terms, p, q, distance_of(student_u, p, student),
+                            distance_of(teacher_u, q, teacher));
   };
-  auto load_both = [&](int i) {
-    Entries z = load_group<T, W>(HELD ? held + i - begin : out + i);
-    Entries other_z = load_group<T, W>(HELD ? held_others + i - begin : others + i);
-    entries_of<HELD>(u, slope, z, student, i, columns);
-    entries_of<HELD>(t, unused, other_z, teacher, i, columns);
-  };
-  float lead_at_max = 0;
+  float at_best[1], none[1], lead_at_max = 0;
   if (KIND != FORWARD_KL) {
-    float at_best[1], none[1];
-    int column = ranked_column(best);
-    entries_of<HELD>(at_best, none, Group<T, 1>{others[column]}, teacher, column, columns);
+    entries_of<GIVEN>(at_best, none, Group<T, 1>{others[best]}, teacher, best, columns);
     lead_at_max = entry_of(p.max, at_best[0]).lead;
   }
   float scale = read(a.weights, row, 1) * student.distance * ENTRY_UNIT;
@@ -177,30 +174,30 @@ static __global__ void __launch_bounds__(HELD ? SM_THREADS : 1024)
       d[k] = divergence_slope(terms, entry_of(u[k], t[k]), lead_at_max, mean_excess) * slope[k] * scale;
     store(out + i, d);
   };
-  float loss = 0, excess = 0, distance = 0;
+  float4 sums = {}; // of the loss, the student's distances and the excesses over the lead at its maximum
+  Both next = load_both(out, others, begin + threadIdx.x * W);
 #pragma unroll 1
   for (int i = begin + threadIdx.x * W; i < end; i += step) {
-    load_both(i);
+    Both z = next;
+    next = load_both(out, others, i + step);
+    if (HELD) store_group<T, W>(held + i, z.own), store_group<T, W>(held_others + i, z.other);
+    unpack(z, i);
     EACH (k, W) {
       DivergenceEntry e = entry_of(u[k], t[k]);
-      loss += divergence_part(terms, e);
-      excess += e.p * (e.lead - lead_at_max);
-      distance += e.p * student_distance(u[k]);
+      sums.x += divergence_part(terms, e);
+      sums.y += e.p * distance_of(u[k], p, student);
+      sums.z += e.p * (e.lead - lead_at_max);
     }
     if (KIND == FORWARD_KL && a.backward) store_gradient(i, 0);
   }
-  sums = block_sum(make_float2(loss, distance));
-  if (KIND != FORWARD_KL) excess = block_sum(excess);
-  if (HELD) {
-    unsigned long long found[3] = {packed(sums.x, sums.y), packed(excess, 0)};
-    exchange(parts + ROW_BLOCKS * 3, found);
-    sums = warp_sum(unpacked(found[0])), excess = warp_sum(unpacked(found[1]).x);
-  }
+  sums.x = block_sum(sums.x), sums.y = block_sum(sums.y);
+  if (KIND != FORWARD_KL) sums.z = block_sum(sums.z);
+  if (HELD) sums = cluster_sum(data_of<float4>(a.block_sums) + row * ROW_BLOCKS, sums);
   if (threadIdx.x == 0 && begin == 0)
     write(a.loss, row, sums.x), write(a.entropy, row, p.log_sum - ENTRY_UNIT * sums.y);
   for (int i = begin + threadIdx.x * W; KIND != FORWARD_KL && a.backward && i < end; i += step) {
-    load_both(i);
-    store_gradient(i, excess);
+    unpack(HELD ? load_both(held, held_others, i) : load_both(out, others, i), i);
+    store_gradient(i, sums.z);
   }
 }
 
@@ -208,25 +205,32 @@ template <typename T> static Head<T> kernels_head(const DivergenceHead &h) {
   return {data_of<T>(h.logits),
           h.logits.stride,
           {data_of<T>(h.bias), h.softcap},
-          inverse_temperature(h.temperature) / ENTRY_UNIT};
+          inverse_temperature(h.temperature) / ENTRY_UNIT,
+          data_of<Ranked>(h.best),
+          data_of<float>(h.sums)};
 }
 
 template <typename T, int W, DivergenceKind KIND>
 static void divergence(Backend *backend, const LceDivergence *a, const DivergenceTerms &terms) {
   Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
-  // What fits in an SM's shared memory beside 1 KiB a block for the system and block_sum.
+  KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
+  // What fits in an SM's shared memory beside 2 KiB a block for the system and the block's sums.
   const size_t bytes = (size_t)ceil_div(groups, ROW_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
-  bool plain =
-      !student.capped.bias && !teacher.capped.bias && student.capped.cap == 0 && teacher.capped.cap == 0;
-  if (W > 1 && plain && hopper_runs(backend) && groups >= LEAST_GROUPS && bytes + 2048 <= sm_bytes) {
-    int blocks = (int)min_i64(3, (int64_t)(sm_bytes / (bytes + 2048)));
-    return launch_kernel({"lce_divergence", cuda_stream(backend), rows * ROW_BLOCKS, SM_THREADS / blocks,
-                          false, bytes, ROW_BLOCKS},
-                         divergence_kernel<T, W, KIND, (W > 1)>, *a, student, teacher, terms);
+  bool held = KIND != FORWARD_KL;
+  constexpr bool GIVEN = sizeof(T) == 2 && W > 1;
+  if (GIVEN && student.best && teacher.best && a->student.logits.shape[1] % W == 0 &&
+      (!held || bytes + 2048 <= sm_bytes)) {
+    if (held) {
+      int blocks = (int)min_i64(3, (int64_t)(sm_bytes / (bytes + 2048)));
+      launch.grid = rows * ROW_BLOCKS, launch.block = SM_THREADS / blocks;
+      launch.shared_bytes = bytes, launch.cluster = ROW_BLOCKS;
+    } else {
+      launch.block = row_threads(groups, 512);
+    }
+    return launch_kernel(launch, divergence_kernel<T, W, KIND, GIVEN>, *a, student, teacher, terms);
   }
-  launch_kernel({"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)},
-                divergence_kernel<T, W, KIND, false>, *a, student, teacher, terms);
+  launch_kernel(launch, divergence_kernel<T, W, KIND, false>, *a, student, teacher, terms);
 }
 
 void cuda_lce_divergence(Backend *backend, const LceDivergence *a) {

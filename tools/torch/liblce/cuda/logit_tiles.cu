@@ -1,0 +1,51 @@
+// Logits whose GEMM on Hopper (hopper_kernel.cuh) leaves each tile's part of the rows' softmaxes in its epilogue. The
+// parts are of the logits as they are stored, in bf16, and each has an anchor of its own, its largest one.
+#include "tools/torch/liblce/cuda/hopper.h"
+
+#include "kernels/cuda/hopper_exp.cuh"
+#include "kernels/cuda/hopper_launch.cuh"
+#include "kernels/cuda/hopper_store.cuh"
+
+struct LogitsWithParts : OfLogits {
+  template <typename K> DEVICE void run(Accumulators &acc, const Consumer &c, const WorkTile &work) {
+    const ThreadCoord me;
+    EACH (h, TILE_M / 64) {
+      float(&z)[TILE_N / 2] = acc[h];
+      int row = work.row + me.row(h);
+      EACH (j, TILE_N / 4) {
+        float2 stored = unpack_bf16(pack_bf16(z[2 * j], z[2 * j + 1]));
+        z[2 * j] = stored.x, z[2 * j + 1] = stored.y;
+      }
+      epilogue_store_bf16<K::BUFFERS>(c.out, c.buffer, pairs_of(z), work.column, work.row + me.first_row(h),
+                                      me.lane);
+      if (work.column + TILE_N > c.s.n) {
+        EACH (j, TILE_N / 2)
+          if (work.column + me.column + j / 4 * 8 + j % 2 >= c.s.n) z[j] = -INFINITY;
+      }
+      ThreadParts parts;
+      epilogue_cap_and_largest(z, parts, c.s, c.params, work.column, me.column);
+      EACH (i, 2) {
+        parts.best[i] = max(parts.best[i], __shfl_xor_sync(~0u, parts.best[i], 1));
+        parts.best[i] = max(parts.best[i], __shfl_xor_sync(~0u, parts.best[i], 2));
+        float largest = fmaxf(ranked_value(parts.best[i]), -1e30f); // minus infinity less itself is no number
+        parts.sums[i] = 0;
+        EACH (j, TILE_N / 4)
+          parts.sums[i] += exp2_approx((z[j / 2 * 4 + 2 * i + j % 2] - largest) * c.params.scale);
+      }
+      write_parts(parts.sums, c.params.parts.sums, c.s, row, work.column, Add());
+      write_parts(parts.best, c.params.parts.best, c.s, row, work.column,
+                  [](Ranked x, Ranked y) { return x > y ? x : y; });
+    }
+  }
+};
+
+bool cuda_lce_logit_tiles(Backend *backend, const LogitTiles *a) {
+  using K = KernelTraits<LogitsWithParts>;
+  if (!hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) || !tma_takes(a->out)) return false;
+  EpilogueParams params = {.scale = LOG2_E * inverse_temperature(a->temperature),
+                           .parts = {.sums = data_of<float>(a->sums), .best = data_of<Ranked>(a->best)}};
+  launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
+            tma_map(backend, a->out, STORE_ROWS),
+            schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);
+  return true;
+}
