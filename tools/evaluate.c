@@ -29,7 +29,7 @@ enum { NAMES = sizeof names / sizeof *names };
 
 static void read_options(Options *o, int argc, char **argv) {
   static Option rows[NAMES + 1]; // of OPTION_END the last
-  for (int i = 0; i < NAMES; i++) rows[i] = options_rows[option_row(options_rows, names[i])];
+  for (int i = 0; i < NAMES; i++) rows[i] = *option_find(options_rows, names[i]);
   rows[0].help = "Evaluate the model in DIR (config.json and safetensors of Hugging Face: " FAMILY_NAMES ")";
   const OptionTable table = {
       .rows = rows,

@@ -47,7 +47,7 @@ enum { TRAIN_OPTIONS = sizeof train_options / sizeof *train_options };
 
 static Wanted parse(int argc, char **argv) {
   Option rows[TRAIN_OPTIONS + sizeof own / sizeof *own];
-  for (int i = 0; i < TRAIN_OPTIONS; i++) rows[i] = options_rows[option_row(options_rows, train_options[i])];
+  for (int i = 0; i < TRAIN_OPTIONS; i++) rows[i] = *option_find(options_rows, train_options[i]);
   memcpy(rows + TRAIN_OPTIONS, own, sizeof own);
   const OptionTable table = {
       .rows = rows,

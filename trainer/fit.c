@@ -174,7 +174,7 @@ enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 4 };
 
 // Sets it as the user would; false where it is so already, or cannot be.
 static bool set_other(const Machine *m, int which, Options *o) {
-  const Option *row = &options_rows[option_row(options_rows, others[which].name)];
+  const Option *row = option_find(options_rows, others[which].name);
   Text now;
   Reason reason;
   if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;

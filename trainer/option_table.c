@@ -100,10 +100,10 @@ bool option_text(const Option *o, const void *values, Text *text) {
   return o->type != OPTION_FLAG || value == o->min;
 }
 
-int option_row(const Option *rows, const char *name) {
-  for (int i = 0; rows[i].type != OPTION_END; i++)
-    if (rows[i].name && !strcmp(rows[i].name, name)) return i;
-  return -1;
+const Option *option_find(const Option *rows, const char *name) {
+  for (const Option *o = rows; o->type != OPTION_END; o++)
+    if (o->name && !strcmp(o->name, name)) return o;
+  return NULL;
 }
 
 // --- options together --------------------------------------------------------------------------------------
@@ -122,15 +122,16 @@ static const char *conflict(const Option *a, const Option *b, const void *values
   return has_word(a->excludes, b->name) ? a->why : has_word(b->excludes, a->name) ? b->why : NULL;
 }
 
-bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason) {
-  const Option *o = &rows[row], *needed = o->needs ? &rows[option_row(rows, o->needs)] : NULL;
+bool option_possible(const Option *rows, const void *values, const bool *given, const Option *o,
+                     Reason *reason) {
+  const Option *needed = o->needs ? option_find(rows, o->needs) : NULL;
   if (needed && option_number(needed, values) < o->at_least)
     return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
                   value_words(needed, (int)o->at_least).text, o->because);
-  for (int i = 0; rows[i].type != OPTION_END; i++) {
-    const char *why = given[i] && i != row ? conflict(o, &rows[i], values) : NULL;
+  for (const Option *other = rows; other->type != OPTION_END; other++) {
+    const char *why = given[other - rows] && other != o ? conflict(o, other, values) : NULL;
     if (why)
-      return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, rows[i].name,
+      return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, other->name,
                     why);
   }
   return true;
@@ -138,8 +139,8 @@ bool option_possible(const Option *rows, const void *values, const bool *given, 
 
 void option_require_possible(const Option *rows, const void *values, const bool *given) {
   Reason reason;
-  for (int i = 0; rows[i].type != OPTION_END; i++)
-    if (given[i] && in_use(&rows[i], values) && !option_possible(rows, values, given, i, &reason))
+  for (const Option *o = rows; o->type != OPTION_END; o++)
+    if (given[o - rows] && in_use(o, values) && !option_possible(rows, values, given, o, &reason))
       fail("%s", reason.text);
 }
 
@@ -193,28 +194,29 @@ static Text name_in(const char *word) {
   return name;
 }
 
-// The row that the word names in full, or by a beginning that no other has.
-static int named_row(const Option *rows, const char *word, const char *name) {
+// The option that the word names in full, or by a beginning that no other has.
+static const Option *named_option(const Option *rows, const char *word, const char *name) {
   static const char see[] = "--help lists the options";
-  int whole = option_row(rows, name), row = -1, begin = 0;
+  const Option *named = option_find(rows, name), *begun = NULL;
   const char *meant = NULL; // by another name, or the longest one in the word
-  if (whole >= 0 && word[1] == '-') return whole;
+  int count = 0;
+  if (named && word[1] == '-') return named;
   for (const Option *o = rows; o->type != OPTION_END; o++) {
     bool also = has_word(o->also, name);
     if (also && !o->name) fail("%s is not an option: %s; %s", word, o->help, see);
     if (also || (o->name && strstr(name, o->name) && (!meant || strlen(o->name) > strlen(meant))))
       meant = o->name;
-    if (o->name && !strncmp(o->name, name, strlen(name))) row = (int)(o - rows), begin++;
+    if (o->name && !strncmp(o->name, name, strlen(name))) begun = o, count++;
   }
-  if (begin == 1 && word[1] == '-') return row;
-  if (begin > 1) fail("%s is how several options begin; %s", word, see);
+  if (count == 1 && word[1] == '-') return begun;
+  if (count > 1) fail("%s is how several options begin; %s", word, see);
   fail("%s is not an option%s%s; %s", word, meant ? ": try --" : "", meant ? meant : "", see);
 }
 
 // The value of an option without a "=": the word after it, or what the option alone means.
 static const char *next_value(const Option *rows, const Option *o, const char *word, const char *next) {
   if (o->bare && !(next && has_word(o->words, next))) return o->bare;
-  bool option = next && !strncmp(next, "--", 2) && option_row(rows, name_in(next).text) >= 0;
+  bool option = next && !strncmp(next, "--", 2) && option_find(rows, name_in(next).text);
   if (!next || option)
     fail("%s: give a value, --%s %s%s%s", word, o->name, value_words(o, 0).text, option ? ", before " : "",
          option ? next : "");
@@ -222,8 +224,8 @@ static const char *next_value(const Option *rows, const Option *o, const char *w
 }
 
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv) {
-  static const char *const help[] = {"help", "usage", "h", "?", NULL}, *const version[] = {"version", "V",
-                                                                                           NULL};
+  static const char *const help[] = {"help", "usage", "h", "?", NULL};
+  static const char *const version[] = {"version", "V", NULL};
   const Option *rows = table->rows;
   output_check_at_exit();
   for (const Option *o = rows; o->type != OPTION_END; o++)
@@ -234,14 +236,13 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     if (*word != '-') fail("'%s' is not an option; %s, and --help lists the rest", word, table->stray);
     if (has_word(version, name.text)) exit(puts("lce.c 0.1") < 0);
     if (has_word(help, name.text)) print_help(table);
-    int row = named_row(rows, word, name.text);
-    const Option *o = &rows[row];
+    const Option *o = named_option(rows, word, name.text);
     if (o->type == OPTION_FLAG && value) fail("%s: --%s takes no value", word, o->name);
     if (o->type != OPTION_FLAG && !value) {
       value = next_value(rows, o, word, argv[i + 1]);
       i += value == argv[i + 1];
     }
     option_set(o, values, value);
-    given[row] = true;
+    given[o - rows] = true;
   }
 }

@@ -23,7 +23,6 @@ typedef enum {
 
 enum { OPTION_ROWS_MAX = 128, OPTION_WORDS_MAX = 6 }; // of a list of words, with the NULL that ends it
 
-// --help adds the words or limits and `initial` behind `help`.
 typedef struct {
   OptionType type;
   const char *name;     // without "--"; NULL: a group, or options elsewhere
@@ -31,7 +30,7 @@ typedef struct {
   double min, max;      // of numbers
   const char *words[OPTION_WORDS_MAX];
   size_t offset, size; // of the field in the struct of values
-  const char *help;
+  const char *help;    // --help adds the words or limits and `initial` behind it
   unsigned flags;      // the program's own
   const char *initial; // the value when not given; NULL: the field stays as it is
   const char *bare;    // a choice's word that the option alone means; NULL: it needs one
@@ -60,9 +59,10 @@ bool option_try_set(const Option *option, void *values, const char *text, Reason
 bool option_text(const Option *option, const void *values, Text *text);
 long double option_number(const Option *option, const void *values);
 
-int option_row(const Option *rows, const char *name); // -1: none is called so
+const Option *option_find(const Option *rows, const char *name); // NULL: none is called so
 
-// False with a sentence if a given option excludes rows[row], or it lacks what it needs. Flags that write the
+// False with a sentence if a given option excludes this one, or it lacks what it needs. Flags that write the
 // same field exclude each other. An initial value, or a 0 that means "none", excludes and needs nothing.
-bool option_possible(const Option *rows, const void *values, const bool *given, int row, Reason *reason);
+bool option_possible(const Option *rows, const void *values, const bool *given, const Option *option,
+                     Reason *reason);
 void option_require_possible(const Option *rows, const void *values, const bool *given); // or fails

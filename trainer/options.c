@@ -33,7 +33,7 @@ const Option options_rows[] = {
   {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
   {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
    ALSO("block-size", "max-length")},
-  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, in micro-batches of ranks x B x T (the default)", SETTING},
+  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, in micro-batches of ranks x B x T (default)", SETTING},
   {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
@@ -75,8 +75,7 @@ const Option options_rows[] = {
   {LIST("val-data", "PATH", val_data), "Validation data (default: val_*.bin of such a directory, else a part of --data)",
    EXCLUDES("nothing is held out where there is separate validation data", "val-fraction")},
   {NUMBER("val-fraction", "FRACTION", val_fraction, 0, 0.999), "Validated part of --data", SETTING, "0.05"},
-  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "50",
-   ALSO("eval-steps")},
+  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps; 0: only at the end", OUTPUT_SETTING, "50", ALSO("eval-steps")},
   {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
   {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: in file order, sharing a token, as llm.c", SETTING, "shuffled"},
   {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its own attention and positions, "
@@ -100,8 +99,7 @@ const Option options_rows[] = {
    NEEDS_SAVE, ALSO("save-steps")},
   {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
    "where none are given; ranks, --zero and --vocab-parallel may differ"},
-  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
-   EXCLUDES("both say what the model is", "model")},
+  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR: " FAMILY_NAMES, EXCLUDES("both say what the model is", "model")},
   {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0", NEEDS_SAVE},
   {CHOICE("save-dtype", save_dtype, DTYPES), "Type of the saved weights (default: --dtype)", OUTPUT_SETTING, NEEDS_SAVE},
 
@@ -126,7 +124,7 @@ const Option options_rows[] = {
    SETTING | FITTED, "0", NEEDS("recompute", RECOMPUTE_LAYER, "a chunk's activations are dropped, and computed again")},
 
   {GROUP("Many GPUs (as many ranks as torchrun, mpirun, srun or tools/launch starts; one GPU each)")},
-  {CHOICE("zero", dtypes.zero, "0", "1", "2"), "Shard over the ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME, "1"},
+  {CHOICE("zero", dtypes.zero, "0", "1", "2"), "Shard over ranks: 0 nothing, 1 master weights and moments, 2 gradients, too", SAME, "1"},
   {FLAG("vocab-parallel", dtypes.vocab_parallel, true), "Split the head's rows over the ranks: each computes its part of every loss", SAME,
    EXCLUDES("a split head has only the fused mode", "materialized-logits", "compare-modes"),
    NEEDS("zero", 1, "gradients, master weights and moments of the head's rows stay where the rows are")},
@@ -134,18 +132,15 @@ const Option options_rows[] = {
   {INTEGER("ranks", "N", ranks, 1, 1 << 20), "Plan for N ranks (at most 8 on a host)"},
 
   {GROUP("Output")},
-  {TEXT("log", "FILE", log),
-   "Write a JSON object per line, the last one the summary; a log of another run is kept as FILE.1. With --plan: the plan in each mode"},
+  {TEXT("log", "FILE", log), "Write JSON lines, the summary last; another run's log is kept as FILE.1. With --plan: each mode's plan"},
   {FLAG("plan", plan, true), "Only print how much memory this run needs, in both modes"},
   {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the device and are fast, where "
    "they are not given; offload: also what to --offload. With --plan the choice is only printed", .initial = "none", .bare = "device"},
   {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6), "Pretend the device has GIB of memory; --plan and --fit then need no GPU"},
-  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and end the run if the bits "
-   "differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
+  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps compute a batch twice; end if the bits differ", OUTPUT_SETTING, "0"},
   {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
   {FLAG("profile", profile, true), "Print and log a step's time by operations; NVTX ranges for Nsight"},
-  {TEXT("timeline", "FILE", timeline),
-   "Write the bytes in use over three steps by category, as CSV, waiting for the device each time; an earlier one is kept as FILE.1"},
+  {TEXT("timeline", "FILE", timeline), "Write the bytes in use over three steps, which it slows, as CSV; an earlier one is kept as FILE.1"},
   {TEXT("dump", "DIR", dump), "Write tokens, losses and gradients of a first step to DIR/first-step"},
 
   // Other programs' options that none of ours stands for.

@@ -17,7 +17,7 @@
 // --- the command line --------------------------------------------------------------------------------------
 
 bool options_given(const Options *o, const char *name) {
-  return o->given[option_row(options_rows, name)];
+  return o->given[option_find(options_rows, name) - options_rows];
 }
 
 void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
@@ -30,19 +30,18 @@ void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
                  .dtypes = {.grad = DTYPE_COUNT, .master = true}};
   bool given[OPTION_ROWS_MAX] = {false};
   option_table_parse(table, o, given, argc, argv);
-  for (int i = 0; table->rows[i].type != OPTION_END; i++)
-    if (given[i]) o->given[option_row(options_rows, table->rows[i].name)] = true;
+  for (const Option *row = table->rows; row->type != OPTION_END; row++)
+    if (given[row - table->rows]) o->given[option_find(options_rows, row->name) - options_rows] = true;
   if (o->val_data || options_given(o, "val-fraction")) return;
   for (int64_t i = 0; i < arrlen(o->data); i++)
     if (manifest_has_validation(o->data[i])) arrput(o->val_data, o->data[i]);
-  o->given[option_row(options_rows, "val-data")] = o->val_data != NULL;
+  o->given[option_find(options_rows, "val-data") - options_rows] = o->val_data != NULL;
 }
 
 // --- the model ---------------------------------------------------------------------------------------------
 
 static bool describes_model(const Option *row) {
-  return row->offset >= offsetof(Options, model) &&
-         row->offset < offsetof(Options, model) + sizeof(ModelConfig);
+  return row->offset - offsetof(Options, model) < sizeof(ModelConfig); // what is before it wraps around
 }
 
 // Changes a folder's model as the command line says; all else that it says must agree.
@@ -50,21 +49,21 @@ static void change_or_agree(Options *o, const Options *wanted) {
   bool preset = options_given(o, "model");
   if (preset && wanted->model.family != o->model.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
-  for (int i = 0, length = 0; options_rows[i].type != OPTION_END; i++) {
-    const Option *row = &options_rows[i];
-    if (!describes_model(row) || !(o->given[i] || (preset && row->type == OPTION_INTEGER))) continue;
+  for (const Option *row = options_rows; row->type != OPTION_END; row++) {
+    bool given = o->given[row - options_rows];
     double now = option_number(row, wanted), have = option_number(row, o);
-    if (now == have) continue;
+    if (!describes_model(row) || !(given || (preset && row->type == OPTION_INTEGER)) || now == have) continue;
     if (row->type == OPTION_FLAG)
       fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
            o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
     bool fixed = o->model.learned_positions && !strcmp(row->name, "max-position-embeddings");
-    if (!o->given[i] || !(row->flags & ADAPTS) || fixed)
+    if (!given || !(row->flags & ADAPTS) || fixed)
       fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
            row->name, now, o->origin, have);
     memcpy((char *)o + row->offset, (const char *)wanted + row->offset, row->size);
-    length += snprintf(o->changes + length, sizeof o->changes - (size_t)length,
-                       "%s--%s %.10g in place of %.10g", length ? ", " : "", row->name, now, have);
+    size_t length = strlen(o->changes);
+    snprintf(o->changes + length, sizeof o->changes - length, "%s--%s %.10g in place of %.10g",
+             length ? ", " : "", row->name, now, have);
   }
 }
 
@@ -140,7 +139,9 @@ static void resolve_schedule(Options *o) {
 }
 
 bool options_allow_codes(const Options *o, Reason *reason) {
-  if (o->no_codes) return refuse(reason, "this GPU has no FP8");
+  if (o->no_codes)
+    return refuse(reason, "--fp8 needs a GPU of compute capability 8.9 (Ada) or later; %s",
+                  o->resumed_from ? "resume with --no-fp8" : "leave it out");
   return fp8_possible(&o->model, o->seq_len, o->pass.mlp_chunk, reason);
 }
 
@@ -162,8 +163,6 @@ static void check_job(const Options *o) {
          o->ranks > 1 ? "start one rank alone" : "leave out --total-batch");
   if (o->dump && o->first_step >= o->steps)
     fail("--dump: there is no step to run; raise --steps above %lld", (long long)o->first_step);
-  Reason reason;
-  if (o->dtypes.fp8 && !options_allow_codes(o, &reason)) fail("%s", reason.text);
   if (softcap > 0 && o->pass.sampling.full_mass > 0)
     fail("--lce-sample has no logit soft-cap, and %s has one, of %g; leave it out, or give --logit-softcap 0",
          o->model.name, softcap);
@@ -205,15 +204,14 @@ void options_resolve_device(Options *o, const Backend *backend) {
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use a GPU");
   if (cuda && d->fp8 && o->dtype == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
-  if (d->fp8 && backend->no_fp8)
-    fail("--fp8 needs a GPU of compute capability 8.9 (Ada) or later, and this is %s; %s",
-         backend->description, o->resumed_from ? "resume with --no-fp8" : "leave it out");
   d->weight = o->dtype;
   d->weights_only = !o->trains;
   if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
   if (o->dtype == DTYPE_F32) d->master = false; // the weights are their own master
   o->no_sampling = backend->no_sampling;
   o->no_codes = backend->no_fp8;
+  Reason reason;
+  if (d->fp8 && !options_allow_codes(o, &reason)) fail("%s", reason.text);
 }
 
 // With --compare-modes both modes' plans count the codes, which exist in both.
@@ -226,7 +224,7 @@ ParameterDtypes options_used_dtypes(const Options *o) {
 
 Text options_words(const Options *o, const char *name) {
   Text words;
-  option_text(&options_rows[option_row(options_rows, name)], o, &words);
+  option_text(option_find(options_rows, name), o, &words);
   return words;
 }
 

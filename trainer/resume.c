@@ -75,7 +75,7 @@ static void take_settings(Options *o) {
     Reason reason = {"it is no text"};
     if (item && !value) refuse_setting(o, row, &reason);
     dtypes_given |= row->flags & GPU_SETTING && o->given[i];
-    if (!value || !option_possible(options_rows, o, o->given, i, &reason)) continue;
+    if (!value || !option_possible(options_rows, o, o->given, row, &reason)) continue;
     if (!option_try_set(row, o, value, &reason)) refuse_setting(o, row, &reason);
     o->given[i] = true;
   }

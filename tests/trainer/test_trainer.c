@@ -28,7 +28,7 @@ TEST(test_schedules) {
       {"cosine", 0, {2, 4, 8, 8, 5 + a, 5, 5 - a, 5 - b, 5 - c, 5 - d, 2, 2}}}; // 5 + 3 cos(pi progress)
   Options o;
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-    option_set(&options_rows[option_row(options_rows, "schedule")], &o, cases[i].name);
+    option_set(option_find(options_rows, "schedule"), &o, cases[i].name);
     Schedule s = {o.schedule.kind, .peak = 8, .floor = 0.25, .warmup_steps = 4, .total_steps = 24};
     s.decay_share = cases[i].decay_share;
     for (int k = 0; k < COUNT; k++) assert_rate(&s, steps[k], cases[i].rates[k]);
