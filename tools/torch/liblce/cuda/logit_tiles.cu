@@ -22,18 +22,22 @@ struct LogitsWithParts : OfLogits {
         EACH (j, TILE_N / 2)
           if (work.column + me.column + j / 4 * 8 + j % 2 >= c.s.n) z[j] = -INFINITY;
       }
-      ThreadParts parts;
-      epilogue_cap_and_largest(z, parts, c.s, c.params, work.column, me.column);
-      EACH (i, 2) {
-        parts.best[i] = max(parts.best[i], __shfl_xor_sync(~0u, parts.best[i], 1));
-        parts.best[i] = max(parts.best[i], __shfl_xor_sync(~0u, parts.best[i], 2));
-        float largest = fmaxf(ranked_value(parts.best[i]), -1e30f); // minus infinity less itself is no number
-        parts.sums[i] = 0;
+      Ranked best[2];
+      float sums[2] = {0, 0};
+      EACH (i, 2) { // the two rows
+        float largest = -INFINITY;
+        int column = me.column;
+        auto entry = [&](int j) { return z[j / 2 * 4 + 2 * i + j % 2]; };
         EACH (j, TILE_N / 4)
-          parts.sums[i] += exp2_approx((z[j / 2 * 4 + 2 * i + j % 2] - largest) * c.params.scale);
+          if (entry(j) > largest) largest = entry(j), column = me.column + j / 2 * 8 + j % 2;
+        best[i] = ranked(largest, work.column + column);
+        best[i] = max(best[i], __shfl_xor_sync(~0u, best[i], 1));
+        best[i] = max(best[i], __shfl_xor_sync(~0u, best[i], 2));
+        largest = fmaxf(ranked_value(best[i]), -1e30f); // minus infinity less itself is no number
+        EACH (j, TILE_N / 4) sums[i] += exp2_approx((entry(j) - largest) * c.params.scale);
       }
-      write_parts(parts.sums, c.params.parts.sums, c.s, row, work.column, Add());
-      write_parts(parts.best, c.params.parts.best, c.s, row, work.column,
+      write_parts(sums, c.params.parts.sums, c.s, row, work.column, Add());
+      write_parts(best, c.params.parts.best, c.s, row, work.column,
                   [](Ranked x, Ranked y) { return x > y ? x : y; });
     }
   }
