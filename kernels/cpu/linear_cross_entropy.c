@@ -41,8 +41,8 @@ typedef struct {
   // is stored as -log S, and E, distances and shares are divided by S, squares by S^2.
   double *sums, *distances, *squares;
   double *max, *best; // likewise: largest logits and their columns, or NULL
-  float *wide; // [slices * C, H]: shares of dx_raw; or without exps the tile, [slices * C, LCE_TILE_COLUMNS]
-  Tensor x, weight; // the logits' operands or, with weight_codes, their codes decoded
+  float *wide;        // [slices * C, H]: shares of dx_raw
+  Tensor x, weight;   // the logits' operands or, with weight_codes, their codes decoded
 } Scratch;
 
 // At least slices * C, and growing with C, so that a smaller chunk never needs more.
@@ -57,7 +57,7 @@ static size_t sums_of(const LceLogitsExp *a) {
 
 // Columns of Scratch.wide.
 static int64_t wide_columns(const LceLogitsExp *a) {
-  return tensor_exists(a->dx_raw) ? a->x.shape[1] : tensor_exists(a->exps) ? 0 : LCE_TILE_COLUMNS;
+  return tensor_exists(a->dx_raw) ? a->x.shape[1] : 0;
 }
 
 size_t cpu_lce_logits_exp_scratch(const LceLogitsExp *a) {
@@ -135,12 +135,11 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   double *squares = scratch->squares ? scratch->squares + offset : NULL;
   double *max = scratch->max ? scratch->max + offset : NULL, *best = max ? scratch->best + offset : NULL;
   bool keep = tensor_exists(a->exps), tile_sums = tensor_exists(a->tile_sums);
-  Tensor scratch_tile =
-      tensor_2d(scratch->wide + offset * LCE_TILE_COLUMNS, DTYPE_F32, rows, LCE_TILE_COLUMNS);
   Tensor dx = tensor_2d(scratch->wide + offset * hidden, DTYPE_F32, rows, hidden);
   float inv_temperature = inverse_temperature(a->temperature);
   const float *bias = a->bias.data;
   float anchor[LCE_TILE_ROWS]; // the unit's own
+  float logits[LCE_TILE_ROWS * LCE_TILE_COLUMNS], unkept[LCE_TILE_COLUMNS];
   for (int64_t i = 0; i < rows; i++) {
     anchor[i] = first_anchor[i];
     sums[i] = 0;
@@ -151,33 +150,33 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   for (int64_t t = first_tile; t < end_tile; t++) {
     Tensor w = cpu_part(scratch->weight, LCE_TILE_COLUMNS, t);
     int64_t column = t * LCE_TILE_COLUMNS, columns = w.shape[0];
-    Tensor e = keep ? cpu_tile(a->exps, block, t) : tensor_columns(scratch_tile, 0, columns);
-    cpu_gemm(backend, e, x, false, w, true, 1.0f, false);
+    Tensor tile = tensor_2d(logits, DTYPE_F32, rows, columns); // dense: in E, rows are V floats apart
+    cpu_gemm(backend, tile, x, false, w, true, 1.0f, false);
     Tensor next = t + 1 < g->tiles ? cpu_part(scratch->weight, LCE_TILE_COLUMNS, t + 1) : (Tensor){0};
     for (int64_t i = 0; i < rows; i++) {
       prefetch_part(next.data, next.shape[0] * next.stride, i, rows);
-      float *z = cpu_row(e, i), u[LCE_TILE_COLUMNS], slope[LCE_TILE_COLUMNS];
+      float *z = cpu_row(tile, i), slope[LCE_TILE_COLUMNS];
+      float *e = keep ? cpu_row(a->exps, first_row + i) + column : unkept;
       bias_and_cap(z, bias ? bias + column : NULL, a->softcap, columns, slope);
       float largest = max ? maximum_of(z, columns) : 0;
       if (max && largest > max[i])
         max[i] = largest, best[i] = (double)(column + index_of(z, columns, largest));
       int64_t target = targets[i] - column;
       if (target >= 0 && target < columns) z[target] = -INFINITY; // its exponential is exactly 0
-      memcpy(u, z, (size_t)columns * sizeof *u);
-      double sum = exp_and_sum(u, anchor[i], inv_temperature, columns, z);
+      double sum = exp_and_sum(z, anchor[i], inv_temperature, columns, e);
       if (sums[i] + sum > LCE_LARGEST_SUM) {
-        float raised = fmaxf(anchor[i], maximum_of(u, columns));
+        float raised = fmaxf(anchor[i], maximum_of(z, columns));
         double shift = ((double)anchor[i] - raised) * inv_temperature;
         anchor[i] = raised;
         shift_sums(scratch, offset + i, shift);
         scale_row(a, first_row + i, first_tile, t, cpu_row(dx, i), (float)exp(shift));
-        sum = exp_and_sum(u, anchor[i], inv_temperature, columns, z);
+        sum = exp_and_sum(z, anchor[i], inv_temperature, columns, e);
       }
-      if (squares) squares[i] += weighted_sum(z, z, columns);
-      if (distances) distances[i] += exp_times_distance(u, anchor[i], inv_temperature, columns);
+      if (squares) squares[i] += weighted_sum(e, e, columns);
+      if (distances) distances[i] += exp_times_distance(z, anchor[i], inv_temperature, columns);
       sums[i] += sum;
       if (tile_sums) cpu_row(a->tile_sums, first_row + i)[t] = (float)sum;
-      EACH_SIMD (j, keep && a->softcap > 0 ? columns : 0) z[j] *= slope[j];
+      EACH_SIMD (j, keep && a->softcap > 0 ? columns : 0) e[j] *= slope[j];
     }
     if (tensor_exists(a->dx_raw)) add_tile(backend, dx, a->exps, a->weight, block, t, t > first_tile);
   }
