@@ -222,6 +222,9 @@ ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
     $(error $(abspath $(BUILD)) may not be written; build elsewhere (`make BUILD=/tmp/lce BIN=/tmp/lce/`), \
       or copy this folder)
   endif
+  ifeq ($(HAVE_CC)$(filter gcc,$(CC)),)
+    $(error CC=$(CC) does not compile a C program; name another compiler, such as CC=gcc)
+  endif
 endif
 CHANGED  := $(call record,flags,$(COMPILER) $(CC) $(ALL_CPPFLAGS) $(ALL_CFLAGS) | $(ALL_LDFLAGS) $(ALL_LIBS)) \
 	$(if $(HAVE_CUDA),$(call record,cuda-flags,$(NVCC) $(CUDA_VERSION) $(CU_CPPFLAGS) $(ALL_CUFLAGS)))
@@ -231,9 +234,6 @@ ifneq ($(or $(strip $(CHANGED)),$(filter all info,$(GOALS))),)
   endif
 endif
 ifneq ($(filter-out info deps deps-run deps-dev,$(GOALS)),)
-  ifeq ($(HAVE_CC)$(filter gcc,$(CC)),)
-    $(error CC=$(CC) does not compile a C program; name another compiler, such as CC=gcc)
-  endif
   NEEDED := $(if $(HAVE_CC),$(if $(HAVE_CJSON),,cJSON) $(if $(HAVE_STB),,stb) $(if $(HAVE_ZLIB),,zlib),A working C compiler ($(CC)))
   ifneq ($(strip $(NEEDED)),)
     $(error $(strip $(NEEDED)): missing; `make deps` installs it)

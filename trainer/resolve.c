@@ -117,11 +117,11 @@ static void resolve_batch(Options *o) {
   if (o->total_batch % tokens) {
     Text total = text_of("%lld", (long long)o->total_batch);
     bool saved = json_is(json_member(o->resumed_from, "settings"), "total-batch", total.text);
-    fail(
-        "--total-batch %s%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len); "
-        "change --batch or --total-batch",
-        total.text, saved ? ", as in " : "", saved ? o->origin : "", (long long)tokens,
-        o->ranks > 1 ? "ranks x " : "");
+    fail("--total-batch %s%s%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x "
+         "--seq-len); "
+         "change --batch or --total-batch",
+         total.text, saved ? ", as in " : "", saved ? o->origin : "", saved ? "," : "", (long long)tokens,
+         o->ranks > 1 ? "ranks x " : "");
   }
 }
 

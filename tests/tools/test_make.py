@@ -21,7 +21,8 @@ def test_a_folder_that_may_not_be_written(folder):
 
 
 def test_a_compiler_that_does_not_work(folder):
-    run("make", "-s", f"BUILD={folder}", "CUDA=0", "CC=nope", "all").fails("CC=nope does not compile a C program; name another compiler")
+    done = run("make", f"BUILD={folder}", "CUDA=0", "CC=nope", "all").fails("CC=nope does not compile a C program; name another compiler")
+    assert "missing" not in done.out and not (folder / "flags").exists(), done  # where other objects would be compiled again
 
 
 def make_toolkit(folder):

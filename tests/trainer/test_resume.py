@@ -213,7 +213,7 @@ def test_differences_are_printed(folder):
     for part in ("--lr was 0.002 when ", "and is 0.5 now", "--seed was 1 when", 'the data were "byte-level text, 1 file'):
         assert part in output.err, output
     train(RESUME + f"{straight()} --vocab 301").refused("--vocab is 301")
-    train(RESUME + f"{straight()} --batch 3").refused(f"--total-batch 64, as in {straight()}/{LAST} is not a multiple of the 48 tokens")
+    train(RESUME + f"{straight()} --batch 3").refused(f"--total-batch 64, as in {straight()}/{LAST}, is not a multiple of the 48 tokens")
     train(RESUME + "tests/golden/llama").refused("tests/golden/llama")
     # Other data have no validation data of before; what follows from the device is no setting.
     train(RUN + f"--steps 3 --val-data Makefile --save {folder}/validated").ok()
