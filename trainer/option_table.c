@@ -115,24 +115,20 @@ static bool in_use(const Option *o, const void *values) {
   return !is_number(o) || o->min < 0 || option_number(o, values) != 0;
 }
 
-// Why two options exclude each other; NULL where they do not.
-static const char *conflict(const Option *a, const Option *b, const void *values) {
-  if (a->size == b->size && a->offset == b->offset) return "";
-  if (!in_use(b, values)) return NULL;
-  return has_word(a->excludes, b->name) ? a->why : has_word(b->excludes, a->name) ? b->why : NULL;
-}
-
 bool option_possible(const Option *rows, const void *values, const bool *given, const Option *o,
                      Reason *reason) {
   const Option *needed = o->needs ? option_find(rows, o->needs) : NULL;
   if (needed && option_number(needed, values) < o->at_least)
     return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
                   value_words(needed, (int)o->at_least).text, o->because);
-  for (const Option *other = rows; other->type != OPTION_END; other++) {
-    const char *why = given[other - rows] && other != o ? conflict(o, other, values) : NULL;
-    if (why)
-      return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, other->name,
-                    why);
+  for (const Option *b = rows; b->type != OPTION_END; b++) {
+    if (!given[b - rows] || b == o) continue;
+    bool same_field = b->size == o->size && b->offset == o->offset;
+    const char *why = has_word(o->excludes, b->name) ? o->why : NULL;
+    if (has_word(b->excludes, o->name)) why = b->why;
+    if (same_field || (why && in_use(b, values)))
+      return refuse(reason, "--%s and --%s exclude each other%s; give one of them", o->name, b->name,
+                    why ? why : "");
   }
   return true;
 }
@@ -209,7 +205,7 @@ static const Option *named_option(const Option *rows, const char *word, const ch
     if (o->name && !strncmp(o->name, name, strlen(name))) begun = o, count++;
   }
   if (count == 1 && word[1] == '-') return begun;
-  if (count > 1) fail("%s is how several options begin; %s", word, see);
+  if (count > 1 && !named) fail("%s is how several options begin; %s", word, see);
   fail("%s is not an option%s%s; %s", word, meant ? ": try --" : "", meant ? meant : "", see);
 }
 

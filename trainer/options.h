@@ -19,53 +19,50 @@ typedef struct {
 } Schedule;
 
 typedef struct {
-  bool trains;                 // false: tools/evaluate, which has weights alone
-  bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
-  const char *preset;          // of a new model
+  // Values of the rows, in their order: --help tells what each means.
+  const char *preset;
   ModelConfig model;
-  char changes[192]; // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
-  // job
-  int64_t batch, seq_len;                  // of a micro-batch on one rank: sequences, and tokens in each
-  int64_t total_batch, steps, micro_steps; // a step has total_batch / (ranks * batch * seq_len) micro-batches
+  int64_t steps, batch, seq_len, total_batch; // batch, seq_len: of a micro-batch on one rank
   uint64_t seed;
   Schedule schedule;
   Update update; // all but tensors, rate and step
   double max_grad_norm;
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve
-  bool metrics;            // accuracy, entropy and largest logit of every step
-  // data
-  const char **data, **val_data; // paths, arrays of stb_ds.h
+  bool metrics;
+  const char **data, **val_data; // arrays of stb_ds.h
+  double val_fraction;
+  int64_t eval_every, eval_batches, end_of_text, sample_every;
   DataOrder data_order;
   enum { PACK_NONE, PACK_DOCUMENTS } pack;
-  int64_t end_of_text; // the token that ends a document; -1: see source_document_ends
-  double val_fraction;
-  bool other_tokenizer;    // the data may have another tokenizer than the model
-  bool masked;             // some of the data has a mask, or windows are padded: targets may be ignored
-  int64_t data_vocab_size; // of the data's tokenizer; 0: unknown, or the model has its own
-  // validation, samples and checkpoints
-  int64_t eval_every, eval_batches, sample_every, verify_every, save_every, keep;
-  Generation generation;            // all but prompt, window and seed
-  const char *prompt, *tokenizer;   // tokenizer: a file or directory, or NULL
-  const char *init, *resume, *save; // as given; save: NULL, or where; DIR of --resume DIR by default
-  Dtype save_dtype;                 // of the stored weights
-  char *origin;                     // the folder whose weights the run begins with; NULL: they are random
-  struct cJSON *resumed_from;       // its trainer_state.json when the run resumes; NULL otherwise
-  int64_t first_step;               // 0 unless the run resumes
-  // ranks and machine
-  int rank, ranks; // 0 of 1 without a launcher; for a plan those of --ranks
-  double timeout;  // seconds without progress that end a job of several ranks
+  bool other_tokenizer;
+  const char *prompt, *tokenizer; // tokenizer: a file or directory, or NULL
+  Generation generation;          // all but prompt, window and seed
+  const char *save, *resume, *init;
+  int64_t save_every, keep, verify_every;
   enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } device;
-  Dtype dtype; // of weights and activations
+  Dtype dtype, save_dtype; // DTYPE_COUNT: not given, until the device is known
   ParameterDtypes dtypes;
-  bool dtypes_from_gpu;       // all dtypes are those of a checkpoint from a GPU; none was given
-  bool no_sampling, no_codes; // the GPU does not run the Hopper kernels, or no GEMMs of codes (Backend)
-  const struct Card *card;    // its speed (kernels/cost.h); NULL: unknown
-  size_t host_bytes;          // that all ranks' hosts can give; 0: not agreed on
-  // output
+  double timeout, device_memory;
+  int ranks;
   const char *log, *timeline, *dump;
   bool plan, compare_modes, profile;
-  enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit; // the last may keep things on the host
-  double device_memory;                           // GiB that the device is taken to have; 0: all that it has
+  enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit;
+
+  // What follows from them, from a checkpoint, the data and the machine.
+  bool trains;                 // false: tools/evaluate, which has weights alone
+  bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
+  char *origin;                // the folder whose weights the run begins with; NULL: they are random
+  char changes[192];           // of the model in `origin`: "--rope-theta 1000000 in place of 10000", or ""
+  struct cJSON *resumed_from;  // its trainer_state.json when the run resumes; NULL otherwise
+  int64_t first_step;          // 0 unless the run resumes
+  bool dtypes_from_gpu;        // all dtypes are those of a checkpoint from a GPU; none was given
+  int rank;                    // of `ranks`; 0 of 1 without a launcher
+  int64_t micro_steps;         // a step has total_batch / (ranks * batch * seq_len) micro-batches
+  bool masked;                 // some of the data has a mask, or windows are padded: targets may be ignored
+  int64_t data_vocab_size;     // of the data's tokenizer; 0: unknown, or the model has its own
+  bool no_sampling, no_codes;  // the GPU does not run the Hopper kernels, or no GEMMs of codes (Backend)
+  const struct Card *card;     // its speed (kernels/cost.h); NULL: unknown
+  size_t host_bytes;           // that all ranks' hosts can give; 0: not agreed on
 } Options;
 
 // Flags of the rows. A checkpoint's settings have those of the first three; a resumed run takes GPU_SETTINGs
@@ -91,5 +88,5 @@ void options_free(Options *options);
 bool options_given(const Options *options, const char *name);
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
-Text options_words(const Options *options, const char *name); // a choice or a set as the command line has it
+Text options_words(const Options *options, const char *name); // a value as the command line has it
 Text options_recompute(const Options *options);               // "none", "layer", "mlp in 8 layers", ...

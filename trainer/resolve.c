@@ -21,7 +21,6 @@ bool options_given(const Options *o, const char *name) {
 }
 
 void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
-  // DTYPE_COUNT: not given, until the device is known.
   *o = (Options){.trains = table == &options_table,
                  .preset = "llama-tiny",
                  .prompt = "\n",
@@ -114,15 +113,13 @@ static void resolve_batch(Options *o) {
   tokens *= o->ranks;
   if (!o->total_batch) o->total_batch = tokens;
   o->micro_steps = o->total_batch / tokens;
-  if (o->total_batch % tokens) {
-    Text total = text_of("%lld", (long long)o->total_batch);
-    bool saved = json_is(json_member(o->resumed_from, "settings"), "total-batch", total.text);
-    fail("--total-batch %s%s%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x "
-         "--seq-len); "
-         "change --batch or --total-batch",
-         total.text, saved ? ", as in " : "", saved ? o->origin : "", saved ? "," : "", (long long)tokens,
-         o->ranks > 1 ? "ranks x " : "");
-  }
+  if (o->total_batch % tokens == 0) return;
+  Text total = options_words(o, "total-batch");
+  bool saved = json_is(json_member(o->resumed_from, "settings"), "total-batch", total.text);
+  fail("--total-batch %s%s%s%s is not a multiple of the %lld tokens of a micro-batch (%s--batch x --seq-len)"
+       "; change --batch or --total-batch",
+       total.text, saved ? ", as in " : "", saved ? o->origin : "", saved ? "," : "", (long long)tokens,
+       o->ranks > 1 ? "ranks x " : "");
 }
 
 static void resolve_schedule(Options *o) {

@@ -74,7 +74,8 @@ def test_words_that_are_no_options(folder):
     for line, says in {"--vocabulary 7": "--vocabulary is not an option: try --vocab; --help", "-x": "-x is not an option", "-xyz": "-xyz is not",
                        "--plan -xyz 7": "-xyz is not", "--e": "--e is how several options begin", "--learning-rate=1": "try --lr; --help",
                        "--max-steps 9": "try --steps", "--batch_size 4": "try --batch", "--$(printf 'a\\033b')": "--a\\x1Bb is not",
-                       "-steps 9": "-steps is not an option: try --steps", "--warmup-steps 9": "try --warmup;", "-": "- is ",
+                       "-steps 9": "-steps is not an option: try --steps", "-vocab 9": "-vocab is not an option: try --vocab",
+                       "--warmup-steps 9": "try --warmup;", "-": "- is ",
                        "--seq_len": "--seq_len: give a value, --seq-len T\n", "--log --plan": "--log: give a value, --log FILE, before --plan\n"}.items():
         run("sh", "-c", f"{TRAIN} {line}", cwd=folder).refused(says)
     assert not os.listdir(folder), "--log --plan has written"
