@@ -33,7 +33,7 @@ const Option options_rows[] = {
   {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
   {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
    ALSO("block-size", "max-length")},
-  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, in micro-batches of ranks x B x T (default)", SETTING},
+  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, a multiple of ranks x B x T (the default)", SETTING},
   {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
