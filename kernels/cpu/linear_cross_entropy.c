@@ -139,7 +139,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float inv_temperature = inverse_temperature(a->temperature);
   const float *bias = a->bias.data;
   float anchor[LCE_TILE_ROWS]; // the unit's own
-  float logits[LCE_TILE_ROWS * LCE_TILE_COLUMNS], unkept[LCE_TILE_COLUMNS];
+  float logits[LCE_TILE_ROWS * LCE_TILE_COLUMNS], unkept[LCE_TILE_COLUMNS] = {0};
   for (int64_t i = 0; i < rows; i++) {
     anchor[i] = first_anchor[i];
     sums[i] = 0;
