@@ -550,7 +550,7 @@ def test_run(folder):
         assert "dropped_tiles" not in last and last["device_peak_bytes"] > last["peak_bytes"]
         assert_planned(job + flag, last["peak_bytes"])
         planned = row(train(job + flag + " --plan").ok().out, "LM head + loss alone, at its peak")[mode == "materialized"]
-        assert abs(planned / last["head_peak_bytes"] - 1) < 2e-3, (planned, last)
+        assert abs(planned - last["head_peak_bytes"]) <= 52, (planned, last)  # printed as 22.8 KiB
 
 
 # Each step's shares of tiles and of mass dropped, and their means over the steps in the summary.
