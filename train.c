@@ -79,23 +79,25 @@ static void open_run(Run *run, Options *o) {
 
 // --- THE STEP ----------------------------------------------------------------------------------------------
 
-double schedule_rate(const Schedule *s, int64_t step) {
+// After the warm-up: half a cosine down to the floor (Loshchilov, Hutter 2017), a straight line down to it, no
+// change, or stable and then a straight line down at the end (WSD, Hu et al. 2024).
+double schedule_rate(const Options *o, int64_t step) {
   const double pi = 3.14159265358979323846;
-  if (step < s->warmup_steps) return s->peak * (double)(step + 1) / (double)s->warmup_steps;
-  int64_t span = s->total_steps - s->warmup_steps;
-  double progress = span > 0 ? (double)(step - s->warmup_steps) / (double)span : 1;
+  if (step < o->warmup) return o->lr * (double)(step + 1) / (double)o->warmup;
+  int64_t span = o->steps - o->warmup;
+  double progress = span > 0 ? (double)(step - o->warmup) / (double)span : 1;
   if (progress > 1) progress = 1;
-  double stable = 1 - s->decay_share;
-  if (s->kind == SCHEDULE_CONSTANT) return s->peak;
-  if (s->kind == SCHEDULE_COSINE) progress = 0.5 * (1 - cos(pi * progress));
-  if (s->kind == SCHEDULE_WSD) progress = progress > stable ? (progress - stable) / s->decay_share : 0;
-  return s->peak * (1 - (1 - s->floor) * progress);
+  double stable = 1 - o->decay_share;
+  if (o->schedule == SCHEDULE_CONSTANT) return o->lr;
+  if (o->schedule == SCHEDULE_COSINE) progress = 0.5 * (1 - cos(pi * progress));
+  if (o->schedule == SCHEDULE_WSD) progress = progress > stable ? (progress - stable) / o->decay_share : 0;
+  return o->lr * (1 - (1 - o->min_lr) * progress);
 }
 
 // Asynchronous: the results stay on the device until report_collect reads those of several steps.
 void train_step(Trainer *t, const Loader *loader, int64_t step) {
   const Options *o = t->options;
-  double rate = schedule_rate(&o->schedule, step);
+  double rate = schedule_rate(o, step);
   trainer_begin_step(t);
 
   // Load all micro-batches: the loss is the mean over the targets that count in the whole step.

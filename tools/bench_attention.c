@@ -59,8 +59,8 @@ int main(int argc, char **argv) {
     fail("--num-attention-heads %lld is no multiple of --num-key-value-heads %lld", (long long)s.num_heads,
          (long long)s.num_key_value_heads);
   const Dtype dtype = o.device == ON_CUDA ? DTYPE_BF16 : DTYPE_F32;
-  Bench b = {.backend = machine_open(
-                 &(Options){.device = o.device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU, .dtype = dtype})};
+  Bench b = {.backend = machine_open(&(Options){.device = o.device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU,
+                                                .dtypes.weight = dtype})};
   Memory *memory = &b.backend->memory;
   memory_set_stack(memory, machine_usable_bytes(b.backend) / 32 * 31);
   const int64_t rows = s.batch * s.seq_len, width = s.num_heads * s.head_dim,

@@ -138,7 +138,7 @@ typedef struct {
 
 static Backend *open_backend(const Settings *o) {
   return machine_open(
-      &(Options){.device = o->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU, .dtype = o->dtype});
+      &(Options){.device = o->device == ON_CUDA ? DEVICE_CUDA : DEVICE_CPU, .dtypes.weight = o->dtype});
 }
 
 // Bytes that the device can give now. A host's memory is shared, so only free memory counts.

@@ -53,7 +53,7 @@ static Wanted parse(int argc, char **argv) {
       .rows = rows,
       .doc = "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
       .stray = "the model is named with --init DIR"};
-  Wanted w = {.train = {.dtype = DTYPE_COUNT, .dtypes.grad = DTYPE_COUNT}};
+  Wanted w = {.train = {.dtypes = {.weight = DTYPE_COUNT, .grad = DTYPE_COUNT}}};
   bool given[OPTION_ROWS_MAX] = {false};
   option_table_parse(&table, &w, given, argc, argv);
   Options *o = &w.train;
@@ -95,13 +95,13 @@ static int32_t *find_stops(const char *folder) {
 }
 
 static void create_model(Model *model, const Options *o, Backend *backend, int64_t window) {
-  ParameterDtypes dtypes = {.weight = o->dtype, .weights_only = true};
+  ParameterDtypes dtypes = {.weight = o->dtypes.weight, .weights_only = true};
   model_create(model, &o->model, backend, dtypes, window);
 }
 
 // The stack that a text takes, found out by a plan; fails when weights and stack do not fit.
 static size_t plan_stack(const Options *o, const Backend *backend, const Generation *g) {
-  Backend *plan = plan_backend_create(backend->device, o->dtype);
+  Backend *plan = plan_backend_create(backend->device, o->dtypes.weight);
   Model model;
   int64_t count;
   create_model(&model, o, plan, g->window);

@@ -177,7 +177,8 @@ static bool set_other(const Machine *m, int which, Options *o) {
   const Option *row = option_find(options_rows, others[which].name);
   Text now;
   Reason reason;
-  if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtype != DTYPE_BF16))) return false;
+  if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtypes.weight != DTYPE_BF16)))
+    return false;
   if (others[which].several && o->ranks == 1) return false;
   if (row->offset == offsetof(Options, dtypes.fp8) && !options_allow_codes(o, &reason)) return false;
   if (option_text(row, o, &now) && !strcmp(now.text, others[which].value)) return false;

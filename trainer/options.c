@@ -37,11 +37,11 @@ const Option options_rows[] = {
   {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
-  {NUMBER("lr", "RATE", schedule.peak, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)", SETTING, ALSO("learning-rate")},
-  {INTEGER("warmup", "N", schedule.warmup_steps, 0, MAX_STEPS), "Warm-up (default: --steps / 20)", SETTING},
-  {CHOICE("schedule", schedule.kind, "cosine", "linear", "constant", "wsd"), "Decay after the warm-up; wsd: at the end", SETTING, "cosine"},
-  {NUMBER("min-lr", "FRACTION", schedule.floor, 0, 1), "Final rate, as a fraction of --lr", SETTING, "0.1"},
-  {NUMBER("decay-share", "FRACTION", schedule.decay_share, 0, 1), "Fraction of the steps after the warm-up in which wsd decays", SETTING,
+  {NUMBER("lr", "RATE", lr, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)", SETTING, ALSO("learning-rate")},
+  {INTEGER("warmup", "N", warmup, 0, MAX_STEPS), "Warm-up (default: --steps / 20)", SETTING},
+  {CHOICE("schedule", schedule, "cosine", "linear", "constant", "wsd"), "After warm-up; wsd: stable, then linear decay", SETTING, "cosine"},
+  {NUMBER("min-lr", "FRACTION", min_lr, 0, 1), "Final rate, as a fraction of --lr", SETTING, "0.1"},
+  {NUMBER("decay-share", "FRACTION", decay_share, 0, 1), "Fraction of the steps after the warm-up in which wsd decays", SETTING,
    "0.2", NEEDS("schedule", SCHEDULE_WSD, "others do not decay at the end")},
   {NUMBER("weight-decay", "D", update.weight_decay, 0, 100), "Decoupled; not for norms and biases", SETTING, "0.1", ALSO("wd")},
   {NUMBER("grad-clip", "NORM", max_grad_norm, 0, 1e30), "Largest gradient norm; 0: no clipping", SETTING, "1", ALSO("max-grad-norm")},
@@ -105,7 +105,7 @@ const Option options_rows[] = {
 
   {GROUP("Machine and memory")},
   {CHOICE("device", device, "auto", "cpu", "cuda"), "auto: the GPU if there is one", .initial = "auto"},
-  {CHOICE("dtype", dtype, DTYPES), "Weights and activations (default: bf16 on cuda)", GPU_SETTING | SAME},
+  {CHOICE("dtype", dtypes.weight, DTYPES), "Weights and activations (default: bf16 on cuda)", GPU_SETTING | SAME},
   {CHOICE("recompute", pass.recompute, "none", "elementwise", "mlp", "layer"),
    "What the backward pass computes again instead of storing it", SETTING | FITTED, "none", ALSO("gradient-checkpointing")},
   {INTEGER("recompute-layers", "N", pass.recompute_layers, 0, MAX), "Apply --recompute to the first N layers, and one level less to the "

@@ -9,22 +9,15 @@
 
 struct cJSON;
 
-// The learning rate, by schedule_rate of train.c: up to the peak in a straight line, then half a cosine down to
-// the floor (Loshchilov, Hutter 2017), a straight line down to it, no change, or stable and then a straight
-// line down at the end (WSD, Hu et al. 2024).
-typedef struct {
-  enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } kind;
-  double peak, floor, decay_share; // shares from 0 to 1: the floor of the peak, wsd's line of the steps
-  int64_t warmup_steps, total_steps;
-} Schedule;
-
 typedef struct {
   // Values of the rows, in their order: --help tells what each means.
   const char *preset;
   ModelConfig model;
   int64_t steps, batch, seq_len, total_batch; // batch, seq_len: of a micro-batch on one rank
   uint64_t seed;
-  Schedule schedule;
+  double lr, min_lr, decay_share; // see schedule_rate
+  int64_t warmup;
+  enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } schedule;
   Update update; // all but tensors, rate and step
   double max_grad_norm;
   TransformerOptions pass; // all but tensors and last; chunk: the maximum, 0 until plan_resolve
@@ -40,8 +33,8 @@ typedef struct {
   const char *save, *resume, *init;
   int64_t save_every, keep, verify_every;
   enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA } device;
-  Dtype dtype, save_dtype; // DTYPE_COUNT: not given, until the device is known
-  ParameterDtypes dtypes;
+  ParameterDtypes dtypes; // DTYPE_COUNT: not given, until the device is known
+  Dtype save_dtype;
   double timeout, device_memory;
   int ranks;
   const char *log, *timeline, *dump;

@@ -23,7 +23,7 @@ void plan_set_step(TrainStep *step) {
 // A trainer that allocates nothing. Two micro-batches per step need as much memory as more.
 static void open_planned(Trainer *t, Options *options, DeviceKind device) {
   options->micro_steps = min_i64(options->micro_steps, 2);
-  Backend *backend = plan_backend_create(device, options->dtype);
+  Backend *backend = plan_backend_create(device, options->dtypes.weight);
   plan_set_card(backend, options->card);
   plan_join_ranks(backend, options->ranks);
   backend->no_sampling = options->no_sampling;

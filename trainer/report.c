@@ -142,7 +142,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
     printf("step     %s tokens: %lld micro-batch%s of %lld x %lld, %s learning rate to %.1e\n",
            text_grouped(o->total_batch).text, (long long)(o->micro_steps * o->ranks),
            o->micro_steps * o->ranks == 1 ? "" : "es", (long long)o->batch, (long long)o->seq_len,
-           options_words(o, "schedule").text, o->schedule.peak);
+           options_words(o, "schedule").text, o->lr);
   char loss[80] = "materialized logits";
   if (o->pass.mode == LCE_FUSED)
     snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
@@ -182,7 +182,7 @@ Report report_open(const Options *o, const Backend *backend) {
   if (o->log && !o->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : BACK_UP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
-  r.peak = o->dtype == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
+  r.peak = o->dtypes.weight == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;
   return r;
 }
 

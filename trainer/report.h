@@ -94,7 +94,7 @@ typedef struct {
   STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), NUM("seq_len", (o)->seq_len),        \
   NUM("lce_chunk", (mode) == LCE_FUSED ? lce_used_chunk((o)->batch *(o)->seq_len, (o)->pass.chunk) : 0), NUM("batch", (o)->batch),               \
   STR("recompute", options_recompute(o).text), NUM("vocab_size", (o)->model.vocab_size),                     \
-  NUM("hidden_size", (o)->model.hidden_size), STR("dtype", dtype_name((o)->dtype))
+  NUM("hidden_size", (o)->model.hidden_size), STR("dtype", dtype_name((o)->dtypes.weight))
 // clang-format on
 
 // An object of the fields up to one without a name.

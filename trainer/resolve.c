@@ -24,9 +24,8 @@ void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
   *o = (Options){.trains = table == &options_table,
                  .preset = "llama-tiny",
                  .prompt = "\n",
-                 .save_dtype = DTYPE_COUNT,
-                 .dtype = DTYPE_COUNT,
-                 .dtypes = {.grad = DTYPE_COUNT, .master = true}};
+                 .dtypes = {.weight = DTYPE_COUNT, .grad = DTYPE_COUNT, .master = true},
+                 .save_dtype = DTYPE_COUNT};
   bool given[OPTION_ROWS_MAX] = {false};
   option_table_parse(table, o, given, argc, argv);
   for (const Option *row = table->rows; row->type != OPTION_END; row++)
@@ -123,12 +122,10 @@ static void resolve_batch(Options *o) {
 }
 
 static void resolve_schedule(Options *o) {
-  Schedule *s = &o->schedule;
-  s->total_steps = o->steps;
-  if (!options_given(o, "lr")) s->peak = o->origin ? 2e-5 : model_preset_learning_rate(o->preset);
-  if (!options_given(o, "warmup")) s->warmup_steps = (o->steps + 19) / 20;
-  if (s->warmup_steps > o->steps && !o->resumed_from)
-    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps", (long long)s->warmup_steps,
+  if (!options_given(o, "lr")) o->lr = o->origin ? 2e-5 : model_preset_learning_rate(o->preset);
+  if (!options_given(o, "warmup")) o->warmup = (o->steps + 19) / 20;
+  if (o->warmup > o->steps && !o->resumed_from)
+    fail("--warmup %lld is longer than --steps %lld; shorten it or raise --steps", (long long)o->warmup,
          (long long)o->steps);
   if (o->first_step > o->steps)
     fail("--steps %lld: %s is after step %lld already; give --steps above that or resume an earlier one",
@@ -194,17 +191,16 @@ void options_resolve(Options *o) {
 void options_resolve_device(Options *o, const Backend *backend) {
   ParameterDtypes *d = &o->dtypes;
   bool cuda = backend->device == ON_CUDA;
-  if (!cuda && o->dtypes_from_gpu) o->dtype = d->grad = d->moment = DTYPE_F32; // a GPU's run continues here
-  if (o->dtype == DTYPE_COUNT) o->dtype = cuda ? DTYPE_BF16 : DTYPE_F32;
-  if (d->grad == DTYPE_COUNT) d->grad = o->dtype;
-  if (!cuda && (o->dtype != DTYPE_F32 || d->grad != DTYPE_F32 || d->moment != DTYPE_F32))
+  if (!cuda && o->dtypes_from_gpu) d->weight = d->grad = d->moment = DTYPE_F32; // a GPU's run continues here
+  if (d->weight == DTYPE_COUNT) d->weight = cuda ? DTYPE_BF16 : DTYPE_F32;
+  if (d->grad == DTYPE_COUNT) d->grad = d->weight;
+  if (!cuda && (d->weight != DTYPE_F32 || d->grad != DTYPE_F32 || d->moment != DTYPE_F32))
     fail("the CPU computes in fp32 only; leave out --dtype, --grad-dtype, --moment-dtype or use a GPU");
-  if (cuda && d->fp8 && o->dtype == DTYPE_F32)
+  if (cuda && d->fp8 && d->weight == DTYPE_F32)
     fail("--fp8 reads and writes bf16 on cuda, and not fp32: give --dtype bf16");
-  d->weight = o->dtype;
   d->weights_only = !o->trains;
-  if (o->save_dtype == DTYPE_COUNT) o->save_dtype = o->dtype;
-  if (o->dtype == DTYPE_F32) d->master = false; // the weights are their own master
+  if (o->save_dtype == DTYPE_COUNT) o->save_dtype = d->weight;
+  if (d->weight == DTYPE_F32) d->master = false; // the weights are their own master
   o->no_sampling = backend->no_sampling;
   o->no_codes = backend->no_fp8;
   Reason reason;

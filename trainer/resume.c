@@ -18,7 +18,8 @@
 // Some rows are settings only where they have an effect.
 static bool has_effect(const Options *o, const char *name) {
   if (!strcmp(name, "lce-chunk")) return o->pass.mode == LCE_FUSED;
-  if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights")) return o->dtype == DTYPE_BF16;
+  if (!strcmp(name, "master-weights") || !strcmp(name, "no-master-weights"))
+    return o->dtypes.weight == DTYPE_BF16;
   if (!strcmp(name, "save-dtype")) return options_given(o, name); // else it follows --dtype
   return true;
 }

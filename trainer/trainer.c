@@ -333,7 +333,7 @@ Backend *machine_open(Options *o) {
   const char *reason = "--device cpu";
   Backend *backend = NULL;
   if (o->device != DEVICE_CPU) {
-    backend = cuda_backend_create(ordinal(), o->dtype == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
+    backend = cuda_backend_create(ordinal(), o->dtypes.weight == DTYPE_F32 ? DTYPE_F32 : DTYPE_BF16, &reason);
     if (!backend && o->device == DEVICE_CUDA)
       fail("--device cuda: %s%s", reason,
            o->fit         ? "; to plan for a GPU that is not here, give --device-memory GIB"

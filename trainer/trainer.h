@@ -85,8 +85,8 @@ typedef struct Trainer {
 void trainer_create(Trainer *trainer, const Options *options, Backend *backend);
 void trainer_destroy(Trainer *trainer);
 
-// In train.c: the rate of a step, counted from 0; past total_steps it stays at its end.
-double schedule_rate(const Schedule *schedule, int64_t step);
+// In train.c: the learning rate of a step, counted from 0; after the last one it stays as it is.
+double schedule_rate(const Options *options, int64_t step);
 // In train.c: an optimizer step on the loader's batches (a plan has no loader). Asynchronous: up to
 // TRAINER_PENDING results wait on the device.
 typedef void TrainStep(Trainer *trainer, const Loader *loader, int64_t step);

@@ -230,7 +230,7 @@ static void check_report(Dtype dtype, const char *device, double peak) {
   Backend *backend = run->h->backend;
   snprintf(backend->description, sizeof backend->description, "%s", device);
   Options o = run->options;
-  o.dtype = dtype, o.ranks = RANKS, o.log = log;
+  o.dtypes.weight = dtype, o.ranks = RANKS, o.log = log;
   Report r = report_open(&o, backend);
   report_start(&r, backend, "data");
   StepResult result = run_step(run, 0);
