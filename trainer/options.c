@@ -6,7 +6,6 @@
 #define OPTION_VALUES Options
 #define MAX           INT32_MAX
 #define MAX_STEPS     ((int64_t)1 << 40)
-#define MAX_SEED      9.22e18
 #define DTYPES        "fp32", "bf16"
 #define NEEDS_SAVE    NEEDS("save", 1, "without it nothing is saved")
 
@@ -34,7 +33,7 @@ const Option options_rows[] = {
   {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
    ALSO("block-size", "max-length")},
   {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, a multiple of ranks x B x T (the default)", SETTING},
-  {INTEGER("seed", "SEED", seed, 0, MAX_SEED), "Seed of weights, data order and samples", SETTING, "1"},
+  {INTEGER("seed", "SEED", seed, 0, 9.22e18), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
   {NUMBER("lr", "RATE", lr, 0, 100), "Peak rate (default: the preset's; 2e-5 with --init)", SETTING, ALSO("learning-rate")},

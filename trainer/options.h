@@ -36,7 +36,7 @@ typedef struct {
   ParameterDtypes dtypes; // DTYPE_COUNT: not given, until the device is known
   Dtype save_dtype;
   double timeout, device_memory;
-  int ranks;
+  int ranks; // 1 without a launcher; for a plan those of --ranks
   const char *log, *timeline, *dump;
   bool plan, compare_modes, profile;
   enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit;
@@ -49,7 +49,6 @@ typedef struct {
   struct cJSON *resumed_from;  // its trainer_state.json when the run resumes; NULL otherwise
   int64_t first_step;          // 0 unless the run resumes
   bool dtypes_from_gpu;        // all dtypes are those of a checkpoint from a GPU; none was given
-  int rank;                    // of `ranks`; 0 of 1 without a launcher
   int64_t micro_steps;         // a step has total_batch / (ranks * batch * seq_len) micro-batches
   bool masked;                 // some of the data has a mask, or windows are padded: targets may be ignored
   int64_t data_vocab_size;     // of the data's tokenizer; 0: unknown, or the model has its own

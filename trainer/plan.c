@@ -160,7 +160,7 @@ void plan_write_recorded(const Options *o, Backend *backend, EarlierOutput earli
   Ledger *ledger = &backend->memory.ledger;
   ledger->clock = device_seconds;
   ledger->clock_context = backend;
-  if (o->timeline && o->rank == 0) write_timeline(o->timeline, ledger, earlier);
+  if (o->timeline && ranks_self()->rank == 0) write_timeline(o->timeline, ledger, earlier);
 }
 
 // --- --compare-modes ---------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
 Report report_open(const Options *o, const Backend *backend) {
   Report r = {
       .options = o, .terminal = isatty(STDOUT_FILENO) && !ranks_self()->forwarded, .last_printed = -INFINITY};
-  if (o->log && !o->rank)
+  if (o->log && !ranks_self()->rank)
     r.log = file_create("the log", o->log, "{\"event\":\"start\",", o->resumed_from ? APPEND : BACK_UP);
   r.flops_per_step = model_flops_per_token(&o->model, o->seq_len) * (double)o->total_batch;
   r.peak = o->dtypes.weight == DTYPE_BF16 ? o->ranks * gpu_peak_flops(backend->description) : NAN;

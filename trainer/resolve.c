@@ -96,7 +96,6 @@ static void resolve_ranks(Options *o) {
   if (o->ranks != launch->ranks && !o->plan)
     fail("--ranks %d: a launcher starts ranks (tools/launch %d ./train ...); for --plan alone", o->ranks,
          o->ranks);
-  o->rank = launch->rank < o->ranks ? launch->rank : 0;
   ranks_set_timeout(o->timeout);
 }
 

@@ -249,7 +249,7 @@ Checkpoints resume_open(const Options *o, Backend *backend, const RunData *data)
                              .val_step = json_is_whole(val_step) ? (int64_t)val_step->valuedouble : -1,
                              .skipped = json_is_whole(skipped) ? (int64_t)skipped->valuedouble : 0}};
   if (json) warn_of_changes(o, data->text);
-  if (o->save && o->rank == 0) {
+  if (o->save && ranks_self()->rank == 0) {
     // From the newest whole checkpoint there: those after it are damaged.
     bool newest = o->resumed_from && (!strcmp(o->resume, "auto") || !strcmp(o->resume, o->save));
     const char *tokenizer = o->tokenizer || !*data->prepared.text ? o->tokenizer : data->prepared.text;
