@@ -9,7 +9,6 @@
 #include <stb/stb_ds.h>
 
 #include "kernels/base/alloc.h"
-#include "kernels/base/text.h"
 
 // --- values ------------------------------------------------------------------------------------------------
 
@@ -158,11 +157,10 @@ static void print_wrapped(int at, int indent, const char *text) {
 
 // "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
 static void print_option(const Option *o) {
-  Text limits = {""}, initial = {""}, takes = value_words(o, 0);
-  if (is_number(o)) limits = text_of(o->max > 1e5 ? "%g or more" : "%g to %g", o->min, o->max);
-  if (o->initial) initial = text_of("%sdefault %s", *limits.text ? "; " : "", o->initial);
-  char *help =
-      text_format(*limits.text || o->initial ? "%s [%s%s]" : "%s", o->help, limits.text, initial.text);
+  Text takes = value_words(o, 0), values = {""};
+  if (is_number(o)) values = text_of(o->max > 1e5 ? "%g or more" : "%g to %g", o->min, o->max);
+  if (o->initial) values = text_of("%s%sdefault %s", values.text, *values.text ? "; " : "", o->initial);
+  char *help = text_format(*values.text ? "%s [%s]" : "%s", o->help, values.text);
   int at = printf(o->bare ? "  --%s[=%s]" : *takes.text ? "  --%s=%s" : "  --%s", o->name, takes.text);
   print_wrapped(at, HELP_COLUMN, help);
   free(help);
