@@ -82,7 +82,14 @@ struct Transfer {
   std::function<void()> run;
 };
 
-enum { STATIC_SHARED = 48 << 10, STACK = 64 << 10, FIRST_ADDRESS = 1024, SHARED_MAX = 227 << 10 };
+// As on a GPU, an address in shared memory has the block's rank in its cluster from bit RANK_SHIFT on.
+enum {
+  STATIC_SHARED = 16 << 10,
+  STACK = 64 << 10,
+  FIRST_ADDRESS = 1024,
+  SHARED_MAX = 227 << 10,
+  RANK_SHIFT = 24
+};
 
 Thread *thread;
 uint3 grid, threads_of_block;
@@ -260,10 +267,11 @@ uint32_t shared_address(const void *p) {
   const Block &block = *thread->block;
   ptrdiff_t offset = (const unsigned char *)p - block.shared;
   if (offset < 0 || (size_t)offset > block.bytes) EMULATOR_FAILS("an address that is not in shared memory");
-  return (uint32_t)offset + FIRST_ADDRESS;
+  return (uint32_t)offset + FIRST_ADDRESS + ((uint32_t)block.rank << RANK_SHIFT);
 }
 
 static char *pointer_in(const Block &block, uint32_t address) {
+  address &= (1u << RANK_SHIFT) - 1;
   if (address < FIRST_ADDRESS || address - FIRST_ADDRESS >= block.bytes)
     EMULATOR_FAILS("shared memory is accessed beyond its end");
   return (char *)block.shared + (address - FIRST_ADDRESS);
@@ -486,6 +494,16 @@ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
   transfers.push_back({thread, Transfer::LOAD, 0, [=, block = thread->block] {
                          memcpy(to, from, bytes);
                          arrive_bytes(*block, barrier, bytes);
+                       }});
+}
+
+void store_async(int *to, int x, uint64_t *barrier, uint32_t rank) {
+  Block *block = (*thread->block->cluster)[rank];
+  auto *place = (int *)same_place(*block, to);
+  const void *there = same_place(*block, barrier);
+  transfers.push_back({thread, Transfer::LOAD, 0, [=] {
+                         *place = x;
+                         arrive_bytes(*block, there, sizeof x);
                        }});
 }
 

@@ -148,6 +148,7 @@ template <typename... At> void tma_store_at(const CUtensorMap *map, uint32_t fro
 void tma_store_commit();
 void tma_store_wait(int groups);
 void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier);
+void store_async(int *to, int x, uint64_t *barrier, uint32_t rank);
 // An operand: the lower half of a descriptor, or four registers.
 struct MmaOperand {
   uint32_t descriptor;

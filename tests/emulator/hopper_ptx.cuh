@@ -46,6 +46,11 @@ HOPPER(void, mbarrier_arrive_remote, (uint64_t * barrier, uint32_t rank),
 HOPPER(void, tma_load_2d_multicast,
        (uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y, uint16_t ctas),
        emulator::tma_load(to, map, barrier, {x, y}, ctas))
+HOPPER(void, tma_load_4d_multicast,
+       (uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y, int z, int w, uint16_t ctas),
+       emulator::tma_load(to, map, barrier, {x, y, z, w}, ctas))
+HOPPER(void, store_async_remote, (int *to, int x, uint64_t *barrier, uint32_t rank),
+       emulator::store_async(to, x, barrier, rank))
 HOPPER(void, tma_prefetch_2d, (const CUtensorMap *, int, int))
 HOPPER_OF(void, tma_store_wait_read, (), emulator::tma_store_wait(N))
 HOPPER(void, tma_store_wait_all, (), emulator::tma_store_wait(0))
@@ -57,9 +62,9 @@ HOPPER(void, wgmma_fence, ())
 HOPPER_OF(void, wgmma_wait, (), emulator::wgmma_wait(N))
 HOPPER(void, wgmma_wait_after, (float), emulator::wgmma_wait(0))
 
-HOPPER(uint32_t, descriptor_k_major, (uint32_t address), address >> 4 | 1 << 16)
+HOPPER(uint32_t, descriptor_k_major, (uint32_t address), (address & 0x3FFFF) >> 4 | 1 << 16)
 HOPPER(uint32_t, descriptor_mn_major, (uint32_t address, uint32_t next_tile),
-       address >> 4 | next_tile >> 4 << 16)
+       (address & 0x3FFFF) >> 4 | next_tile >> 4 << 16)
 HOPPER(uint64_t, descriptor, (uint32_t address, bool k_major),
        k_major ? descriptor_k_major(address) : descriptor_mn_major(address, 8192))
 HOPPER(uint64_t, descriptor_advance, (uint64_t descriptor, uint32_t bytes), descriptor + (bytes >> 4))
