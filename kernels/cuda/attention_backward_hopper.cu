@@ -29,8 +29,11 @@ struct HopperBackwardArguments : HopperArguments {
 template <class F> struct BackwardStorage;
 
 // A pass: heads of D elements, WARPGROUPS consumers of 64 rows each; PACKED: sequences of several documents.
-template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_, bool PACKED_> struct PassTraits {
-  static constexpr int D = D_, WARPGROUPS = WARPGROUPS_, ROWS = WARPGROUPS * TILE;
+// CLUSTER: neighbouring blocks of keys, or query heads that share keys and values.
+template <int D_, bool KEY_PASS_, int WARPGROUPS_, bool OVERLAP_, bool PACKED_, int CLUSTER_ = 1>
+struct PassTraits {
+  static constexpr int D = D_, WARPGROUPS = WARPGROUPS_, ROWS = WARPGROUPS * TILE, CLUSTER = CLUSTER_;
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
   static constexpr bool KEY_PASS = KEY_PASS_, PACKED = PACKED_;
   // True: one step's MMAs run under the next step's exponentials, which takes more registers.
   static constexpr bool OVERLAP = OVERLAP_;
@@ -45,9 +48,10 @@ struct Tiles {
 
 template <class F> DEVICE Tiles tiles_of(const HopperBackwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS, all = (a.seq_len + TILE - 1) / TILE;
-  if (F::KEY_PASS) {
-    int end = F::PACKED ? (bound_of<F>(a, w, first_row + F::ROWS - 1) + TILE - 1) / TILE : all;
-    return {w.block * F::WARPGROUPS, end, a.num_heads / a.num_key_value_heads};
+  if (F::KEY_PASS) { // the tiles of a cluster's blocks
+    const int block = w.block / F::CLUSTER * F::CLUSTER, last_row = (block + F::CLUSTER) * F::ROWS - 1;
+    int end = F::PACKED ? (bound_of<F>(a, w, last_row) + TILE - 1) / TILE : all;
+    return {block * F::WARPGROUPS, end, a.num_heads / a.num_key_value_heads};
   }
   return {F::PACKED ? bound_of<F>(a, w, first_row) / TILE : 0, min(all, (w.block + 1) * F::WARPGROUPS), 1};
 }
@@ -61,8 +65,9 @@ template <class F> struct BackwardStorage {
   alignas(1024) bf16 resident[RESIDENT][2][HALVES][F::ROWS * 64];
   bf16 streamed[STAGES][2][HALVES][TILE * 64];
   float statistics[STAGES][2][TILE]; // of streamed queries
-  Barriers<RESIDENT> resident_ring;
-  Barriers<STAGES> streamed_ring;
+  Barriers<RESIDENT, F::CLUSTER> resident_ring;
+  Barriers<STAGES, F::CLUSTER> streamed_ring;
+  Mailbox<RESIDENT> mailbox;
   int work[RESIDENT];
   float sums[2][F::WARPGROUPS][F::KEY_PASS ? 2 : 1][4][F::D]; // results', by warp; two work tiles alternate
 
@@ -89,10 +94,10 @@ template <class F> DEVICE void produce(BackwardStorage<F> &shared, const HopperB
         uint64_t *there = &shared.streamed_ring.full[stage];
         mbarrier_arrive_expect_tx(there, sizeof shared.streamed[stage] +
                                              (KEY_PASS ? sizeof shared.statistics[stage] : 0));
-        load_rows<D, TILE>(shared.streamed[stage][0][0], &a.qkv, there, head + (KEY_PASS ? 0 : first_key),
-                           tile * TILE, w.batch);
-        load_rows<D, TILE>(shared.streamed[stage][1][0], KEY_PASS ? &a.dout : &a.qkv, there,
-                           head + (KEY_PASS ? 0 : first_value), tile * TILE, w.batch);
+        load_rows<D, TILE, F::CLUSTER>(shared.streamed[stage][0][0], &a.qkv, there,
+                                       head + (KEY_PASS ? 0 : first_key), tile * TILE, w.batch);
+        load_rows<D, TILE, F::CLUSTER>(shared.streamed[stage][1][0], KEY_PASS ? &a.dout : &a.qkv, there,
+                                       head + (KEY_PASS ? 0 : first_value), tile * TILE, w.batch);
         if (KEY_PASS)
           bulk_load(shared.statistics[stage],
                     statistics_of(a.statistics, w.batch * a.num_heads + head, a.seq_len) + tile * (2 * TILE),
@@ -319,7 +324,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
     store(first, a.scale, x0, rows);
     fence_proxy_async(); // TMA writes there next
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.resident_ring.free[slot]);
+    shared.resident_ring.release(slot);
   }
 }
 
@@ -342,8 +347,14 @@ bool attention_hopper_backward(Backend *backend, const AttentionBackward *b, int
       launch<PassTraits<64, true, 2, true, packed>>(backend, key);
       launch<PassTraits<64, false, 3, true, packed>>(backend, query);
     } else {
-      launch<PassTraits<128, true, 2, false, packed>>(backend, key);
-      launch<PassTraits<128, false, 3, false, packed>>(backend, query);
+      if (clusters_pay(s))
+        launch<PassTraits<128, true, 2, false, packed, 2>>(backend, key);
+      else
+        launch<PassTraits<128, true, 2, false, packed>>(backend, key);
+      if (heads_pair(s))
+        launch<PassTraits<128, false, 3, false, packed, 2>>(backend, query);
+      else
+        launch<PassTraits<128, false, 3, false, packed>>(backend, query);
     }
   });
   return true;

@@ -9,30 +9,35 @@
 //   between consumers    ping-pong: they issue GEMMs in turn, and one's softmax runs under the others'.
 // K and V tiles lie in rings of their own, so that S starts when K has arrived.
 //
-// Why there is no deadlock: number a CTA's steps by its key tiles, in the order of loading. Each consumer
-// takes part in every step, if only to skip it, and turns follow the order of (step, consumer). In step j a
-// consumer waits for its turn, K_j and V_{j-1} (where it skips, K_j and V_j), and at its end it holds only
-// V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES}
-// must have been released, which happens in steps up to j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two
+// Why there is no deadlock: number a cluster's steps by its key tiles, in the order of loading; its CTAs have
+// the same. Each consumer takes part in every step, if only to skip it, and turns follow the order of (step,
+// consumer). In step j a consumer waits for its turn, K_j and V_{j-1} (where it skips, K_j and V_j), and at
+// its end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES}
+// must have been released by both CTAs, which happens in steps up to j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two
 // stages or more, before step j.
 //
-// Memory traffic: q and out once, k and v once per ROWS queries, mostly from L2. Arithmetic: 4 B Q T^2 D / 2.
+// Memory traffic: q and out once, k and v once per ROWS queries of a cluster's heads, mostly from L2. For heads of 128
+// this is what limits: without clusters and in tiles of 128 queries, 4.5 TB/s. Arithmetic: 4 B Q T^2 D / 2.
 #include "kernels/cuda/attention_hopper.cuh"
 
 namespace attention {
 
 struct HopperForwardArguments : HopperArguments {
+  CUtensorMap keys; // qkv in tiles of BOX rows, where that is not TILE
   bf16 *out;
   float *lse;
   int64_t out_stride, lse_stride; // elements per row
 };
 
-constexpr int KEYS = 128;
-
 template <class F> struct ForwardStorage;
 
-template <int D_, bool PACKED_> struct ForwardTraits {
-  static constexpr int D = D_, WARPGROUPS = D == 64 ? 3 : 2, ROWS = WARPGROUPS * TILE;
+// CLUSTER: query heads that share keys and values, 1 or 2. For heads of 128 three consumers and shorter tiles
+// read a third less from L2; where bounds of documents take registers, two consumers have more of them.
+template <int D_, bool PACKED_, int CLUSTER_ = 1> struct ForwardTraits {
+  static constexpr bool TALL = D_ == 128 && CLUSTER_ > 1 && !PACKED_;
+  static constexpr int D = D_, WARPGROUPS = D == 64 || TALL ? 3 : 2, ROWS = WARPGROUPS * TILE,
+                       CLUSTER = CLUSTER_, KEYS = TALL ? 80 : 128, BOX = TALL ? KEYS / 2 : TILE; // TMA's rows
+  static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : CLUSTER > 1 ? 40 : 24;
   static constexpr bool KEY_PASS = false, PACKED = PACKED_;
   // A row's maximum is raised, and its sums rescaled, once a score exceeds it by 2 to this power (as in
   // FlashAttention-4): until then P is at most 2^8.
@@ -43,13 +48,15 @@ template <int D_, bool PACKED_> struct ForwardTraits {
 
 template <class F> struct ForwardStorage {
   static constexpr int RESIDENT = 2; // buffers of queries
-  static constexpr int KEY_STAGES = F::D == 64 ? 5 : 3, VALUE_STAGES = F::D == 64 ? 5 : 2;
+  static constexpr int CLUSTER = F::CLUSTER, KEYS = F::KEYS;
+  static constexpr int KEY_STAGES = F::D == 64 ? 5 : 3, VALUE_STAGES = F::D == 64 ? 5 : KEYS < 128 ? 3 : 2;
   static_assert(KEY_STAGES >= 2 && VALUE_STAGES >= 2, "a consumer would wait for a tile that waits for it");
   alignas(1024) bf16 queries[RESIDENT][F::ROWS * F::D];
   bf16 keys[KEY_STAGES][KEYS * F::D], values[VALUE_STAGES][KEYS * F::D];
-  Barriers<RESIDENT> resident_ring;
-  Barriers<KEY_STAGES> key_ring;
-  Barriers<VALUE_STAGES> value_ring;
+  Barriers<RESIDENT, CLUSTER> resident_ring;
+  Barriers<KEY_STAGES, CLUSTER> key_ring;
+  Barriers<VALUE_STAGES, CLUSTER> value_ring;
+  Mailbox<RESIDENT> mailbox;
   int work[RESIDENT];
 
   DEVICE void init_barriers(int warps) {
@@ -64,13 +71,14 @@ struct KeyTiles {
 
 template <class F> DEVICE KeyTiles key_tiles(const HopperForwardArguments &a, WorkTile w) {
   const int first_row = w.block * F::ROWS;
-  return {F::PACKED ? bound_of<F>(a, w, first_row) / KEYS : 0,
-          (min(first_row + F::ROWS, a.seq_len) + KEYS - 1) / KEYS};
+  return {F::PACKED ? bound_of<F>(a, w, first_row) / F::KEYS : 0,
+          (min(first_row + F::ROWS, a.seq_len) + F::KEYS - 1) / F::KEYS};
 }
 
 template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
-  constexpr int D = F::D;
+  constexpr int D = F::D, KEYS = F::KEYS;
   constexpr uint32_t TILE_OF_KEYS = sizeof shared.keys[0];
+  const CUtensorMap *key_map = F::BOX == TILE ? &a.qkv : &a.keys;
   PipelineState keys(shared.key_ring);
   PipelineState values(shared.value_ring);
   produce_work<F>(shared, a, sizeof shared.queries[0], [&](int slot, uint64_t *full, WorkTile w) {
@@ -78,8 +86,8 @@ template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperFo
     auto load_values = [&](int tile) {
       const int stage = values.acquire();
       mbarrier_arrive_expect_tx(&shared.value_ring.full[stage], TILE_OF_KEYS);
-      load_rows<D, KEYS>(shared.values[stage], &a.qkv, &shared.value_ring.full[stage],
-                         key_head + a.num_key_value_heads, tile * KEYS, w.batch);
+      load_rows<D, KEYS, F::CLUSTER, F::BOX>(shared.values[stage], key_map, &shared.value_ring.full[stage],
+                                             key_head + a.num_key_value_heads, tile * KEYS, w.batch);
     };
     load_rows<D, F::ROWS>(shared.queries[slot], &a.qkv, full, w.head, w.block * F::ROWS, w.batch);
     const KeyTiles tiles = key_tiles<F>(a, w);
@@ -87,8 +95,8 @@ template <class F> DEVICE void produce(ForwardStorage<F> &shared, const HopperFo
     for (int tile = tiles.end - 1; tile >= tiles.first; tile--) {
       const int stage = keys.acquire();
       mbarrier_arrive_expect_tx(&shared.key_ring.full[stage], TILE_OF_KEYS);
-      load_rows<D, KEYS>(shared.keys[stage], &a.qkv, &shared.key_ring.full[stage], key_head, tile * KEYS,
-                         w.batch);
+      load_rows<D, KEYS, F::CLUSTER, F::BOX>(shared.keys[stage], key_map, &shared.key_ring.full[stage],
+                                             key_head, tile * KEYS, w.batch);
       if (tile < tiles.end - 1) load_values(tile + 1);
     }
     load_values(tiles.first);
@@ -104,7 +112,7 @@ template <class F> DEVICE void pass_turn(int group) {
 }
 
 template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperForwardArguments &a) {
-  constexpr int D = F::D, ROWS = F::ROWS;
+  constexpr int D = F::D, ROWS = F::ROWS, KEYS = F::KEYS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
   PipelineState resident(shared.resident_ring);
@@ -122,14 +130,17 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
     const KeyTiles tiles = key_tiles<F>(a, w);
     const int first_row = w.block * ROWS + group * TILE; // the warpgroup's first
     const bool any = first_row < a.seq_len;
-    // It works on tiles [first, last], of which `last` holds the diagonal of all its rows.
-    const int last = any ? first_row / KEYS : tiles.first - 1;
+    // It works on tiles [first, last], of which `last` holds the diagonal of all its rows; where KEYS is no
+    // multiple of 64, perhaps of its later rows only.
+    const int last_row = KEYS % TILE ? min(first_row + TILE, a.seq_len) - 1 : first_row;
+    const int last = any ? last_row / KEYS : tiles.first - 1;
     const int first = F::PACKED && any ? bound_of<F>(a, w, first_row) / KEYS : tiles.first;
     // Its rows begin in different documents in tiles that begin before this.
     const int edge = F::PACKED ? bound_of<F>(a, w, first_row + TILE - 1) : 0;
     const uint32_t x = uniform(shared_address(shared.queries[slot]) + group * TILE_BYTES);
-    const int row = first_row + warp * 16 + g; // the thread's first; the other is 8 further
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, rescale[2];
+    const int row = first_row + warp * 16 + g;                 // the thread's first; the other is 8 further
+    constexpr float LOWEST = KEYS % TILE ? -1e30f : -INFINITY; // a row may see no key of the first tile
+    float max[2] = {LOWEST, LOWEST}, sum[2] = {0, 0}, rescale[2];
     bool rises;
     EACH (i, D / 2) o[i] = 0;
 
@@ -154,6 +165,10 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
       wgmma_fence();
       accumulate<D>(o, p, descriptor_mn_major(y, KEYS * 128));
       wgmma_commit();
+    };
+    auto mask = [&](int tile) { // the diagonal
+      EACH (i, KEYS / 2)
+        if (tile * KEYS + i / 4 * 8 + 2 * q + (i & 1) > row + (i >> 1 & 1) * 8) s[i] = -INFINITY;
     };
     // s becomes P, and sum follows; where a row of the warp `rises`, max follows too, and `rescale` brings
     // earlier sums to the new maxima. The first tile has a key for every row, so no maximum stays -infinity.
@@ -202,8 +217,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
       wgmma_wait<0>();
       wgmma_fence_operand(s);
       keys.release(key);
-      EACH (i, KEYS / 2) // the diagonal
-        if (last * KEYS + i / 4 * 8 + 2 * q + (i & 1) > row + (i >> 1 & 1) * 8) s[i] = -INFINITY;
+      mask(last);
       softmax(last);
       to_operands(p, s);
       for (int tile = last - 1; tile >= first; tile--) {
@@ -216,6 +230,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
         wgmma_wait<1>(); // s
         wgmma_fence_operand(s);
         keys.release(key);
+        if (KEYS % TILE && (tile + 1) * KEYS > first_row) mask(tile);
         softmax(tile);
         wgmma_wait_after(sum[0] + sum[1]);
         wgmma_fence_operand(o);
@@ -260,12 +275,18 @@ bool attention_hopper_forward(Backend *backend, const AttentionForward *f, int *
   if (!hopper_runs(backend) || !set_arguments(&a, f->qkv, f->documents, f->shape, counter)) return false;
   a.out = data_of<bf16>(f->out), a.out_stride = f->out.stride;
   a.lse = data_of<float>(f->lse), a.lse_stride = f->lse.stride;
-  cuda_check(cudaMemsetAsync(counter, 0, sizeof *counter, cuda_stream(backend)), "clearing a counter");
-  with_bool(tensor_exists(f->documents), [&](auto packed) {
-    if (f->shape.head_dim == 64)
-      launch<ForwardTraits<64, packed>>(backend, a);
-    else
-      launch<ForwardTraits<128, packed>>(backend, a);
-  });
-  return true;
+  const bool pairs = heads_pair(f->shape), packed = tensor_exists(f->documents);
+  const auto run = [&](auto traits) {
+    using F = decltype(traits);
+    if (F::BOX != TILE &&
+        !describe(&a.keys, f->qkv, f->shape, a.num_heads + 2 * a.num_key_value_heads, F::BOX))
+      return false;
+    cuda_check(cudaMemsetAsync(counter, 0, sizeof *counter, cuda_stream(backend)), "clearing a counter");
+    launch<F>(backend, a);
+    return true;
+  };
+  if (f->shape.head_dim == 64)
+    return packed ? run(ForwardTraits<64, true>()) : run(ForwardTraits<64, false>());
+  if (packed) return pairs ? run(ForwardTraits<128, true, 2>()) : run(ForwardTraits<128, true>());
+  return pairs ? run(ForwardTraits<128, false, 2>()) : run(ForwardTraits<128, false>());
 }

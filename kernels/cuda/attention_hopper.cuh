@@ -5,8 +5,12 @@
 // resident) while tiles of other rows are streamed past all consumers. One thread of the producer takes work
 // tiles from a counter and keeps TMA loads in flight. Which CTA takes which tile varies; results do not.
 //
-// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, KEY_PASS (rows are keys, not queries), PACKED
-// (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
+// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, CLUSTER, KEY_PASS (rows are keys, not queries),
+// PACKED (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
+//
+// The CTAs of a cluster have work tiles that stream the same rows: queries of heads that share keys and
+// values, or neighbouring blocks of keys. Each CTA loads a part of every streamed tile into all of them, once
+// the consumers of all have released the stage, and its own barrier expects the bytes of all parts.
 #pragma once
 
 #include "kernels/cuda/attention_kernels.h"
@@ -23,8 +27,8 @@ struct HopperArguments {
   CUtensorMap qkv;
   int *counter; // work taken beyond each CTA's first work tile
   int batch, seq_len, num_heads, num_key_value_heads;
-  int blocks;              // per sequence, of ROWS rows each
-  int heads, work;         // heads of the pass over all batches; blocks * heads
+  int blocks;              // per sequence, of ROWS rows each; key pass: of a cluster's
+  int heads, work;         // heads of the pass over all batches, query heads by clusters; blocks * heads
   int heads_at_a_time;     // heads whose operands fit in the L2 cache together
   float scale, scale_log2; // 1 / sqrt(D), and times log2(e)
   Documents documents;
@@ -35,13 +39,18 @@ struct WorkTile {
   int block, head, batch; // the head of the pass: a key/value head or a query head
 };
 
+template <class F> DEVICE int rank_of_cta() {
+  return blockIdx.x % F::CLUSTER;
+}
+
 // Takes heads in groups that fit in the L2 cache; within a group the longest tiles come first.
 template <class F> DEVICE WorkTile work_tile(const HopperArguments &a, int index) {
   int group = index / (a.heads_at_a_time * a.blocks), place = index % (a.heads_at_a_time * a.blocks);
   int first_head = group * a.heads_at_a_time, heads = min(a.heads_at_a_time, a.heads - first_head);
   int head = first_head + place % heads, block = place / heads;
-  int per_batch = F::KEY_PASS ? a.num_key_value_heads : a.num_heads;
-  return {F::KEY_PASS ? block : a.blocks - 1 - block, head % per_batch, head / per_batch};
+  int per_batch = F::KEY_PASS ? a.num_key_value_heads : a.num_heads / F::CLUSTER;
+  if (F::KEY_PASS) return {block * F::CLUSTER + rank_of_cta<F>(), head % per_batch, head / per_batch};
+  return {a.blocks - 1 - block, head % per_batch * F::CLUSTER + rank_of_cta<F>(), head / per_batch};
 }
 
 // Query t sees keys from this bound on; queries up to it see key t. Rows past the last count as the last.
@@ -53,19 +62,28 @@ template <class F> DEVICE int bound_of(const HopperArguments &a, WorkTile w, int
 
 // --- rings of tiles ----------------------------------------------------------------------------------------
 
-template <int STAGES> struct Barriers {
+template <int STAGES, int CLUSTER> struct Barriers {
   uint64_t full[STAGES], free[STAGES];
-  DEVICE void init(int warps) { // warps that release a stage
-    for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps);
+  DEVICE void init(int warps) { // warps of each CTA that release a stage
+    for (int i = 0; i < STAGES; i++) mbarrier_init(&full[i], 1), mbarrier_init(&free[i], warps * CLUSTER);
+  }
+  // Tells the producers of all CTAs that this warp has read a stage.
+  DEVICE void release(int which) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (CLUSTER == 1) {
+      if (lane == 0) mbarrier_arrive(&free[which]);
+    } else {
+      if (lane < CLUSTER) mbarrier_arrive_remote(&free[which], lane);
+    }
   }
 };
 
 // The position of the producer, or of a consumer's warp, in a ring.
-template <int STAGES> struct PipelineState {
-  Barriers<STAGES> &barriers;
+template <int STAGES, int CLUSTER> struct PipelineState {
+  Barriers<STAGES, CLUSTER> &barriers;
   int stage = 0, phase = 0;
 
-  DEVICE explicit PipelineState(Barriers<STAGES> &b) : barriers(b) {}
+  DEVICE explicit PipelineState(Barriers<STAGES, CLUSTER> &b) : barriers(b) {}
   DEVICE int advance() {
     int now = stage;
     if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -85,28 +103,61 @@ template <int STAGES> struct PipelineState {
     __syncwarp();
     return advance();
   }
-  DEVICE void release(int which) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&barriers.free[which]);
-  }
+  DEVICE void release(int which) { barriers.release(which); }
 };
 
-// Loads rows [token, token + ROWS) of a head of D elements as tiles of 64 by 64, one below the other.
-template <int D, int ROWS>
+// Loads rows [token, token + ROWS) of a head of D elements as tiles of BOX by 64, one below the other. The
+// CTAs of a cluster take them in turn, each for all.
+template <int D, int ROWS, int CLUSTER = 1, int BOX = TILE>
 DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier, int head, int token,
                       int batch) {
-  for (int i = 0; i < D / 64; i++)
-    for (int part = 0; part < ROWS / TILE; part++)
-      tma_load_4d(shared_address(to) + (i * (ROWS / TILE) + part) * TILE_BYTES, map, barrier, i * 64, head,
-                  token + part * TILE, batch);
+  constexpr int PARTS = ROWS / BOX;
+  static_assert(ROWS % BOX == 0 && D / 64 * PARTS % CLUSTER == 0, "whole tiles, as many for each CTA");
+  const int rank = blockIdx.x % CLUSTER;
+  for (int box = rank; box < D / 64 * PARTS; box += CLUSTER) {
+    const uint32_t place = shared_address(to) + box * (BOX * 128);
+    const int column = box / PARTS * 64, row = token + box % PARTS * BOX;
+    if constexpr (CLUSTER == 1)
+      tma_load_4d(place, map, barrier, column, head, row, batch);
+    else
+      tma_load_4d_multicast(place, map, barrier, column, head, row, batch, (1 << CLUSTER) - 1);
+  }
 }
+
+// How the producer of a cluster's first CTA tells the second's which work it took. There is a place more than
+// buffers of resident operands: when work n is sent, the sender has acquired a buffer for n - 1, so all
+// consumers have finished n - 1 - RESIDENT, whose place it takes.
+template <int RESIDENT> struct Mailbox {
+  Barriers<RESIDENT + 1, 1> ring; // full ones only
+  int work[RESIDENT + 1];
+  DEVICE void init() { ring.init(1); }
+};
 
 // Runs the producer: load(slot, barrier, work tile) starts a work tile's loads, its resident operands into
 // `slot`. The index of a work tile past the last ends the consumers.
 template <class F, class Load>
 DEVICE void produce_work(typename F::SharedStorage &shared, const HopperArguments &a, uint32_t resident_bytes,
                          Load load) {
-  PipelineState<F::SharedStorage::RESIDENT> resident(shared.resident_ring);
-  for (int index = blockIdx.x;; index = gridDim.x + atomicAdd(a.counter, 1)) {
+  PipelineState resident(shared.resident_ring);
+  PipelineState mail(shared.mailbox.ring);
+  auto next_index = [&]() {
+    const bool takes = rank_of_cta<F>() == 0;
+    int index = takes ? (int)gridDim.x / F::CLUSTER + atomicAdd(a.counter, 1) : 0;
+    if constexpr (F::CLUSTER > 1) {
+      static_assert(F::CLUSTER == 2, "one CTA to send to");
+      uint64_t *there = &shared.mailbox.ring.full[mail.stage];
+      if (takes) {
+        store_async_remote(&shared.mailbox.work[mail.stage], index, there, 1);
+      } else {
+        mbarrier_arrive_expect_tx(there, sizeof index);
+        mail.wait();
+        index = shared.mailbox.work[mail.stage];
+      }
+      mail.advance();
+    }
+    return index;
+  };
+  for (int index = blockIdx.x / F::CLUSTER;; index = next_index()) {
     const bool end = index >= a.work;
     const int slot = resident.acquire();
     shared.work[slot] = index;
@@ -163,30 +214,38 @@ __global__ void __launch_bounds__((F::WARPGROUPS + 1) * 128, 1)
   Shared &shared = *reinterpret_cast<Shared *>(((uintptr_t)shared_bytes + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) {
     shared.init_barriers(F::WARPGROUPS * 4);
+    if constexpr (F::CLUSTER > 1) shared.mailbox.init();
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (F::CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
   if (threadIdx.x / 128 == F::WARPGROUPS) {
     // Registers per thread; more in all than at the start, and the consumers would wait for ever.
-    setmaxnreg_dec<F::WARPGROUPS == 2 ? 24 : 32>();
+    setmaxnreg_dec<F::PRODUCER_REGISTERS>();
     if (threadIdx.x == F::WARPGROUPS * 128) produce(shared, a);
   } else {
-    setmaxnreg_inc<F::WARPGROUPS == 2 ? 240 : 160>();
+    setmaxnreg_inc<F::WARPGROUPS == 3 ? 160 : (504 - F::PRODUCER_REGISTERS) / 2>();
     consume(shared, a);
+  }
+  if constexpr (F::CLUSTER > 1) { // no CTA leaves while the other may still arrive at its barriers
+    __syncwarp();
+    cluster_sync();
   }
 #endif
 }
 
 // --- host --------------------------------------------------------------------------------------------------
 
-// Describes [batch, token, head, element] to TMA in tiles of 64 tokens and 64 elements of one head.
-static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads) {
+// Describes [batch, token, head, element] to TMA in tiles of `rows` tokens and 64 elements of one head.
+static bool describe(CUtensorMap *map, Tensor t, AttentionShape s, int64_t heads, int rows = TILE) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = tma_encoder(); // found where hopper_runs()
   cuuint64_t dims[4] = {(cuuint64_t)s.head_dim, (cuuint64_t)heads, (cuuint64_t)s.seq_len,
                         (cuuint64_t)s.batch};
   cuuint64_t strides[3] = {(cuuint64_t)s.head_dim * 2, (cuuint64_t)t.stride * 2,
                            (cuuint64_t)s.seq_len * (cuuint64_t)t.stride * 2};
-  cuuint32_t tile[4] = {64, 1, TILE, 1}, steps[4] = {1, 1, 1, 1};
+  cuuint32_t tile[4] = {64, 1, (cuuint32_t)rows, 1}, steps[4] = {1, 1, 1, 1};
   return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, dims, strides, tile, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -202,16 +261,29 @@ static bool set_arguments(HopperArguments *a, Tensor qkv, Tensor documents, Atte
   return describe(&a->qkv, qkv, s, s.num_heads + 2 * s.num_key_value_heads);
 }
 
+// True for sequences so long that clusters are faster for heads of 128: their CTAs wait for each other. Tests
+// have short ones, and LCE_CLUSTER_TOKENS=1 in the environment.
+static bool clusters_pay(AttentionShape s) {
+  const char *least = getenv("LCE_CLUSTER_TOKENS");
+  return s.seq_len >= (least ? atoi(least) : 4096);
+}
+
+// True if two query heads that share keys and values make a cluster.
+static bool heads_pair(AttentionShape s) {
+  return clusters_pay(s) && s.num_heads / s.num_key_value_heads % 2 == 0;
+}
+
 template <class F> static void launch(Backend *backend, typename F::Arguments a) {
-  a.blocks = (int)ceil_div(a.seq_len, F::ROWS);
-  a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads);
+  const int64_t group = a.num_heads / a.num_key_value_heads;
+  a.blocks = (int)ceil_div(a.seq_len, F::ROWS * (F::KEY_PASS ? F::CLUSTER : 1));
+  a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads / F::CLUSTER);
   a.work = a.heads * a.blocks;
-  // A head streams the q and dout of a group of query heads, or k and v.
-  int64_t streams = F::KEY_PASS ? a.num_heads / a.num_key_value_heads : 1;
-  a.heads_at_a_time = (int)max_i64(1, min_i64(a.heads, (24 << 20) / (streams * a.seq_len * F::D * 4)));
-  int64_t blocks = min_i64(cuda_state(backend)->multiprocessors, a.work);
-  launch_kernel({"attention", cuda_stream(backend), blocks, (F::WARPGROUPS + 1) * 128, false,
-                 sizeof(typename F::SharedStorage) + 1024},
+  // A head streams the q and dout of a group of query heads, or k and v, which a cluster's group has in common.
+  int64_t streams = F::KEY_PASS ? group : 1, fit = max_i64(1, (24 << 20) / (streams * a.seq_len * F::D * 4));
+  a.heads_at_a_time = (int)min_i64(a.heads, F::KEY_PASS || F::CLUSTER == 1 ? fit : fit * group / F::CLUSTER);
+  int64_t clusters = min_i64(cuda_state(backend)->multiprocessors / F::CLUSTER, a.work);
+  launch_kernel({"attention", cuda_stream(backend), clusters * F::CLUSTER, (F::WARPGROUPS + 1) * 128, false,
+                 sizeof(typename F::SharedStorage) + 1024, F::CLUSTER > 1 ? F::CLUSTER : 0},
                 hopper_kernel<F>, a);
 }
 

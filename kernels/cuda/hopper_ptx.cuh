@@ -128,6 +128,17 @@ static DEVICE void mbarrier_arrive_remote(uint64_t *barrier, uint32_t rank) {
                : "memory");
 }
 
+// Writes a word and counts 4 bytes at a barrier, at the same addresses in CTA `rank` of the cluster.
+static DEVICE void store_async_remote(int *to, int x, uint64_t *barrier, uint32_t rank) {
+  asm volatile("{\n\t.reg .b32 there, counts;\n\t"
+               "mapa.shared::cluster.u32 there, %0, %3;\n\t"
+               "mapa.shared::cluster.u32 counts, %2, %3;\n\t"
+               "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %1, [counts];\n\t}" ::"r"(
+                   shared_address(to)),
+               "r"(x), "r"(shared_address(barrier)), "r"(rank)
+               : "memory");
+}
+
 // Returns once the phase of this parity has ended.
 static DEVICE void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
   asm volatile("{\n\t.reg .pred done;\n"
@@ -171,6 +182,16 @@ static DEVICE void tma_load_4d(uint32_t to, const CUtensorMap *map, uint64_t *ba
                " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
+}
+
+// Loads into every CTA of the cluster whose bit `ctas` has, at the same address and barrier in each.
+static DEVICE void tma_load_4d_multicast(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int x, int y,
+                                         int z, int w, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "h"(ctas)
+      : "memory");
 }
 
 // Loads a contiguous piece of global memory.
@@ -251,14 +272,15 @@ static DEVICE void wgmma_wait_after(float x) {
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
 // `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16
 // rows from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The
-// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes.
+// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes. An address has
+// the CTA's rank in its cluster from bit 24 on, and a descriptor's has 18 bits.
 #define DESCRIPTOR_HIGH "0x40000040"
 
 static DEVICE uint32_t descriptor_k_major(uint32_t address) {
-  return address >> 4 | 1 << 16;
+  return (address & 0x3FFFF) >> 4 | 1 << 16;
 }
 static DEVICE uint32_t descriptor_mn_major(uint32_t address, uint32_t next_tile) {
-  return address >> 4 | next_tile >> 4 << 16;
+  return (address & 0x3FFFF) >> 4 | next_tile >> 4 << 16;
 }
 
 // A whole descriptor (MN-major with the next tile 8 KiB further), and the same `bytes` further on: nothing
@@ -276,12 +298,16 @@ static DEVICE uint64_t descriptor_advance(uint64_t descriptor, uint32_t bytes) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),                \
       "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]),      \
       "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define ACC_64  ACC_16(0), ACC_16(16)
+#define ACC_64 ACC_16(0), ACC_16(16)
+#define ACC_80                                                                                               \
+  ACC_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]),         \
+      "+f"(d[39])
 #define ACC_128 ACC_64, ACC_16(32), ACC_16(48)
 #define ACC_192 ACC_128, ACC_16(64), ACC_16(80)
 #define REGS_64                                                                                              \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                   \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_80 REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define REGS_128                                                                                             \
   REGS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
           "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -314,10 +340,12 @@ static DEVICE void wgmma(float (&d)[96], uint64_t a, uint64_t b, bool keep) {
 
 // The same by the lower halves of K-major descriptors.
 template <int COLUMNS> static DEVICE void wgmma(float (&d)[COLUMNS / 2], uint32_t a, uint32_t b, bool keep) {
-  static_assert(COLUMNS == 64 || COLUMNS == 128, "as many columns as a tile of attention's scores");
+  static_assert(COLUMNS == 64 || COLUMNS == 80 || COLUMNS == 128, "columns of a tile of attention's scores");
   constexpr bool B_MN_MAJOR = false;
   if constexpr (COLUMNS == 64)
     WGMMA(64, WIDEN("a", "%32") WIDEN("b", "%33"), "a", "b", "%34", "0, %35", "r"(a), "r"(b));
+  else if constexpr (COLUMNS == 80)
+    WGMMA(80, WIDEN("a", "%40") WIDEN("b", "%41"), "a", "b", "%42", "0, %43", "r"(a), "r"(b));
   else
     WGMMA(128, WIDEN("a", "%64") WIDEN("b", "%65"), "a", "b", "%66", "0, %67", "r"(a), "r"(b));
 }
@@ -343,9 +371,11 @@ static DEVICE void wgmma(float (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint32
 }
 #undef ACC_16
 #undef ACC_64
+#undef ACC_80
 #undef ACC_128
 #undef ACC_192
 #undef REGS_64
+#undef REGS_80
 #undef REGS_128
 #undef REGS_192
 #undef WGMMA

@@ -243,8 +243,7 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
   }
 }
 
-HARNESS_TEST(test_tensor_cores) {
-  if (h->dtype != DTYPE_BF16) skip(); // fp32 has no tensor cores
+static void check_tensor_cores(Harness *h) {
   if (small_shapes()) {
     check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
     check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
@@ -260,6 +259,24 @@ HARNESS_TEST(test_tensor_cores) {
   // More work tiles than SMs, so that who does what differs between the runs.
   check_shape(h, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
   check_shape(h, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
+}
+
+HARNESS_TEST(test_tensor_cores) {
+  if (h->dtype != DTYPE_BF16) skip(); // fp32 has no tensor cores
+  check_tensor_cores(h);
+}
+
+// Hopper's clusters, which are for long sequences.
+HARNESS_TEST(test_clusters) {
+  if (h->dtype != DTYPE_BF16) skip();
+  setenv("LCE_CLUSTER_TOKENS", "1", true);
+  if (small_shapes()) {
+    check_shape(h, (AttentionShape){1, 193, 4, 2, 128}, 1);
+    check_shape(h, (AttentionShape){1, 129, 3, 1, 128}, 1);
+  } else {
+    check_tensor_cores(h);
+  }
+  unsetenv("LCE_CLUSTER_TOKENS");
 }
 
 // Heads that have no tensor-core kernel; in fp32 none has.
