@@ -12,12 +12,13 @@
 // Why there is no deadlock: number a cluster's steps by its key tiles, in the order of loading; its CTAs have
 // the same. Each consumer takes part in every step, if only to skip it, and turns follow the order of (step,
 // consumer). In step j a consumer waits for its turn, K_j and V_{j-1} (where it skips, K_j and V_j), and at
-// its end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and V_{j-VALUE_STAGES}
-// must have been released by both CTAs, which happens in steps up to j + 1 - KEY_STAGES and j + 1 - VALUE_STAGES: with two
-// stages or more, before step j.
+// its end it holds only V_j. The producer loads K_0, K_1, V_0, K_2, V_1, ...: for V_j, K_{j+1-KEY_STAGES} and
+// V_{j-VALUE_STAGES} must have been released by both CTAs, which happens in steps up to j + 1 - KEY_STAGES
+// and j + 1 - VALUE_STAGES: with two stages or more, before step j.
 //
-// Memory traffic: q and out once, k and v once per ROWS queries of a cluster's heads, mostly from L2. For heads of 128
-// this is what limits: without clusters and in tiles of 128 queries, 4.5 TB/s. Arithmetic: 4 B Q T^2 D / 2.
+// Memory traffic: q and out once, k and v once per ROWS queries of a cluster's heads, mostly from L2. For
+// heads of 128 L2 is a limit: without clusters and in tiles of 128 queries it gives 4.5 TB/s. Arithmetic:
+// 4 B Q T^2 D / 2.
 #include "kernels/cuda/attention_hopper.cuh"
 
 namespace attention {

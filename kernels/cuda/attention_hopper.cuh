@@ -5,8 +5,9 @@
 // resident) while tiles of other rows are streamed past all consumers. One thread of the producer takes work
 // tiles from a counter and keeps TMA loads in flight. Which CTA takes which tile varies; results do not.
 //
-// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, CLUSTER, KEY_PASS (rows are keys, not queries),
-// PACKED (sequences of several documents), Arguments, SharedStorage, produce (by one thread) and consume.
+// A pass is a class F with D, WARPGROUPS (of consumers), ROWS, CLUSTER (CTAs), KEY_PASS (rows are keys, not
+// queries), PACKED (sequences of several documents), Arguments, SharedStorage, PRODUCER_REGISTERS, produce
+// (by one thread) and consume.
 //
 // The CTAs of a cluster have work tiles that stream the same rows: queries of heads that share keys and
 // values, or neighbouring blocks of keys. Each CTA loads a part of every streamed tile into all of them, once
@@ -278,7 +279,7 @@ template <class F> static void launch(Backend *backend, typename F::Arguments a)
   a.blocks = (int)ceil_div(a.seq_len, F::ROWS * (F::KEY_PASS ? F::CLUSTER : 1));
   a.heads = a.batch * (F::KEY_PASS ? a.num_key_value_heads : a.num_heads / F::CLUSTER);
   a.work = a.heads * a.blocks;
-  // A head streams the q and dout of a group of query heads, or k and v, which a cluster's group has in common.
+  // A head streams the q and dout of a group of query heads, or k and v, which a cluster's group shares.
   int64_t streams = F::KEY_PASS ? group : 1, fit = max_i64(1, (24 << 20) / (streams * a.seq_len * F::D * 4));
   a.heads_at_a_time = (int)min_i64(a.heads, F::KEY_PASS || F::CLUSTER == 1 ? fit : fit * group / F::CLUSTER);
   int64_t clusters = min_i64(cuda_state(backend)->multiprocessors / F::CLUSTER, a.work);

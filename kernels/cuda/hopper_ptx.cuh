@@ -272,8 +272,8 @@ static DEVICE void wgmma_wait_after(float x) {
 // Descriptors of an operand in shared memory. K-major: a tile's rows run along k, and the 16 columns from
 // `address` on are multiplied. MN-major: a tile's rows run along m or n, 64 entries for one k, and its 16
 // rows from `address` on are multiplied; the next 64 entries along m or n lie `next_tile` bytes further. The
-// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes. An address has
-// the CTA's rank in its cluster from bit 24 on, and a descriptor's has 18 bits.
+// lower half holds both, in units of 16 bytes; the upper half is constant: 8 rows are 1024 bytes. An address
+// has its CTA's rank in the cluster from bit 24 on, and a descriptor's has 18 bits.
 #define DESCRIPTOR_HIGH "0x40000040"
 
 static DEVICE uint32_t descriptor_k_major(uint32_t address) {

@@ -8,7 +8,7 @@ from .library import DivergenceArgs
 
 KINDS = "forward_kl", "reverse_kl", "jsd"  # in the order of the library's numbers
 CHUNK = 2048  # the library's default on a GPU; on the CPU all dtypes are one
-NARROW_CHUNKS = 4  # as many as may be summed in bf16: their roundings come to 1.6 times the one of a sum in fp32
+NARROW_CHUNKS = 4  # as many as may be summed in bf16: their roundings come to 1.6 to 1.9 times one
 
 
 def call(x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, dtype, kind, beta, softcap,

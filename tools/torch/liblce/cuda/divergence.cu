@@ -47,7 +47,8 @@ template <typename T, int W> static DEVICE void store_group(T *to, Group<T, W> g
   *reinterpret_cast<Word *>(to) = reinterpret_cast<const Word &>(group);
 }
 
-// u of W entries from column i on, with du/dz; minus infinity beyond the row's end. PLAIN: without bias, soft-cap or such an end.
+// u of W entries from column i on, with du/dz; minus infinity beyond the row's end. PLAIN: without bias, soft-cap or
+// such an end.
 template <bool PLAIN, int W, typename T>
 static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Group<T, W> &z, const Head<T> &head,
                               int i, int columns) {
@@ -96,16 +97,24 @@ static DEVICE float4 cluster_sum(float4 *parts, float4 sums) {
   return sums;
 }
 
-// GIVEN: the heads are plain, in whole accesses, and have tiles. A cluster then owns the row if it is read twice, and each block holds a part.
+// True if a row is read twice.
+constexpr bool reads_twice(DivergenceKind kind) {
+  return kind != FORWARD_KL;
+}
+
+// The most threads of a block.
+constexpr int most_threads(DivergenceKind kind, bool given) {
+  return !given ? 1024 : reads_twice(kind) ? SM_THREADS : 512;
+}
+
+// GIVEN: the heads are plain, in whole accesses, and have tiles. If the row is read twice, a cluster then owns it, and
+// each block holds a part; else two blocks share an SM.
 template <typename T, int W, DivergenceKind KIND, bool GIVEN>
-static __global__ void __launch_bounds__(!GIVEN               ? 1024
-                                         : KIND == FORWARD_KL ? 512
-                                                              : SM_THREADS,
-                                         1 + (GIVEN && KIND == FORWARD_KL))
+static __global__ void __launch_bounds__(most_threads(KIND, GIVEN), GIVEN && !reads_twice(KIND) ? 2 : 1)
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   extern __shared__ uint8_t held_bytes[];
-  constexpr bool HELD = GIVEN && KIND != FORWARD_KL;
+  constexpr bool HELD = GIVEN && reads_twice(KIND);
   constexpr int BLOCKS = HELD ? ROW_BLOCKS : 1;
   int64_t row = blockIdx.x / BLOCKS;
   int columns = (int)a.student.logits.shape[1], step = blockDim.x * W, best, teacher_best;
@@ -163,7 +172,7 @@ static __global__ void __launch_bounds__(!GIVEN               ? 1024
                             distance_of(teacher_u, q, teacher));
   };
   float at_best[1], none[1], lead_at_max = 0;
-  if (KIND != FORWARD_KL) {
+  if (reads_twice(KIND)) {
     entries_of<GIVEN>(at_best, none, Group<T, 1>{others[best]}, teacher, best, columns);
     lead_at_max = entry_of(p.max, at_best[0]).lead;
   }
@@ -188,14 +197,14 @@ static __global__ void __launch_bounds__(!GIVEN               ? 1024
       sums.y += e.p * distance_of(u[k], p, student);
       sums.z += e.p * (e.lead - lead_at_max);
     }
-    if (KIND == FORWARD_KL && a.backward) store_gradient(i, 0);
+    if (!reads_twice(KIND) && a.backward) store_gradient(i, 0);
   }
   sums.x = block_sum(sums.x), sums.y = block_sum(sums.y);
-  if (KIND != FORWARD_KL) sums.z = block_sum(sums.z);
+  if (reads_twice(KIND)) sums.z = block_sum(sums.z);
   if (HELD) sums = cluster_sum(data_of<float4>(a.block_sums) + row * ROW_BLOCKS, sums);
   if (threadIdx.x == 0 && begin == 0)
     write(a.loss, row, sums.x), write(a.entropy, row, p.log_sum - ENTRY_UNIT * sums.y);
-  for (int i = begin + threadIdx.x * W; KIND != FORWARD_KL && a.backward && i < end; i += step) {
+  for (int i = begin + threadIdx.x * W; reads_twice(KIND) && a.backward && i < end; i += step) {
     unpack(HELD ? load_both(held, held_others, i) : load_both(out, others, i), i);
     store_gradient(i, sums.z);
   }
@@ -217,7 +226,7 @@ static void divergence(Backend *backend, const LceDivergence *a, const Divergenc
   KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
   // What fits in an SM's shared memory beside 2 KiB a block for the system and the block's sums.
   const size_t bytes = (size_t)ceil_div(groups, ROW_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
-  bool held = KIND != FORWARD_KL;
+  bool held = reads_twice(KIND);
   constexpr bool GIVEN = sizeof(T) == 2 && W > 1;
   if (GIVEN && student.best && teacher.best && a->student.logits.shape[1] % W == 0 &&
       (!held || bytes + 2048 <= sm_bytes)) {
@@ -226,7 +235,7 @@ static void divergence(Backend *backend, const LceDivergence *a, const Divergenc
       launch.grid = rows * ROW_BLOCKS, launch.block = SM_THREADS / blocks;
       launch.shared_bytes = bytes, launch.cluster = ROW_BLOCKS;
     } else {
-      launch.block = row_threads(groups, 512);
+      launch.block = row_threads(groups, most_threads(KIND, GIVEN));
     }
     return launch_kernel(launch, divergence_kernel<T, W, KIND, GIVEN>, *a, student, teacher, terms);
   }
