@@ -2,11 +2,12 @@
 // in the forward pass while they are at hand:
 //
 //     Z  = x W^T,  Z' = x' W'^T       [C, V] each, stored in x's dtype; Z' in two halves on a GPU
-//     Z  = its own gradient           lce_divergence: one pass for each row's two softmaxes, one or two for the rest
+//     Z  = its own gradient           lce_divergence: a pass for each row's two softmaxes, one or two for the rest
 //     dX = Z W,  dW += Z^T x
 //
 // Four GEMMs. A row's anchors are its two maxima: there is no target whose logit is known beforehand, and the logits
-// are stored anyway. Each probability then comes from a difference of its own row's logits, and log q - log p from two
+// are stored anyway. On Hopper the GEMM of the logits sums each tile of a row over its own maximum, and the parts are
+// joined: there is no pass for the softmaxes, and nothing to repair. Each probability then comes from a difference of its own row's logits, and log q - log p from two
 // such differences, not from the probabilities: it stays exact where one of them underflows.
 #include "tools/torch/liblce/divergence.h"
 
