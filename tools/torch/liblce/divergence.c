@@ -7,8 +7,9 @@
 //
 // Four GEMMs. A row's anchors are its two maxima: there is no target whose logit is known beforehand, and the logits
 // are stored anyway. On Hopper the GEMM of the logits sums each tile of a row over its own maximum, and the parts are
-// joined: there is no pass for the softmaxes, and nothing to repair. Each probability then comes from a difference of its own row's logits, and log q - log p from two
-// such differences, not from the probabilities: it stays exact where one of them underflows.
+// joined: there is no pass for the softmaxes, and nothing to repair. Each probability then comes from a difference of its
+// own row's logits, and log q - log p from two such differences, not from the probabilities: it stays exact where one of
+// them underflows.
 #include "tools/torch/liblce/divergence.h"
 
 #include "kernels/base/fail.h"
