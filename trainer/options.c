@@ -32,7 +32,8 @@ const Option options_rows[] = {
   {INTEGER("batch", "B", batch, 1, MAX), "Sequences per micro-batch", SETTING | FITTED, "4"},
   {INTEGER("seq-len", "T", seq_len, 1, MAX), "Tokens per sequence (default: 256 for tiny models, 1024 for GPT-2, else 2048)", SETTING,
    ALSO("block-size", "max-length")},
-  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS), "Tokens per step, a multiple of ranks x B x T (the default)", SETTING},
+  {INTEGER("total-batch", "TOKENS", total_batch, 1, MAX_STEPS),
+   "Tokens per optimizer step, a multiple of ranks x B x T (the default): gradients accumulate", SETTING},
   {INTEGER("seed", "SEED", seed, 0, 9.22e18), "Seed of weights, data order and samples", SETTING, "1"},
 
   {GROUP("Optimizer (AdamW or Muon)")},
@@ -74,7 +75,8 @@ const Option options_rows[] = {
   {LIST("val-data", "PATH", val_data), "Validation data (default: val_*.bin of such a directory, else a part of --data)",
    EXCLUDES("nothing is held out where there is separate validation data", "val-fraction")},
   {NUMBER("val-fraction", "FRACTION", val_fraction, 0, 0.999), "Validated part of --data", SETTING, "0.05"},
-  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps; 0: only at the end", OUTPUT_SETTING, "50", ALSO("eval-steps")},
+  {INTEGER("eval-every", "N", eval_every, 0, MAX), "Validate every N steps and at the end; 0: only at the end", OUTPUT_SETTING, "50",
+   ALSO("eval-steps")},
   {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
   {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: in file order, sharing a token, as llm.c", SETTING, "shuffled"},
   {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its own attention and positions, "
@@ -98,7 +100,8 @@ const Option options_rows[] = {
    NEEDS_SAVE, ALSO("save-steps")},
   {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
    "where none are given; ranks, --zero and --vocab-parallel may differ"},
-  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR: " FAMILY_NAMES, EXCLUDES("both say what the model is", "model")},
+  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
+   EXCLUDES("both say what the model is", "model")},
   {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0", NEEDS_SAVE},
   {CHOICE("save-dtype", save_dtype, DTYPES), "Type of the saved weights (default: --dtype)", OUTPUT_SETTING, NEEDS_SAVE},
 
@@ -136,10 +139,12 @@ const Option options_rows[] = {
   {CHOICE("fit", fit, "none", "device", "offload"), "Choose the --batch, --recompute and chunks that fit the device and are fast, where "
    "they are not given; offload: also what to --offload. With --plan the choice is only printed", .initial = "none", .bare = "device"},
   {NUMBER("device-memory", "GIB", device_memory, 1e-6, 1e6), "Pretend the device has GIB of memory; --plan and --fit then need no GPU"},
-  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps compute a batch twice; end if the bits differ", OUTPUT_SETTING, "0"},
+  {INTEGER("verify-every", "N", verify_every, 0, MAX), "Every N steps run the first micro-batch twice, and end the run if the bits "
+   "differ: the device then computes wrongly", OUTPUT_SETTING, "0"},
   {FLAG("compare-modes", compare_modes, true), "Measure both modes after the run and print a table", SAME},
   {FLAG("profile", profile, true), "Print and log a step's time by operations; NVTX ranges for Nsight"},
-  {TEXT("timeline", "FILE", timeline), "Write the bytes in use over three steps, which it slows, as CSV; an earlier one is kept as FILE.1"},
+  {TEXT("timeline", "FILE", timeline),
+   "Write the bytes in use over three steps by category, as CSV, waiting for the device each time; an earlier one is kept as FILE.1"},
   {TEXT("dump", "DIR", dump), "Write tokens, losses and gradients of a first step to DIR/first-step"},
 
   // Other programs' options that none of ours stands for.
