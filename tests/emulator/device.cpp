@@ -84,7 +84,7 @@ struct Transfer {
 
 // As on a GPU, an address in shared memory has the block's rank in its cluster from bit RANK_SHIFT on.
 enum {
-  STATIC_SHARED = 16 << 10,
+  STATIC_SHARED = 34 << 10, // beside 217 KiB of dynamic memory, which then ends within 18 bits of address
   STACK = 64 << 10,
   FIRST_ADDRESS = 1024,
   SHARED_MAX = 227 << 10,
