@@ -10,7 +10,7 @@
 struct cJSON;
 
 typedef struct {
-  // Values of the rows, in their order: --help tells what each means.
+  // Values of the rows: --help tells what each means.
   const char *preset;
   ModelConfig model;
   int64_t steps, batch, seq_len, total_batch; // batch, seq_len: of a micro-batch on one rank
@@ -41,7 +41,7 @@ typedef struct {
   bool plan, compare_modes, profile;
   enum { FIT_NONE, FIT_DEVICE, FIT_OFFLOAD } fit;
 
-  // What follows from them, from a checkpoint, the data and the machine.
+  // Values that follow from them, from a checkpoint, the data and the machine.
   bool trains;                 // false: tools/evaluate, which has weights alone
   bool given[OPTION_ROWS_MAX]; // by row of options_rows: on the command line or by the checkpoint
   char *origin;                // the folder whose weights the run begins with; NULL: they are random
@@ -78,6 +78,7 @@ void options_free(Options *options);
 
 // True if --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
+int64_t options_used_chunk(const Options *options); // the steps'; --lce-chunk is the maximum
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);
 Text options_words(const Options *options, const char *name); // a value as the command line has it

@@ -146,7 +146,7 @@ void report_settings(const Options *o, const Backend *backend, const RunData *da
   char loss[80] = "materialized logits";
   if (o->pass.mode == LCE_FUSED)
     snprintf(loss, sizeof loss, "fused linear_cross_entropy, %lld tokens at a time",
-             (long long)lce_used_chunk(o->batch * o->seq_len, o->pass.chunk));
+             (long long)options_used_chunk(o));
   printf("loss     %s, recompute %s\n", loss, options_recompute(o).text);
   Fp8Use fp8 = options_used_dtypes(o).fp8;
   const char *logits = fp8 == FP8_ALL         ? " and the loss's logits"

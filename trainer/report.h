@@ -92,7 +92,7 @@ typedef struct {
 // The fields that describe a run, in its log's lines and in a plan's.
 #define LOG_RUN(o, mode)                                                                                     \
   STR("model", (o)->model.name), STR("loss_mode", lce_mode_name(mode)), NUM("seq_len", (o)->seq_len),        \
-  NUM("lce_chunk", (mode) == LCE_FUSED ? lce_used_chunk((o)->batch *(o)->seq_len, (o)->pass.chunk) : 0), NUM("batch", (o)->batch),               \
+  NUM("lce_chunk", (mode) == LCE_FUSED ? options_used_chunk(o) : 0), NUM("batch", (o)->batch),               \
   STR("recompute", options_recompute(o).text), NUM("vocab_size", (o)->model.vocab_size),                     \
   NUM("hidden_size", (o)->model.hidden_size), STR("dtype", dtype_name((o)->dtypes.weight))
 // clang-format on

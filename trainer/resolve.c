@@ -106,8 +106,9 @@ static void resolve_batch(Options *o) {
   if (o->fit && !options_given(o, "batch")) o->batch = 1; // until it is chosen
   int64_t tokens = o->batch * o->seq_len;
   if (tokens > INT32_MAX)
-    fail("--batch x --seq-len is more than %d tokens in a micro-batch; lower one and raise --total-batch",
-         INT32_MAX);
+    fail("--batch %lld of --seq-len %lld is more than %d tokens in a micro-batch; lower one and raise "
+         "--total-batch",
+         (long long)o->batch, (long long)o->seq_len, INT32_MAX);
   tokens *= o->ranks;
   if (!o->total_batch) o->total_batch = tokens;
   o->micro_steps = o->total_batch / tokens;
@@ -212,6 +213,10 @@ ParameterDtypes options_used_dtypes(const Options *o) {
   bool logits = !o->no_sampling && (o->pass.mode == LCE_FUSED || o->compare_modes);
   if (used.fp8 == FP8_ALL && !logits) used.fp8 = FP8_LAYERS;
   return used;
+}
+
+int64_t options_used_chunk(const Options *o) {
+  return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
 }
 
 Text options_words(const Options *o, const char *name) {

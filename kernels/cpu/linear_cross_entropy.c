@@ -11,8 +11,10 @@
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
 // order; dW over the kept tiles of a tile's columns, in the order of their rows. REFERENCE.md has figures.
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
+#include "kernels/base/alloc.h"
 #include "kernels/base/random.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/vector_math.h"
@@ -139,7 +141,8 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float inv_temperature = inverse_temperature(a->temperature);
   const float *bias = a->bias.data;
   float anchor[LCE_TILE_ROWS]; // the unit's own
-  float logits[LCE_TILE_ROWS * LCE_TILE_COLUMNS], unkept[LCE_TILE_COLUMNS] = {0};
+  float *logits = host_alloc(LCE_TILE_ROWS * LCE_TILE_COLUMNS, sizeof *logits, "a tile of logits"); // 96 KiB
+  float unkept[LCE_TILE_COLUMNS] = {0};
   for (int64_t i = 0; i < rows; i++) {
     anchor[i] = first_anchor[i];
     sums[i] = 0;
@@ -180,6 +183,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     }
     if (tensor_exists(a->dx_raw)) add_tile(backend, dx, a->exps, a->weight, block, t, t > first_tile);
   }
+  free(logits);
   for (int64_t i = 0; i < rows; i++) {
     if (!(sums[i] > LCE_LARGEST_SUM || anchor[i] > first_anchor[i])) continue;
     double log_sum = log(sums[i]);

@@ -125,8 +125,8 @@ DEVICE void load_rows(const bf16 *to, const CUtensorMap *map, uint64_t *barrier,
   }
 }
 
-// How the producer of a cluster's first CTA tells the second's which work it took. There is a place more than
-// buffers of resident operands: when work n is sent, the sender has acquired a buffer for n - 1, so all
+// Tells the producer of a cluster's second CTA which work the first's took. There is a place more than buffers
+// of resident operands: when work n is sent, the sender has acquired a buffer for n - 1, so all
 // consumers have finished n - 1 - RESIDENT, whose place it takes.
 template <int RESIDENT> struct Mailbox {
   Barriers<RESIDENT + 1, 1> ring; // full ones only

@@ -16,6 +16,7 @@
 
 #ifdef HAVE_CUDA
 #include "kernels/cuda/attention_kernels.h"
+#include "kernels/cuda/hopper_gemm.h"
 #endif
 
 static int64_t qkv_width(AttentionShape s) {
@@ -243,40 +244,42 @@ static void check_shape(Harness *h, AttentionShape s, int kinds) {
   }
 }
 
-static void check_tensor_cores(Harness *h) {
-  if (small_shapes()) {
-    check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
-    check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
-    return;
-  }
+// Sequences whose lengths lie around tiles, with heads of 64 or 128 elements. A last shape has more work tiles than
+// SMs, so that who does what differs between the runs.
+static void check_lengths(Harness *h, int64_t head_dim) {
   static const int64_t lengths[] = {1, 7, 63, 64, 65, 127, 128, 129, 191, 193, 320, 385},
                        heads[][2] = {{2, 2}, {3, 1}, {8, 2}, {8, 1}};
-  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
-    for (int64_t head_dim = 64; head_dim <= 128; head_dim += 64) {
-      const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
-      check_shape(h, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
-    }
-  // More work tiles than SMs, so that who does what differs between the runs.
-  check_shape(h, (AttentionShape){8, 385, 12, 4, 64}, KINDS);
-  check_shape(h, (AttentionShape){3, 1003, 8, 4, 128}, KINDS);
+  for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+    const int64_t *q = heads[(i + (size_t)head_dim / 64) % 4];
+    check_shape(h, (AttentionShape){1 + (int64_t)i % 3, lengths[i], q[0], q[1], head_dim}, KINDS);
+  }
+  AttentionShape last = {3, 1003, 8, 4, 128};
+  check_shape(h, head_dim == 64 ? (AttentionShape){8, 385, 12, 4, 64} : last, KINDS);
 }
 
 HARNESS_TEST(test_tensor_cores) {
   if (h->dtype != DTYPE_BF16) skip(); // fp32 has no tensor cores
-  check_tensor_cores(h);
+  unsetenv("LCE_CLUSTER_TOKENS");
+  if (!small_shapes()) return check_lengths(h, 64), check_lengths(h, 128);
+  check_shape(h, (AttentionShape){2, 65, 3, 1, 64}, KINDS);
+  check_shape(h, (AttentionShape){1, 129, 2, 2, 128}, KINDS);
 }
 
-// Hopper's clusters, which are for long sequences.
+// Hopper's clusters, which are for long sequences with heads of 128.
 HARNESS_TEST(test_clusters) {
-  if (h->dtype != DTYPE_BF16) skip();
+#ifdef HAVE_CUDA
+  if (h->dtype != DTYPE_BF16 || !hopper_runs(h->backend)) skip();
   setenv("LCE_CLUSTER_TOKENS", "1", true);
   if (small_shapes()) {
     check_shape(h, (AttentionShape){1, 193, 4, 2, 128}, 1);
-    check_shape(h, (AttentionShape){1, 129, 3, 1, 128}, 1);
+    check_shape(h, (AttentionShape){1, 65, 3, 1, 128}, 1);
   } else {
-    check_tensor_cores(h);
+    check_lengths(h, 128);
   }
   unsetenv("LCE_CLUSTER_TOKENS");
+#else
+  skip();
+#endif
 }
 
 // Heads that have no tensor-core kernel; in fp32 none has.

@@ -3,6 +3,10 @@
 #include "tests/harness.h"
 #include "tools/torch/liblce/divergence.h"
 
+#ifdef HAVE_CUDA
+#include "kernels/cuda/hopper_gemm.h"
+#endif
+
 typedef struct {
   int64_t rows, hidden, teacher_hidden, vocab, chunk;
   DivergenceKind kind;
@@ -117,8 +121,42 @@ HARNESS_TEST(test_values) {
       // Whole accesses, for Hopper.
       {6, 16, 24, 2056, 3, FORWARD_KL, .temperature = 1, .scale = 1, .weights = true, .narrow = true},
       {3, 16, 24, 2056, 2, REVERSE_KL, .temperature = 0.7, .scale = 2},
-      {5, 16, 24, 2000, 3, JSD, .beta = 0.3, .temperature = 1, .scale = 2, .weights = true}};
+      {5, 16, 24, 2000, 3, JSD, .beta = 0.3, .temperature = 1, .scale = 2, .weights = true},
+      {2, 16, 24, 136, 2, REVERSE_KL, .temperature = 1, .scale = 2}};
   RUN_CASES(h, check_case, shapes);
+}
+
+// Each tile's largest logit, its column and its sum of exponentials are those of the logits as they are stored.
+HARNESS_TEST(test_tiles) {
+#ifdef HAVE_CUDA
+  if (h->dtype != DTYPE_BF16 || !hopper_runs(h->backend)) skip();
+  enum { ROWS = 130, HIDDEN = 24, VOCAB = 456, TILES = (VOCAB + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS };
+  Tensor x = tensor_from(h, h->dtype, random_values(h, ROWS * HIDDEN, 1), ROWS, HIDDEN),
+         weight = tensor_from(h, h->dtype, random_values(h, VOCAB * HIDDEN, 1), VOCAB, HIDDEN);
+  LogitTiles a = {.out = poisoned(h, h->dtype, ROWS, VOCAB),
+                  .x = x,
+                  .weight = weight,
+                  .best = poisoned(h, DTYPE_I64, ROWS, TILES),
+                  .sums = poisoned(h, DTYPE_F32, ROWS, TILES),
+                  .temperature = 0.5f};
+  assert_true(lce_logit_tiles(h->backend, a));
+  const double *z = values_of(h, a.out);
+  double *sums = host_values(h, ROWS * TILES);
+  uint64_t best[ROWS * TILES];
+  backend_to_host(h->backend, best, a.best);
+  for (int64_t i = 0; i < ROWS * TILES; i++) {
+    int64_t first = i % TILES * LCE_TILE_COLUMNS, end = first + LCE_TILE_COLUMNS, largest = first;
+    const double *row = z + i / TILES * VOCAB;
+    if (end > VOCAB) end = VOCAB;
+    for (int64_t j = first; j < end; j++)
+      if (row[j] > row[largest]) largest = j;
+    for (int64_t j = first; j < end; j++) sums[i] += exp((row[j] - row[largest]) / 0.5);
+    assert_int_equal(~(uint32_t)best[i], largest);
+  }
+  check_values(h, "sums", a.sums, sums, within(8, LCE_TILE_COLUMNS));
+#else
+  skip();
+#endif
 }
 
 TEST_MAIN(run_on_backends())

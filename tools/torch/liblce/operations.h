@@ -122,7 +122,7 @@ typedef struct {
 
 // out = x weight^T, and of each row's LCE_TILE_COLUMNS columns the largest entry with its column (a Ranked) and the sum of
 // exp((entry - the largest) / temperature): [N, ceil(V / LCE_TILE_COLUMNS)]. Of bf16 on Hopper; elsewhere false, and
-// nothing is touched.
+// nothing is touched. No operation: it checks nothing, and is not for a plan.
 typedef struct {
   Tensor out, x, weight; // bf16 [N, V], strided; [N, H], [V, H]
   Tensor best, sums;     // int64, fp32

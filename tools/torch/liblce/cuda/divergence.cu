@@ -1,10 +1,10 @@
 // lce_divergence on a GPU. A row of both heads has its two softmaxes, whose maxima and sums of exponentials are kept
 // together; then it is read for the loss, and again for the gradient where that needs the loss.
 //
-// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL
-// reads both rows once and writes one: 6 bytes an entry in bf16, the floor. For the other kinds a cluster of eight blocks
-// keeps a row in shared memory, 64 KiB each for 128,256 entries of both heads, and reads it again from there; what the
-// blocks have summed goes through device memory, in a fixed order. Elsewhere one block owns a row and reads it each time.
+// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL reads
+// both rows once and writes one: 6 bytes an entry in bf16, the floor. For the other kinds a cluster of eight blocks keeps
+// a row in shared memory, 64 KiB each for 128,256 entries of both heads, and reads it again from there; what the blocks
+// have summed goes through device memory, in a fixed order. Elsewhere one block owns a row and reads it each time.
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/torch/liblce/divergence_row.h"
@@ -36,7 +36,7 @@ struct PartialSoftmax {
   }
 };
 
-// In one access, which the compiler would take apart.
+// Reads W entries in one access, which the compiler would take apart.
 template <typename T, int W> static DEVICE Group<T, W> load_group(const T *from) {
   using Word = std::conditional_t<sizeof(Group<T, W>) == 16, uint4, T>;
   Word word = *reinterpret_cast<const Word *>(from);
@@ -83,6 +83,7 @@ static DEVICE RowSoftmax row_softmax(const PartialSoftmax &s, float unit, int &c
 static DEVICE float4 cluster_sum(float4 *parts, float4 sums) {
 #if defined(HOPPER_CODE)
   if (threadIdx.x == 0) parts[blockIdx.x % ROW_BLOCKS] = sums;
+  __syncwarp();
   cluster_sync();
   const unsigned long long *from =
       reinterpret_cast<const unsigned long long *>(parts + threadIdx.x % ROW_BLOCKS);
@@ -113,7 +114,7 @@ template <typename T, int W, DivergenceKind KIND, bool GIVEN>
 static __global__ void __launch_bounds__(most_threads(KIND, GIVEN), GIVEN && !reads_twice(KIND) ? 2 : 1)
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
-  extern __shared__ uint8_t held_bytes[];
+  extern __shared__ __align__(16) uint8_t held_bytes[];
   constexpr bool HELD = GIVEN && reads_twice(KIND);
   constexpr int BLOCKS = HELD ? ROW_BLOCKS : 1;
   int64_t row = blockIdx.x / BLOCKS;
@@ -224,7 +225,7 @@ static void divergence(Backend *backend, const LceDivergence *a, const Divergenc
   Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
   KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
-  // What fits in an SM's shared memory beside 2 KiB a block for the system and the block's sums.
+  // Leaves 2 KiB of an SM's shared memory to each block, for the system and the block's sums.
   const size_t bytes = (size_t)ceil_div(groups, ROW_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
   bool held = reads_twice(KIND);
   constexpr bool GIVEN = sizeof(T) == 2 && W > 1;
