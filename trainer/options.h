@@ -78,6 +78,7 @@ void options_free(Options *options);
 
 // True if --name was given, on the command line or by the checkpoint.
 bool options_given(const Options *options, const char *name);
+Text options_precision(const Options *options);     // for the plan's first line
 int64_t options_used_chunk(const Options *options); // the steps'; --lce-chunk is the maximum
 // Returns the dtypes asked for, less what the device or the mode of the loss does not have.
 ParameterDtypes options_used_dtypes(const Options *options);

@@ -80,11 +80,10 @@ void plan_print(Options *o) {
       {.title = {"materialized, planned"}, .memory = plan_run(o, device, LCE_MATERIALIZED)},
       {.title = {"head split, planned"}, .memory = plan_run(o, device, LCE_FUSED)}};
   if (o->ranks > 1) printf("on each of %d ranks; %s\n", o->ranks, sharding_name(&o->dtypes));
-  printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s%s, chunks of %lld, recompute %s\n\n",
+  printf("%s (%s parameters) on %s: batch %lld x %lld, V %s, %s, chunks of %lld, recompute %s\n\n",
          o->model.name, text_count((double)model_parameter_count(&o->model)).text, device_name(device),
          (long long)o->batch, (long long)o->seq_len, text_grouped(o->model.vocab_size).text,
-         dtype_name(o->dtypes.weight), o->dtypes.fp8 ? " and FP8" : "", (long long)options_used_chunk(o),
-         options_recompute(o).text);
+         options_precision(o).text, (long long)options_used_chunk(o), options_recompute(o).text);
   report_memory(columns, o->dtypes.vocab_parallel && o->ranks > 1 ? 3 : 2, device);
   if (o->log) {
     FILE *log = file_create("the log", o->log, "{\"event\":\"plan\",", OVERWRITE);

@@ -215,6 +215,10 @@ ParameterDtypes options_used_dtypes(const Options *o) {
   return used;
 }
 
+Text options_precision(const Options *o) {
+  return text_of("%s%s", dtype_name(o->dtypes.weight), o->dtypes.fp8 ? " and FP8" : "");
+}
+
 int64_t options_used_chunk(const Options *o) {
   return lce_used_chunk(o->batch * o->seq_len, o->pass.chunk);
 }

@@ -141,7 +141,8 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
   float inv_temperature = inverse_temperature(a->temperature);
   const float *bias = a->bias.data;
   float anchor[LCE_TILE_ROWS]; // the unit's own
-  float *logits = host_alloc(LCE_TILE_ROWS * LCE_TILE_COLUMNS, sizeof *logits, "a tile of logits"); // 96 KiB
+  // On the heap: it takes 96 KiB, and threads may have small stacks.
+  float *logits = host_alloc(LCE_TILE_ROWS * LCE_TILE_COLUMNS, sizeof *logits, "a tile of logits");
   float unkept[LCE_TILE_COLUMNS] = {0};
   for (int64_t i = 0; i < rows; i++) {
     anchor[i] = first_anchor[i];

@@ -10,8 +10,8 @@ typedef struct {
   Tensor x, weight;                 // fp32/bf16 [N, H], [V, H]
   Tensor teacher_x, teacher_weight; // likewise, with an H of its own
   int64_t chunk;                    // tokens at a time
-  Tensor dx, dweight,
-      dbias; // x's dtype [N, H]; fp32, or in few chunks W's dtype, [V, H]; fp32 [V]: or absent
+  // Each may be absent: x's dtype [N, H]; fp32, or in few chunks W's dtype, [V, H]; fp32 [V].
+  Tensor dx, dweight, dbias;
 } LinearDivergence;
 
 // So many chunks may be summed in bf16: their roundings come to 1.6 to 1.9 times the one of a sum in fp32.

@@ -9,8 +9,8 @@
 #include "kernels/cuda/hopper_ptx.cuh"
 #include "tools/torch/liblce/divergence_row.h"
 
-// Blocks of a held row, and threads of all blocks that share an SM then.
-enum { ROW_BLOCKS = DIVERGENCE_BLOCKS, SM_THREADS = 768 };
+// Threads of all blocks that share an SM, where a cluster of DIVERGENCE_BLOCKS holds a row.
+enum { SM_THREADS = 768 };
 
 template <typename T> struct Head {
   T *logits;
@@ -79,14 +79,14 @@ static DEVICE RowSoftmax row_softmax(const PartialSoftmax &s, float unit, int &c
   return {max, 1 / sum, logf(sum)};
 }
 
-// Sums over the blocks of a cluster, in their order; every thread gets them. parts: [ROW_BLOCKS].
+// Sums over the blocks of a cluster, in their order; every thread gets them. parts: [DIVERGENCE_BLOCKS].
 static DEVICE float4 cluster_sum(float4 *parts, float4 sums) {
 #if defined(HOPPER_CODE)
-  if (threadIdx.x == 0) parts[blockIdx.x % ROW_BLOCKS] = sums;
+  if (threadIdx.x == 0) parts[blockIdx.x % DIVERGENCE_BLOCKS] = sums;
   __syncwarp();
   cluster_sync();
   const unsigned long long *from =
-      reinterpret_cast<const unsigned long long *>(parts + threadIdx.x % ROW_BLOCKS);
+      reinterpret_cast<const unsigned long long *>(parts + threadIdx.x % DIVERGENCE_BLOCKS);
   unsigned long long pairs[2] = {load_relaxed(from), load_relaxed(from + 1)};
   sums = reinterpret_cast<const float4 &>(pairs);
   EACH (step, 3) {
@@ -116,7 +116,7 @@ static __global__ void __launch_bounds__(most_threads(KIND, GIVEN), GIVEN && !re
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   extern __shared__ __align__(16) uint8_t held_bytes[];
   constexpr bool HELD = GIVEN && reads_twice(KIND);
-  constexpr int BLOCKS = HELD ? ROW_BLOCKS : 1;
+  constexpr int BLOCKS = HELD ? DIVERGENCE_BLOCKS : 1;
   int64_t row = blockIdx.x / BLOCKS;
   int columns = (int)a.student.logits.shape[1], step = blockDim.x * W, best, teacher_best;
   int part = HELD ? (columns + BLOCKS * W - 1) / (BLOCKS * W) * W : columns;
@@ -202,7 +202,7 @@ static __global__ void __launch_bounds__(most_threads(KIND, GIVEN), GIVEN && !re
   }
   sums.x = block_sum(sums.x), sums.y = block_sum(sums.y);
   if (reads_twice(KIND)) sums.z = block_sum(sums.z);
-  if (HELD) sums = cluster_sum(data_of<float4>(a.block_sums) + row * ROW_BLOCKS, sums);
+  if (HELD) sums = cluster_sum(data_of<float4>(a.block_sums) + row * DIVERGENCE_BLOCKS, sums);
   if (threadIdx.x == 0 && begin == 0)
     write(a.loss, row, sums.x), write(a.entropy, row, p.log_sum - ENTRY_UNIT * sums.y);
   for (int i = begin + threadIdx.x * W; reads_twice(KIND) && a.backward && i < end; i += step) {
@@ -226,15 +226,15 @@ static void divergence(Backend *backend, const LceDivergence *a, const Divergenc
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
   KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
   // Leaves 2 KiB of an SM's shared memory to each block, for the system and the block's sums.
-  const size_t bytes = (size_t)ceil_div(groups, ROW_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
+  const size_t bytes = (size_t)ceil_div(groups, DIVERGENCE_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
   bool held = reads_twice(KIND);
   constexpr bool GIVEN = sizeof(T) == 2 && W > 1;
   if (GIVEN && student.best && teacher.best && a->student.logits.shape[1] % W == 0 &&
       (!held || bytes + 2048 <= sm_bytes)) {
     if (held) {
       int blocks = (int)min_i64(3, (int64_t)(sm_bytes / (bytes + 2048)));
-      launch.grid = rows * ROW_BLOCKS, launch.block = SM_THREADS / blocks;
-      launch.shared_bytes = bytes, launch.cluster = ROW_BLOCKS;
+      launch.grid = rows * DIVERGENCE_BLOCKS, launch.block = SM_THREADS / blocks;
+      launch.shared_bytes = bytes, launch.cluster = DIVERGENCE_BLOCKS;
     } else {
       launch.block = row_threads(groups, most_threads(KIND, GIVEN));
     }
