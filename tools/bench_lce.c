@@ -100,10 +100,11 @@ static const Option option_rows[] = {
 // Sets the array that begins at the item's field, and returns how many items the list has.
 static int parse_list(const char *list, Option item, Settings *o) {
   int count = 0;
+  Reason reason;
   char *rest = NULL, *words = strdup(list ? list : "");
   for (char *word = strtok_r(words, ",", &rest); word; word = strtok_r(NULL, ",", &rest)) {
     if (count++ == MAX_ITEMS) fail("--%s: give at most %d", item.name, MAX_ITEMS);
-    option_set(&item, o, word);
+    if (!option_set(&item, o, word, &reason)) fail("--%s %s: %s", item.name, word, reason.text);
     item.offset += item.size;
   }
   free(words);

@@ -168,26 +168,25 @@ static const struct {
 } others[] = {{"zero", "2", false, true},
               {"fit", "offload", false, false},
               {"moment-dtype", "bf16", true, false},
-              {"no-master-weights", "", true, false},
+              {"no-master-weights", "set", true, false},
               {"fp8", "all", true, false}};
 enum { OTHERS = sizeof others / sizeof *others, REMEDIES = 4 };
 
 // Sets it as the user would; false where it is so already, or cannot be.
 static bool set_other(const Machine *m, int which, Options *o) {
   const Option *row = option_find(options_rows, others[which].name);
-  Text now;
   Reason reason;
   if (!o->trains || (others[which].gpu && (m->device == ON_CPU || o->dtypes.weight != DTYPE_BF16)))
     return false;
   if (others[which].several && o->ranks == 1) return false;
   if (row->offset == offsetof(Options, dtypes.fp8) && !options_allow_codes(o, &reason)) return false;
-  if (option_text(row, o, &now) && !strcmp(now.text, others[which].value)) return false;
-  option_set(row, o, others[which].value);
-  return true;
+  if (!strcmp(option_text(row, o).text, others[which].value)) return false;
+  return option_set(row, o, others[which].value, &reason);
 }
 
 static Text other_words(int i) {
-  bool bare = !*others[i].value || !strcmp(others[i].name, "fp8");
+  const char *alone = option_find(options_rows, others[i].name)->bare;
+  bool bare = alone && !strcmp(alone, others[i].value);
   return text_of(" --%s%s%s", others[i].name, bare ? "" : " ", bare ? "" : others[i].value);
 }
 
@@ -214,10 +213,9 @@ static void leave_out(Options *o, char names[NAMES]) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    Text now;
     if (!(row->flags & FITTED) || !o->given[i]) continue;
     o->given[i] = false;
-    if (!option_text(row, o, &now) || !json_is(settings, row->name, now.text)) append(names, "--", row->name);
+    if (!json_is(settings, row->name, option_text(row, o).text)) append(names, "--", row->name);
   }
 }
 

@@ -8,7 +8,7 @@
 // A row begins with one of these,
 #define GROUP(title)                             OPTION_GROUP, .help = title
 #define ELSEWHERE(advice, ...)                   OPTION_ELSEWHERE, .help = advice, .also = {__VA_ARGS__}
-#define FLAG(name, field, value)                 OPTION_FLAG, name, .min = value, AT(field)
+#define FLAG(name, field, value)                 OPTION_FLAG, name, .min = value, .bare = "set", AT(field)
 #define INTEGER(name, argument, field, min, max) OPTION_INTEGER, name, argument, min, max, AT(field)
 #define NUMBER(name, argument, field, min, max)  OPTION_NUMBER, name, argument, min, max, AT(field)
 #define CHOICE(name, field, ...)                 OPTION_CHOICE, name, .words = {__VA_ARGS__}, AT(field)

@@ -22,18 +22,13 @@ static bool has_word(const char *const *words, const char *word) {
   return word_index(words, word, strlen(word)) >= 0;
 }
 
-// Joins the words whose bits are set: "cpu|cuda", or "weights,gradients" of a set.
-static Text join_words(const Option *o, unsigned which) {
-  Text all = {""};
+// Names the value: "FILE", or the words whose bits are set: "cpu|cuda", "weights,gradients" of a set.
+static Text value_words(const Option *o, unsigned which) {
+  Text all = text_of("%s", o->argument ? o->argument : "");
   const char *between = o->type == OPTION_SET ? "," : "|";
   for (int i = 0; o->words[i]; i++)
     if (which >> i & 1) all = text_of("%s%s%s", all.text, *all.text ? between : "", o->words[i]);
   return all;
-}
-
-// Names the value: "FILE", or the words from `first` on.
-static Text value_words(const Option *o, int first) {
-  return o->argument ? text_of("%s", o->argument) : join_words(o, ~0u << first);
 }
 
 static bool is_number(const Option *o) {
@@ -46,8 +41,9 @@ static bool set_number(const Option *o, void *field, const char *text, Reason *r
   errno = 0;
   int64_t integer = whole ? strtoll(text, &end, 10) : 0;
   double number = whole ? 0 : strtod(text, &end);
-  long double value = whole ? (long double)integer : number; // exact for both
-  if (errno || end == text || *end || !(value >= o->min && value <= o->max))
+  bool within =
+      whole ? integer >= (int64_t)o->min && integer <= (int64_t)o->max : number >= o->min && number <= o->max;
+  if (errno || end == text || *end || !within)
     return refuse(reason, "give a %snumber from %.15g to %.15g", whole ? "whole " : "", o->min, o->max);
   memcpy(field, whole ? (const void *)&integer : &number, o->size);
   return true;
@@ -60,14 +56,14 @@ static bool set_words(const Option *o, void *field, const char *text, Reason *re
     end = word + (several ? strcspn(word, ",") : strlen(word));
     int index = word_index(o->words, word, (size_t)(end - word));
     if (index < 0)
-      return refuse(reason, several ? "give one or more of %s" : "give %s", value_words(o, 0).text);
+      return refuse(reason, several ? "give one or more of %s" : "give %s", value_words(o, ~0u).text);
     value |= several ? 1 << index : index;
   }
   memcpy(field, &value, o->size);
   return true;
 }
 
-bool option_try_set(const Option *o, void *values, const char *text, Reason *reason) {
+bool option_set(const Option *o, void *values, const char *text, Reason *reason) {
   void *field = (char *)values + o->offset;
   const int64_t flag = (int64_t)o->min;
   if (is_number(o)) return set_number(o, field, text, reason);
@@ -78,25 +74,19 @@ bool option_try_set(const Option *o, void *values, const char *text, Reason *rea
   return true;
 }
 
-void option_set(const Option *o, void *values, const char *text) {
-  Reason reason;
-  if (!option_try_set(o, values, text, &reason)) fail("--%s %s: %s", o->name, text, reason.text);
+// Reads the bits of the field: a bool's, an int's, an int64_t's, a double's or a pointer's, little-endian.
+static int64_t bits_of(const Option *o, const void *values) {
+  int64_t bits = 0;
+  memcpy(&bits, (const char *)values + o->offset, o->size);
+  return o->size == sizeof(int) ? (int)bits : bits;
 }
 
-long double option_number(const Option *o, const void *values) {
-  const void *field = (const char *)values + o->offset;
-  int64_t value = 0; // a bool's, an int's, an int64_t's or a pointer's, little-endian
-  if (o->type == OPTION_NUMBER) return *(const double *)field;
-  memcpy(&value, field, o->size);
-  return o->size == sizeof(int) ? (int)value : value;
-}
-
-bool option_text(const Option *o, const void *values, Text *text) {
-  long double value = option_number(o, values);
-  if (o->type == OPTION_INTEGER) *text = text_of("%.0Lf", value);
-  if (o->type == OPTION_NUMBER) *text = text_number((double)value);
-  if (!is_number(o)) *text = join_words(o, o->type == OPTION_SET ? (unsigned)value : 1u << (int)value);
-  return o->type != OPTION_FLAG || value == o->min;
+Text option_text(const Option *o, const void *values) {
+  int64_t bits = bits_of(o, values);
+  if (o->type == OPTION_FLAG) return text_of("%s", bits == (int64_t)o->min ? o->bare : "");
+  if (o->type == OPTION_INTEGER) return text_of("%lld", (long long)bits);
+  if (o->type == OPTION_NUMBER) return text_number(*(const double *)((const char *)values + o->offset));
+  return value_words(o, o->type == OPTION_CHOICE ? 1u << bits : (unsigned)bits);
 }
 
 const Option *option_find(const Option *rows, const char *name) {
@@ -109,17 +99,17 @@ const Option *option_find(const Option *rows, const char *name) {
 
 // False for an initial value, and for a 0 that means "none": such an option asks for nothing.
 static bool in_use(const Option *o, const void *values) {
-  Text now;
-  if (o->initial && option_text(o, values, &now) && !strcmp(now.text, o->initial)) return false;
-  return !is_number(o) || o->min < 0 || option_number(o, values) != 0;
+  Text now = option_text(o, values);
+  if (o->initial && !strcmp(now.text, o->initial)) return false;
+  return !is_number(o) || o->min < 0 || strtod(now.text, NULL) != 0;
 }
 
 bool option_possible(const Option *rows, const void *values, const bool *given, const Option *o,
                      Reason *reason) {
   const Option *needed = o->needs ? option_find(rows, o->needs) : NULL;
-  if (needed && option_number(needed, values) < o->at_least)
+  if (needed && bits_of(needed, values) < o->at_least)
     return refuse(reason, "--%s needs --%s %s%s", o->name, needed->name,
-                  value_words(needed, (int)o->at_least).text, o->because);
+                  value_words(needed, ~0u << o->at_least).text, o->because);
   for (const Option *b = rows; b->type != OPTION_END; b++) {
     if (!given[b - rows] || b == o) continue;
     bool same_field = b->size == o->size && b->offset == o->offset;
@@ -157,11 +147,11 @@ static void print_wrapped(int at, int indent, const char *text) {
 
 // "  --min-lr=FRACTION     Final rate, as a fraction of --lr [0 to 1; default 0.1]"
 static void print_option(const Option *o) {
-  Text takes = value_words(o, 0), values = {""};
+  Text takes = value_words(o, ~0u), values = {""};
   if (is_number(o)) values = text_of(o->max > 1e5 ? "%g or more" : "%g to %g", o->min, o->max);
   if (o->initial) values = text_of("%s%sdefault %s", values.text, *values.text ? "; " : "", o->initial);
   char *help = text_format(*values.text ? "%s [%s]" : "%s", o->help, values.text);
-  int at = printf(o->bare ? "  --%s[=%s]" : *takes.text ? "  --%s=%s" : "  --%s", o->name, takes.text);
+  int at = printf(!*takes.text ? "  --%s" : o->bare ? "  --%s[=%s]" : "  --%s=%s", o->name, takes.text);
   print_wrapped(at, HELP_COLUMN, help);
   free(help);
 }
@@ -212,7 +202,7 @@ static const char *next_value(const Option *rows, const Option *o, const char *w
   if (o->bare && !(next && has_word(o->words, next))) return o->bare;
   bool option = next && !strncmp(next, "--", 2) && option_find(rows, name_in(next).text);
   if (!next || option)
-    fail("%s: give a value, --%s %s%s%s", word, o->name, value_words(o, 0).text, option ? ", before " : "",
+    fail("%s: give a value, --%s %s%s%s", word, o->name, value_words(o, ~0u).text, option ? ", before " : "",
          option ? next : "");
   return next;
 }
@@ -221,9 +211,10 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
   static const char *const help[] = {"help", "usage", "h", "?", NULL};
   static const char *const version[] = {"version", "V", NULL};
   const Option *rows = table->rows;
+  Reason reason;
   output_check_at_exit();
   for (const Option *o = rows; o->type != OPTION_END; o++)
-    if (o->initial) option_set(o, values, o->initial);
+    if (o->initial) option_set(o, values, o->initial, &reason);
   for (int i = 1; i < argc; i++) {
     const char *word = argv[i], *equals = strchr(word, '='), *value = equals ? equals + 1 : NULL;
     Text name = name_in(word);
@@ -232,11 +223,9 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     if (has_word(help, name.text)) print_help(table);
     const Option *o = named_option(rows, word, name.text);
     if (o->type == OPTION_FLAG && value) fail("%s: --%s takes no value", word, o->name);
-    if (o->type != OPTION_FLAG && !value) {
-      value = next_value(rows, o, word, argv[i + 1]);
-      i += value == argv[i + 1];
-    }
-    option_set(o, values, value);
+    if (!value) value = next_value(rows, o, word, argv[i + 1]);
+    if (value == argv[i + 1]) i++;
+    if (!option_set(o, values, value, &reason)) fail("--%s %s: %s", o->name, value, reason.text);
     given[o - rows] = true;
   }
 }

@@ -29,15 +29,15 @@ typedef struct {
   const char *argument; // what --help calls the value
   double min, max;      // of numbers
   const char *words[OPTION_WORDS_MAX];
-  size_t offset, size; // of the field in the struct of values
-  const char *help;    // --help adds the words or limits and `initial` behind it
-  unsigned flags;      // the program's own
-  const char *initial; // the value when not given; NULL: the field stays as it is
-  const char *bare;    // a choice's word that the option alone means; NULL: it needs one
+  size_t offset, size;                          // of the field in the struct of values
+  const char *help;                             // --help adds the words or limits and `initial` behind it
+  unsigned flags;                               // the program's own
+  const char *initial;                          // the value when not given; NULL: the field stays as it is
+  const char *bare;                             // the value that the option alone means; NULL: it needs one
   const char *excludes[OPTION_WORDS_MAX], *why; // options that cannot be given with this one, and why not
   const char *also[OPTION_WORDS_MAX];           // what other programs call it
   const char *needs, *because; // the option that this one needs, in a row before it, and why,
-  double at_least;             // with this value or more, or this choice or a later one
+  int at_least;                // with this value or more, or this choice or a later one
 } Option;
 
 typedef struct {
@@ -51,13 +51,10 @@ typedef struct {
 // no VALUE that is an option's name; "--name=VALUE" takes any.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
-// One value as from the command line. option_try_set: or false with a reason, "give a number from 1 to 9".
-void option_set(const Option *option, void *values, const char *text);
-bool option_try_set(const Option *option, void *values, const char *text, Reason *reason);
-// The value as option_set reads it back, bit for bit; "" for a flag, false for one that is not set. Not for
-// texts and lists. option_number: a choice's index; more than 0 for a text or a list that is given.
-bool option_text(const Option *option, const void *values, Text *text);
-long double option_number(const Option *option, const void *values);
+// Writes one value as from the command line, or returns false with a reason, "give a number from 1 to 9".
+bool option_set(const Option *option, void *values, const char *text, Reason *reason);
+// The value as option_set reads it back, bit for bit; "" for a flag that is not set. Not for texts and lists.
+Text option_text(const Option *option, const void *values);
 
 const Option *option_find(const Option *rows, const char *name); // NULL: none is called so
 

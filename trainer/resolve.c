@@ -44,37 +44,34 @@ static bool describes_model(const Option *row) {
 
 // Changes a folder's model as the command line says; all else that it says must agree.
 static void change_or_agree(Options *o, const Options *wanted) {
-  bool preset = options_given(o, "model");
-  if (preset && wanted->model.family != o->model.family)
-    fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
-    bool given = o->given[row - options_rows];
-    double now = option_number(row, wanted), have = option_number(row, o);
-    if (!describes_model(row) || !(given || (preset && row->type == OPTION_INTEGER)) || now == have) continue;
-    if (row->type == OPTION_FLAG)
-      fail("--%s: the head of the model in %s %s; leave it out, or begin with another model", row->name,
-           o->origin, have != 0 ? "is its token embedding" : "has a matrix of its own");
+    bool given = o->given[row - options_rows], compared = given || row->type == OPTION_INTEGER;
+    Text now = option_text(row, wanted), have = option_text(row, o);
+    if (!describes_model(row) || !compared || !strcmp(now.text, have.text)) continue;
     bool fixed = o->model.learned_positions && !strcmp(row->name, "max-position-embeddings");
     if (!given || !(row->flags & ADAPTS) || fixed)
-      fail("--%s is %.10g, and %s/config.json says %.10g; leave it out, or begin with another model",
-           row->name, now, o->origin, have);
+      fail("--%s is %s, and %s/config.json says %s; leave it out, or begin with another model", row->name,
+           now.text, o->origin, *have.text ? have.text : "otherwise");
     memcpy((char *)o + row->offset, (const char *)wanted + row->offset, row->size);
     size_t length = strlen(o->changes);
-    snprintf(o->changes + length, sizeof o->changes - length, "%s--%s %.10g in place of %.10g",
-             length ? ", " : "", row->name, now, have);
+    snprintf(o->changes + length, sizeof o->changes - length, "%s--%s %s in place of %s", length ? ", " : "",
+             row->name, now.text, have.text);
   }
 }
 
-// The preset overridden by the given values, which o->model holds so far; or the folder's model, which must
-// agree with them.
+// Resolves the model: a folder's, or the preset, which the given values in o->model change.
 static void resolve_model(Options *o) {
-  Options wanted = {.model = model_preset(o->preset)};
+  bool preset = !o->origin || options_given(o, "model");
+  const ModelConfig base = o->origin ? hf_config_read(o->origin) : model_preset(o->preset);
+  Options wanted = {.model = preset ? model_preset(o->preset) : base};
+  if (wanted.model.family != base.family)
+    fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
   if (o->data_vocab_size) wanted.model.vocab_size = o->data_vocab_size;
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
     if (o->given[row - options_rows] && describes_model(row))
       memcpy((char *)&wanted + row->offset, (const char *)o + row->offset, row->size);
-  if (!o->origin || options_given(o, "model")) model_resize(&wanted.model, &o->model);
-  o->model = o->origin ? hf_config_read(o->origin) : wanted.model;
+  if (preset) model_resize(&wanted.model, &o->model);
+  o->model = o->origin ? base : wanted.model;
   if (o->model.family == FAMILY_GPT2 && options_given(o, "rope-theta"))
     fail("--rope-theta: %s is a GPT-2, which has no rotary embedding; leave it out", o->model.name);
   if (o->origin) change_or_agree(o, &wanted);
@@ -224,9 +221,7 @@ int64_t options_used_chunk(const Options *o) {
 }
 
 Text options_words(const Options *o, const char *name) {
-  Text words;
-  option_text(option_find(options_rows, name), o, &words);
-  return words;
+  return option_text(option_find(options_rows, name), o);
 }
 
 Text options_recompute(const Options *o) {

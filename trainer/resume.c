@@ -24,8 +24,13 @@ static bool has_effect(const Options *o, const char *name) {
   return true;
 }
 
-static bool setting_text(const Options *o, const Option *row, unsigned flags, Text *text) {
-  return row->flags & flags && has_effect(o, row->name) && option_text(row, o, text);
+// Adds the settings of these flags that have an effect, but flags that are not set.
+static void add_settings(cJSON *object, const Options *o, unsigned flags) {
+  for (const Option *row = options_rows; row->type != OPTION_END; row++) {
+    if (!(row->flags & flags) || !has_effect(o, row->name)) continue;
+    Text text = option_text(row, o);
+    if (*text.text) cJSON_AddStringToObject(object, row->name, text.text);
+  }
 }
 
 static void take_paths(const char ***list, const Options *o, const char *member) {
@@ -41,16 +46,15 @@ static void take_paths(const char ***list, const Options *o, const char *member)
          member);
 }
 
-// A setting in a checkpoint; NULL: it has none. --fp8 took no word when it was for the layers alone.
-static const char *saved_text(const cJSON *settings, const char *name) {
-  const char *text = json_text(settings, name);
-  return text && !*text && !strcmp(name, "fp8") ? "layers" : text;
+// A setting in a checkpoint; NULL: it has none. Older ones have "" for flags, of which --fp8 was one.
+static const char *saved_text(const cJSON *settings, const Option *row) {
+  const char *text = json_text(settings, row->name);
+  return !text || *text ? text : row->type == OPTION_FLAG ? row->bare : "layers";
 }
 
-// A setting's value as a message has it. NULL: a flag that is not set, or a checkpoint older than the option.
+// A setting's value as a message has it, also for a flag that is not set or a checkpoint without the option.
 static const char *value_words(const Option *row, const char *text) {
-  if (!text) return row->initial ? row->initial : "not set";
-  return *text ? text : "set";
+  return text && *text ? text : row->initial ? row->initial : "not set";
 }
 
 static _Noreturn void refuse_setting(const Options *o, const Option *row, const Reason *reason) {
@@ -61,23 +65,22 @@ static _Noreturn void refuse_setting(const Options *o, const Option *row, const 
 static void take_settings(Options *o) {
   const cJSON *settings = json_member(o->resumed_from, "settings");
   bool from_gpu = json_is(o->resumed_from, "device", "cuda"), dtypes_given = false;
-  Text now;
   for (int i = 0; options_rows[i].type != OPTION_END; i++) {
     const Option *row = &options_rows[i];
-    const char *then = value_words(row, saved_text(settings, row->name));
-    if (o->given[i] && !strcmp(row->name, "optimizer") && option_text(row, o, &now) && strcmp(now.text, then))
+    const char *then = value_words(row, saved_text(settings, row));
+    if (o->given[i] && !strcmp(row->name, "optimizer") && strcmp(option_text(row, o).text, then))
       fail("%s holds the state of --optimizer %s, which %s cannot continue; leave out --optimizer, or "
            "give --init in place of --resume to start from the weights alone",
-           o->origin, then, now.text);
+           o->origin, then, option_text(row, o).text);
     unsigned taken = SETTING | OUTPUT_SETTING | (from_gpu ? GPU_SETTING : 0);
     bool open = o->fit && row->flags & FITTED;
     const cJSON *item = row->flags & taken && !o->given[i] && !open ? json_member(settings, row->name) : NULL;
-    const char *value = item ? saved_text(settings, row->name) : NULL;
+    const char *value = item ? saved_text(settings, row) : NULL;
     Reason reason = {"it is no text"};
     if (item && !value) refuse_setting(o, row, &reason);
     dtypes_given |= row->flags & GPU_SETTING && o->given[i];
     if (!value || !option_possible(options_rows, o, o->given, row, &reason)) continue;
-    if (!option_try_set(row, o, value, &reason)) refuse_setting(o, row, &reason);
+    if (!option_set(row, o, value, &reason)) refuse_setting(o, row, &reason);
     o->given[i] = true;
   }
   o->dtypes_from_gpu = from_gpu && !dtypes_given;
@@ -143,7 +146,6 @@ static void print_members(FILE *out, cJSON *json) {
 static char *describe_run(const Options *o, const char *data) {
   char *description, *config = hf_config_write(&o->model, o->save_dtype, NULL);
   size_t size;
-  Text text;
   FILE *out = open_memstream(&description, &size);
   if (!out) fail("out of host memory for a description of the run");
   print_members(out, cJSON_Parse(config));
@@ -155,9 +157,7 @@ static char *describe_run(const Options *o, const char *data) {
                                     NUM("save", o->save != NULL),
                                     NUM("dump", o->dump != NULL),
                                     {0}});
-  for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING | SAME, &text))
-      cJSON_AddStringToObject(job, row->name, text.text);
+  add_settings(job, o, SETTING | GPU_SETTING | OUTPUT_SETTING | SAME);
   print_members(out, job);
   fclose(out);
   free(config);
@@ -196,10 +196,7 @@ static cJSON *state_json(const Options *o, const RunState *state, DeviceKind dev
   cJSON *settings = cJSON_CreateObject();
   DataPlace at = loader_place(&data->loader, step, o->total_batch / o->seq_len);
   const LogField place[] = {NUM("pass", at.pass), NUM("tokens", at.tokens), STR("order", data->order), {0}};
-  Text text;
-  for (const Option *row = options_rows; row->type != OPTION_END; row++)
-    if (setting_text(o, row, SETTING | GPU_SETTING | OUTPUT_SETTING, &text))
-      cJSON_AddStringToObject(settings, row->name, text.text);
+  add_settings(settings, o, SETTING | GPU_SETTING | OUTPUT_SETTING);
   return log_object((const LogField[]){NUM("step", step),
                                        STR("device", device_name(device)),
                                        NUM("first_loss", state->first_loss),
@@ -226,9 +223,8 @@ static void warn_of_changes(const Options *o, const char *data) {
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
     bool opposite = row->type == OPTION_FLAG && !row->min; // of a flag that is compared
     if (!(row->flags & (SETTING | GPU_SETTING)) || opposite || !has_effect(o, row->name)) continue;
-    Text text;
-    const char *before = value_words(row, saved_text(then, row->name));
-    const char *now = value_words(row, option_text(row, o, &text) ? text.text : NULL);
+    Text text = option_text(row, o);
+    const char *before = value_words(row, saved_text(then, row)), *now = value_words(row, text.text);
     if (strcmp(before, now))
       warn("--%s was %s when %s was saved and is %s now: the run continues, but not as it would have",
            row->name, before, o->origin, now);

@@ -29,7 +29,8 @@ TEST(test_schedules) {
       {"cosine", 0, {2, 4, 8, 8, 5 + a, 5, 5 - a, 5 - b, 5 - c, 5 - d, 2, 2}}}; // 5 + 3 cos(pi progress)
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     Options o = {.lr = 8, .min_lr = 0.25, .warmup = 4, .steps = 24, .decay_share = cases[i].decay_share};
-    option_set(option_find(options_rows, "schedule"), &o, cases[i].name);
+    Reason reason;
+    assert_true(option_set(option_find(options_rows, "schedule"), &o, cases[i].name, &reason));
     for (int k = 0; k < COUNT; k++) assert_rate(&o, steps[k], cases[i].rates[k]);
   }
   // No warm-up: the first step has the whole rate. Only warm-up: then straight to the end.
