@@ -50,9 +50,8 @@ int main(int argc, char **argv) {
   static const OptionTable table = {.rows = option_rows,
                                     .doc = "Times causal attention, forward and backward, by itself.",
                                     .stray = "there are no paths"};
-  bool given[OPTION_ROWS_MAX] = {false};
   Settings o = {0};
-  option_table_parse(&table, &o, given, argc, argv);
+  option_table_parse(&table, &o, NULL, argc, argv);
   const AttentionShape s = o.shape;
   memory_set_advice("give a smaller --batch or --seq-len");
   if (s.num_heads % s.num_key_value_heads)

@@ -54,8 +54,7 @@ static Wanted parse(int argc, char **argv) {
       .doc = "Continues a prompt of token ids, and prints ids. tools/generate takes and prints text.",
       .stray = "the model is named with --init DIR"};
   Wanted w = {.train = {.dtypes = {.weight = DTYPE_COUNT, .grad = DTYPE_COUNT}}};
-  bool given[OPTION_ROWS_MAX] = {false};
-  option_table_parse(&table, &w, given, argc, argv);
+  option_table_parse(&table, &w, NULL, argc, argv);
   Options *o = &w.train;
   if (!o->init) fail("name the model with --init DIR: a directory with config.json and model.safetensors");
   o->origin = (char *)o->init;

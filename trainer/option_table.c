@@ -226,6 +226,6 @@ void option_table_parse(const OptionTable *table, void *values, bool *given, int
     if (!value) value = next_value(rows, o, word, argv[i + 1]);
     if (value == argv[i + 1]) i++;
     if (!option_set(o, values, value, &reason)) fail("--%s %s: %s", o->name, value, reason.text);
-    given[o - rows] = true;
+    if (given) given[o - rows] = true;
   }
 }

@@ -13,8 +13,8 @@
 // A row stands after the one that it needs; in --help the options used most come first.
 const Option options_rows[] = {
   {GROUP("Model (a preset's sizes are the published ones; each can be overridden)")},
-  {TEXT("model", "PRESET", preset),
-   "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny (default), -1b, -3b, -8b; mistral-7b; qwen3-0.6b, -1.7b, -4b; olmo2-1b, -7b"},
+  {TEXT("model", "PRESET", preset), "gpt2-tiny, -124m, -350m, -774m, -1558m; llama-tiny, -1b, -3b, -8b; mistral-7b; qwen3-0.6b, "
+   "-1.7b, -4b; olmo2-1b, -7b", .initial = "llama-tiny"},
   {INTEGER("vocab", "V", model.vocab_size, 1, MAX), "Vocabulary (default: the shards', else the preset's)"},
   {INTEGER("num-layers", "L", model.num_hidden_layers, 1, MAX_LAYERS), "Transformer blocks", ALSO("layers")},
   {INTEGER("hidden-size", "H", model.hidden_size, 1, MAX), "Width of the residual stream"},

@@ -22,7 +22,6 @@ bool options_given(const Options *o, const char *name) {
 
 void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
   *o = (Options){.trains = table == &options_table,
-                 .preset = "llama-tiny",
                  .prompt = "\n",
                  .dtypes = {.weight = DTYPE_COUNT, .grad = DTYPE_COUNT, .master = true},
                  .save_dtype = DTYPE_COUNT};
@@ -63,10 +62,11 @@ static void change_or_agree(Options *o, const Options *wanted) {
 static void resolve_model(Options *o) {
   bool preset = !o->origin || options_given(o, "model");
   const ModelConfig base = o->origin ? hf_config_read(o->origin) : model_preset(o->preset);
+  const int64_t vocab_size = o->origin ? base.vocab_size : o->data_vocab_size;
   Options wanted = {.model = preset ? model_preset(o->preset) : base};
   if (wanted.model.family != base.family)
     fail("--model %s is of another family than the model in %s; leave it out", o->preset, o->origin);
-  if (o->data_vocab_size) wanted.model.vocab_size = o->data_vocab_size;
+  if (vocab_size) wanted.model.vocab_size = vocab_size;
   for (const Option *row = options_rows; row->type != OPTION_END; row++)
     if (o->given[row - options_rows] && describes_model(row))
       memcpy((char *)&wanted + row->offset, (const char *)o + row->offset, row->size);

@@ -646,7 +646,8 @@ def test_the_vocabulary_of_the_data(folder):
         output = train(f"{line} {options}").ok(f", V {size:,}, ")
         assert "--vocab" not in output.err, output
     (made / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": {"vocab_size": 70}}))
-    train(f"{line} {made} --save {folder}/saved").ok(", V 70, ")
+    for _ in range(2):  # begins, and resumes with the same options
+        train(f"{line} {made} --save {folder}/saved --resume auto --model llama-tiny").ok(", V 70, ")
     assert "--vocab" not in train(f"{line} {made} --vocab 140").ok(", V 140, ").err
     assert "--vocab 142: the data's tokenizer has 70 tokens, and no text has the others; leave it out" in train(f"{line} {made} --vocab 142").ok().err
     assert "--vocab" not in train(f"{line} {made} --init {folder}/saved").ok(", V 70, ").err
