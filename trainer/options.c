@@ -79,15 +79,13 @@ const Option options_rows[] = {
    ALSO("eval-steps")},
   {INTEGER("eval-batches", "N", eval_batches, 0, MAX), "Batches per validation, spread evenly over its data; 0: all", OUTPUT_SETTING, "8"},
   {CHOICE("data-order", data_order, "shuffled", "sequential"), "sequential: in file order, sharing a token, as llm.c", SETTING, "shuffled"},
-  {CHOICE("pack", pack, "none", "documents"), "documents: fill windows with whole documents, each with its own attention and positions, "
-   "and padding; only those longer than --seq-len are cut", SETTING, "none",
-   EXCLUDES("packed windows do not follow the files' order", "dump", "data-order")},
+  {CHOICE("pack", pack, "none", "documents"), "documents: windows of whole documents and padding, each document with its own attention and "
+   "positions; only longer ones are cut", SETTING, "none", EXCLUDES("packed windows do not follow the files' order", "dump", "data-order")},
   {INTEGER("end-of-text", "ID", end_of_text, -1, MAX), "Token that ends a document; -1: what tools/prepare_data.py recorded, else the end "
    "of a file", SETTING, "-1", NEEDS("pack", PACK_DOCUMENTS, "only packing looks for the ends of documents")},
   {FLAG("other-tokenizer", other_tokenizer, true), "Accept shards of another tokenizer", SETTING},
   {INTEGER("sample-every", "N", sample_every, 0, MAX), "Sample every N steps; 0: off", OUTPUT_SETTING, "100"},
-  {TEXT("prompt", "PROMPT", prompt),
-   "What samples begin with (default: a newline): text where a token is a byte, else a shard (*.bin) or ids such as 15496,995"},
+  {TEXT("prompt", "PROMPT", prompt), "Begins samples (default: newline): text if tokens are bytes, else ids (15496,995) or a *.bin shard"},
   {TEXT("tokenizer", "PATH", tokenizer), "tokenizer.json or its folder, for samples and checkpoints (default: the data's, or the model's)"},
   {INTEGER("sample-tokens", "N", generation.max_new_tokens, 1, 1 << 20), "Tokens per sample", SAME, "64"},
   {NUMBER("temperature", "T", generation.sampling.temperature, 0, 100), "Temperature of samples; 0 takes the likeliest token", SAME, "0.8"},
@@ -100,8 +98,7 @@ const Option options_rows[] = {
    NEEDS_SAVE, ALSO("save-steps")},
   {TEXT("resume", "WHERE", resume), "Resume from a checkpoint, or with auto from the newest whole one in --save, if any, with its options "
    "where none are given; ranks, --zero and --vocab-parallel may differ"},
-  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR instead of --model: " FAMILY_NAMES,
-   EXCLUDES("both say what the model is", "model")},
+  {TEXT("init", "DIR", init), "Begin with the Hugging Face model in DIR: " FAMILY_NAMES, EXCLUDES("both say what the model is", "model")},
   {INTEGER("keep", "M", keep, 0, MAX), "Keep the newest M checkpoints; 0: all", OUTPUT_SETTING, "0", NEEDS_SAVE},
   {CHOICE("save-dtype", save_dtype, DTYPES), "Type of the saved weights (default: --dtype)", OUTPUT_SETTING, NEEDS_SAVE},
 
