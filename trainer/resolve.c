@@ -32,7 +32,6 @@ void options_read(Options *o, const OptionTable *table, int argc, char **argv) {
   if (o->val_data || options_given(o, "val-fraction")) return;
   for (int64_t i = 0; i < arrlen(o->data); i++)
     if (manifest_has_validation(o->data[i])) arrput(o->val_data, o->data[i]);
-  o->given[option_find(options_rows, "val-data") - options_rows] = o->val_data != NULL;
 }
 
 // --- the model ---------------------------------------------------------------------------------------------
@@ -171,9 +170,8 @@ static void keep_inputs(const Options *o, const char *what, const char *output) 
 }
 
 void options_resolve(Options *o) {
-  memory_set_advice(
-      "a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller --lce-chunk needs "
-      "less, and --plan says how much");
+  memory_set_advice("a smaller --batch or --seq-len, --recompute layer, or --fused-lce with a smaller "
+                    "--lce-chunk needs less, and --plan says how much");
   option_require_possible(options_rows, o, o->given);
   resolve_data(o);
   resolve_model(o);
