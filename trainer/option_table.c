@@ -82,10 +82,11 @@ static int64_t bits_of(const Option *o, const void *values) {
 }
 
 Text option_text(const Option *o, const void *values) {
+  const void *field = (const char *)values + o->offset;
   int64_t bits = bits_of(o, values);
   if (o->type == OPTION_FLAG) return text_of("%s", bits == (int64_t)o->min ? o->bare : "");
   if (o->type == OPTION_INTEGER) return text_of("%lld", (long long)bits);
-  if (o->type == OPTION_NUMBER) return text_number(*(const double *)((const char *)values + o->offset));
+  if (o->type == OPTION_NUMBER) return text_number(*(const double *)field);
   return value_words(o, o->type == OPTION_CHOICE ? 1u << bits : (unsigned)bits);
 }
 
