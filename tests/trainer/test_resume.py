@@ -244,7 +244,7 @@ def test_sampling_is_resumed(folder):
 
 # FP8 is restored, unless it is declined.
 def test_fp8_is_resumed_or_declined(folder):
-    train(RUN + f"--num-key-value-heads 2 --intermediate-size 32 --fp8 --save-every 6 --save {folder}/fp8").ok()
+    train(RUN + f"--num-key-value-heads 2 --intermediate-size 32 --fp8 --metrics --save-every 6 --save {folder}/fp8").ok()
     state = folder / "fp8" / "step-000006" / "trainer_state.json"
     for options, restored, changed in (("", "fp8      the layers' GEMMs and the loss's logits", False),
                                        ("--fp8 layers", "fp8      the layers' GEMMs,", True),
@@ -252,10 +252,11 @@ def test_fp8_is_resumed_or_declined(folder):
         output = train(RESUME + f"{folder}/fp8/step-000006 {options}").ok()
         assert restored in output.out and ("fp8   " in output.out) == bool(restored), output
         assert ("--fp8 was all when " in output.err) == changed, output
-    # When it was a flag it meant the layers alone.
+    # When it was a flag it meant the layers alone; a flag that was set had no text.
     older = json.loads(state.read_text())
     del older["crc32"]
-    older["settings"]["fp8"] = ""
+    assert older["settings"]["metrics"] == "set"
+    older["settings"].update({"fp8": "", "metrics": ""})
     state.write_text(json.dumps(older))
     output = train(RESUME + f"{folder}/fp8/step-000006").ok()
     assert "fp8      the layers' GEMMs," in output.out and not output.err, output
