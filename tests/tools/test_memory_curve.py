@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """tools/memory_curve and tools/plot_run: figures by hand, plan against ledger, sweeps that stop, pictures."""
 import csv
+import importlib.util
 import json
 import os
 import pathlib
@@ -10,7 +11,7 @@ import sys
 import xml.etree.ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TINY, TRAIN, keep, main, need, once, read_log, run, train, Process  # noqa: E402
+from program import ROOT, TINY, TRAIN, keep, main, need, once, read_log, run, train, write, Process  # noqa: E402
 
 GIB = 2**30
 MODEL = TINY.replace("--device cpu ", "")
@@ -27,6 +28,41 @@ def tool(name, *words, start=run, **how):
 
 def curve(folder, options, **how):
     return tool("memory_curve", "--out", folder, *options.split(), **how)
+
+
+def undrawn(folder, options, **how):
+    """The table alone: matplotlib, which takes most of the time, is not found. redraw() has the pictures."""
+    write(pathlib.Path(keep.name, "undrawn/matplotlib.py"), "raise ImportError('none')\n")
+    return curve(folder, options, PYTHONPATH=f"{keep.name}/undrawn", **how)
+
+
+SEVERAL = """
+import json, runpy, sys
+said = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, why = words, ""
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        why = end.code or ""
+    said.append(why)
+json.dump(said, sys.stderr)
+"""
+
+
+def several(name, lines):
+    """Runs a tool with the words of each line, in one process. Returns what it printed, and each one's last sentence or ""."""
+    lines = [[str(ROOT / "tools" / name), *map(str, words)] for words in lines]
+    done = run(sys.executable, "-c", SEVERAL, json.dumps(lines), LCE_TRAIN=str(TRAIN), OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "tools")).ok()
+    return done.out, json.loads(done.err)
+
+
+def redraw(*folders):
+    """Draws the folders' tables."""
+    _, said = several("memory_curve", [["--out", folder, "--redraw", "--format", "svg"] for folder in folders])
+    assert not any(said), said
+    if importlib.util.find_spec("matplotlib"):
+        assert all(any(folder.glob("*.svg")) for folder in folders), folders
 
 
 def number(cell):
@@ -72,8 +108,8 @@ def assert_says(path, *parts):
 
 def test_worked_out_by_hand(folder):
     """N 64, H 32, V 1000 on a GPU in bf16. Every block counts in whole 256 bytes."""
-    curve(folder, "--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 --lce-chunk 16 "
-          "--num-attention-heads 2 --num-key-value-heads 1").ok()
+    undrawn(folder, "--layer-only --plan-only --device cuda --sweep tokens --values 64 --hidden-size 32 --vocab 1000 --lce-chunk 16 "
+            "--num-attention-heads 2 --num-key-value-heads 1").ok()
     # x, W, dx, dW, losses, targets, workspace
     held = 64 * 32 * 2 + 1000 * 32 * 2 + 64 * 32 * 2 + 1000 * 32 * 4 + 256 + 256 + (32 << 20)
     logits = 64 * 1024 * 2  # rows of 1000 stand 1024 apart: whole cache lines
@@ -91,17 +127,18 @@ def test_plan_equals_ledger(folder):
               "--sweep tokens --values 64,96 --recompute layer --lce-chunk 7": 4, "--sweep chunk --values 3,50 --tokens 50": 3,
               "--layer-only --sweep vocab --values 300,501": 4}
     for k, (options, points) in enumerate(sweeps.items()):
-        done = curve(folder / str(k), f"{MEASURED} {options}").ok(f"at {points} of {points} measured points")
+        done = undrawn(folder / str(k), f"{MEASURED} {options}").ok(f"at {points} of {points} measured points")
         assert len(curve_rows(folder / str(k))) == points, done
         for row in curve_rows(folder / str(k)):
             assert row["status"] == "measured" and row["ledger_bytes"] == row["planned_bytes"] > 0, row
             assert row["layer_bytes"] == row["planned_layer_bytes"] > 0, row
             assert (row["step_seconds"] or row["layer_seconds"]) > 0 and "CPU" in row["device"], row
+    redraw(*(folder / str(k) for k in range(len(sweeps))))
 
 
 def test_equals_trains_plan(folder):
     options = "--device cuda --model llama-1b --seq-len 512 "
-    curve(folder, f"{options} --plan-only --values 2048").ok("nothing was allocated")
+    undrawn(folder, f"{options} --plan-only --values 2048").ok("nothing was allocated")
     for mode, p in plans(folder, f"{options} --batch 4").items():
         row = reading(folder, mode)
         assert (row["planned_bytes"], row["planned_layer_bytes"], row["chunk"]) == (p["peak_bytes"], p["head_peak_bytes"], p["lce_chunk"])
@@ -109,24 +146,31 @@ def test_equals_trains_plan(folder):
 
 
 def test_what_does_not_fit(folder):
-    curve(folder, "--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 --device-memory 0.5").ok("does not fit")
+    undrawn(folder, "--plan-only --device cuda --layer-only --values 4096 --vocab 128256 --hidden-size 64 --device-memory 0.5").ok("does not fit")
     assert [reading(folder, mode)["status"] for mode in FUSED_AND_NOT] == ["planned", "does not fit"]
-    curve(folder / "cpu", MEASURED + " --values 32,64 --device-memory 1e-5").ok()
+    undrawn(folder / "cpu", MEASURED + " --values 32,64 --device-memory 1e-5").ok()
     assert all(row["status"] == "does not fit" and row["ledger_bytes"] == "" for row in curve_rows(folder / "cpu"))
+    redraw(folder, folder / "cpu")
 
 
 def test_patience(folder):
     """Plans a point that takes longer, and measures it later when there is more patience."""
     for more, status in (" --patience 0.001", "too slow"), (" --plan-only", "planned"), ("", "measured"), (" --plan-only", "measured"):
-        done = curve(folder, f"{MEASURED} --values 512,1024{more}").ok()
+        done = undrawn(folder, f"{MEASURED} --values 512,1024{more}").ok()
         assert [row["status"] for row in curve_rows(folder)] == [status] * 4 and ("nothing was allocated" in done.out) == (status == "planned")
 
 
 @once
+def recipes():
+    """Planned: where the files of each are, and what was printed."""
+    folders = {name: pathlib.Path(keep.name, name) for name in RECIPES}
+    planned = {name: (folder, undrawn(folder, f"--recipe {name} --plan-only").ok("\n  says: ")) for name, folder in folders.items()}
+    redraw(*folders.values())
+    return planned
+
+
 def recipe(name):
-    """Planned: where its files are, and what was printed."""
-    folder = pathlib.Path(keep.name, name)
-    return folder, curve(folder, f"--recipe {name} --plan-only --format svg").ok("\n  says: ")
+    return recipes()[name]
 
 
 def test_recipes(folder):
@@ -163,8 +207,8 @@ def test_offloaded_timelines(folder):
 
 def test_killed_sweep_resumes(folder):
     options, path = "--device cpu --layer-only --values 64:256:64 --vocab 3000 --hidden-size 32", folder / "killed" / "curve.csv"
-    curve(folder / "whole", options).ok()
-    stopped = curve(folder / "killed", options, start=Process)
+    undrawn(folder / "whole", options).ok()
+    stopped = undrawn(folder / "killed", options, start=Process)
     stopped.wait_for("tokens 128")
     os.kill(stopped.pid, signal.SIGKILL)
     assert stopped.finish().status == -signal.SIGKILL
@@ -172,28 +216,30 @@ def test_killed_sweep_resumes(folder):
     assert 3 <= len(before) < 8
     with open(path, "a") as file:
         file.write("tokens,fused,1,64")  # a row that was cut off in the middle is no row
-    curve(folder / "killed", options).ok(f"{len(before)} of 8 points are in")
+    undrawn(folder / "killed", options).ok(f"{len(before)} of 8 points are in")
     after, whole = curve_rows(folder / "killed"), curve_rows(folder / "whole")
     assert after[:len(before)] == before, "what was measured before the kill was measured again"
     same = [name for name in after[0] if not name.endswith("_seconds")]
     assert [[row[name] for name in same] for row in after] == [[row[name] for name in same] for row in whole]
     # A finished sweep changes nothing, other settings are refused, and --fresh replaces them.
     text = path.read_text()
-    curve(folder / "killed", options).ok()
+    undrawn(folder / "killed", options).ok()
     assert path.read_text() == text
+    redraw(folder / "killed")
     other = options.replace("3000", "3001")
-    curve(folder / "killed", other).fails("holds a sweep with vocab_size 3000, and this one has 3001; give another --out, or --fresh")
-    curve(folder / "killed", other + " --fresh").ok()
+    undrawn(folder / "killed", other).fails("holds a sweep with vocab_size 3000, and this one has 3001; give another --out, or --fresh")
+    undrawn(folder / "killed", other + " --fresh --plan-only").ok()
 
 
 def test_the_default_chunk_is_in_a_sweep(folder):
-    curve(folder, "--plan-only --device cpu --layer-only --tokens 4096 --sweep chunk").ok(" in chunks of 456 (the default) (planned)")
-    curve(folder / "near", "--plan-only --device cpu --tokens 4096 --sweep chunk --values 64,500,4096").ok(" in chunks of 500 (planned)")
+    undrawn(folder, "--plan-only --device cpu --layer-only --tokens 4096 --sweep chunk").ok(" in chunks of 456 (the default) (planned)")
+    undrawn(folder / "near", "--plan-only --device cpu --tokens 4096 --sweep chunk --values 64,500,4096").ok(" in chunks of 500 (planned)")
+    redraw(folder, folder / "near")
 
 
 def test_damaged_and_foreign_files(folder):
     """One sentence, and nothing is replaced."""
-    curve(folder, PLANNED).ok()
+    undrawn(folder, PLANNED).ok()
     csv_file, settings = folder / "curve.csv", folder / "curve.json"
     text, head = csv_file.read_text(), csv_file.read_text().splitlines()[0]
     for damaged in ("tokens,bytes\n1,2\n", f"{head[:50]}\n", f"{head}\ntokens,fused\n", text.replace(",planned,", f",{'x' * 200000},"),
@@ -201,9 +247,10 @@ def test_damaged_and_foreign_files(folder):
                     text.replace("300,16", "null,16"), text.replace("300,16", ",16"), text.replace(",,,,,,0,", ",,,,9,,0,"),
                     text.replace("tokens,fused", "token,fused"), "mine"):
         csv_file.write_text(damaged + "\n")
-        for more in ("", " --fresh", " --redraw"):
-            done = curve(folder, PLANNED + more).fails("curve.csv is no table of this program")
-            assert done.err.count("\n") == 1 and csv_file.read_text() == damaged + "\n", done
+        _, said = several("memory_curve", [["--out", folder, *(PLANNED + more).split()] for more in ("", " --fresh", " --redraw")])
+        assert csv_file.read_text() == damaged + "\n"
+        for sentence in said:
+            assert "curve.csv is no table of this program" in sentence and "\n" not in sentence, (damaged, said)
     csv_file.write_text(text)
     for foreign in ("mine", "[]", "[" * 100000, '{"what": 1}'):
         settings.write_text(foreign)
@@ -233,11 +280,11 @@ REFUSALS = {
 
 
 def test_refusals(folder):
-    for says, cases in REFUSALS.items():
-        for case in cases.split(";"):
-            words = ["--plan-only", "--device", "cpu", *([] if "--model" in case else MODEL.split()), *case.split(" ")]
-            done = tool("memory_curve", "--out", folder, *words).fails(says.format(words[-1]))
-            assert done.status == 1 and done.err.startswith("memory_curve: ") and done.err.count("\n") == 1, done
+    cases = [(says, case.split(" ")) for says, cases in REFUSALS.items() for case in cases.split(";")]
+    lines = [["--out", folder, "--plan-only", "--device", "cpu", *([] if "--model" in words else MODEL.split()), *words] for _, words in cases]
+    for (says, words), sentence in zip(cases, several("memory_curve", lines)[1], strict=True):
+        assert sentence.startswith("memory_curve: ") and says.format(words[-1]) in sentence and "\n" not in sentence, (words, sentence)
+    assert tool("memory_curve", "--out", folder, *lines[0][2:]).fails("memory_curve: ").status == 1
 
 
 def test_pictures_of_sweeps(folder):
@@ -289,6 +336,8 @@ def test_without_matplotlib(folder):
 
 
 def test_plot_run(folder):
+    need("matplotlib")
+
     def write(name, lines, end=""):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
         return folder / name
@@ -299,24 +348,23 @@ def test_plot_run(folder):
               "gpu": "a machine", "ratio": 1 + k / 100, "layer_bytes": k << 20, "gemms": 3 + (k == 2), "certain_error": 1.0 if k < 4 else 1e-6} for k in range(1, 7)]
     log = write("smooth.jsonl", [start, *steps], '{"event":"step","ste')  # killed
     deep = write("deep", [start, *steps], "[" * 100000 + "\n")
-    for wrong, says in {deep: "line 302: this is no JSON object", write("odd", [{**start, "batch": []}, *steps]): "nothing is drawn", "/dev/zero": "regular file", folder / "none": "cannot open the log", write("text", [], "no JSON\n"): "line 1: this is no JSON object",
-                        write("empty", [start]): "has no step to draw"}.items():
-        assert "Traceback" not in tool("plot_run", wrong, "--out", folder / "wrong.png").fails(says).err
-    done = tool("plot_run", log, "--out", folder / "run.svg")
+    other, ladder, escape = write("other.jsonl", [{**start, "device": "another"}, *steps]), write("ladder.jsonl", rungs), write("a\x1b[31m-1.jsonl", [start, *steps])
+    (folder / "mine.png").write_bytes(b"\x89PNG, by another program")
+    lines = {("run.svg", log): "", ("two.svg", log, other, log): "", ("run.png", log, log, "--from", "100"): "", ("ladder.svg", ladder): "",
+             ("run.png", log): "",  # over its own
+             ("groups.png", "--groups", escape): "", ("mine.png", log): "is not from this program", ("wrong.png", deep): "line 302: this is no JSON object",
+             ("wrong.png", write("odd", [{**start, "batch": []}, *steps])): "nothing is drawn", ("wrong.png", "/dev/zero"): "regular file",
+             ("wrong.png", folder / "none"): "cannot open the log", ("wrong.png", write("text", [], "no JSON\n")): "line 1: this is no JSON object",
+             ("wrong.png", write("empty", [start])): "has no step to draw"}
+    printed, said = several("plot_run", [[*words, "--out", folder / picture] for picture, *words in lines])
+    for (words, says), sentence in zip(lines.items(), said, strict=True):
+        assert says in sentence and bool(says) == bool(sentence), (words, sentence)
+    assert "\n| a\\x1b[31m | " in printed, printed
     assert_says(folder / "run.svg", "Training llama-1b", "V 128,256, 4 x 2,048 tokens, bf16, on a machine", "Gradient norm", "Tokens per second")
-    other = write("other.jsonl", [{**start, "device": "another"}, *steps])
-    tool("plot_run", log, other, log, "--out", folder / "two.svg").ok()
     assert_says(folder / "two.svg", "bf16, on a machine and another")
-    tool("plot_run", log, log, "--out", folder / "run.png", "--from", "100").ok()
-    assert done.ok() and (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
-    tool("plot_run", write("ladder.jsonl", rungs), "--out", folder / "ladder.svg").ok()
     assert_says(folder / "ladder.svg", "N 1,024, H 256, V 32,768, chunks of 128; a machine", "3 a version", "1.03", "3.0 MiB", "1.06", "6.0 MiB",
                 "1.0", "4 GEMMs", "3 GEMMs, there to be read", "target nearly certain", "100%", "1e-06")
-    (folder / "mine.png").write_bytes(b"\x89PNG, by another program")
-    tool("plot_run", log, "--out", folder / "mine.png").fails("is not from this program")
-    tool("plot_run", log, "--out", folder / "run.png").ok()  # over its own
-    escape = write("a\x1b[31m-1.jsonl", [start, *steps])
-    assert "\n| a\\x1b[31m | " in tool("plot_run", "--groups", escape, "--out", folder / "groups.png").ok().out
+    assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG" and not (folder / "wrong.png").exists()
     tool("plot_run", log, "--out", "/dev/full").fails("cannot write the picture /dev/full")
 
 
