@@ -11,7 +11,7 @@ import shutil
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from program import ROOT, TRAIN, main, need, once, read_log, run, train  # noqa: E402
+from program import ROOT, TRAIN, keep, main, need, once, read_log, run, train, write  # noqa: E402
 from tap import Skip  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -26,32 +26,47 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 
 def open_in_chromium(folder, text, state, width, *words):
-    (folder / "page.html").write_text(text)
+    write(folder / "page.html", text)
     return run(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--enable-logging=stderr", f"--user-data-dir={folder}/{width}", f"--window-size={width},2800", *words,
                f"{(folder / 'page.html').as_uri()}#{state}")
 
 
 @once
-def need_chromium(folder):
+def need_chromium():
     if not CHROMIUM:
         raise Skip("there is no Chromium; apt-get install chromium has one")
+    folder = pathlib.Path(keep.name, "chromium")
     if "<p>here" not in open_in_chromium(folder, "<p>here", "", 500, "--dump-dom").out:
         raise Skip(f"{CHROMIUM} does not open a file in {folder}")
 
 
-def chromium(folder, state="", width=900, *words, script="", more="--dump-dom"):
+def chromium(folder, state="", *words, script="", more="--dump-dom", widths=()):
     """Opens the page in a state, runs the body of an async function there, and returns the page and what that returned.
+    With widths: in frames so wide, as no window is narrower than 500, without a state; what each returned, by its width.
     A line in the console fails."""
-    need_chromium(folder)
-    report = f"<script>(async () => {{ {script} }})().then(got => parent.document.title = JSON.stringify(got ?? null))</script>"
-    text = TEXT + report
-    if width < 500:  # than which no window is narrower
-        text = f'<title></title><body style="margin: 0"><iframe style="width: {width}px; height: 2800px; border: 0" srcdoc="{html.escape(text)}">'
-    done = open_in_chromium(folder, text, state, width, "--virtual-time-budget=30000", *words, more).ok()
+    need_chromium()
+    got = "{...JSON.parse(parent.document.title), [innerWidth]: got}" if widths else "got ?? null"
+    text = TEXT + f"<script>(async () => {{ {script} }})().then(got => parent.document.title = JSON.stringify({got}))</script>"
+    if widths:
+        frame = f'<iframe style="width: %spx; height: 2800px; border: 0" srcdoc="{html.escape(text).replace("%", "%%")}"></iframe>'
+        text = '<title>{}</title><body style="margin: 0">' + "".join(frame % width for width in widths)
+    done = open_in_chromium(folder, text, state, max(widths, default=900), "--virtual-time-budget=30000", *words, more).ok()
     assert "CONSOLE" not in done.err, done
     title = re.search("<title>(.*?)</title>", done.out)
     return done.out, title and json.loads(html.unescape(title[1]))
+
+
+def at_each(folder, states, script):
+    """Opens the page once, and moves it from state to state: what it shows and what the script returns in each."""
+    loop = f"""const found = [];
+      for (const state of {json.dumps(states)}) {{
+        location.hash = state || "none";
+        await new Promise(later => setTimeout(later, 100));
+        found.push([document.body.innerHTML.replace(/<script[^]*?<.script>/g, ""), (() => {{ {script} }})()]);
+      }}
+      return found"""
+    return chromium(folder, script=loop)[1]
 
 
 def test_one_file_without_network(folder):
@@ -93,8 +108,8 @@ def test_data_that_cannot_be_written(folder):
 def test_numbers_are_the_plans(folder):
     """The command that the page shows plans the page's numbers, and each block of the loss. The second sizes have a
     shorter last chunk and a vocabulary of no whole cache lines."""
-    for sizes in "", "N=81920&V=50257&H=4096&C=32768":
-        dom, blocks = chromium(folder, sizes, script="return headBytes()")
+    states = "", "N=81920&V=50257&H=4096&C=32768"
+    for sizes, (dom, blocks) in zip(states, at_each(folder, states, "return headBytes()"), strict=True):
         command = re.search(r"^./train (.*)", re.sub("<[^>]*>", "", re.search('id="command">(.*?)</pre>', dom)[1]))[1]
         assert not sizes or command.endswith(" --batch 20 --vocab 50257 --hidden-size 4096 --lce-chunk 32768")
         train(command, "--log", folder / "plan", "--timeline", folder / "steps.csv").ok()
@@ -139,7 +154,8 @@ def test_which_number_to_subtract(folder):
 
 def test_by_hand(folder):
     """LCE.md's example, edited logits against float64, and a row that is repaired."""
-    dom, _ = chromium(folder)
+    (dom, _), (repaired, row) = at_each(folder, ["", "z=2,2,-1,90,3&y=4"], "return anchored(logits(), at.y)")
+    assert row["repaired"] and abs(row["loss"] - 87) < 1e-4 and row["c"] == -1 and "<b>computed again</b>" in repaired
     example = (PAGE.parent / "LCE.md").read_text().split("## An example with numbers")[1]
     for name in "R", "loss", "r", "c":
         value = re.search(rf"^{re.escape(name)} = .*?  +(-?[0-9.]+)  ", example, re.M)[1]
@@ -150,8 +166,6 @@ def test_by_hand(folder):
     dom, (row, z, y) = chromium(folder, script=edit)
     c, loss = exact(z, y)
     assert (z, y) == ([2, 2.5, -1, -2, 3], 0) and abs(row["c"] / c - 1) < 2e-7 and abs(row["loss"] / loss - 1) < 2e-7 and f"R = {row['R']:.5f}" in dom
-    dom, row = chromium(folder, "z=2,2,-1,90,3&y=4", script="return anchored(logits(), at.y)")
-    assert row["repaired"] and abs(row["loss"] - 87) < 1e-4 and row["c"] == -1 and "<b>computed again</b>" in dom
 
 
 def test_the_state_is_in_the_address(folder):
@@ -173,19 +187,20 @@ def test_the_state_is_in_the_address(folder):
 
 def test_playing_lights_the_running_line(folder):
     lit = "[...document.querySelectorAll('#python .lit')].map(line => line.textContent)"
-    for t, line in (0, "for i in"), (10, "E = (x[i]"), (22, "dX[i] ="), (40, "dW += E.T"), (1000, "dW.index_add_"):
-        assert [text.startswith(line) for text in chromium(folder, f"t={t}", script=f"return {lit}")[1]] == [True], (t, line)
+    lines = {"t=0": "for i in", "t=10": "E = (x[i]", "t=22": "dX[i] =", "t=40": "dW += E.T", "t=1000": "dW.index_add_"}
+    for (t, line), (_, texts) in zip(lines.items(), at_each(folder, list(lines), f"return {lit}"), strict=True):
+        assert [text.startswith(line) for text in texts] == [True], (t, line, texts)
     script = "requestAnimationFrame = frame => setTimeout(() => frame(performance.now()), 50);" \
-        "$('play').click(); await new Promise(later => setTimeout(later, 25000)); return [at.t, location.hash, $('play').textContent]"
-    found = chromium(folder, "t=0", script=script)[1]
+        "$('play').click(); await new Promise(later => setTimeout(later, 10000)); return [at.t, location.hash, $('play').textContent]"
+    found = chromium(folder, "t=700", script=script)[1]  # 20 ms each
     assert found == [1000, "#t=1000", "Play"], found
 
 
 def test_the_ladders_code(folder):
     """A rung's code is that of ladder.py; what the rung before lacks is lit, what went is struck."""
     script = "return [...$('rung-code').children].map(line => [line.textContent, line.className])"
-    for rung, new, gone in (2, "for i in", "z = mm(x, W.T)"), (4, "E.scatter_(1", "lse = z.logsumexp(-1)"), (7, "context(x.device", "e.copy_(exps)"):
-        lines = chromium(folder, f"rung={rung}", script=script)[1]
+    rungs = (2, "for i in", "z = mm(x, W.T)"), (4, "E.scatter_(1", "lse = z.logsumexp(-1)"), (7, "context(x.device", "e.copy_(exps)")
+    for (rung, new, gone), (_, lines) in zip(rungs, at_each(folder, [f"rung={rung}" for rung, *_ in rungs], script), strict=True):
         assert any(text.startswith(new) and how == "new" for text, how in lines) and [gone, "gone"] in lines, lines
         code = json.loads(DATA.search(TEXT)[1])["rungs"][rung - 1]["code"]
         assert [text for text, how in lines if how != "gone"] == [re.sub(" +# noqa.*", "", line).strip() for line in code.splitlines()], lines
@@ -193,15 +208,18 @@ def test_the_ladders_code(folder):
 
 def test_widths_and_themes(folder):
     """Nothing is wider than the window, letters are large enough and stand out from their ground."""
-    script = """const luminance = color => color.match(/[0-9.]+/g).slice(0, 3).map(v => (v / 255) ** 2.2)
+    script = """location.hash = "z=40,0,-20,0,20&y=0&rung=7";
+      await new Promise(later => setTimeout(later, 100));
+      const luminance = color => color.match(/[0-9.]+/g).slice(0, 3).map(v => (v / 255) ** 2.2)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0.05);
       const body = getComputedStyle(document.body), contrast = luminance(body.color) / luminance(body.backgroundColor);
       const beyond = [...document.querySelectorAll("main *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);
-      return [innerWidth, document.documentElement.scrollWidth, beyond.map(e => e.outerHTML.slice(0, 200)), contrast]"""
-    for width in 360, 768, 1280:
-        for dark in False, True:
-            dom, (inner, wide, beyond, contrast) = chromium(folder, "z=40,0,-20,0,20&y=0&rung=7", width, *[DARK] * dark, script=script)
-            assert inner == width and wide <= width and not beyond, (width, inner, wide, beyond)
+      return [at.rung, document.documentElement.scrollWidth, beyond.map(e => e.outerHTML.slice(0, 200)), contrast]"""
+    for dark in False, True:
+        found = chromium(folder, "", *[DARK] * dark, script=script, widths=(360, 768, 1280))[1]
+        assert list(found) == ["360", "768", "1280"], found
+        for width, (rung, wide, beyond, contrast) in found.items():
+            assert rung == 7 and wide <= int(width) and not beyond, (width, rung, wide, beyond)
             assert contrast > 10 if dark else contrast < 0.1, (width, dark, contrast)
     chromium(folder, more=f"--screenshot={folder}/page.png")
     png = (folder / "page.png").read_bytes()
