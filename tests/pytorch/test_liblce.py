@@ -40,12 +40,15 @@ def address(elements):
 def build(folder, *settings):
     """The path of a library built in the folder, by one of the tests that run at the same time."""
     os.makedirs(os.path.join(ROOT, folder), exist_ok=True)
+    last = pathlib.Path(ROOT, "build/last")  # says which build the programs outside of build/ are of
+    before = last.exists() and last.read_text()
     with open(os.path.join(ROOT, folder, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # The plain variant, whatever make runs the tests: Python cannot load a library with ASan.
         words = "make", "-s", "VARIANT=release", *settings, f"LIBLCE_BUILD={folder}", f"LIBLCE={folder}/liblce.so", "liblce.so"
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (last.exists() and last.read_text()) == before, "another build's programs would be linked again"
     return os.path.join(ROOT, folder, "liblce.so")
 
 

@@ -27,7 +27,7 @@ LIBLCE_BUILD ?= build/library
 WHEEL        ?=
 LIBLCE_TABLE  = liblce.so, with $$(or $$(COMPILER),no working compiler):$$(newline)  CUDA        $$(call \
 	found,CUDA,nvcc $$(CUDA_VERSION) with cuBLASLt$$(comma) $$(GPU_TEXT),the CPU only ($$(NO_CUDA)))
-LIBLCE_FLAGS  = BUILD=$(LIBLCE_BUILD) MPI=0 HAVE_NCCL= BLAS_LIBS= TABLE='$(LIBLCE_TABLE)' \
+LIBLCE_FLAGS  = BUILD=$(LIBLCE_BUILD) BIN=$(LIBLCE_BUILD)/ MPI=0 HAVE_NCCL= BLAS_LIBS= TABLE='$(LIBLCE_TABLE)' \
 	$(patsubst %,HAVE_%=yes,CBLAS CJSON STB ZLIB CMOCKA) CPPFLAGS='$(CPPFLAGS) -DFOUND_BLAS -I$(TORCH)/blas' \
 	CFLAGS='$(CFLAGS) -fPIC -fvisibility=hidden' CUFLAGS='$(CUFLAGS) -Xcompiler=-fPIC,-fvisibility=hidden'
 liblce.so:
