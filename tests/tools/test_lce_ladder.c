@@ -56,7 +56,7 @@ static void check_rungs(Harness *h, ReferenceLoss *r, int64_t chunk, double size
     if (!ladder_has(h->backend, rung) || (rung == 6 && r->hidden % 8)) continue; // test_refusals
     MemoryMark mark = memory_mark(&h->backend->memory);
     LinearCrossEntropy call = loss_call(h, r, LCE_FUSED, chunk);
-    reference_loss(r); // of the values as the tensors have them
+    if (rung == 1) reference_loss(r); // of the values as the tensors have them
     run_rung(h, rung, call);
     for (int64_t i = 0; rung >= 3 && rung <= 5 && i < dweight_calls; i++)
       if (ladder_dweight_bytes(&call, i * call.chunk) != dweight_bytes[i % 64])
