@@ -134,7 +134,7 @@ def test_refusals(folder):
             ("the ladder has seven rungs", "--ladder", "--terms"), ("--device cuda: ", "--device", "cuda"),
             ("a smaller --chunk or, with --checkpoint, a shorter --seq-len\n",
              "--plan", "--json", "--tokens", 2**31 - 1, "--hidden-size", 2**31 - 1),
-            ("materialized needs ", "--json", "--tokens", 2**22, "--vocab", 2**22, "--chunk", 1, "--materialized")):
+            ("materialized needs ", "--json", "--tokens", 2**20, "--vocab", 2**22, "--chunk", 64, "--materialized")):
         refused = bench(*words).refused(part)
         assert not refused.out, refused
 

@@ -419,7 +419,7 @@ def test_fit(folder):
     train(lean + "--device-memory 30 --ranks 8").fails("); add --fit --zero 2\n")
     train(lean + "--device-memory 30 --ranks 8 --fit --zero 2").ok()
     # FP8 is named where the run can have it.
-    for more, can in ("", True), ("--head-dim 8 --num-attention-heads 256 ", True), ("--recompute layer --mlp-chunk 100 ", False):
+    for more, can in ("", True), ("--head-dim 8 --num-attention-heads 256 ", True), ("--recompute layer --mlp-chunk 1000 ", False):
         offered = train("--model llama-1b --device cuda --plan --fit --device-memory 78.9 --seq-len 1024 " + more).ok().out
         assert ("--fp8 --batch" in offered) == can, (more, offered)
     given = lean + "--device-memory 78.9 --batch 128 --recompute none "
@@ -498,7 +498,7 @@ def test_device_memory(folder):
     train(small + "--fit").ok()
     train(TINY + "--device-memory 0.0001").refused("has 104.9 KiB to give (weights ")
     # More than any machine has: said before anything is allocated.
-    train(TINY + "--seq-len 2000 --batch 1000000 --recompute none").refused("this run needs ", "activations ")
+    train(TINY + "--seq-len 2000 --batch 1000000 --lce-chunk 1000000 --recompute none").refused("this run needs ", "activations ")
 
 
 # Both modes beside each other, and the same memory whichever of them the run itself had.
@@ -779,7 +779,7 @@ def test_dead_output(folder):
 
 # So does a log that cannot grow, and the run that resumes continues after its last whole line.
 def test_full_log(folder):
-    output = run("bash", "-c", f"ulimit -f 200; exec {TRAIN} {ENDLESS} --warmup 0 --save {folder}/full --log {folder}/log")
+    output = run("bash", "-c", f"ulimit -f 100; exec {TRAIN} {ENDLESS} --warmup 0 --save {folder}/full --log {folder}/log")
     assert output.status == 1 and output.err.endswith("/log: File too large\n") and output.err.count("\n") == 1, output
     assert "saved in " in output.out and re.search(r"stopped after step \d+\nstep ", output.out), output
     done = re.search(r"stopped after step (\d+)", output.out)[1]

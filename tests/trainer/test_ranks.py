@@ -150,7 +150,8 @@ def shell(ranks, command):
 def test_fit_on_unequal_ranks(folder):
     need_ranks()
     if not GPUS:
-        line = f"{TRAIN} --device cpu --num-layers 2 --data Makefile --seq-len 256 --steps 1 --sample-every 0 --eval-batches 1 --fit"
+        line = (f"{TRAIN} --device cpu --num-layers 2 {SIZES} --vocab 128256 --seq-len 256 --data Makefile --steps 1 --sample-every 0 "
+                "--eval-batches 1 --lce-chunk 100000 --fit")
         shell(2, f"export OMP_NUM_THREADS=1; test $RANK = 0 || ulimit -v 900000; exec {line}").ok("\nstep 1/1 ")
         if run("unshare", "-m", "true").status == 0:
             line += " --vocab 1000 --offload optimizer"
