@@ -120,10 +120,14 @@ HARNESS_TEST(test_values) {
       {7, 24, 40, 333, 3, JSD, .beta = 0.9, .temperature = 0.5, .scale = 2},
       // Whole accesses, for Hopper.
       {6, 16, 24, 2056, 3, FORWARD_KL, .temperature = 1, .scale = 1, .weights = true, .narrow = true},
-      {3, 16, 24, 2056, 2, REVERSE_KL, .temperature = 0.7, .scale = 2},
-      {5, 16, 24, 2000, 3, JSD, .beta = 0.3, .temperature = 1, .scale = 2, .weights = true},
+      {101, 16, 24, 2056, 90, REVERSE_KL, .temperature = 0.7, .scale = 2},
+      {100, 16, 24, 2000, 100, JSD, .beta = 0.3, .temperature = 1, .scale = 2, .weights = true},
       {2, 16, 24, 136, 2, REVERSE_KL, .temperature = 1, .scale = 2}};
   RUN_CASES(h, check_case, shapes);
+  // Rows of which an SM holds a part of two, and not of three.
+  static const Shape large[] = {
+      {70, 8, 8, 160000, 70, JSD, .beta = 0.5, .temperature = 1, .scale = 2, .weights = true}};
+  if (h->dtype == DTYPE_BF16 && !small_shapes()) RUN_CASES(h, check_case, large);
 }
 
 // Each tile's largest logit, its column and its sum of exponentials are those of the logits as they are stored.

@@ -12,13 +12,12 @@ typedef struct {
 } Row;
 
 // Adds the bias, caps, and computes the row's softmax.
-static Row row_of(const DivergenceHead *head, int64_t n) {
+static Row row_of(const DivergenceHead *head, float share, int64_t n) {
   int64_t count = head->logits.shape[1];
   Row row = {.u = cpu_row(head->logits, n), .inv_temperature = inverse_temperature(head->temperature)};
   bias_and_cap(row.u, head->bias.data, head->softcap, count, NULL);
   float max = maximum_of(row.u, count);
-  double sum = exp_and_sum(row.u, max, row.inv_temperature, count, NULL);
-  row.softmax = (RowSoftmax){max, (float)(1 / sum), log(sum)};
+  row.softmax = row_softmax(max, exp_and_sum(row.u, max, row.inv_temperature, count, NULL), share);
   return row;
 }
 
@@ -37,9 +36,10 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
     cpu_store(a->entropy, n, 0);
     return;
   }
-  Row student = row_of(&a->student, n), teacher = row_of(&a->teacher, n);
+  Row student = row_of(&a->student, terms.share, n), teacher = row_of(&a->teacher, terms.teacher_share, n);
 #define ENTRY_AT(j)                                                                                          \
-  divergence_entry(terms, student.softmax, teacher.softmax, distance_of(student, j), distance_of(teacher, j))
+  entry_of_distances(terms, student.softmax, teacher.softmax, distance_of(student, j),                       \
+                     distance_of(teacher, j))
   int64_t best = index_of(u, count, student.softmax.max);
   float lead_at_max = ENTRY_AT(best).lead;
   double loss = 0, mean_excess = 0, mean_distance = 0;
@@ -56,12 +56,14 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
     loss += parts, mean_excess += excess, mean_distance += distances;
   }
   cpu_store(a->loss, n, loss);
-  cpu_store(a->entropy, n, student.softmax.log_sum - mean_distance);
+  mean_excess /= (double)terms.share, mean_distance /= (double)terms.share;
+  cpu_store(a->entropy, n, student.softmax.log_sum + (double)terms.log_share - mean_distance);
   if (!a->backward) return;
   float scale = (float)cpu_read(a->weights, n, 1) * student.inv_temperature;
   EACH_SIMD (j, count) {
+    DivergenceEntry e = ENTRY_AT(j);
     float slope = cap > 0 ? 1 - u[j] / cap * (u[j] / cap) : 1;
-    u[j] = divergence_slope(terms, ENTRY_AT(j), lead_at_max, (float)mean_excess) * slope * scale;
+    u[j] = divergence_slope(terms, e.p, e.q, e.lead - lead_at_max, (float)mean_excess) * slope * scale;
   }
 }
 

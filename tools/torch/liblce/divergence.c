@@ -81,14 +81,14 @@ void linear_divergence(Backend *backend, LinearDivergence a) {
   int64_t half = backend->device == ON_CUDA ? ceil_div(size, 2) : size; // of a chunk, for the teacher
   MemoryMark mark = memory_mark(&backend->memory);
   LceDivergence all = a.divergence, part = all;
-  Tensor block_sums = {0};
+  Tensor terms = {0};
   DivergenceHead student =
       push_head(backend, "student's logits", all.student, a.weight.dtype, size, vocab_size);
   DivergenceHead teacher =
       push_head(backend, "teacher's logits", all.teacher, a.teacher_weight.dtype, half, vocab_size);
   if (backend->device == ON_CUDA)
-    block_sums = memory_push_2d(&backend->memory, "sums of blocks", MEMORY_HEAD, DTYPE_F32, half,
-                                4 * DIVERGENCE_BLOCKS);
+    terms = memory_push_2d(&backend->memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32, half,
+                           DIVERGENCE_ROW_FLOATS);
   part.backward = tensor_exists(a.dx) || tensor_exists(a.dweight);
   for (int64_t first = 0; first < tokens; first += size) {
     int64_t count = min_i64(size, tokens - first);
@@ -99,7 +99,7 @@ void linear_divergence(Backend *backend, LinearDivergence a) {
       Tensor teacher_x = tensor_rows(a.teacher_x, first + at, rows);
       part.student = head_rows(own, at, rows);
       part.teacher = head_of(backend, teacher, teacher_x, a.teacher_weight);
-      part.block_sums = tensor_rows(block_sums, 0, rows);
+      part.rows = tensor_rows(terms, 0, rows);
       part.loss = tensor_rows(all.loss, first + at, rows);
       part.entropy = tensor_rows(all.entropy, first + at, rows);
       part.mask = tensor_rows(all.mask, first + at, rows);

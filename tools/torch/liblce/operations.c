@@ -56,7 +56,7 @@ static void check_lce_divergence(Op op, Backend *backend, LceDivergence *a) {
         FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"),
         FIELD(student.best, "int64 [N, A] or absent"), FIELD(student.sums, "fp32 [N, A] or absent"),
         FIELD(teacher.best, "int64 [N, A] or absent"), FIELD(teacher.sums, "fp32 [N, A] or absent"),
-        FIELD(block_sums, "fp32 [N, B] or absent"));
+        FIELD(rows, backend->device == ON_CUDA ? "fp32 [N, R]" : "fp32 [N, R] or absent"));
 }
 
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),

@@ -109,11 +109,11 @@ typedef struct {
   float softcap, temperature;
   Tensor best, sums; // LogitTiles', or absent; without bias and softcap
 } DivergenceHead;
-enum { DIVERGENCE_BLOCKS = 8 };
+enum { DIVERGENCE_ROW_FLOATS = 8 };
 typedef struct {
   Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
   DivergenceHead student, teacher;
-  Tensor block_sums;    // fp32 [N, 4 DIVERGENCE_BLOCKS], scratch; needed with best and sums
+  Tensor rows;          // fp32 [N, DIVERGENCE_ROW_FLOATS], scratch; on a GPU
   Tensor mask, weights; // int32 [N], fp32 [N]; or absent: 1
   float beta;
   DivergenceKind kind;

@@ -1,16 +1,22 @@
-// lce_divergence on a GPU. A row of both heads has its two softmaxes, whose maxima and sums of exponentials are kept
-// together; then it is read for the loss, and again for the gradient where that needs the loss.
+// lce_divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient from them,
+// for which it reads a row once, or twice where the gradient needs the loss.
 //
-// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL reads
-// both rows once and writes one: 6 bytes an entry in bf16, the floor. For the other kinds a cluster of eight blocks keeps
-// a row in shared memory, 64 KiB each for 128,256 entries of both heads, and reads it again from there; what the blocks
-// have summed goes through device memory, in a fixed order. Elsewhere one block owns a row and reads it each time.
+// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL moves 6
+// bytes an entry in bf16: two logits and a gradient, the floor. So do the other kinds there, in clusters of eight blocks
+// that hold a row in shared memory until its sums are known: each block asks for its part of the row after the next, sums
+// the next one, writes the gradient of the last, and only then waits for the other blocks' sums.
+#include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
-#include "tools/torch/liblce/divergence_row.h"
 
-// Threads of all blocks that share an SM, where a cluster of DIVERGENCE_BLOCKS holds a row.
-enum { SM_THREADS = 768 };
+// log2 x of x in [1, 2], to within 2^-22.
+static DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#include "tools/torch/liblce/divergence_row.h"
 
 template <typename T> struct Head {
   T *logits;
@@ -20,6 +26,14 @@ template <typename T> struct Head {
   const Ranked *best; // of each tile, or NULL: of LogitTiles
   const float *sums;
 };
+
+// A row's place in LceDivergence's `rows`.
+struct RowTerms {
+  RowSoftmax student, teacher;
+  float lead_at_max;
+  float scale; // of the gradient; 0 if the row does not count
+};
+static_assert(sizeof(RowTerms) == DIVERGENCE_ROW_FLOATS * sizeof(float), "as many as there is room for");
 
 // Part of a softmax, of logits before the temperature; max starts finite, so that minus infinity counts as 0.
 struct PartialSoftmax {
@@ -42,9 +56,18 @@ template <typename T, int W> static DEVICE Group<T, W> load_group(const T *from)
   Word word = *reinterpret_cast<const Word *>(from);
   return reinterpret_cast<Group<T, W> &>(word);
 }
-template <typename T, int W> static DEVICE void store_group(T *to, Group<T, W> group) {
-  using Word = std::conditional_t<sizeof(Group<T, W>) == 16, uint4, T>;
-  *reinterpret_cast<Word *>(to) = reinterpret_cast<const Word &>(group);
+
+// The eight entries of an access, by words: the compiler would take one of a Group apart.
+template <int W> static DEVICE void unpack(float (&out)[W], uint4 z) {
+  const uint32_t words[W / 2] = {z.x, z.y, z.z, z.w};
+  EACH (k, W / 2) {
+    float2 pair = unpack_bf16(words[k]);
+    out[2 * k] = pair.x, out[2 * k + 1] = pair.y;
+  }
+}
+template <int W> static DEVICE uint4 packed(const float (&x)[W]) {
+  return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                    pack_bf16(x[6], x[7]));
 }
 
 // u of W entries from column i on, with du/dz; minus infinity beyond the row's end. PLAIN: without bias, soft-cap or
@@ -63,152 +86,251 @@ static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Group<T, W
   }
 }
 
-template <int W> static DEVICE void add_entries(PartialSoftmax &s, const float (&u)[W], int i, float unit) {
-  float before = s.max;
-  EACH (k, W)
-    if (u[k] > s.max) s.max = u[k], s.column = i + k;
-  s.sum *= ENTRY_EXP((before - s.max) * unit);
-  EACH (k, W) s.sum += ENTRY_EXP((u[k] - s.max) * unit);
-}
+// --- a row's softmaxes -------------------------------------------------------------------------------------
 
-// The block's softmax, of its threads' parts.
-static DEVICE RowSoftmax row_softmax(const PartialSoftmax &s, float unit, int &column) {
-  Ranked best = block_max(ranked(s.max, s.column));
-  float max = ranked_value(best), sum = block_sum(s.below(max, unit));
-  column = ranked_column(best);
-  return {max, 1 / sum, logf(sum)};
-}
-
-// Sums over the blocks of a cluster, in their order; every thread gets them. parts: [DIVERGENCE_BLOCKS].
-static DEVICE float4 cluster_sum(float4 *parts, float4 sums) {
-#if defined(HOPPER_CODE)
-  if (threadIdx.x == 0) parts[blockIdx.x % DIVERGENCE_BLOCKS] = sums;
-  __syncwarp();
-  cluster_sync();
-  const unsigned long long *from =
-      reinterpret_cast<const unsigned long long *>(parts + threadIdx.x % DIVERGENCE_BLOCKS);
-  unsigned long long pairs[2] = {load_relaxed(from), load_relaxed(from + 1)};
-  sums = reinterpret_cast<const float4 &>(pairs);
-  EACH (step, 3) {
-    sums.x += __shfl_xor_sync(~0u, sums.x, 1 << step);
-    sums.y += __shfl_xor_sync(~0u, sums.y, 1 << step);
-    sums.z += __shfl_xor_sync(~0u, sums.z, 1 << step);
+// Of a head's row, with its largest logit's column. TILES: by its tiles' parts.
+template <bool TILES, int W, typename T>
+static DEVICE RowSoftmax row_softmax(const Head<T> &head, float share, int64_t row, int columns,
+                                     int &column) {
+  PartialSoftmax s;
+  if (TILES) {
+    int tiles = (columns + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
+    for (int64_t i = row * tiles + threadIdx.x; i < (row + 1) * tiles; i += blockDim.x)
+      s.add({ranked_value(head.best[i]), head.sums[i], ranked_column(head.best[i])}, head.distance);
+  } else {
+    for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
+      float u[W], unused[W], before = s.max;
+      entries_of<false>(u, unused, load_group<T, W>(head.logits + row * head.stride + i), head, i, columns);
+      EACH (k, W)
+        if (u[k] > s.max) s.max = u[k], s.column = i + k;
+      s.sum *= ENTRY_EXP((before - s.max) * head.distance);
+      EACH (k, W) s.sum += ENTRY_EXP((u[k] - s.max) * head.distance);
+    }
   }
-#endif
-  return sums;
+  Ranked best = block_max(ranked(s.max, s.column));
+  column = ranked_column(best);
+  return row_softmax(ranked_value(best), block_sum(s.below(ranked_value(best), head.distance)), share);
 }
 
-// True if a row is read twice.
-constexpr bool reads_twice(DivergenceKind kind) {
-  return kind != FORWARD_KL;
+template <typename T> static DEVICE float distance_of(float u, const RowSoftmax &s, const Head<T> &head) {
+  return fmaxf((u - s.max) * head.distance, LEAST_DISTANCE);
 }
 
-// The most threads of a block.
-constexpr int most_threads(DivergenceKind kind, bool given) {
-  return !given ? 1024 : reads_twice(kind) ? SM_THREADS : 512;
+template <typename T, int W, bool TILES>
+static __global__ void __launch_bounds__(1024)
+    row_terms_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
+                     const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
+  int64_t row = blockIdx.x;
+  int columns = (int)a.student.logits.shape[1], best, unused;
+  RowSoftmax p = row_softmax<TILES, W>(student, terms.share, row, columns, best),
+             q = row_softmax<TILES, W>(teacher, terms.teacher_share, row, columns, unused);
+  if (threadIdx.x > 0) return;
+  float at_best[1], slope[1];
+  Group<T, 1> z = {teacher.logits[row * teacher.stride + best]};
+  entries_of<false>(at_best, slope, z, teacher, best, columns);
+  DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
+  bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
+  float scale = read(a.weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
+  data_of<RowTerms>(a.rows)[row] = {p, q, e.lead, counts ? scale : 0};
 }
 
-// GIVEN: the heads are plain, in whole accesses, and have tiles. If the row is read twice, a cluster then owns it, and
-// each block holds a part; else two blocks share an SM.
-template <typename T, int W, DivergenceKind KIND, bool GIVEN>
-static __global__ void __launch_bounds__(most_threads(KIND, GIVEN), GIVEN && !reads_twice(KIND) ? 2 : 1)
+// --- the loss and the gradient -----------------------------------------------------------------------------
+
+// Sums over a row's entries, in units of ENTRY_UNIT; of log p and of the excess over lead_at_max under p.
+struct RowTotals {
+  float loss = 0, log_p = 0, excess = 0;
+  DEVICE void add(DivergenceTerms terms, DivergenceEntry e, float entry_log_p, float lead_at_max) {
+    loss += divergence_part(terms, e);
+    log_p += e.p * entry_log_p;
+    excess += e.p * (e.lead - lead_at_max);
+  }
+  DEVICE void store(const LceDivergence &a, int64_t row, DivergenceTerms terms) const {
+    bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
+    write(a.loss, row, counts ? ENTRY_UNIT * loss : 0);
+    write(a.entropy, row, counts ? ENTRY_UNIT * (terms.log_share - log_p / terms.share) : 0);
+  }
+};
+
+// A block takes a row. PLAIN: the heads are, in whole accesses, and two blocks share an SM.
+template <typename T, int W, DivergenceKind KIND, bool PLAIN>
+static __global__ void __launch_bounds__(PLAIN ? 512 : 1024, PLAIN ? 2 : 1)
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
-  extern __shared__ __align__(16) uint8_t held_bytes[];
-  constexpr bool HELD = GIVEN && reads_twice(KIND);
-  constexpr int BLOCKS = HELD ? DIVERGENCE_BLOCKS : 1;
-  int64_t row = blockIdx.x / BLOCKS;
-  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W, best, teacher_best;
-  int part = HELD ? (columns + BLOCKS * W - 1) / (BLOCKS * W) * W : columns;
-  int begin = (int)(blockIdx.x % BLOCKS) * part, end = min(columns, begin + part);
-  T *out = student.logits + row * student.stride;
-  const T *others = teacher.logits + row * teacher.stride;
-  T *held = reinterpret_cast<T *>(held_bytes) - begin, *held_others = held + part;
+  int64_t row = blockIdx.x;
+  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W;
+  T *own = student.logits + row * student.stride;
+  const T *other = teacher.logits + row * teacher.stride;
+  const RowTerms r = data_of<RowTerms>(a.rows)[row];
   terms.kind = KIND;
-  if (a.mask.data && !data_of<int32_t>(a.mask)[row]) {
-    const float zeros[W] = {};
-    for (int i = begin + threadIdx.x * W; i < end && a.backward; i += step) store(out + i, zeros);
-    if (threadIdx.x == 0 && begin == 0) write(a.loss, row, 0), write(a.entropy, row, 0);
-    return;
-  }
-
+  RowTotals totals;
   struct Both {
     Group<T, W> own, other;
   };
-  float u[W], t[W], slope[W], unused[W];
-  auto load_both = [&](const T *own, const T *other, int i) {
+  auto load_both = [&](int i) {
     Both z;
-    if (i < end) z = {load_group<T, W>(own + i), load_group<T, W>(other + i)};
+    if (i < columns) z = {load_group<T, W>(own + i), load_group<T, W>(other + i)};
     return z;
   };
-  auto unpack = [&](const Both &z, int i) {
-    entries_of<GIVEN>(u, slope, z.own, student, i, columns);
-    entries_of<GIVEN>(t, unused, z.other, teacher, i, columns);
-  };
-  PartialSoftmax own, theirs;
-  if (GIVEN) {
-    int tiles = (columns + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
-    auto part_of = [=](const Head<T> &head, int i) {
-      Ranked largest = head.best[row * tiles + i];
-      return PartialSoftmax{ranked_value(largest), head.sums[row * tiles + i], ranked_column(largest)};
-    };
-    for (int i = threadIdx.x; i < tiles; i += blockDim.x) {
-      own.add(part_of(student, i), student.distance);
-      theirs.add(part_of(teacher, i), teacher.distance);
-    }
-  } else {
-    for (int i = threadIdx.x * W; i < columns; i += step) {
-      unpack(load_both(out, others, i), i);
-      add_entries(own, u, i, student.distance);
-      add_entries(theirs, t, i, teacher.distance);
-    }
-  }
-  RowSoftmax p = row_softmax(own, student.distance, best),
-             q = row_softmax(theirs, teacher.distance, teacher_best);
-  auto distance_of = [](float v, const RowSoftmax &s, const Head<T> &head) {
-    return fmaxf((v - s.max) * head.distance, LEAST_DISTANCE);
-  };
-  auto entry_of = [&](float student_u, float teacher_u) {
-    return divergence_entry(terms, p, q, distance_of(student_u, p, student),
-                            distance_of(teacher_u, q, teacher));
-  };
-  float at_best[1], none[1], lead_at_max = 0;
-  if (reads_twice(KIND)) {
-    entries_of<GIVEN>(at_best, none, Group<T, 1>{others[best]}, teacher, best, columns);
-    lead_at_max = entry_of(p.max, at_best[0]).lead;
-  }
-  float scale = read(a.weights, row, 1) * student.distance * ENTRY_UNIT;
-  auto store_gradient = [&](int i, float mean_excess) {
-    float d[W];
-    EACH (k, W)
-      d[k] = divergence_slope(terms, entry_of(u[k], t[k]), lead_at_max, mean_excess) * slope[k] * scale;
-    store(out + i, d);
-  };
-  float4 sums = {}; // of the loss, the student's distances and the excesses over the lead at its maximum
-  Both next = load_both(out, others, begin + threadIdx.x * W);
+  // Adds W entries to the totals, or stores their gradient; forward KL does both at once.
+  auto pass = [&](bool add, bool store_gradient, float mean_excess) {
+    Both next = load_both(threadIdx.x * W);
 #pragma unroll 1
-  for (int i = begin + threadIdx.x * W; i < end; i += step) {
-    Both z = next;
-    next = load_both(out, others, i + step);
-    if (HELD) store_group<T, W>(held + i, z.own), store_group<T, W>(held_others + i, z.other);
-    unpack(z, i);
-    EACH (k, W) {
-      DivergenceEntry e = entry_of(u[k], t[k]);
-      sums.x += divergence_part(terms, e);
-      sums.y += e.p * distance_of(u[k], p, student);
-      sums.z += e.p * (e.lead - lead_at_max);
+    for (int i = threadIdx.x * W; i < columns; i += step) {
+      Both z = next;
+      next = load_both(i + step);
+      float u[W], t[W], slope[W], unused[W], d[W];
+      entries_of<PLAIN>(u, slope, z.own, student, i, columns);
+      entries_of<PLAIN>(t, unused, z.other, teacher, i, columns);
+      EACH (k, W) {
+        float distance = distance_of(u[k], r.student, student);
+        DivergenceEntry e =
+            entry_of_distances(terms, r.student, r.teacher, distance, distance_of(t[k], r.teacher, teacher));
+        if (add) totals.add(terms, e, distance - r.student.log_sum, r.lead_at_max);
+        d[k] = divergence_slope(terms, e.p, e.q, e.lead - r.lead_at_max, mean_excess) * slope[k] * r.scale;
+        if (r.scale == 0) d[k] = 0;
+      }
+      if (store_gradient) store(own + i, d);
     }
-    if (!reads_twice(KIND) && a.backward) store_gradient(i, 0);
+  };
+  pass(true, KIND == FORWARD_KL && a.backward, 0);
+  totals.loss = block_sum(totals.loss), totals.log_p = block_sum(totals.log_p);
+  if (threadIdx.x == 0) totals.store(a, row, terms);
+  if (KIND != FORWARD_KL && a.backward) pass(false, true, block_sum(totals.excess) / terms.share);
+}
+
+// --- the same in a cluster, for bf16 -----------------------------------------------------------------------
+
+// Each block of a cluster takes a part of the columns, a thread the entries that it copies itself. `stages` rows are
+// held, 2 or 3: the one to be summed, the one before, and one that is on its way.
+enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, HELD_WARPS = HELD_THREADS / 32 };
+
+template <DivergenceKind KIND>
+static __global__ void __launch_bounds__(HELD_THREADS, 1)
+    held_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<bf16> student,
+                const __grid_constant__ Head<bf16> teacher, DivergenceTerms terms, int stages) {
+#if defined(HOPPER_CODE)
+  extern __shared__ uint4 held[]; // [stages][2][part]: the heads' logits; the teacher's become excesses
+  __shared__ float sums[2][3]
+                       [CLUSTER_BLOCKS * HELD_WARPS]; // RowTotals of all warps, of a row and the one before
+  __shared__ __align__(8) uint64_t arrived[2];        // ends when they are there
+  constexpr int W = WIDTH<bf16>;
+  const int rank = (int)cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int groups = (int)a.student.logits.shape[1] / W,
+            part = (groups + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS, end = min(groups - rank * part, part);
+  const int64_t rows = a.student.logits.shape[0], stride = gridDim.x / CLUSTER_BLOCKS;
+  const RowTerms *row_terms = data_of<RowTerms>(a.rows);
+  terms.kind = KIND;
+  if (threadIdx.x < 2) mbarrier_init(&arrived[threadIdx.x], 1);
+  mbarrier_init_fence();
+  cluster_sync();
+
+  auto part_of = [&](const Head<bf16> &head, int64_t row) {
+    return reinterpret_cast<uint4 *>(head.logits + row * head.stride) + rank * part;
+  };
+  auto fetch = [&](int64_t row, int stage) {
+    const uint4 *own = part_of(student, row), *other = part_of(teacher, row);
+    uint4 *to = held + stage * 2 * part;
+    for (int i = threadIdx.x; row < rows && i < end; i += HELD_THREADS) {
+      attention::copy_16(shared_address(to + i), own + i, true);
+      attention::copy_16(shared_address(to + part + i), other + i, true);
+    }
+    attention::copies_commit();
+  };
+  // log p of a logit u, in units of ENTRY_UNIT: u distance + shift
+  auto shift_of = [](const RowSoftmax &s, const Head<bf16> &head) {
+    return -fmaf(s.max, head.distance, s.log_sum);
+  };
+
+  int64_t row = blockIdx.x / CLUSTER_BLOCKS;
+  for (int i = 0; i < stages - 1; i++) fetch(row + i * stride, i);
+  RowTerms r = {}, next = row_terms[row];
+  float mean_excess = 0;
+  for (int n = 0, stage = 0, before = stages - 1;; n++, row += stride) {
+    float shift_before = shift_of(r.student, student), scale_before = r.scale;
+    uint64_t *barrier = &arrived[n % 2];
+    if (row < rows) {
+      r = next;
+      if (row + stride < rows) next = row_terms[row + stride];
+      if (stages > 2)
+        attention::copies_wait<1>();
+      else
+        attention::copies_wait<0>();
+      float shift = shift_of(r.student, student), teacher_shift = shift_of(r.teacher, teacher);
+      RowTotals totals;
+      uint4 *own = held + stage * 2 * part, *other = own + part;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
+        float u[W], t[W], excess[W];
+        unpack(u, own[i]);
+        unpack(t, other[i]);
+        EACH (k, W) {
+          float log_p = fmaf(u[k], student.distance, shift),
+                log_q = fmaf(t[k], teacher.distance, teacher_shift);
+          DivergenceEntry e = divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), log_p - log_q);
+          totals.add(terms, e, log_p, r.lead_at_max);
+          excess[k] = e.lead - r.lead_at_max;
+        }
+        other[i] = packed(excess);
+      }
+      float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
+      int which = lane / CLUSTER_BLOCKS;
+      if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, sizeof sums[0]);
+      if (which < 3)
+        store_async_remote(reinterpret_cast<int *>(&sums[n % 2][which][rank * HELD_WARPS + warp]),
+                           __float_as_int(which == 0   ? loss
+                                          : which == 1 ? log_p
+                                                       : excess),
+                           barrier, lane % CLUSTER_BLOCKS);
+    }
+    if (n > 0 && a.backward) { // of the row before
+      const uint4 *own = held + before * 2 * part, *other = own + part;
+      uint4 *out = part_of(student, row - stride);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
+        float u[W], excess[W], d[W];
+        unpack(u, own[i]);
+        unpack(excess, other[i]);
+        EACH (k, W) {
+          float p = ENTRY_EXP(fmaf(u[k], student.distance, shift_before));
+          d[k] = divergence_slope(terms, p, 0, excess[k], mean_excess) * scale_before;
+          if (scale_before == 0) d[k] = 0;
+        }
+        out[i] = packed(d);
+      }
+    }
+    if (row >= rows) break;
+    fetch(row + (stages - 1) * stride, before);
+    before = stage, stage = stage + 1 < stages ? stage + 1 : 0;
+    mbarrier_wait(barrier, n / 2 & 1);
+    auto sum_of = [&](int which) {
+      float sum = 0;
+      EACH (k, CLUSTER_BLOCKS * HELD_WARPS / 32) sum += sums[n % 2][which][lane + 32 * k];
+      return warp_sum(sum);
+    };
+    mean_excess = sum_of(2) / terms.share;
+    if (rank == 0 && warp == 0) {
+      RowTotals totals = {sum_of(0), sum_of(1)};
+      if (lane == 0) totals.store(a, row, terms);
+    }
   }
-  sums.x = block_sum(sums.x), sums.y = block_sum(sums.y);
-  if (reads_twice(KIND)) sums.z = block_sum(sums.z);
-  if (HELD) sums = cluster_sum(data_of<float4>(a.block_sums) + row * DIVERGENCE_BLOCKS, sums);
-  if (threadIdx.x == 0 && begin == 0)
-    write(a.loss, row, sums.x), write(a.entropy, row, p.log_sum - ENTRY_UNIT * sums.y);
-  for (int i = begin + threadIdx.x * W; reads_twice(KIND) && a.backward && i < end; i += step) {
-    unpack(HELD ? load_both(held, held_others, i) : load_both(out, others, i), i);
-    store_gradient(i, sums.z);
-  }
+#endif
+}
+
+// False, with nothing touched, if rows are too long to hold two.
+template <DivergenceKind KIND>
+static bool held_divergence(KernelLaunch launch, const LceDivergence *a, const Head<bf16> &student,
+                            const Head<bf16> &teacher, const DivergenceTerms &terms) {
+  int64_t rows = a->student.logits.shape[0],
+          bytes = 2 * 16 * ceil_div(a->student.logits.shape[1], CLUSTER_BLOCKS * WIDTH<bf16>);
+  int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters; // 4 KiB for the sums
+  if (stages < 2) return false;
+  launch.grid = rows * CLUSTER_BLOCKS, launch.block = HELD_THREADS;
+  launch.shared_bytes = stages * bytes, launch.cluster = CLUSTER_BLOCKS;
+  LaunchConfig config(launch, held_kernel<KIND>);
+  cuda_check(cudaOccupancyMaxActiveClusters(&clusters, held_kernel<KIND>, &config), "counting clusters");
+  launch.grid = min_i64(clusters, rows) * CLUSTER_BLOCKS;
+  launch_kernel(launch, held_kernel<KIND>, *a, student, teacher, terms, stages);
+  return true;
 }
 
 template <typename T> static Head<T> kernels_head(const DivergenceHead &h) {
@@ -225,21 +347,20 @@ static void divergence(Backend *backend, const LceDivergence *a, const Divergenc
   Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
   KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
-  // Leaves 2 KiB of an SM's shared memory to each block, for the system and the block's sums.
-  const size_t bytes = (size_t)ceil_div(groups, DIVERGENCE_BLOCKS) * 2 * W * sizeof(T), sm_bytes = 227 << 10;
-  bool held = reads_twice(KIND);
-  constexpr bool GIVEN = sizeof(T) == 2 && W > 1;
-  if (GIVEN && student.best && teacher.best && a->student.logits.shape[1] % W == 0 &&
-      (!held || bytes + 2048 <= sm_bytes)) {
-    if (held) {
-      int blocks = (int)min_i64(3, (int64_t)(sm_bytes / (bytes + 2048)));
-      launch.grid = rows * DIVERGENCE_BLOCKS, launch.block = SM_THREADS / blocks;
-      launch.shared_bytes = bytes, launch.cluster = DIVERGENCE_BLOCKS;
-    } else {
-      launch.block = row_threads(groups, most_threads(KIND, GIVEN));
+  if constexpr (sizeof(T) == 2 && W > 1) {
+    if (student.best && teacher.best && a->student.logits.shape[1] % W == 0) {
+      launch.block = 256;
+      launch_kernel(launch, row_terms_kernel<T, W, true>, *a, student, teacher, terms);
+      if constexpr (KIND == FORWARD_KL) {
+        launch.block = row_threads(groups, 512);
+        return launch_kernel(launch, divergence_kernel<T, W, KIND, true>, *a, student, teacher, terms);
+      } else if (held_divergence<KIND>(launch, a, student, teacher, terms)) {
+        return;
+      }
+      launch.block = row_threads(groups, 1024);
     }
-    return launch_kernel(launch, divergence_kernel<T, W, KIND, GIVEN>, *a, student, teacher, terms);
   }
+  launch_kernel(launch, row_terms_kernel<T, W, false>, *a, student, teacher, terms);
   launch_kernel(launch, divergence_kernel<T, W, KIND, false>, *a, student, teacher, terms);
 }
 
