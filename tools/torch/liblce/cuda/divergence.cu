@@ -1,10 +1,10 @@
 // lce_divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient from them,
 // for which it reads a row once, or twice where the gradient needs the loss.
 //
-// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), so forward KL moves 6
-// bytes an entry in bf16: two logits and a gradient, the floor. So do the other kinds there, in clusters of eight blocks
-// that hold a row in shared memory until its sums are known: each block asks for its part of the row after the next, sums
-// the next one, writes the gradient of the last, and only then waits for the other blocks' sums.
+// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and clusters of eight
+// blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two logits and a gradient, are
+// the floor. Each block asks for its part of the row after the next, sums the next one, writes the gradient of the last,
+// and only then waits for the other blocks' sums.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
@@ -50,13 +50,6 @@ struct PartialSoftmax {
   }
 };
 
-// Reads W entries in one access, which the compiler would take apart.
-template <typename T, int W> static DEVICE Group<T, W> load_group(const T *from) {
-  using Word = std::conditional_t<sizeof(Group<T, W>) == 16, uint4, T>;
-  Word word = *reinterpret_cast<const Word *>(from);
-  return reinterpret_cast<Group<T, W> &>(word);
-}
-
 // The eight entries of an access, by words: the compiler would take one of a Group apart.
 template <int W> static DEVICE void unpack(float (&out)[W], uint4 z) {
   const uint32_t words[W / 2] = {z.x, z.y, z.z, z.w};
@@ -70,19 +63,14 @@ template <int W> static DEVICE uint4 packed(const float (&x)[W]) {
                     pack_bf16(x[6], x[7]));
 }
 
-// u of W entries from column i on, with du/dz; minus infinity beyond the row's end. PLAIN: without bias, soft-cap or
-// such an end.
-template <bool PLAIN, int W, typename T>
-static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Group<T, W> &z, const Head<T> &head,
-                              int i, int columns) {
-  EACH (k, W) u[k] = to_float(z.at[k]), slope[k] = 1;
-  if (!PLAIN) {
-    EACH (k, W)
-      if (i + k < columns) u[k] = head.capped(u[k], i + k, slope[k]);
-  }
-  if (!PLAIN && i + W > columns) {
-    EACH (k, W)
-      if (i + k >= columns) u[k] = -INFINITY;
+// u of W entries from column i on, with du/dz; minus infinity beyond the row's end.
+template <int W, typename T>
+static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Head<T> &head, int64_t row, int i,
+                              int columns) {
+  load(u, head.logits + row * head.stride + i);
+  EACH (k, W) {
+    u[k] = head.capped(u[k], min(i + k, columns - 1), slope[k]);
+    if (i + k >= columns) u[k] = -INFINITY;
   }
 }
 
@@ -100,7 +88,7 @@ static DEVICE RowSoftmax row_softmax(const Head<T> &head, float share, int64_t r
   } else {
     for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
       float u[W], unused[W], before = s.max;
-      entries_of<false>(u, unused, load_group<T, W>(head.logits + row * head.stride + i), head, i, columns);
+      entries_of(u, unused, head, row, i, columns);
       EACH (k, W)
         if (u[k] > s.max) s.max = u[k], s.column = i + k;
       s.sum *= ENTRY_EXP((before - s.max) * head.distance);
@@ -117,7 +105,7 @@ template <typename T> static DEVICE float distance_of(float u, const RowSoftmax 
 }
 
 template <typename T, int W, bool TILES>
-static __global__ void __launch_bounds__(1024)
+static __global__ void __launch_bounds__(512, 2)
     row_terms_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                      const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
@@ -126,8 +114,7 @@ static __global__ void __launch_bounds__(1024)
              q = row_softmax<TILES, W>(teacher, terms.teacher_share, row, columns, unused);
   if (threadIdx.x > 0) return;
   float at_best[1], slope[1];
-  Group<T, 1> z = {teacher.logits[row * teacher.stride + best]};
-  entries_of<false>(at_best, slope, z, teacher, best, columns);
+  entries_of(at_best, slope, teacher, row, best, columns);
   DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
   bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
   float scale = read(a.weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
@@ -151,36 +138,22 @@ struct RowTotals {
   }
 };
 
-// A block takes a row. PLAIN: the heads are, in whole accesses, and two blocks share an SM.
-template <typename T, int W, DivergenceKind KIND, bool PLAIN>
-static __global__ void __launch_bounds__(PLAIN ? 512 : 1024, PLAIN ? 2 : 1)
+// A block takes a row.
+template <typename T, int W, DivergenceKind KIND>
+static __global__ void __launch_bounds__(512, 2)
     divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
-  int columns = (int)a.student.logits.shape[1], step = blockDim.x * W;
-  T *own = student.logits + row * student.stride;
-  const T *other = teacher.logits + row * teacher.stride;
+  int columns = (int)a.student.logits.shape[1];
   const RowTerms r = data_of<RowTerms>(a.rows)[row];
   terms.kind = KIND;
   RowTotals totals;
-  struct Both {
-    Group<T, W> own, other;
-  };
-  auto load_both = [&](int i) {
-    Both z;
-    if (i < columns) z = {load_group<T, W>(own + i), load_group<T, W>(other + i)};
-    return z;
-  };
   // Adds W entries to the totals, or stores their gradient; forward KL does both at once.
   auto pass = [&](bool add, bool store_gradient, float mean_excess) {
-    Both next = load_both(threadIdx.x * W);
-#pragma unroll 1
-    for (int i = threadIdx.x * W; i < columns; i += step) {
-      Both z = next;
-      next = load_both(i + step);
+    for (int i = threadIdx.x * W; i < columns; i += blockDim.x * W) {
       float u[W], t[W], slope[W], unused[W], d[W];
-      entries_of<PLAIN>(u, slope, z.own, student, i, columns);
-      entries_of<PLAIN>(t, unused, z.other, teacher, i, columns);
+      entries_of(u, slope, student, row, i, columns);
+      entries_of(t, unused, teacher, row, i, columns);
       EACH (k, W) {
         float distance = distance_of(u[k], r.student, student);
         DivergenceEntry e =
@@ -189,7 +162,7 @@ static __global__ void __launch_bounds__(PLAIN ? 512 : 1024, PLAIN ? 2 : 1)
         d[k] = divergence_slope(terms, e.p, e.q, e.lead - r.lead_at_max, mean_excess) * slope[k] * r.scale;
         if (r.scale == 0) d[k] = 0;
       }
-      if (store_gradient) store(own + i, d);
+      if (store_gradient) store(student.logits + row * student.stride + i, d);
     }
   };
   pass(true, KIND == FORWARD_KL && a.backward, 0);
@@ -257,10 +230,10 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
         attention::copies_wait<0>();
       float shift = shift_of(r.student, student), teacher_shift = shift_of(r.teacher, teacher);
       RowTotals totals;
-      uint4 *own = held + stage * 2 * part, *other = own + part;
+      uint4 *own = held + stage * 2 * part, *other = own + part, *out = part_of(student, row);
 #pragma unroll 1
       for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
-        float u[W], t[W], excess[W];
+        float u[W], t[W], d[W], excess[W];
         unpack(u, own[i]);
         unpack(t, other[i]);
         EACH (k, W) {
@@ -269,8 +242,12 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
           DivergenceEntry e = divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), log_p - log_q);
           totals.add(terms, e, log_p, r.lead_at_max);
           excess[k] = e.lead - r.lead_at_max;
+          d[k] = r.scale == 0 ? 0 : divergence_slope(terms, e.p, e.q, excess[k], 0) * r.scale;
         }
-        other[i] = packed(excess);
+        if (KIND != FORWARD_KL)
+          other[i] = packed(excess);
+        else if (a.backward)
+          out[i] = packed(d);
       }
       float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
       int which = lane / CLUSTER_BLOCKS;
@@ -282,7 +259,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
                                                        : excess),
                            barrier, lane % CLUSTER_BLOCKS);
     }
-    if (n > 0 && a.backward) { // of the row before
+    if (KIND != FORWARD_KL && n > 0 && a.backward) { // of the row before
       const uint4 *own = held + before * 2 * part, *other = own + part;
       uint4 *out = part_of(student, row - stride);
 #pragma unroll 1
@@ -316,14 +293,16 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
 #endif
 }
 
-// False, with nothing touched, if rows are too long to hold two.
+// False, with nothing touched, without tiles or where rows are too long to hold two.
 template <DivergenceKind KIND>
 static bool held_divergence(KernelLaunch launch, const LceDivergence *a, const Head<bf16> &student,
                             const Head<bf16> &teacher, const DivergenceTerms &terms) {
-  int64_t rows = a->student.logits.shape[0],
-          bytes = 2 * 16 * ceil_div(a->student.logits.shape[1], CLUSTER_BLOCKS * WIDTH<bf16>);
-  int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters; // 4 KiB for the sums
-  if (stages < 2) return false;
+  int64_t rows = a->student.logits.shape[0], columns = a->student.logits.shape[1];
+  int64_t bytes = 2 * 16 * ceil_div(columns, CLUSTER_BLOCKS * WIDTH<bf16>); // of a part
+  int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters;        // 4 KiB for the sums
+  if (!student.best || !teacher.best || columns % WIDTH<bf16> || stages < 2) return false;
+  launch.block = 256;
+  launch_kernel(launch, row_terms_kernel<bf16, 1, true>, *a, student, teacher, terms);
   launch.grid = rows * CLUSTER_BLOCKS, launch.block = HELD_THREADS;
   launch.shared_bytes = stages * bytes, launch.cluster = CLUSTER_BLOCKS;
   LaunchConfig config(launch, held_kernel<KIND>);
@@ -346,22 +325,11 @@ template <typename T, int W, DivergenceKind KIND>
 static void divergence(Backend *backend, const LceDivergence *a, const DivergenceTerms &terms) {
   Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
-  KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 1024)};
-  if constexpr (sizeof(T) == 2 && W > 1) {
-    if (student.best && teacher.best && a->student.logits.shape[1] % W == 0) {
-      launch.block = 256;
-      launch_kernel(launch, row_terms_kernel<T, W, true>, *a, student, teacher, terms);
-      if constexpr (KIND == FORWARD_KL) {
-        launch.block = row_threads(groups, 512);
-        return launch_kernel(launch, divergence_kernel<T, W, KIND, true>, *a, student, teacher, terms);
-      } else if (held_divergence<KIND>(launch, a, student, teacher, terms)) {
-        return;
-      }
-      launch.block = row_threads(groups, 1024);
-    }
-  }
+  KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 512)};
+  if constexpr (sizeof(T) == 2 && W > 1)
+    if (held_divergence<KIND>(launch, a, student, teacher, terms)) return;
   launch_kernel(launch, row_terms_kernel<T, W, false>, *a, student, teacher, terms);
-  launch_kernel(launch, divergence_kernel<T, W, KIND, false>, *a, student, teacher, terms);
+  launch_kernel(launch, divergence_kernel<T, W, KIND>, *a, student, teacher, terms);
 }
 
 void cuda_lce_divergence(Backend *backend, const LceDivergence *a) {
