@@ -19,14 +19,15 @@ typedef struct {
   double softcap, temperature, *x, *weight, *bias, *log_p;
 } Side;
 
-static DivergenceHead head_of(Harness *h, const Shape *s, Side *side, Tensor *x, Tensor *weight) {
+static DivergenceHead head_of(Harness *h, const Shape *s, Side *side) {
   int64_t hidden = side->hidden;
   side->x = random_values(h, s->rows * hidden, 1);
   side->weight = random_values(h, s->vocab * hidden, s->scale / sqrt((double)hidden));
   side->log_p = host_values(h, s->vocab);
-  *x = tensor_from(h, h->dtype, side->x, s->rows, hidden);
-  *weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden);
-  DivergenceHead head = {.softcap = (float)side->softcap, .temperature = (float)side->temperature};
+  DivergenceHead head = {.x = tensor_from(h, h->dtype, side->x, s->rows, hidden),
+                         .weight = tensor_from(h, h->dtype, side->weight, s->vocab, hidden),
+                         .softcap = (float)side->softcap,
+                         .temperature = (float)side->temperature};
   if (s->biases) head.bias = random_vector(h, &side->bias, s->vocab, 1);
   return head;
 }
@@ -52,22 +53,21 @@ static void check_case(Harness *h, const void *shape) {
   Side own = {.hidden = s->hidden, .softcap = s->softcap, .temperature = s->temperature};
   Side teacher = {
       .hidden = s->teacher_hidden, .softcap = others * s->softcap, .temperature = others * s->temperature};
-  LinearDivergence a = {.divergence = {.kind = s->kind,
-                                       .beta = (float)s->beta,
-                                       .loss = poisoned_vector(h, DTYPE_F32, s->rows),
-                                       .entropy = poisoned_vector(h, DTYPE_F32, s->rows)},
+  LinearDivergence a = {.kind = s->kind,
+                        .beta = (float)s->beta,
+                        .student = head_of(h, s, &own),
+                        .teacher = head_of(h, s, &teacher),
+                        .loss = poisoned_vector(h, DTYPE_F32, s->rows),
+                        .entropy = poisoned_vector(h, DTYPE_F32, s->rows),
                         .chunk = s->chunk,
                         .dx = poisoned(h, h->dtype, s->rows, s->hidden),
                         .dweight = poisoned(h, s->narrow ? h->dtype : DTYPE_F32, s->vocab, s->hidden)};
-  LceDivergence *call = &a.divergence;
-  call->student = head_of(h, s, &own, &a.x, &a.weight);
-  call->teacher = head_of(h, s, &teacher, &a.teacher_x, &a.teacher_weight);
   int32_t *mask = random_ids(h, s->rows, 2);
   mask[0] = 1;
   if (s->biases) a.dbias = poisoned_vector(h, DTYPE_F32, s->vocab);
   if (s->weights) {
-    call->mask = ids_from(h, mask, s->rows);
-    weights = random_values(h, s->rows, 1), call->weights = vector_from(h, DTYPE_F32, weights, s->rows);
+    a.mask = ids_from(h, mask, s->rows);
+    weights = random_values(h, s->rows, 1), a.token_weights = vector_from(h, DTYPE_F32, weights, s->rows);
   }
   double *loss = host_values(h, s->rows), *entropy = host_values(h, s->rows);
   double *dx = host_values(h, s->rows * s->hidden), *dweight = host_values(h, s->vocab * s->hidden);
@@ -100,8 +100,8 @@ static void check_case(Harness *h, const void *shape) {
   double size = 4 * s->scale / s->temperature;
   Tolerance values = with_size(within_stored(h, 8, 1), size),
             gradients = within_stored(h, 8, (double)s->rows + 16 + (double)s->vocab / 1024);
-  check_values(h, "loss", call->loss, loss, values);
-  check_values(h, "entropy", call->entropy, entropy, values);
+  check_values(h, "loss", a.loss, loss, values);
+  check_values(h, "entropy", a.entropy, entropy, values);
   check_values(h, "dx", a.dx, dx, with_size(gradients, size / 8));
   check_values(h, "dweight", a.dweight, dweight, with_size(gradients, size / 8));
   if (s->biases) check_values(h, "dbias", a.dbias, dbias, with_size(gradients, size / 8));
@@ -137,14 +137,14 @@ HARNESS_TEST(test_tiles) {
   enum { ROWS = 130, HIDDEN = 24, VOCAB = 456, TILES = (VOCAB + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS };
   Tensor x = tensor_from(h, h->dtype, random_values(h, ROWS * HIDDEN, 1), ROWS, HIDDEN),
          weight = tensor_from(h, h->dtype, random_values(h, VOCAB * HIDDEN, 1), VOCAB, HIDDEN);
-  LogitTiles a = {.out = poisoned(h, h->dtype, ROWS, VOCAB),
-                  .x = x,
-                  .weight = weight,
-                  .best = poisoned(h, DTYPE_I64, ROWS, TILES),
-                  .sums = poisoned(h, DTYPE_F32, ROWS, TILES),
-                  .temperature = 0.5f};
-  assert_true(lce_logit_tiles(h->backend, a));
-  const double *z = values_of(h, a.out);
+  DivergenceHead a = {.logits = poisoned(h, h->dtype, ROWS, VOCAB),
+                      .x = x,
+                      .weight = weight,
+                      .best = poisoned(h, DTYPE_I64, ROWS, TILES),
+                      .sums = poisoned(h, DTYPE_F32, ROWS, TILES),
+                      .temperature = 0.5f};
+  assert_true(cuda_logit_tiles(h->backend, &a));
+  const double *z = values_of(h, a.logits);
   double *sums = host_values(h, ROWS * TILES);
   uint64_t best[ROWS * TILES];
   backend_to_host(h->backend, best, a.best);

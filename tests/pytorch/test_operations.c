@@ -105,9 +105,6 @@ HARNESS_TEST(test_refusals) {
     refusals_try(h->backend, &tried[OF_lce_id_factors], &gradients);
     gradients.dlogits = logits;
     refusals_try(h->backend, &tried[OF_lce_id_gradients], &gradients);
-    TRY(lce_divergence, LceDivergence, .loss = of_n, .entropy = MAYBE(of_n),
-        .student = {.logits = logits, .bias = MAYBE(bias)},
-        .teacher = {.logits = logits, .bias = MAYBE(bias)}, .mask = MAYBE(targets), .weights = MAYBE(of_n));
     TRY(read_targets, ReadTargets, .ids = targets, .targets = MAYBE(targets), .loss = all ? none : of_n);
     TRY(scale_by, ScaleBy, .out = of_n, .x = of_n, .factor = MAYBE(one));
   }

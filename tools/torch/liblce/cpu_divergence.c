@@ -1,4 +1,4 @@
-// lce_divergence on the CPU: a thread takes a row.
+// A divergence on the CPU: a thread takes a row.
 #include <string.h>
 
 #include "kernels/cpu/cpu.h"
@@ -26,12 +26,13 @@ INLINED float distance_of(Row row, int64_t j) {
   return distance < LEAST_DISTANCE ? LEAST_DISTANCE : distance;
 }
 
-INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, int64_t n) {
+INLINED void divergence_of_row(const LinearDivergence *a, DivergenceTerms terms, int64_t n) {
   enum { BLOCK = 1024 }; // summed in fp32 lanes, the blocks in double
   int64_t count = a->student.logits.shape[1];
   float *u = cpu_row(a->student.logits, n), cap = a->student.softcap;
+  bool backward = tensor_exists(a->dx) || tensor_exists(a->dweight);
   if (tensor_exists(a->mask) && !((const int32_t *)a->mask.data)[n]) {
-    if (a->backward) memset(u, 0, (size_t)count * sizeof *u);
+    if (backward) memset(u, 0, (size_t)count * sizeof *u);
     cpu_store(a->loss, n, 0);
     cpu_store(a->entropy, n, 0);
     return;
@@ -58,8 +59,8 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
   cpu_store(a->loss, n, loss);
   mean_excess /= (double)terms.share, mean_distance /= (double)terms.share;
   cpu_store(a->entropy, n, student.softmax.log_sum + (double)terms.log_share - mean_distance);
-  if (!a->backward) return;
-  float scale = (float)cpu_read(a->weights, n, 1) * student.inv_temperature;
+  if (!backward) return;
+  float scale = (float)cpu_read(a->token_weights, n, 1) * student.inv_temperature;
   EACH_SIMD (j, count) {
     DivergenceEntry e = ENTRY_AT(j);
     float slope = cap > 0 ? 1 - u[j] / cap * (u[j] / cap) : 1;
@@ -67,7 +68,7 @@ INLINED void divergence_of_row(const LceDivergence *a, DivergenceTerms terms, in
   }
 }
 
-void cpu_lce_divergence(Backend *backend, const LceDivergence *a) {
+void cpu_divergence(Backend *backend, const LinearDivergence *a) {
 #pragma omp parallel for schedule(dynamic)
   for (int64_t n = 0; n < a->student.logits.shape[0]; n++) {
     DivergenceTerms terms = divergence_terms(a->kind, (double)a->beta);

@@ -1,8 +1,8 @@
-// An entry of lce_divergence (operations.h). One formula for the CPU and a GPU, in fp32.
+// An entry of a divergence (divergence.h). One formula for the CPU and a GPU, in fp32.
 #pragma once
 
 #include "kernels/lce/loss_row.h"
-#include "tools/torch/liblce/operations.h"
+#include "tools/torch/liblce/divergence.h"
 
 // Exponents are in units of ENTRY_UNIT: ENTRY_EXP(x) = exp(ENTRY_UNIT x), ENTRY_LOG_1_PLUS(x) = log(1 + x) / ENTRY_UNIT.
 #if defined(__cplusplus)

@@ -586,23 +586,22 @@ static LinearDivergence checked_divergence(const lce_divergence_args *a, const B
     fail("%s: kind is %d; 0 is KL(teacher || student), 1 its reverse, 2 the JSD", frame->name, a->kind);
   Dtype dtype = backend->dtype;
   int64_t n = a->tokens, v = a->vocab_size, h = a->hidden_size, th = a->teacher_hidden_size;
-  LinearDivergence r = {
-      .chunk = a->chunk ? a->chunk : divergence_chunk(backend, n),
-      .divergence = {.kind = (DivergenceKind)a->kind,
-                     .beta = a->beta,
-                     .student = {.softcap = a->softcap, .temperature = a->temperature},
-                     .teacher = {.softcap = a->teacher_softcap, .temperature = a->teacher_temperature}}};
+  LinearDivergence r = {.kind = (DivergenceKind)a->kind,
+                        .beta = a->beta,
+                        .student = {.softcap = a->softcap, .temperature = a->temperature},
+                        .teacher = {.softcap = a->teacher_softcap, .temperature = a->teacher_temperature},
+                        .chunk = a->chunk ? a->chunk : divergence_chunk(backend, n)};
   const Argument tensors[] = {
-      {"x", a->x, n, h, dtype, false, &r.x},
-      {"weight", a->weight, v, h, dtype, false, &r.weight},
-      {"teacher_x", a->teacher_x, n, th, dtype, false, &r.teacher_x},
-      {"teacher_weight", a->teacher_weight, v, th, dtype, false, &r.teacher_weight},
-      {"loss", a->loss, n, 0, DTYPE_F32, true, &r.divergence.loss},
-      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &r.divergence.entropy},
-      {"bias", a->bias, v, 0, dtype, false, &r.divergence.student.bias},
-      {"teacher_bias", a->teacher_bias, v, 0, dtype, false, &r.divergence.teacher.bias},
-      {"mask", a->mask, n, 0, DTYPE_I32, false, &r.divergence.mask},
-      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &r.divergence.weights},
+      {"x", a->x, n, h, dtype, false, &r.student.x},
+      {"weight", a->weight, v, h, dtype, false, &r.student.weight},
+      {"teacher_x", a->teacher_x, n, th, dtype, false, &r.teacher.x},
+      {"teacher_weight", a->teacher_weight, v, th, dtype, false, &r.teacher.weight},
+      {"loss", a->loss, n, 0, DTYPE_F32, true, &r.loss},
+      {"entropy", a->entropy, n, 0, DTYPE_F32, true, &r.entropy},
+      {"bias", a->bias, v, 0, dtype, false, &r.student.bias},
+      {"teacher_bias", a->teacher_bias, v, 0, dtype, false, &r.teacher.bias},
+      {"mask", a->mask, n, 0, DTYPE_I32, false, &r.mask},
+      {"token_weights", a->token_weights, n, 0, DTYPE_F32, false, &r.token_weights},
       {"dx", a->dx, n, h, dtype, true, &r.dx},
       {"dweight", a->dweight, v, h, a->narrow_dweight ? dtype : DTYPE_F32, true, &r.dweight},
       {"dbias", a->dbias, v, 0, DTYPE_F32, true, &r.dbias}};

@@ -45,20 +45,6 @@ NEEDS(lce_id_log_probs, LceIdLogProbs, ID_LOG_PROBS)
 NEEDS(lce_id_factors, LceIdGradients, ID_GRADIENTS)
 NEEDS(lce_id_gradients, LceIdGradients, ID_GRADIENTS, FIELD(dlogits, "fp32|bf16 [N, W] strided"))
 
-static void check_lce_divergence(Op op, Backend *backend, LceDivergence *a) {
-  const DivergenceHead *heads[] = {&a->student, &a->teacher};
-  for (int i = 0; i < 2; i++)
-    check_loss_terms(op, &(LossTerms){.softcap = heads[i]->softcap, .temperature = heads[i]->temperature},
-                     a->student.logits.shape[1]);
-  CHECK(FIELD(loss, "fp32 [N]"), FIELD(entropy, "fp32 [N] or absent"),
-        FIELD(student.logits, "T [N, V] strided"), FIELD(teacher.logits, "T [N, V] strided"),
-        FIELD(student.bias, "T [V] or absent"), FIELD(teacher.bias, "T [V] or absent"),
-        FIELD(mask, "int32 [N] or absent"), FIELD(weights, "fp32 [N] or absent"),
-        FIELD(student.best, "int64 [N, A] or absent"), FIELD(student.sums, "fp32 [N, A] or absent"),
-        FIELD(teacher.best, "int64 [N, A] or absent"), FIELD(teacher.sums, "fp32 [N, A] or absent"),
-        FIELD(rows, backend->device == ON_CUDA ? "fp32 [N, R]" : "fp32 [N, R] or absent"));
-}
-
 NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "int32 [N] or absent"),
       FIELD(loss, "fp32 [N] or absent"))
 
@@ -93,13 +79,6 @@ static Tensor push_scratch(Backend *backend, const LceLogitsGradient *a) {
     memory_pop_to(&backend->memory, mark);                                                                   \
   }
 TORCH_OPERATIONS(ENTRY, ENTRY_WITH_SCRATCH)
-
-bool lce_logit_tiles(Backend *backend, LogitTiles a) {
-#ifdef HAVE_CUDA
-  if (backend->device == ON_CUDA) return cuda_lce_logit_tiles(backend, &a);
-#endif
-  return false;
-}
 
 void backend_follow(Backend *backend, void *stream, void **event) {
 #ifdef HAVE_CUDA

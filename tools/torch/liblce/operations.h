@@ -92,45 +92,6 @@ typedef struct {
   float softcap, temperature;
 } LceIdGradients;
 
-// Computes how far a student's distribution p is from a teacher's, q, and turns the student's logits into the
-// gradient in place. With z a logit of either head, its bias added, u = c tanh(z / c) under a soft-cap c, else z,
-// p = softmax(u / T), each head with its own c and T, and gap = log q - log p:
-//   FORWARD_KL  loss = sum q gap      d = p - q
-//   REVERSE_KL  loss = -sum p gap     d = p (-gap - loss)
-//   JSD         loss = beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q
-//               d = (1 - beta) p (log p - log m - KL(p || m))
-//   student.logits[n, j] = weights[n] d / T du/dz
-// There is no factor of T^2. Where mask[n] is 0, loss, entropy and gradient are 0, and the row's logits are not read.
-// An entry that a bias of minus infinity masks in both heads counts as none.
-typedef enum { FORWARD_KL, REVERSE_KL, JSD } DivergenceKind;
-typedef struct {
-  Tensor logits; // fp32/bf16 [N, V], strided; zeros may follow the gradient, as in LceLogitsExp
-  Tensor bias;   // fp32/bf16 [V], or absent
-  float softcap, temperature;
-  Tensor best, sums; // LogitTiles', or absent; without bias and softcap
-} DivergenceHead;
-enum { DIVERGENCE_ROW_FLOATS = 8 };
-typedef struct {
-  Tensor loss, entropy; // fp32 [N]; entropy: the student's, or absent
-  DivergenceHead student, teacher;
-  Tensor rows;          // fp32 [N, DIVERGENCE_ROW_FLOATS], scratch; on a GPU
-  Tensor mask, weights; // int32 [N], fp32 [N]; or absent: 1
-  float beta;
-  DivergenceKind kind;
-  bool backward; // false: the logits stay
-} LceDivergence;
-
-// out = x weight^T, and of each row's LCE_TILE_COLUMNS columns the largest entry with its column (a Ranked) and the sum of
-// exp((entry - the largest) / temperature): [N, ceil(V / LCE_TILE_COLUMNS)]. Of bf16 on Hopper; elsewhere false, and
-// nothing is touched. No operation: it checks nothing, and is not for a plan.
-typedef struct {
-  Tensor out, x, weight; // bf16 [N, V], strided; [N, H], [V, H]
-  Tensor best, sums;     // int64, fp32
-  float temperature;     // 0 is read as 1
-} LogitTiles;
-bool lce_logit_tiles(Backend *backend, LogitTiles a);
-bool cuda_lce_logit_tiles(Backend *backend, const LogitTiles *a);
-
 // out = factor[0] x, rounded to out's dtype: gradients, once it is known what they are multiplied by.
 typedef struct {
   Tensor out, x; // fp32/bf16 [N]; out may be x itself, and a factor of 1 then leaves it alone
@@ -154,7 +115,6 @@ typedef struct {
   X(lce_id_log_probs, LceIdLogProbs)                                                                         \
   X(lce_id_factors, LceIdGradients)                                                                          \
   X(lce_id_gradients, LceIdGradients)                                                                        \
-  X(lce_divergence, LceDivergence)                                                                           \
   X(read_targets, ReadTargets)                                                                               \
   X(scale_by, ScaleBy)
 #define DECLARE(name, Arguments)                                                                             \

@@ -1,4 +1,4 @@
-// lce_divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient from them,
+// A divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient from them,
 // for which it reads a row once, or twice where the gradient needs the loss.
 //
 // On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and clusters of eight
@@ -23,11 +23,15 @@ template <typename T> struct Head {
   int64_t stride;
   Capped<T> capped;
   float distance;     // of a logit, in units of ENTRY_UNIT: 1 / temperature
-  const Ranked *best; // of each tile, or NULL: of LogitTiles
+  const Ranked *best; // of each tile, or NULL: of DivergenceHead
   const float *sums;
 };
 
-// A row's place in LceDivergence's `rows`.
+static DEVICE bool backward(const LinearDivergence &a) {
+  return a.dx.data || a.dweight.data;
+}
+
+// A row of LinearDivergence's row_terms.
 struct RowTerms {
   RowSoftmax student, teacher;
   float lead_at_max;
@@ -106,7 +110,7 @@ template <typename T> static DEVICE float distance_of(float u, const RowSoftmax 
 
 template <typename T, int W, bool TILES>
 static __global__ void __launch_bounds__(512, 2)
-    row_terms_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
+    row_terms_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
                      const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
   int columns = (int)a.student.logits.shape[1], best, unused;
@@ -117,8 +121,8 @@ static __global__ void __launch_bounds__(512, 2)
   entries_of(at_best, slope, teacher, row, best, columns);
   DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
   bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
-  float scale = read(a.weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
-  data_of<RowTerms>(a.rows)[row] = {p, q, e.lead, counts ? scale : 0};
+  float scale = read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
+  data_of<RowTerms>(a.row_terms)[row] = {p, q, e.lead, counts ? scale : 0};
 }
 
 // --- the loss and the gradient -----------------------------------------------------------------------------
@@ -131,7 +135,7 @@ struct RowTotals {
     log_p += e.p * entry_log_p;
     excess += e.p * (e.lead - lead_at_max);
   }
-  DEVICE void store(const LceDivergence &a, int64_t row, DivergenceTerms terms) const {
+  DEVICE void store(const LinearDivergence &a, int64_t row, DivergenceTerms terms) const {
     bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
     write(a.loss, row, counts ? ENTRY_UNIT * loss : 0);
     write(a.entropy, row, counts ? ENTRY_UNIT * (terms.log_share - log_p / terms.share) : 0);
@@ -141,11 +145,11 @@ struct RowTotals {
 // A block takes a row.
 template <typename T, int W, DivergenceKind KIND>
 static __global__ void __launch_bounds__(512, 2)
-    divergence_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<T> student,
+    divergence_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
   int columns = (int)a.student.logits.shape[1];
-  const RowTerms r = data_of<RowTerms>(a.rows)[row];
+  const RowTerms r = data_of<RowTerms>(a.row_terms)[row];
   terms.kind = KIND;
   RowTotals totals;
   // Adds W entries to the totals, or stores their gradient; forward KL does both at once.
@@ -165,10 +169,10 @@ static __global__ void __launch_bounds__(512, 2)
       if (store_gradient) store(student.logits + row * student.stride + i, d);
     }
   };
-  pass(true, KIND == FORWARD_KL && a.backward, 0);
+  pass(true, KIND == FORWARD_KL && backward(a), 0);
   totals.loss = block_sum(totals.loss), totals.log_p = block_sum(totals.log_p);
   if (threadIdx.x == 0) totals.store(a, row, terms);
-  if (KIND != FORWARD_KL && a.backward) pass(false, true, block_sum(totals.excess) / terms.share);
+  if (KIND != FORWARD_KL && backward(a)) pass(false, true, block_sum(totals.excess) / terms.share);
 }
 
 // --- the same in a cluster, for bf16 -----------------------------------------------------------------------
@@ -179,7 +183,7 @@ enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, HELD_WARPS = HELD_THREADS / 32 };
 
 template <DivergenceKind KIND>
 static __global__ void __launch_bounds__(HELD_THREADS, 1)
-    held_kernel(const __grid_constant__ LceDivergence a, const __grid_constant__ Head<bf16> student,
+    held_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<bf16> student,
                 const __grid_constant__ Head<bf16> teacher, DivergenceTerms terms, int stages) {
 #if defined(HOPPER_CODE)
   extern __shared__ uint4 held[]; // [stages][2][part]: the heads' logits; the teacher's become excesses
@@ -191,7 +195,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
   const int groups = (int)a.student.logits.shape[1] / W,
             part = (groups + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS, end = min(groups - rank * part, part);
   const int64_t rows = a.student.logits.shape[0], stride = gridDim.x / CLUSTER_BLOCKS;
-  const RowTerms *row_terms = data_of<RowTerms>(a.rows);
+  const RowTerms *row_terms = data_of<RowTerms>(a.row_terms);
   terms.kind = KIND;
   if (threadIdx.x < 2) mbarrier_init(&arrived[threadIdx.x], 1);
   mbarrier_init_fence();
@@ -246,7 +250,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
         }
         if (KIND != FORWARD_KL)
           other[i] = packed(excess);
-        else if (a.backward)
+        else if (backward(a))
           out[i] = packed(d);
       }
       float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
@@ -259,7 +263,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
                                                        : excess),
                            barrier, lane % CLUSTER_BLOCKS);
     }
-    if (KIND != FORWARD_KL && n > 0 && a.backward) { // of the row before
+    if (KIND != FORWARD_KL && n > 0 && backward(a)) { // of the row before
       const uint4 *own = held + before * 2 * part, *other = own + part;
       uint4 *out = part_of(student, row - stride);
 #pragma unroll 1
@@ -295,7 +299,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
 
 // False, with nothing touched, without tiles or where rows are too long to hold two.
 template <DivergenceKind KIND>
-static bool held_divergence(KernelLaunch launch, const LceDivergence *a, const Head<bf16> &student,
+static bool held_divergence(KernelLaunch launch, const LinearDivergence *a, const Head<bf16> &student,
                             const Head<bf16> &teacher, const DivergenceTerms &terms) {
   int64_t rows = a->student.logits.shape[0], columns = a->student.logits.shape[1];
   int64_t bytes = 2 * 16 * ceil_div(columns, CLUSTER_BLOCKS * WIDTH<bf16>); // of a part
@@ -322,17 +326,17 @@ template <typename T> static Head<T> kernels_head(const DivergenceHead &h) {
 }
 
 template <typename T, int W, DivergenceKind KIND>
-static void divergence(Backend *backend, const LceDivergence *a, const DivergenceTerms &terms) {
+static void divergence(Backend *backend, const LinearDivergence *a, const DivergenceTerms &terms) {
   Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
   int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
-  KernelLaunch launch = {"lce_divergence", cuda_stream(backend), rows, row_threads(groups, 512)};
+  KernelLaunch launch = {"a divergence", cuda_stream(backend), rows, row_threads(groups, 512)};
   if constexpr (sizeof(T) == 2 && W > 1)
     if (held_divergence<KIND>(launch, a, student, teacher, terms)) return;
   launch_kernel(launch, row_terms_kernel<T, W, false>, *a, student, teacher, terms);
   launch_kernel(launch, divergence_kernel<T, W, KIND>, *a, student, teacher, terms);
 }
 
-void cuda_lce_divergence(Backend *backend, const LceDivergence *a) {
+void cuda_divergence(Backend *backend, const LinearDivergence *a) {
   Tensor logits = a->student.logits;
   DivergenceTerms terms = divergence_terms(a->kind, (double)a->beta);
   with_float(logits.dtype, [&](auto type) {

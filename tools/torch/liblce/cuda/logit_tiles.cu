@@ -1,6 +1,6 @@
 // Logits whose GEMM on Hopper (hopper_kernel.cuh) leaves each tile's part of the rows' softmaxes in its epilogue. The
 // parts are of the logits as they are stored, in bf16, and each has an anchor of its own, its largest one.
-#include "tools/torch/liblce/cuda/hopper.h"
+#include "tools/torch/liblce/divergence.h"
 
 #include "kernels/cuda/hopper_exp.cuh"
 #include "kernels/cuda/hopper_launch.cuh"
@@ -43,13 +43,14 @@ struct LogitsWithParts : OfLogits {
   }
 };
 
-bool cuda_lce_logit_tiles(Backend *backend, const LogitTiles *a) {
+bool cuda_logit_tiles(Backend *backend, const DivergenceHead *a) {
   using K = KernelTraits<LogitsWithParts>;
-  if (!hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) || !tma_takes(a->out)) return false;
+  if (!hopper_runs(backend) || !tma_takes(a->x) || !tma_takes(a->weight) || !tma_takes(a->logits))
+    return false;
   EpilogueParams params = {.scale = LOG2_E * inverse_temperature(a->temperature),
                            .parts = {.sums = data_of<float>(a->sums), .best = data_of<Ranked>(a->best)}};
   launch<K>(backend, tma_map(backend, a->x, K::ROWS), tma_map(backend, a->weight, TILE_N / CLUSTER),
-            tma_map(backend, a->out, STORE_ROWS),
+            tma_map(backend, a->logits, STORE_ROWS),
             schedule<K>(backend, a->x.shape[0], a->weight.shape[0], a->x.shape[1]), params);
   return true;
 }
