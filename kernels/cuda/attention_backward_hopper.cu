@@ -140,6 +140,10 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
   float first[D / 2], second[KEY_PASS ? D / 2 : 2]; // dk and dv, or dq
   uint32_t p[KEY_PASS ? TILE / 16 : 1][4], ds[TILE / 16][4];
 
+  auto skip = [&](int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; i++) pipeline.release(pipeline.take());
+  };
   for (int n = 0;; n++) {
     // Counts instead of using a PipelineState, whose phase hides from ptxas that a warp's lanes agree.
     const int slot = n % BackwardStorage<F>::RESIDENT;
@@ -183,9 +187,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
     auto begin = [&]() {
       const bool next_head = KEY_PASS && tile == last_visible;
       tile = next_head ? first_visible : tile + 1;
-      if (next_head)
-#pragma unroll 1
-        for (int i = 0; i < before; i++) pipeline.release(pipeline.take());
+      if (next_head) skip(before);
       pipeline.wait();
       const int stage = uniform(pipeline.advance());
       EACH (j, TILE / 8) {
@@ -262,7 +264,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
     };
 
     if (steps == 0) {
-      for (int i = 0; i < tiles.heads * before; i++) pipeline.release(pipeline.take());
+      skip(tiles.heads * before);
     } else if constexpr (F::OVERLAP) {
       int stage = begin();
       wgmma_wait<1>(); // s
@@ -297,7 +299,7 @@ template <class F> DEVICE void consume(BackwardStorage<F> &shared, const HopperB
         finish(stage);
       }
     }
-    for (int i = 0; i < after; i++) pipeline.release(pipeline.take());
+    skip(after);
 
     if (a.partials) {
       sum_columns<D>(shared.sums[n % 2][group][0][warp], first, a.scale);

@@ -116,15 +116,16 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
   constexpr int D = F::D, ROWS = F::ROWS, KEYS = F::KEYS;
   const int group = uniform(threadIdx.x / 128), warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32,
             g = lane / 4, q = lane % 4;
-  PipelineState resident(shared.resident_ring);
   PipelineState keys(shared.key_ring);
   PipelineState values(shared.value_ring);
   float s[KEYS / 2], o[D / 2];
   uint32_t p[KEYS / 16][4];
 
   if (group == F::WARPGROUPS - 1) pass_turn<F>(group); // the first consumer's first
-  for (;;) {
-    const int slot = resident.take();
+  for (int n = 0;; n++) {
+    // Counts instead of using a PipelineState, whose phase hides from ptxas that a warp's lanes agree.
+    const int slot = n % ForwardStorage<F>::RESIDENT;
+    mbarrier_wait(&shared.resident_ring.full[slot], n / ForwardStorage<F>::RESIDENT & 1);
     const int index = uniform(shared.work[slot]);
     if (index >= a.work) return;
     const WorkTile w = work_tile<F>(a, index);
@@ -146,6 +147,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
     EACH (i, D / 2) o[i] = 0;
 
     auto skip = [&](int count) {
+#pragma unroll 1
       for (int i = 0; i < count; i++) {
         take_turn<F>(group);
         pass_turn<F>(group);
@@ -153,16 +155,21 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
         values.release(values.take());
       }
     };
+    // Addresses of a stage's tiles, known before the turn: the tensor cores wait from one turn to the next.
+    auto keys_at = [&](int stage) {
+      return uniform(shared_address(shared.keys) + stage * (uint32_t)sizeof shared.keys[0]);
+    };
+    auto values_at = [&](int stage) {
+      return uniform(shared_address(shared.values) + stage * (uint32_t)sizeof shared.values[0]);
+    };
     // s = Q K^T
-    auto issue_scores = [&](int stage) {
-      const uint32_t y = uniform(shared_address(shared.keys) + stage * (uint32_t)sizeof shared.keys[0]);
+    auto issue_scores = [&](uint32_t y) {
       wgmma_fence();
       scores<D, ROWS, KEYS>(s, descriptor_k_major(x), descriptor_k_major(y), false);
       wgmma_commit();
     };
     // o += P V
-    auto issue_values = [&](int stage) {
-      const uint32_t y = uniform(shared_address(shared.values) + stage * (uint32_t)sizeof shared.values[0]);
+    auto issue_values = [&](uint32_t y) {
       wgmma_fence();
       accumulate<D>(o, p, descriptor_mn_major(y, KEYS * 128));
       wgmma_commit();
@@ -212,8 +219,9 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
     skip(tiles.end - 1 - last);
     if (any) {
       int key = keys.take();
+      const uint32_t k = keys_at(key);
       take_turn<F>(group);
-      issue_scores(key);
+      issue_scores(k);
       pass_turn<F>(group);
       wgmma_wait<0>();
       wgmma_fence_operand(s);
@@ -224,9 +232,10 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
       for (int tile = last - 1; tile >= first; tile--) {
         key = keys.take();
         const int value = values.take();
+        const uint32_t k = keys_at(key), v = values_at(value);
         take_turn<F>(group);
-        issue_scores(key);
-        issue_values(value);
+        issue_scores(k);
+        issue_values(v);
         pass_turn<F>(group);
         wgmma_wait<1>(); // s
         wgmma_fence_operand(s);
@@ -242,7 +251,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
         to_operands(p, s);
       }
       const int value = values.take();
-      issue_values(value);
+      issue_values(values_at(value));
       wgmma_wait<0>();
       wgmma_fence_operand(o);
       values.release(value);
@@ -264,7 +273,7 @@ template <class F> DEVICE void consume(ForwardStorage<F> &shared, const HopperFo
                            first_row + warp * 16, a.seq_len);
     fence_proxy_async(); // TMA writes there next
     __syncwarp();
-    resident.release(slot);
+    shared.resident_ring.release(slot);
   }
 }
 

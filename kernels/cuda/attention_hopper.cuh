@@ -98,11 +98,10 @@ template <int STAGES, int CLUSTER> struct PipelineState {
   // Waits until a consumer's next tile has arrived.
   DEVICE void wait() { mbarrier_wait(&barriers.full[stage], phase); }
   // Returns a consumer's next stage once its tile has arrived; it may be released at once. The warp meets
-  // first: a lane that lags behind a release would miss its phase.
+  // in uniform(): a lane that lags behind a release would miss its phase.
   DEVICE int take() {
     wait();
-    __syncwarp();
-    return advance();
+    return uniform(advance());
   }
   DEVICE void release(int which) { barriers.release(which); }
 };
