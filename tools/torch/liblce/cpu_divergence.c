@@ -50,7 +50,7 @@ INLINED void divergence_of_row(const LinearDivergence *a, DivergenceTerms terms,
 #pragma omp simd reduction(+ : parts, excess, distances)
     for (int64_t j = first; j < last; j++) {
       DivergenceEntry e = ENTRY_AT(j);
-      parts += divergence_part(terms, e);
+      parts = plus_divergence(parts, terms, e);
       excess += e.p * (e.lead - lead_at_max);
       distances += e.p * distance_of(student, j);
     }

@@ -73,12 +73,12 @@ ENTRY DivergenceEntry entry_of_distances(DivergenceTerms t, RowSoftmax student, 
                           (distance - teacher_distance) - (float)(student.log_sum - teacher.log_sum));
 }
 
-// Its part of the loss: of a KL with a difference of p and q that adds up to 0, so that no part is below 0 and those of
-// nearly equal distributions do not cancel.
-ENTRY float divergence_part(DivergenceTerms t, DivergenceEntry e) {
-  if (t.kind == FORWARD_KL) return e.q * e.teacher_lead - (e.q - e.p) * (1 / ENTRY_UNIT);
-  if (t.kind == REVERSE_KL) return e.p * e.lead - (e.p - e.q) * (1 / ENTRY_UNIT);
-  return e.p * (e.lead - t.log_share) + e.q * (e.teacher_lead - t.log_teacher_share);
+// Adds its part to a loss: of a KL with a difference of p and q that adds up to 0, so that no part is below 0 and those
+// of nearly equal distributions do not cancel.
+ENTRY float plus_divergence(float loss, DivergenceTerms t, DivergenceEntry e) {
+  if (t.kind == FORWARD_KL) return loss + e.q * e.teacher_lead + (e.p - e.q) * (1 / ENTRY_UNIT);
+  if (t.kind == REVERSE_KL) return loss + e.p * e.lead - (e.p - e.q) * (1 / ENTRY_UNIT);
+  return loss + e.p * (e.lead - t.log_share) + e.q * (e.teacher_lead - t.log_teacher_share);
 }
 
 // d in units of slope_unit. excess: the lead less the one at the student's largest logit; its mean is

@@ -58,8 +58,8 @@ struct PartialSoftmax {
 template <int W> static DEVICE void unpack(float (&out)[W], uint4 z) {
   const uint32_t words[W / 2] = {z.x, z.y, z.z, z.w};
   EACH (k, W / 2) {
-    float2 pair = unpack_bf16(words[k]);
-    out[2 * k] = pair.x, out[2 * k + 1] = pair.y;
+    out[2 * k] = __uint_as_float(words[k] << 16);
+    out[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000);
   }
 }
 template <int W> static DEVICE uint4 packed(const float (&x)[W]) {
@@ -131,9 +131,9 @@ static __global__ void __launch_bounds__(512, 2)
 struct RowTotals {
   float loss = 0, log_p = 0, excess = 0;
   DEVICE void add(DivergenceTerms terms, DivergenceEntry e, float entry_log_p, float lead_at_max) {
-    loss += divergence_part(terms, e);
+    loss = plus_divergence(loss, terms, e);
     log_p += e.p * entry_log_p;
-    excess += e.p * (e.lead - lead_at_max);
+    if (terms.kind != FORWARD_KL) excess += e.p * (e.lead - lead_at_max);
   }
   DEVICE void store(const LinearDivergence &a, int64_t row, DivergenceTerms terms) const {
     bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
@@ -181,12 +181,20 @@ static __global__ void __launch_bounds__(512, 2)
 // held, 2 or 3: the one to be summed, the one before, and one that is on its way.
 enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, HELD_WARPS = HELD_THREADS / 32 };
 
+// An entry from log p and log q. For JSD the less of p and q is a product: exponentials are the bottleneck.
+static DEVICE DivergenceEntry entry_of_logs(DivergenceTerms terms, float log_p, float log_q) {
+  float lead = log_p - log_q;
+  if (terms.kind != JSD) return divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), lead);
+  float more = ENTRY_EXP(fmaxf(log_p, log_q)), less = more * ENTRY_EXP(-fabsf(lead));
+  return divergence_entry(terms, lead < 0 ? less : more, lead < 0 ? more : less, lead);
+}
+
 template <DivergenceKind KIND>
 static __global__ void __launch_bounds__(HELD_THREADS, 1)
     held_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<bf16> student,
                 const __grid_constant__ Head<bf16> teacher, DivergenceTerms terms, int stages) {
 #if defined(HOPPER_CODE)
-  extern __shared__ uint4 held[]; // [stages][2][part]: the heads' logits; the teacher's become excesses
+  extern __shared__ uint4 held[]; // [stages][2][part]: the heads' logits, which become p and the excess
   __shared__ float sums[2][3]
                        [CLUSTER_BLOCKS * HELD_WARPS]; // RowTotals of all warps, of a row and the one before
   __shared__ __align__(8) uint64_t arrived[2];        // ends when they are there
@@ -223,7 +231,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
   RowTerms r = {}, next = row_terms[row];
   float mean_excess = 0;
   for (int n = 0, stage = 0, before = stages - 1;; n++, row += stride) {
-    float shift_before = shift_of(r.student, student), scale_before = r.scale;
+    float scale = r.scale;
     uint64_t *barrier = &arrived[n % 2];
     if (row < rows) {
       r = next;
@@ -237,21 +245,21 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
       uint4 *own = held + stage * 2 * part, *other = own + part, *out = part_of(student, row);
 #pragma unroll 1
       for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
-        float u[W], t[W], d[W], excess[W];
+        float u[W], t[W], p[W], excess[W], d[W];
         unpack(u, own[i]);
         unpack(t, other[i]);
         EACH (k, W) {
           float log_p = fmaf(u[k], student.distance, shift),
                 log_q = fmaf(t[k], teacher.distance, teacher_shift);
-          DivergenceEntry e = divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), log_p - log_q);
+          DivergenceEntry e = entry_of_logs(terms, log_p, log_q);
           totals.add(terms, e, log_p, r.lead_at_max);
-          excess[k] = e.lead - r.lead_at_max;
-          d[k] = r.scale == 0 ? 0 : divergence_slope(terms, e.p, e.q, excess[k], 0) * r.scale;
+          p[k] = e.p, excess[k] = e.lead - r.lead_at_max;
+          d[k] = divergence_slope(terms, e.p, e.q, 0, 0) * r.scale;
         }
         if (KIND != FORWARD_KL)
-          other[i] = packed(excess);
+          own[i] = packed(p), other[i] = packed(excess);
         else if (backward(a))
-          out[i] = packed(d);
+          out[i] = r.scale == 0 ? uint4{} : packed(d);
       }
       float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
       int which = lane / CLUSTER_BLOCKS;
@@ -268,15 +276,11 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
       uint4 *out = part_of(student, row - stride);
 #pragma unroll 1
       for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
-        float u[W], excess[W], d[W];
-        unpack(u, own[i]);
+        float p[W], excess[W], d[W];
+        unpack(p, own[i]);
         unpack(excess, other[i]);
-        EACH (k, W) {
-          float p = ENTRY_EXP(fmaf(u[k], student.distance, shift_before));
-          d[k] = divergence_slope(terms, p, 0, excess[k], mean_excess) * scale_before;
-          if (scale_before == 0) d[k] = 0;
-        }
-        out[i] = packed(d);
+        EACH (k, W) d[k] = divergence_slope(terms, p[k], 0, scale * excess[k], scale * mean_excess);
+        out[i] = scale == 0 ? uint4{} : packed(d);
       }
     }
     if (row >= rows) break;
