@@ -1,10 +1,10 @@
-// A divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient from them,
-// for which it reads a row once, or twice where the gradient needs the loss.
+// A divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient
+// from them, for which it reads a row once, or twice where the gradient needs the loss.
 //
-// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and clusters of eight
-// blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two logits and a gradient, are
-// the floor. Each block asks for its part of the row after the next, sums the next one, writes the gradient of the last,
-// and only then waits for the other blocks' sums.
+// On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and
+// clusters of 8 blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two
+// logits and a gradient, are the floor. Each block asks for its part of the row after the next, sums the next
+// one, writes the gradient of the last, and only then waits for the other blocks' sums.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
@@ -29,6 +29,9 @@ template <typename T> struct Head {
 
 static DEVICE bool backward(const LinearDivergence &a) {
   return a.dx.data || a.dweight.data;
+}
+static DEVICE bool counts(const LinearDivergence &a, int64_t row) {
+  return !a.mask.data || data_of<int32_t>(a.mask)[row];
 }
 
 // A row of LinearDivergence's row_terms.
@@ -120,9 +123,8 @@ static __global__ void __launch_bounds__(512, 2)
   float at_best[1], slope[1];
   entries_of(at_best, slope, teacher, row, best, columns);
   DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
-  bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
   float scale = read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
-  data_of<RowTerms>(a.row_terms)[row] = {p, q, e.lead, counts ? scale : 0};
+  data_of<RowTerms>(a.row_terms)[row] = {p, q, e.lead, counts(a, row) ? scale : 0};
 }
 
 // --- the loss and the gradient -----------------------------------------------------------------------------
@@ -136,9 +138,8 @@ struct RowTotals {
     if (terms.kind != FORWARD_KL) excess += e.p * (e.lead - lead_at_max);
   }
   DEVICE void store(const LinearDivergence &a, int64_t row, DivergenceTerms terms) const {
-    bool counts = !a.mask.data || data_of<int32_t>(a.mask)[row];
-    write(a.loss, row, counts ? ENTRY_UNIT * loss : 0);
-    write(a.entropy, row, counts ? ENTRY_UNIT * (terms.log_share - log_p / terms.share) : 0);
+    write(a.loss, row, counts(a, row) ? ENTRY_UNIT * loss : 0);
+    write(a.entropy, row, counts(a, row) ? ENTRY_UNIT * (terms.log_share - log_p / terms.share) : 0);
   }
 };
 
@@ -177,9 +178,9 @@ static __global__ void __launch_bounds__(512, 2)
 
 // --- the same in a cluster, for bf16 -----------------------------------------------------------------------
 
-// Each block of a cluster takes a part of the columns, a thread the entries that it copies itself. `stages` rows are
-// held, 2 or 3: the one to be summed, the one before, and one that is on its way.
-enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, HELD_WARPS = HELD_THREADS / 32 };
+// Each block of a cluster takes a part of the columns, a thread the entries that it copies itself. `stages`
+// rows are held, 2 or 3: the one to be summed, the one before, and one that is on its way.
+enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, ALL_WARPS = CLUSTER_BLOCKS * HELD_THREADS / 32 };
 
 // An entry from log p and log q. For JSD the less of p and q is a product: exponentials are the bottleneck.
 static DEVICE DivergenceEntry entry_of_logs(DivergenceTerms terms, float log_p, float log_q) {
@@ -194,10 +195,9 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     held_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<bf16> student,
                 const __grid_constant__ Head<bf16> teacher, DivergenceTerms terms, int stages) {
 #if defined(HOPPER_CODE)
-  extern __shared__ uint4 held[]; // [stages][2][part]: the heads' logits, which become p and the excess
-  __shared__ float sums[2][3]
-                       [CLUSTER_BLOCKS * HELD_WARPS]; // RowTotals of all warps, of a row and the one before
-  __shared__ __align__(8) uint64_t arrived[2];        // ends when they are there
+  extern __shared__ uint4 held[]; // [stages][2][part]: logits of both heads, which become p and its excess
+  __shared__ float sums[2][3][ALL_WARPS]; // RowTotals of the cluster's warps, of a row and the one before
+  __shared__ __align__(8) uint64_t arrived[2]; // ends when they are there
   constexpr int W = WIDTH<bf16>;
   const int rank = (int)cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int groups = (int)a.student.logits.shape[1] / W,
@@ -263,13 +263,11 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
       }
       float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
       int which = lane / CLUSTER_BLOCKS;
+      float sum = which == 0 ? loss : which == 1 ? log_p : excess;
       if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, sizeof sums[0]);
       if (which < 3)
-        store_async_remote(reinterpret_cast<int *>(&sums[n % 2][which][rank * HELD_WARPS + warp]),
-                           __float_as_int(which == 0   ? loss
-                                          : which == 1 ? log_p
-                                                       : excess),
-                           barrier, lane % CLUSTER_BLOCKS);
+        store_async_remote(reinterpret_cast<int *>(&sums[n % 2][which][rank * HELD_THREADS / 32 + warp]),
+                           __float_as_int(sum), barrier, lane % CLUSTER_BLOCKS);
     }
     if (KIND != FORWARD_KL && n > 0 && backward(a)) { // of the row before
       const uint4 *own = held + before * 2 * part, *other = own + part;
@@ -289,7 +287,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     mbarrier_wait(barrier, n / 2 & 1);
     auto sum_of = [&](int which) {
       float sum = 0;
-      EACH (k, CLUSTER_BLOCKS * HELD_WARPS / 32) sum += sums[n % 2][which][lane + 32 * k];
+      EACH (k, ALL_WARPS / 32) sum += sums[n % 2][which][lane + 32 * k];
       return warp_sum(sum);
     };
     mean_excess = sum_of(2) / terms.share;
@@ -347,14 +345,10 @@ void cuda_divergence(Backend *backend, const LinearDivergence *a) {
     using T = decltype(type);
     bool wide = rows_start_aligned(logits, WIDTH<T>) && rows_start_aligned(a->teacher.logits, WIDTH<T>);
     with_width<T>(wide, [&](auto W) {
-      switch (a->kind) {
-      case FORWARD_KL:
-        return divergence<T, W, FORWARD_KL>(backend, a, terms);
-      case REVERSE_KL:
-        return divergence<T, W, REVERSE_KL>(backend, a, terms);
-      case JSD:
-        return divergence<T, W, JSD>(backend, a, terms);
-      }
+      auto run = a->kind == FORWARD_KL   ? divergence<T, W, FORWARD_KL>
+                 : a->kind == REVERSE_KL ? divergence<T, W, REVERSE_KL>
+                                         : divergence<T, W, JSD>;
+      run(backend, a, terms);
     });
   });
 }
