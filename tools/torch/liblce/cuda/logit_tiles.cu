@@ -1,5 +1,5 @@
-// Logits whose GEMM on Hopper (hopper_kernel.cuh) leaves each tile's part of the rows' softmaxes in its epilogue. The
-// parts are of the logits as they are stored, in bf16, and each has an anchor of its own, its largest one.
+// Logits whose GEMM on Hopper (hopper_kernel.cuh) leaves each tile's part of the rows' softmaxes in its
+// epilogue: of the logits as they are stored, in bf16, each with an anchor of its own, its largest one.
 #include "tools/torch/liblce/divergence.h"
 
 #include "kernels/cuda/hopper_exp.cuh"
