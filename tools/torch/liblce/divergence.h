@@ -1,4 +1,4 @@
-// How far a student's distribution p is from a teacher's, q, and the gradient, without either's logits of all tokens.
+// Computes how far a student's distribution p is from a teacher's, q, and the gradient, without logits of all tokens.
 #pragma once
 
 #include "kernels/kernels.h"

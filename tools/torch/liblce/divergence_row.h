@@ -17,7 +17,7 @@
 #define ENTRY_UNIT 1.0f
 #define ENTRY_EXP  exp_f32
 
-// Of x in [0, 1], to within a few ulp: 2 artanh(x / (2 + x)).
+// For x in [0, 1], to within a few ulp: 2 artanh(x / (2 + x)).
 ENTRY float ENTRY_LOG_1_PLUS(float x) {
   float s = x / (2 + x), z = s * s;
   float series = 1.0f / 7 + z * (1.0f / 9 + z * (1.0f / 11 + z * (1.0f / 13)));
@@ -81,7 +81,7 @@ ENTRY float plus_divergence(float loss, DivergenceTerms t, DivergenceEntry e) {
   return loss + e.p * (e.lead - t.log_share) + e.q * (e.teacher_lead - t.log_teacher_share);
 }
 
-// d in units of slope_unit. excess: the lead less the one at the student's largest logit; its mean is
+// Computes d in units of slope_unit. excess: the lead less the one at the student's largest logit; its mean is
 // under p. Where p is nearly 1 there, both are as exact as differences of logits.
 ENTRY float divergence_slope(DivergenceTerms t, float p, float q, float excess, float mean_excess) {
   return t.kind == FORWARD_KL ? p - q : p * (excess - mean_excess);

@@ -83,7 +83,7 @@ static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Head<T> &h
 
 // --- a row's softmaxes -------------------------------------------------------------------------------------
 
-// Of a head's row, with its largest logit's column. TILES: by its tiles' parts.
+// Computes the softmax of a row of a head, and its largest logit's column. TILES: by its tiles' parts.
 template <bool TILES, int W, typename T>
 static DEVICE RowSoftmax row_softmax(const Head<T> &head, float share, int64_t row, int columns,
                                      int &column) {
