@@ -28,10 +28,10 @@ static void check_job(int ranks, bool gpus) {
   ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
   assert_true(length > 0);
   path[length] = 0;
-  // MPI never frees what it starts with; several tests' threads may share few cores.
+  // MPI never frees what it starts with; several ranks' and tests' threads share few cores.
   snprintf(line, sizeof line,
-           "%s ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive exec %s %d %s rank %s 2>&1",
-           gpus ? "" : "CUDA_VISIBLE_DEVICES=",
+           "%s %s ASAN_OPTIONS=detect_leaks=0 OMP_WAIT_POLICY=passive exec %s %d %s rank %s 2>&1",
+           gpus ? "" : "CUDA_VISIBLE_DEVICES=", ranks > 1 && !gpus ? "OMP_NUM_THREADS=1" : "",
            gpus ? "tools/launch" : "mpirun --allow-run-as-root --oversubscribe --bind-to none -n", ranks,
            path, gpus ? "gpus" : "cpus");
   FILE *out = popen(line, "r");
