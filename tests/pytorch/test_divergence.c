@@ -98,7 +98,7 @@ static void check_case(Harness *h, const void *shape) {
   }
   linear_divergence(h->backend, a);
   double size = 4 * s->scale / s->temperature;
-  Tolerance values = with_size(within_stored(h, 8, 1), size),
+  Tolerance values = with_size(within_stored(h, h->dtype == DTYPE_BF16 ? 1 : 8, 1), size),
             gradients = within_stored(h, 8, (double)s->rows + 16 + (double)s->vocab / 1024);
   check_values(h, "loss", a.loss, loss, values);
   check_values(h, "entropy", a.entropy, entropy, values);
