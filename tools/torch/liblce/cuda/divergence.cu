@@ -182,10 +182,12 @@ static __global__ void __launch_bounds__(512, 2)
 // rows are held, 2 or 3: the one to be summed, the one before, and one that is on its way.
 enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, ALL_WARPS = CLUSTER_BLOCKS * HELD_THREADS / 32 };
 
-// An entry from log p and log q. For JSD the less of p and q is a product: exponentials are the bottleneck.
+// An entry from log p and log q. For JSD the less of p and q is a product: exponentials are the bottleneck. A
+// template, as before Hopper nothing calls it.
+template <DivergenceKind KIND>
 static DEVICE DivergenceEntry entry_of_logs(DivergenceTerms terms, float log_p, float log_q) {
   float lead = log_p - log_q;
-  if (terms.kind != JSD) return divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), lead);
+  if (KIND != JSD) return divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), lead);
   float more = ENTRY_EXP(fmaxf(log_p, log_q)), less = more * ENTRY_EXP(-fabsf(lead));
   return divergence_entry(terms, lead < 0 ? less : more, lead < 0 ? more : less, lead);
 }
@@ -251,7 +253,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
         EACH (k, W) {
           float log_p = fmaf(u[k], student.distance, shift),
                 log_q = fmaf(t[k], teacher.distance, teacher_shift);
-          DivergenceEntry e = entry_of_logs(terms, log_p, log_q);
+          DivergenceEntry e = entry_of_logs<KIND>(terms, log_p, log_q);
           totals.add(terms, e, log_p, r.lead_at_max);
           p[k] = e.p, excess[k] = e.lead - r.lead_at_max;
           d[k] = divergence_slope(terms, e.p, e.q, 0, 0) * r.scale;
