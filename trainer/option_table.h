@@ -46,9 +46,9 @@ typedef struct {
   const char *stray;          // "paths are given with --data PATH": the advice for a word that is no option
 } OptionTable;
 
-// Writes the initial values and those of the command line into the struct `values`, and sets given[row] (or
-// given is NULL) of every option that is given. A wrong option or value ends the program with a sentence. "--name VALUE" takes
-// no VALUE that is an option's name; "--name=VALUE" takes any.
+// Writes the initial values and those of the command line into the struct `values`, and sets given[row], unless
+// given is NULL, of every option that is given. A wrong option or value ends the program with a sentence.
+// "--name VALUE" takes no VALUE that is an option's name; "--name=VALUE" takes any.
 void option_table_parse(const OptionTable *table, void *values, bool *given, int argc, char **argv);
 
 // Writes one value as from the command line, or returns false with a reason, "give a number from 1 to 9".

@@ -43,9 +43,10 @@ static bool describes_model(const Option *row) {
 // Changes a folder's model as the command line says; all else that it says must agree.
 static void change_or_agree(Options *o, const Options *wanted) {
   for (const Option *row = options_rows; row->type != OPTION_END; row++) {
-    bool given = o->given[row - options_rows], compared = given || row->type == OPTION_INTEGER;
+    bool given = o->given[row - options_rows];
+    if (!describes_model(row) || !(given || row->type == OPTION_INTEGER)) continue;
     Text now = option_text(row, wanted), have = option_text(row, o);
-    if (!describes_model(row) || !compared || !strcmp(now.text, have.text)) continue;
+    if (!strcmp(now.text, have.text)) continue;
     bool fixed = o->model.learned_positions && !strcmp(row->name, "max-position-embeddings");
     if (!given || !(row->flags & ADAPTS) || fixed)
       fail("--%s is %s, and %s/config.json says %s; leave it out, or begin with another model", row->name,

@@ -11,8 +11,8 @@
 //
 // While one consumer exponentiates, the others' MMAs keep the tensor cores busy, and where registers allow a
 // consumer's MMAs of one step run under its exponentials of the next. On an H200 the tensor cores are busy
-// 54% (key) and 72% (query) of the time for heads of 64 at T 4096, 79% and 94% for heads of 128 at T 8192, there
-// without clusters.
+// 54% (key) and 72% (query) of the time for heads of 64 at T 4096, 79% and 94% for heads of 128 at T 8192,
+// there without clusters.
 #include "kernels/cuda/attention_hopper.cuh"
 
 namespace attention {

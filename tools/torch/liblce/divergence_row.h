@@ -4,7 +4,8 @@
 #include "kernels/lce/loss_row.h"
 #include "tools/torch/liblce/divergence.h"
 
-// Exponents are in units of ENTRY_UNIT: ENTRY_EXP(x) = exp(ENTRY_UNIT x), ENTRY_LOG_1_PLUS(x) = log(1 + x) / ENTRY_UNIT.
+// Exponents are in units of ENTRY_UNIT: ENTRY_EXP(x) = exp(ENTRY_UNIT x) and
+// ENTRY_LOG_1_PLUS(x) = log(1 + x) / ENTRY_UNIT.
 #if defined(__cplusplus)
 #include "kernels/cuda/cuda_common.cuh"
 #define ENTRY               LOSS_ROW
@@ -28,8 +29,8 @@ ENTRY float ENTRY_LOG_1_PLUS(float x) {
 // The least distance from a row's maximum: minus infinity would make NaN of a difference, or times 0.
 #define LEAST_DISTANCE (-1e30f)
 
-// A row's softmax times the share that a kind gives it: p = exp(v - max v) inv_sum, log p = v - max v - log_sum. log_sum, a
-// distance v - max v and what follows from them are in units of ENTRY_UNIT.
+// A row's softmax times the share that a kind gives it: p = exp(v - max v) inv_sum, log p = v - max v - log_sum.
+// log_sum, a distance v - max v and what follows from them are in units of ENTRY_UNIT.
 typedef struct {
   float max, inv_sum;
   LossReal log_sum; // two of them nearly cancel
