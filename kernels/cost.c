@@ -106,9 +106,10 @@ Amount amount_of(int op, const void *arguments) {
 #undef OF
 }
 
-StreamKind stream_of(int op) {
+StreamKind stream_of(int op, const void *arguments) {
   if (op == OP_copy_in) return STREAM_COPY_IN;
-  if (op == OP_copy_out) return STREAM_COPY_OUT;
+  if (op == OP_copy_out || (op == OP_adamw && ((const Update *)arguments)->after_copies))
+    return STREAM_COPY_OUT;
   return op >= OP_all_reduce && op <= OP_broadcast_rank_0 ? STREAM_COLLECTIVES : STREAM_COMPUTE;
 }
 

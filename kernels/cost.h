@@ -25,7 +25,7 @@ typedef struct {
 Amount amount_of(int op, const void *arguments); // the operation's struct
 
 // The stream on which an operation runs, if a backend has streams.
-StreamKind stream_of(int op);
+StreamKind stream_of(int op, const void *arguments);
 
 // Peak flops per second of dense bf16 GEMMs, by NVIDIA's data sheet for the GPU of this name; NaN: unknown.
 double gpu_peak_flops(const char *name);

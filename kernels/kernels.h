@@ -592,6 +592,8 @@ typedef struct {
   int64_t step;                                         // t, from 1
   uint64_t seed;
   int64_t first; // the index of the first of these n elements among all that share the seed; even
+  // adamw alone: it begins when the copies in before it are done, and counts as a copy out (copies_join).
+  bool after_copies;
 } Update;
 
 // Matrices of one shape.
@@ -658,7 +660,8 @@ enum { BUCKET_BYTES = 32 << 20 };
 // leave out alone, and not write x, until copies_join. Copies of one direction run in their order.
 typedef struct {
   Tensor out, x;  // of one type and size, dense
-  bool after_out; // copy_in alone: it begins when the copies out before it are done, too
+  bool after_out; // copy_in alone: it begins when the copies out before it, but the last `behind` (below
+  int64_t behind; // ASYNC_EVENTS), are done, too
 } Copy;
 
 // --- the operations ----------------------------------------------------------------------------------------

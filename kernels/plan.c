@@ -17,19 +17,25 @@ typedef struct {
   Clock clocks[STREAMS];
 } Plan;
 
-static void wait_for(Plan *p, StreamKind stream, int64_t behind) {
+// When the operations on a stream end, but the last `behind`.
+static double end_of(const Plan *p, StreamKind stream, int64_t behind) {
   const Clock *c = &p->clocks[stream];
+  return c->count > behind ? c->ends[(c->count - 1 - behind) % ASYNC_EVENTS] : 0;
+}
+
+static void wait_for(Plan *p, StreamKind stream, int64_t behind) {
   double *now = &p->clocks[STREAM_COMPUTE].now;
-  if (c->count > behind) *now = fmax(*now, c->ends[(c->count - 1 - behind) % ASYNC_EVENTS]);
+  *now = fmax(*now, end_of(p, stream, behind));
 }
 
 static void run(Backend *backend, int op, const void *arguments) {
   Plan *p = backend->state;
-  StreamKind stream = stream_of(op);
+  StreamKind stream = stream_of(op, arguments);
   Clock *c = &p->clocks[stream];
   double begin = fmax(c->now, p->clocks[STREAM_COMPUTE].now);
-  if (op == OP_copy_in && ((const Copy *)arguments)->after_out)
-    begin = fmax(begin, p->clocks[STREAM_COPY_OUT].now);
+  const Copy *copy = arguments;
+  if (op == OP_copy_in && copy->after_out) begin = fmax(begin, end_of(p, STREAM_COPY_OUT, copy->behind));
+  if (op == OP_adamw && stream == STREAM_COPY_OUT) begin = fmax(begin, end_of(p, STREAM_COPY_IN, 0));
   c->now = begin + cost_seconds(p->card, backend, op, arguments);
   if (stream == STREAM_COMPUTE) return;
   c->ends[c->count++ % ASYNC_EVENTS] = c->now;

@@ -95,7 +95,7 @@ static void leave(Backend *backend, StreamKind stream) {
     leave(backend, stream);                                                                                  \
   }
 #define ENTRY(name, Arguments, group)                                                                        \
-  PROFILED(name, stream_of(OP_##name), a, (backend, a), const Arguments *a)
+  PROFILED(name, stream_of(OP_##name, a), a, (backend, a), const Arguments *a)
 OPERATIONS(ENTRY, ENTRY)
 #undef ENTRY
 PROFILED(to_device, STREAM_COMPUTE, NULL, (backend, to, host), Tensor to, const void *host)

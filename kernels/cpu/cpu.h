@@ -68,6 +68,7 @@ typedef struct Deferred {
   union {
     Collective collective;
     Copy copy;
+    Update update;
   };
 } Deferred;
 

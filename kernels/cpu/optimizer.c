@@ -6,7 +6,17 @@
 
 #include "kernels/cpu/cpu.h"
 
+static void run_adamw(Backend *backend, const Deferred *d) {
+  Update now = d->update;
+  now.after_copies = false;
+  cpu_adamw(backend, &now);
+}
+
 void cpu_adamw(Backend *backend, const Update *a) {
+  if (a->after_copies) {
+    cpu_defer(backend, (Deferred){"adamw", STREAM_COPY_OUT, run_adamw, .update = *a});
+    return;
+  }
   float *weight = a->weight.data, *master = a->master.data ? a->master.data : a->weight.data;
   float *m = a->m.data, *v = a->v.data;
   const float *grad = a->grad.data;

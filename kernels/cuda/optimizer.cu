@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(THREADS, 4)
   }
 }
 
-template <UpdateKind KIND> static void update(Backend *backend, const Update *a, const char *op) {
+template <UpdateKind KIND> static void update(cudaStream_t stream, const Update *a, const char *op) {
   int64_t count = a->weight.shape[0];
   float beta1 = (float)a->beta1, beta2 = (float)a->beta2;
   double correction = 1.0 - (KIND == ADAMW ? pow((double)beta1, (double)a->step) : 0.0);
@@ -116,11 +116,10 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
           auto launch = [&](auto width, int64_t first, int64_t end) {
             constexpr int W = decltype(width)::value;
             int64_t blocks = min_i64(ceil_div(end - first, THREADS * W), INT32_MAX);
-            launch_kernel({op, cuda_stream(backend), blocks, THREADS},
-                          update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
-                          data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m),
-                          data_of<TM>(a->v), data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end,
-                          params);
+            launch_kernel(
+                {op, stream, blocks, THREADS}, update_kernel<KIND, T, TM, TG, decltype(has_master)::value, W>,
+                data_of<T>(a->weight), data_of<float>(a->master), data_of<TM>(a->m), data_of<TM>(a->v),
+                data_of<TG>(a->grad), data_of<float>(a->grad_scale), first, end, params);
           };
           constexpr int GROUP = sizeof(TM) == 2 ? 8 : 4;
           int64_t groups_end = aligned ? count / GROUP * GROUP : 0; // then one by one
@@ -133,13 +132,20 @@ template <UpdateKind KIND> static void update(Backend *backend, const Update *a,
 }
 
 void cuda_adamw(Backend *backend, const Update *a) {
-  update<ADAMW>(backend, a, "adamw");
+  if (!a->after_copies) {
+    update<ADAMW>(cuda_stream(backend), a, "adamw");
+    return;
+  }
+  cudaStream_t stream = side_begin(backend, STREAM_COPY_OUT);
+  side_join(backend, STREAM_COPY_IN, stream, 0);
+  update<ADAMW>(stream, a, "adamw");
+  side_end(backend, STREAM_COPY_OUT);
 }
 void cuda_nesterov(Backend *backend, const Update *a) {
-  update<NESTEROV>(backend, a, "nesterov");
+  update<NESTEROV>(cuda_stream(backend), a, "nesterov");
 }
 void cuda_sgd(Backend *backend, const Update *a) {
-  update<SGD>(backend, a, "sgd");
+  update<SGD>(cuda_stream(backend), a, "sgd");
 }
 
 // --- sums --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ void side_destroy(SideStream *side) {
 // Copies beside the kernels: each direction has a copy engine and a stream.
 static void copy(Backend *backend, StreamKind kind, const Copy *a) {
   cudaStream_t stream = side_begin(backend, kind);
-  if (a->after_out) side_join(backend, STREAM_COPY_OUT, stream, 0);
+  if (a->after_out) side_join(backend, STREAM_COPY_OUT, stream, a->behind);
   cuda_check(cudaMemcpyAsync(a->out.data, a->x.data, tensor_bytes(a->x), cudaMemcpyDefault, stream),
              "copying between the host and the device");
   side_end(backend, kind);
