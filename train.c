@@ -157,6 +157,7 @@ static void sample(Run *run, int64_t step) {
 static void save(Run *run, int64_t step) {
   double start = now_seconds();
   report_break(&run->report);
+  parameters_finish_update(run->backend, &run->trainer.model.parameters);
   if (resume_save(&run->checkpoints, run->options, &run->trainer.model, run->backend, step, &run->data))
     report_checkpoint(&run->report, step, now_seconds() - start);
 }

@@ -5,7 +5,8 @@
 // each way; the compute stream waits at copies_join. The device has the weights and gradients of two layers,
 // in the halves of a double buffer.
 //
-//   forward   entering l        begin: the weights of l + 1 come; the input of l leaves
+//   forward   entering l        begin: the weights of l + 1 come, and are updated on the way where the step
+//                               before has left that (deferred_update.c); the input of l leaves
 //                               wait: the weights of l have come; the input of l - 1, where l writes, has
 //                               left
 //             leaving the last  begin: its gradients come, which the backward pass adds to
@@ -28,6 +29,12 @@ static int64_t fetch_weights(const Pass *p, int64_t l) {
   copy_in(p->backend, (Copy){.out = parameters_layer_buffer(w, w->layer_values, l),
                              .x = parameters_layer(w, w->value, l)});
   return 1;
+}
+
+static CopyCount fetch_updated_weights(const Pass *p, int64_t l) {
+  const ParameterSet *w = &p->model->parameters;
+  if (w->deferred.step && l < layers_of(p)) return update_deferred_layer(p->backend, w, l);
+  return (CopyCount){.in = fetch_weights(p, l)};
 }
 
 static int64_t fetch_grads(const Pass *p, int64_t l) {
@@ -76,14 +83,13 @@ static void push_output(const Pass *p, int64_t l) {
 }
 
 void layer_enter(Pass *p, int64_t l, Direction direction) {
-  int64_t coming = 0; // copies for the next layer, which this one does not wait for
   if (direction == FORWARD) {
     push_output(p, l);
-    if (l == 0) fetch_weights(p, 0);
-    coming += fetch_weights(p, l + 1);
-    copies_join(p->backend, coming, move_input(p, l, FORWARD));
+    if (l == 0) fetch_updated_weights(p, 0);
+    CopyCount next = fetch_updated_weights(p, l + 1);
+    copies_join(p->backend, next.in, next.out + move_input(p, l, FORWARD));
   } else {
-    coming += fetch_grads(p, l - 1);
+    int64_t coming = fetch_grads(p, l - 1); // for the next layer, which this one does not wait for
     coming += move_input(p, l - 1, BACKWARD);
     if (l < layers_of(p) - 1) coming += fetch_weights(p, l - 1); // the last two have stayed
     copies_join(p->backend, coming, 1);
@@ -93,7 +99,9 @@ void layer_enter(Pass *p, int64_t l, Direction direction) {
 
 void layer_leave(Pass *p, int64_t l, Direction direction) {
   if (direction == FORWARD) {
-    if (l == layers_of(p) - 1) fetch_grads(p, l);
+    if (l < layers_of(p) - 1) return;
+    end_deferred_update(p->backend, &p->model->parameters);
+    fetch_grads(p, l);
     return;
   }
   memory_pop_to(&p->backend->memory, p->states[l].below); // the output too: the layer below is next

@@ -1,4 +1,5 @@
-// A step's update: AdamW, each rank in its slices, after the norm of all gradients.
+// A step's update: AdamW, each rank in its slices, after the norm of all gradients. Offloaded layers are
+// updated in the next forward pass (deferred_update.c).
 #include "kernels/base/profile.h"
 #include "model/shards.h"
 
@@ -43,10 +44,12 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *p) {
   if (p->sharding.parts > 1) all_reduce(backend, (Collective){.out = p->squares, .x = p->squares});
 }
 
-void parameters_update(Backend *backend, const ParameterSet *p, Update settings) {
+void parameters_update(Backend *backend, ParameterSet *p, Update settings) {
+  bool deferred = updates_deferred(p, backend);
+  if (deferred) p->deferred = settings;
   if (p->muon) muon_update(backend, p, settings);
   for (UpdateRange range = {0}; next_range(p, &range);) {
-    if (p->muon && range.group == GROUP_MATRICES) continue;
+    if ((p->muon || deferred) && range.group == GROUP_MATRICES) continue;
     adamw(backend, shards_update(p, range.group, range.bucket, settings));
     shards_gather(p, backend, range.group, range.bucket);
   }

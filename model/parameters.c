@@ -173,6 +173,7 @@ static void reserve_for_training(ParameterSet *p, Memory *memory, ParameterDtype
 
 void parameters_allocate(ParameterSet *p, Memory *memory, ParameterDtypes d) {
   bool weights_on_host = d.offload & OFFLOAD_WEIGHTS;
+  p->states_offloaded = d.offload & OFFLOAD_OPTIMIZER;
   p->muon = d.optimizer == OPTIMIZER_MUON;
   cut_buckets(p, d.grad);
   reserve_role(p, memory, "weights", MEMORY_WEIGHTS, d.weight,

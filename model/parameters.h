@@ -87,6 +87,11 @@ static inline Range range_overlap(Range a, Range b) {
   return (Range){offset, max_i64(end - offset, 0)};
 }
 
+// Copies that a call begins, in each direction; copies_join may let as many run on.
+typedef struct {
+  int64_t in, out;
+} CopyCount;
+
 // How the parameters are sharded over ranks (shards.h). {0, 0, 1} shards nothing.
 typedef struct {
   int zero;                            // 0 to 2
@@ -109,6 +114,8 @@ typedef struct {
   Tensor grad_sum[GROUP_COUNT];     // over all ranks: grad or, at zero 2, shards
   Tensor squares;                   // fp32 [1]: the gradients' sum of squares
   Tensor layer_values, layer_grads; // double buffers of two layers, if value or grad is offloaded
+  bool states_offloaded;
+  Update deferred; // of the layers' matrices, to the next forward pass; step 0: none
 } ParameterSet;
 
 // At zero 2 the gradients of layers are a double buffer of two.
@@ -150,6 +157,18 @@ void parameters_sum_squares(Backend *backend, const ParameterSet *parameters);
 bool squares_summed_by_layer(const ParameterSet *parameters, const Backend *backend);
 // Updates all weights; each rank updates its part of sharded ones, and the new weights are gathered.
 // `settings` has no tensor but grad_scale, and the run's seed.
-void parameters_update(Backend *backend, const ParameterSet *parameters, Update settings);
+void parameters_update(Backend *backend, ParameterSet *parameters, Update settings);
 // Updates the layers' matrices, all at once.
 void muon_update(Backend *backend, const ParameterSet *parameters, Update settings);
+
+// deferred_update.c: AdamW of offloaded layers, beside the forward pass that needs their weights next.
+
+// True if parameters_update leaves the layers' matrices to that pass.
+bool updates_deferred(const ParameterSet *parameters, const Backend *backend);
+// Begins the deferred update of layer l, whose weights come to its half of layer_values; 0 to the last, in
+// order.
+CopyCount update_deferred_layer(Backend *backend, const ParameterSet *parameters, int64_t l);
+// Comes after the pass's last layer.
+void end_deferred_update(Backend *backend, ParameterSet *parameters);
+// Makes a deferred update, if there is one, at once: values and states are read next.
+void parameters_finish_update(Backend *backend, ParameterSet *parameters);
