@@ -21,25 +21,22 @@ int64_t divergence_chunk(const Backend *backend, int64_t tokens) {
   return backend->device == ON_CUDA ? 2048 : lce_default_chunk(backend->device, tokens);
 }
 
-static void check(const LinearDivergence *a) {
-  const char *op = "linear_divergence";
-  Tensor bias = a->student.bias;
-  const DivergenceHead *heads[] = {&a->student, &a->teacher};
+static void check(Op op, const LinearDivergence *a) {
+  const DivergenceHead heads[] = {a->student, a->teacher};
   for (int i = 0; i < 2; i++)
-    check_loss_terms(op, &(LossTerms){.softcap = heads[i]->softcap, .temperature = heads[i]->temperature},
-                     a->student.weight.shape[0]);
+    check_loss_terms(op, &(LossTerms){.softcap = heads[i].softcap, .temperature = heads[i].temperature},
+                     heads[i].weight.shape[0]);
   if (a->kind == JSD && !(a->beta > 0 && a->beta < 1))
     fail("%s: beta is %g; the JSD needs one between 0 and 1, and at them it is a KL, a kind of its own", op,
          (double)a->beta);
-  if (tensor_exists(a->dbias) != (tensor_exists(bias) && tensor_exists(a->dweight)))
-    fail("%s: bias is %s and dbias is %s; a bias has a gradient where weight has one", op,
-         tensor_text(bias).text, tensor_text(a->dbias).text);
+  bool biased = tensor_exists(a->student.bias) && tensor_exists(a->dweight);
   int64_t least = ceil_div(a->student.x.shape[0], DIVERGENCE_NARROW_CHUNKS);
-  if (tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32 && a->chunk < least)
-    fail(
-        "%s: dweight is %s, and a sum over more than %d chunks is fp32; give an fp32 one, or a chunk of %lld "
-        "tokens",
-        op, tensor_text(a->dweight).text, DIVERGENCE_NARROW_CHUNKS, (long long)least);
+  CHECK(
+      FIELD(dbias, biased ? "fp32 [V]" : "absent: a bias has a gradient where weight has one"),
+      REFUSE(
+          tensor_exists(a->dweight) && a->dweight.dtype != DTYPE_F32 && a->chunk < least,
+          "a dweight summed over more than %lld chunks is fp32; give an fp32 one, or a chunk of %lld tokens",
+          DIVERGENCE_NARROW_CHUNKS, least));
 }
 
 static LinearDivergence rows_of(LinearDivergence a, int64_t first, int64_t count) {
@@ -50,31 +47,28 @@ static LinearDivergence rows_of(LinearDivergence a, int64_t first, int64_t count
   return a;
 }
 
-// The head with a place for its logits of so many rows, and on a GPU for their tiles.
-static DivergenceHead push_head(Backend *backend, const char *name, DivergenceHead head, int64_t rows) {
-  int64_t vocab_size = head.weight.shape[0], tiles = ceil_div(vocab_size, LCE_TILE_COLUMNS);
-  head.logits = push_logit_rows(backend, name, head.weight.dtype, rows, vocab_size);
-  if (backend->device == ON_CPU || head.weight.dtype != DTYPE_BF16) return head;
-  head.best = memory_push_2d(&backend->memory, "tiles' largest logits", MEMORY_HEAD, DTYPE_I64, rows, tiles);
-  head.sums = memory_push_2d(&backend->memory, "tiles' sums", MEMORY_HEAD, DTYPE_F32, rows, tiles);
-  return head;
-}
-
-// The head with x's logits, in its first rows.
-static DivergenceHead logits_of(Backend *backend, DivergenceHead head, Tensor x) {
-  Tensor *places[] = {&head.logits, &head.best, &head.sums};
-  for (int i = 0; i < 3; i++) *places[i] = tensor_rows(*places[i], 0, x.shape[0]);
-  head.x = x;
+// Computes x's logits, and on Hopper their tiles' parts, in memory that it pushes.
+static void push_logits_of(Backend *backend, const char *name, DivergenceHead *head) {
+  int64_t rows = head->x.shape[0], vocab_size = head->weight.shape[0];
+  head->logits = push_logit_rows(backend, name, head->x.dtype, rows, vocab_size);
 #ifdef HAVE_CUDA
-  bool plain = tensor_exists(head.best) && !tensor_exists(head.bias) && head.softcap == 0;
-  if (plain && !backend->memory.planning && cuda_logit_tiles(backend, &head)) return head;
+  if (head->x.dtype == DTYPE_BF16 && !tensor_exists(head->bias) && head->softcap == 0) {
+    int64_t tiles = ceil_div(vocab_size, LCE_TILE_COLUMNS);
+    head->best =
+        memory_push_2d(&backend->memory, "tiles' largest logits", MEMORY_HEAD, DTYPE_I64, rows, tiles);
+    head->sums = memory_push_2d(&backend->memory, "tiles' sums", MEMORY_HEAD, DTYPE_F32, rows, tiles);
+    if (!backend->memory.planning && cuda_logit_tiles(backend, head)) return;
+    head->best = head->sums = (Tensor){0};
+  }
 #endif
-  linear_forward(backend, (LinearForward){.out = head.logits, .x = x, .weight = head.weight});
-  head.best = head.sums = (Tensor){0};
-  return head;
+  linear_forward(backend, (LinearForward){.out = head->logits, .x = head->x, .weight = head->weight});
 }
 
-static void divergence(Backend *backend, const LinearDivergence *a) {
+static void divergence(Backend *backend, LinearDivergence *a) {
+  int64_t rows = a->student.x.shape[0];
+  if (backend->device == ON_CUDA)
+    a->row_terms = memory_push_2d(&backend->memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32, rows,
+                                  DIVERGENCE_ROW_FLOATS);
   if (backend->memory.planning) return;
 #ifdef HAVE_CUDA
   if (backend->device == ON_CUDA) return cuda_divergence(backend, a);
@@ -83,36 +77,31 @@ static void divergence(Backend *backend, const LinearDivergence *a) {
 }
 
 void linear_divergence(Backend *backend, LinearDivergence a) {
-  check(&a);
+  check(__func__, &a);
+  Memory *memory = &backend->memory;
   int64_t tokens = a.student.x.shape[0], size = lce_used_chunk(tokens, a.chunk);
-  bool gpu = backend->device == ON_CUDA;
-  int64_t half = gpu ? ceil_div(size, 2) : size; // of a chunk, for the teacher
-  MemoryMark mark = memory_mark(&backend->memory);
-  DivergenceHead student = push_head(backend, "student's logits", a.student, size),
-                 teacher = push_head(backend, "teacher's logits", a.teacher, half);
-  if (gpu)
-    a.row_terms = memory_push_2d(&backend->memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32, half,
-                                 DIVERGENCE_ROW_FLOATS);
+  int64_t most = backend->device == ON_CUDA ? ceil_div(size, 2) : size; // of a chunk, for the teacher
   for (int64_t first = 0; first < tokens; first += size) {
+    MemoryMark mark = memory_mark(memory);
     int64_t count = min_i64(size, tokens - first);
     LinearDivergence chunk = rows_of(a, first, count);
-    chunk.student = logits_of(backend, student, chunk.student.x);
-    for (int64_t at = 0; at < count; at += half) {
-      LinearDivergence part = rows_of(chunk, at, min_i64(half, count - at));
-      part.teacher = logits_of(backend, teacher, part.teacher.x);
+    push_logits_of(backend, "student's logits", &chunk.student);
+    MemoryMark teachers = memory_mark(memory);
+    for (int64_t at = 0; at < count; at += most) {
+      LinearDivergence part = rows_of(chunk, at, min_i64(most, count - at));
+      push_logits_of(backend, "teacher's logits", &part.teacher);
       divergence(backend, &part);
+      memory_pop_to(memory, teachers);
     }
-    Tensor dout = chunk.student.logits;
+    Tensor dout = chunk.student.logits, x = chunk.student.x, weight = a.student.weight;
     if (tensor_exists(a.dx))
-      linear_backward_input(backend,
-                            (LinearBackwardInput){.dx = chunk.dx, .dout = dout, .weight = a.student.weight});
+      linear_backward_input(backend, (LinearBackwardInput){.dx = chunk.dx, .dout = dout, .weight = weight});
     if (tensor_exists(a.dweight))
-      linear_backward_weight(backend, (LinearBackwardWeight){.dweight = a.dweight,
-                                                             .dbias = a.dbias,
-                                                             .dout = dout,
-                                                             .x = chunk.student.x,
-                                                             .accumulate = first > 0});
-    if (backend->memory.planning) break; // the chunks after the first need no more
+      linear_backward_weight(
+          backend,
+          (LinearBackwardWeight){
+              .dweight = a.dweight, .dbias = a.dbias, .dout = dout, .x = x, .accumulate = first > 0});
+    memory_pop_to(memory, mark);
+    if (memory->planning) break; // the chunks after the first need no more
   }
-  memory_pop_to(&backend->memory, mark);
 }
