@@ -82,13 +82,8 @@ ENTRY float plus_divergence(float loss, DivergenceTerms t, DivergenceEntry e) {
   return loss + e.p * (e.lead - t.log_share) + e.q * (e.teacher_lead - t.log_teacher_share);
 }
 
-// Computes d in units of slope_unit. excess: the lead less the one at the student's largest logit; its mean is
-// under p. Where p is nearly 1 there, both are as exact as differences of logits.
+// Computes d, in units of 1 / ENTRY_UNIT but for the forward KL. excess: the lead less the one at the student's
+// largest logit; its mean is under p. Where p is nearly 1 there, both are as exact as differences of logits.
 ENTRY float divergence_slope(DivergenceTerms t, float p, float q, float excess, float mean_excess) {
   return t.kind == FORWARD_KL ? p - q : p * (excess - mean_excess);
-}
-
-// Makes d of divergence_slope.
-ENTRY float slope_unit(DivergenceTerms t) {
-  return t.kind == FORWARD_KL ? 1 : ENTRY_UNIT;
 }

@@ -25,6 +25,10 @@ template <typename T> struct Head {
   float distance;     // of a logit, in units of ENTRY_UNIT: 1 / temperature
   const Ranked *best; // of each tile, or NULL: of DivergenceHead
   const float *sums;
+  explicit Head(const DivergenceHead &h)
+      : logits(data_of<T>(h.logits)), stride(h.logits.stride), capped{data_of<T>(h.bias), h.softcap},
+        distance(inverse_temperature(h.temperature) / ENTRY_UNIT), best(data_of<Ranked>(h.best)),
+        sums(data_of<float>(h.sums)) {}
 };
 
 static DEVICE bool backward(const LinearDivergence &a) {
@@ -84,9 +88,10 @@ static DEVICE void entries_of(float (&u)[W], float (&slope)[W], const Head<T> &h
 // --- a row's softmaxes -------------------------------------------------------------------------------------
 
 // Computes the softmax of a row of a head, and its largest logit's column. TILES: by its tiles' parts.
-template <bool TILES, int W, typename T>
+template <bool TILES, typename T>
 static DEVICE RowSoftmax row_softmax(const Head<T> &head, float share, int64_t row, int columns,
                                      int &column) {
+  constexpr int W = WIDTH<T>;
   PartialSoftmax s;
   if (TILES) {
     int tiles = (columns + LCE_TILE_COLUMNS - 1) / LCE_TILE_COLUMNS;
@@ -111,19 +116,20 @@ template <typename T> static DEVICE float distance_of(float u, const RowSoftmax 
   return fmaxf((u - s.max) * head.distance, LEAST_DISTANCE);
 }
 
-template <typename T, int W, bool TILES>
+template <typename T, bool TILES>
 static __global__ void __launch_bounds__(512, 2)
     row_terms_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
                      const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
   int columns = (int)a.student.logits.shape[1], best, unused;
-  RowSoftmax p = row_softmax<TILES, W>(student, terms.share, row, columns, best),
-             q = row_softmax<TILES, W>(teacher, terms.teacher_share, row, columns, unused);
+  RowSoftmax p = row_softmax<TILES>(student, terms.share, row, columns, best),
+             q = row_softmax<TILES>(teacher, terms.teacher_share, row, columns, unused);
   if (threadIdx.x > 0) return;
   float at_best[1], slope[1];
   entries_of(at_best, slope, teacher, row, best, columns);
   DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
-  float scale = read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * slope_unit(terms);
+  float unit = terms.kind == FORWARD_KL ? 1 : ENTRY_UNIT; // of divergence_slope
+  float scale = read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * unit;
   data_of<RowTerms>(a.row_terms)[row] = {p, q, e.lead, counts(a, row) ? scale : 0};
 }
 
@@ -144,13 +150,14 @@ struct RowTotals {
 };
 
 // A block takes a row.
-template <typename T, int W, DivergenceKind KIND>
+template <typename T, DivergenceKind KIND>
 static __global__ void __launch_bounds__(512, 2)
     divergence_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
   int columns = (int)a.student.logits.shape[1];
   const RowTerms r = data_of<RowTerms>(a.row_terms)[row];
+  constexpr int W = WIDTH<T>;
   terms.kind = KIND;
   RowTotals totals;
   // Adds W entries to the totals, or stores their gradient; forward KL does both at once.
@@ -310,7 +317,7 @@ static bool held_divergence(KernelLaunch launch, const LinearDivergence *a, cons
   int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters;        // 4 KiB for the sums
   if (!student.best || !teacher.best || columns % WIDTH<bf16> || stages < 2) return false;
   launch.block = 256;
-  launch_kernel(launch, row_terms_kernel<bf16, 1, true>, *a, student, teacher, terms);
+  launch_kernel(launch, row_terms_kernel<bf16, true>, *a, student, teacher, terms);
   launch.grid = rows * CLUSTER_BLOCKS, launch.block = HELD_THREADS;
   launch.shared_bytes = stages * bytes, launch.cluster = CLUSTER_BLOCKS;
   LaunchConfig config(launch, held_kernel<KIND>);
@@ -320,37 +327,25 @@ static bool held_divergence(KernelLaunch launch, const LinearDivergence *a, cons
   return true;
 }
 
-template <typename T> static Head<T> kernels_head(const DivergenceHead &h) {
-  return {data_of<T>(h.logits),
-          h.logits.stride,
-          {data_of<T>(h.bias), h.softcap},
-          inverse_temperature(h.temperature) / ENTRY_UNIT,
-          data_of<Ranked>(h.best),
-          data_of<float>(h.sums)};
-}
-
-template <typename T, int W, DivergenceKind KIND>
-static void divergence(Backend *backend, const LinearDivergence *a, const DivergenceTerms &terms) {
-  Head<T> student = kernels_head<T>(a->student), teacher = kernels_head<T>(a->teacher);
-  int64_t rows = a->student.logits.shape[0], groups = ceil_div(a->student.logits.shape[1], W);
-  KernelLaunch launch = {"a divergence", cuda_stream(backend), rows, row_threads(groups, 512)};
-  if constexpr (sizeof(T) == 2 && W > 1)
-    if (held_divergence<KIND>(launch, a, student, teacher, terms)) return;
-  launch_kernel(launch, row_terms_kernel<T, W, false>, *a, student, teacher, terms);
-  launch_kernel(launch, divergence_kernel<T, W, KIND>, *a, student, teacher, terms);
+// Rows start on whole accesses (push_logit_rows).
+template <DivergenceKind KIND> static void divergence(Backend *backend, const LinearDivergence *a) {
+  const Tensor &logits = a->student.logits;
+  DivergenceTerms terms = divergence_terms(KIND, (double)a->beta);
+  with_float(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    Head<T> student(a->student), teacher(a->teacher);
+    int threads = row_threads(ceil_div(logits.shape[1], WIDTH<T>), 512);
+    KernelLaunch launch = {"a divergence", cuda_stream(backend), logits.shape[0], threads};
+    if constexpr (sizeof(T) == 2)
+      if (held_divergence<KIND>(launch, a, student, teacher, terms)) return;
+    launch_kernel(launch, row_terms_kernel<T, false>, *a, student, teacher, terms);
+    launch_kernel(launch, divergence_kernel<T, KIND>, *a, student, teacher, terms);
+  });
 }
 
 void cuda_divergence(Backend *backend, const LinearDivergence *a) {
-  Tensor logits = a->student.logits;
-  DivergenceTerms terms = divergence_terms(a->kind, (double)a->beta);
-  with_float(logits.dtype, [&](auto type) {
-    using T = decltype(type);
-    bool wide = rows_start_aligned(logits, WIDTH<T>) && rows_start_aligned(a->teacher.logits, WIDTH<T>);
-    with_width<T>(wide, [&](auto W) {
-      auto run = a->kind == FORWARD_KL   ? divergence<T, W, FORWARD_KL>
-                 : a->kind == REVERSE_KL ? divergence<T, W, REVERSE_KL>
-                                         : divergence<T, W, JSD>;
-      run(backend, a, terms);
-    });
-  });
+  auto run = a->kind == FORWARD_KL   ? divergence<FORWARD_KL>
+             : a->kind == REVERSE_KL ? divergence<REVERSE_KL>
+                                     : divergence<JSD>;
+  run(backend, a);
 }
