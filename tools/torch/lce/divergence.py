@@ -2,7 +2,7 @@
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import (check_options, context, dense, gradients_wanted, narrowest, once, operator_of, prepared, returned,
+from .functional import (check_options, gradients_wanted, narrowest, once, operator_of_heads, prepared, returned,
                          rows_that_count)
 from .library import DivergenceArgs
 
@@ -11,43 +11,22 @@ CHUNK = 2048  # the library's default on a GPU; on the CPU all dtypes are one
 NARROW_CHUNKS = 4  # as many as may be summed in bf16: their roundings come to 1.6 to 1.9 times one
 
 
-def call(x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, dtype, kind, beta, softcap,
-         temperature, teacher_softcap, teacher_temperature, chunk, dweight_dtype, wanted):
-    """The tensors of `empty`, filled by lce_linear_divergence in `dtype`."""
-    results = empty(x, weight, dtype, dweight_dtype, wanted)
-    if not len(x):
-        return tuple(t.zero_() for t in results)
-    names = "loss", "entropy", "dx", "dweight", "dbias"
-    x = x if mask is None else x.masked_fill(~mask[:, None], 0)  # dweight is a sum of all rows of x, times 0 where masked
-    context(x.device, dtype, "")(
-        "lce_linear_divergence", DivergenceArgs, tokens=len(x), hidden_size=x.shape[1],
-        teacher_hidden_size=teacher_x.shape[1], vocab_size=len(weight), chunk=chunk, kind=kind,
-        narrow_dweight=dweight_dtype == dtype, beta=beta, softcap=softcap, temperature=temperature,
-        teacher_softcap=teacher_softcap, teacher_temperature=teacher_temperature, x=dense(x, dtype),
-        weight=dense(weight, dtype), bias=dense(bias, dtype), teacher_x=dense(teacher_x, dtype),
-        teacher_weight=dense(teacher_weight, dtype), teacher_bias=dense(teacher_bias, dtype), mask=dense(mask, torch.int32),
-        token_weights=dense(token_weights), **{name: t for name, t, w in zip(names, results, (True, *wanted)) if w})
-    return results
+def further_fields(x, teacher_x, mask, **_):
+    """dweight is a sum of all rows of x, times 0 where masked, so these are finite."""
+    return dict(teacher_hidden_size=teacher_x.shape[1], x=x if mask is None else x.masked_fill(mask[:, None] == 0, 0))
 
 
-def empty(x, weight, dtype, dweight_dtype, wanted):
-    """Per token the loss, and what is wanted of entropy, dx, dweight, dbias."""
-    wide, tokens = torch.float32, x.shape[:1]
-    shapes = (tokens, wide), (tokens, wide), (x.shape, dtype), (weight.shape, dweight_dtype), (weight.shape[:1], wide)
-    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, (True, *wanted)))
-
-
-operator = operator_of("linear_divergence", call, lambda x, weight, *more: empty(x, weight, more[6], *more[-2:]), (
+operator = operator_of_heads("linear_divergence", DivergenceArgs, (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, Tensor? mask, "
     "Tensor? token_weights, ScalarType dtype, int kind, float beta, float softcap, float temperature, float teacher_softcap, "
-    "float teacher_temperature, SymInt chunk, ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"),
-    "cudagraph_unsafe")
+    "float teacher_temperature, SymInt chunk, ScalarType dweight_dtype, bool[] wanted)"),
+    ("loss", "entropy", "dx", "dweight", "dbias"), further_fields, "cudagraph_unsafe")
 
 
 @register_flop_formula(operator.overloadpacket)
 def flops(x_shape, weight_shape, bias, teacher_x_shape, *more, **_):
     """Counts the GEMMs: both heads' logits, dx, dweight."""
-    _, dx, dweight, _ = more[-1]
+    _, _, dx, dweight, _ = more[-1]
     return 2 * x_shape[0] * weight_shape[0] * (x_shape[1] * (1 + dx + dweight) + teacher_x_shape[1])
 
 
@@ -62,7 +41,7 @@ class Divergence(torch.autograd.Function):
     def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights, options, entropy, reduce, needs):
         tensors = x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, token_weights
         wanted = gradients_wanted(needs, bias, 0) if reduce else [False] * 3
-        loss, entropies, *gradients = operator(*tensors, *options, dweight_dtype(x, weight, options), [entropy, *wanted])
+        loss, entropies, *gradients = operator(*tensors, *options, dweight_dtype(x, weight, options), [True, entropy, *wanted])
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.options, ctx.reduce, ctx.gradients = options, (options[0], ""), reduce, gradients if reduce else None
         weighted = loss if token_weights is None else loss * token_weights
@@ -77,7 +56,7 @@ class Divergence(torch.autograd.Function):
             if not ctx.reduce:
                 weights = upstream if weights is None else weights * upstream
             wanted = gradients_wanted(ctx.needs_input_grad, tensors[2], 0)
-            gradients = operator(*tensors, weights, *ctx.call, dweight_dtype(*tensors[:2], ctx.call), [False, *wanted])[2:]
+            gradients = operator(*tensors, weights, *ctx.call, dweight_dtype(*tensors[:2], ctx.call), [True, False, *wanted])[2:]
         if not torch.compiler.is_compiling():
             ctx.gradients = None
         return returned(ctx, saved[:3], gradients, upstream if ctx.reduce else None)
@@ -139,7 +118,7 @@ def linear_divergence(x, weight, teacher_x, teacher_weight, kind="forward_kl", *
             raise ValueError(f"{name} is {t.dtype} of the shape {list(t.shape)} on {t.device}, where {list(tokens)} on "
                              f"{x.device} is needed, and of mask bool or integers")
     mask, token_weights = (t if t is None else t.reshape(-1) for t in (mask, token_weights))
-    mask = None if mask is None else mask != 0
+    mask = None if mask is None else (mask != 0).int()
     (x, teacher_x, token_weights), in_place = rows_that_count(mask if skip_ignored else None, (x, teacher_x, token_weights), tokens)
     mask, reduce = None if skip_ignored else mask, reduction != "none"
     if reduction == "mean":

@@ -2,39 +2,14 @@
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .functional import IGNORED, context, dense, gradients_wanted, narrowest, once, operator_of, prepared, returned
+from .functional import IGNORED, gradients_wanted, narrowest, once, operator_of_heads, prepared, returned
 from .library import IdsArgs
 
-RESULTS = "log_probs", "lse", "entropy", "dx", "dweight", "dbias"
-
-
-def call(x, weight, bias, ids, offsets, log_probs, lse, entropy, dlog_probs, dlse, dentropy, dtype, softcap, temperature, chunk,
-         invariant, dweight_dtype, wanted):
-    """The tensors of `empty`, filled by lce_ids_log_probs in `dtype`; with log_probs to dentropy gradients alone."""
-    results = empty(x, weight, ids, dtype, dweight_dtype, wanted)
-    if not len(x):
-        return tuple(t.zero_() for t in results)
-    given = dict(log_probs=log_probs, lse=lse, entropy=entropy, dlog_probs=dlog_probs, dlse=dlse, dentropy=dentropy)
-    written = {name: t for name, t in zip(RESULTS, results) if t.numel()}
-    context(x.device, dtype, "")(
-        "lce_ids_log_probs", IdsArgs, tokens=len(x), hidden_size=x.shape[1], vocab_size=len(weight), chunk=chunk,
-        id_count=ids.numel(), ids_int64=ids.dtype == torch.int64, narrow_dweight=dweight_dtype == dtype,
-        batch_invariant=invariant, softcap=softcap, temperature=temperature, x=dense(x, dtype), weight=dense(weight, dtype),
-        bias=dense(bias, dtype), ids=ids.contiguous(), offsets=dense(offsets, torch.int64),
-        **{**{name: dense(t) for name, t in given.items()}, **written})
-    return results
-
-
-def empty(x, weight, ids, dtype, dweight_dtype, wanted):
-    wide, tokens = torch.float32, x.shape[:1]
-    shapes = (ids.shape, wide), (tokens, wide), (tokens, wide), (x.shape, dtype), (weight.shape, dweight_dtype), (weight.shape[:1], wide)
-    return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, wanted))
-
-
-operator = operator_of("ids_log_probs", call, lambda x, weight, bias, ids, *more: empty(x, weight, ids, more[7], *more[-2:]), (
+operator = operator_of_heads("ids_log_probs", IdsArgs, (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor ids, Tensor? offsets, Tensor? log_probs, Tensor? lse, Tensor? entropy, "
     "Tensor? dlog_probs, Tensor? dlse, Tensor? dentropy, ScalarType dtype, float softcap, float temperature, SymInt chunk, "
-    "bool invariant, ScalarType dweight_dtype, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"))
+    "bool batch_invariant, ScalarType dweight_dtype, bool[] wanted)"), ("log_probs", "lse", "entropy", "dx", "dweight", "dbias"),
+    lambda ids, **_: dict(id_count=ids.numel(), ids_int64=ids.dtype == torch.int64))  # with log_probs to dentropy gradients alone
 
 
 @register_flop_formula(operator.overloadpacket)
