@@ -1,5 +1,7 @@
 // The layers' operations against tests/reference.c and its finite differences; on a GPU against the CPU, too.
 
+#include <omp.h>
+
 #include "tests/harness.h"
 
 // An objective's inputs and outputs.
@@ -186,6 +188,41 @@ HARNESS_TEST(test_norm) {
       POST_NORM(67, 16, 128)};
   RUN_CASES(h, norm_case, shapes);
   RUN_MIRRORED(h, norm_case, mirrored);
+}
+
+// Four threads work long enough to overlap, on two busy cores, too. Two of them raise max |out| with each
+// element, and a third has the largest.
+HARNESS_TEST(test_norm_on_threads) {
+  enum { ROWS = 16000, HIDDEN = 256, HALF = ROWS / 2 * HIDDEN, ROUNDS = 10 };
+  if (h->backend->device != ON_CPU) skip();
+  double *x = host_values(h, 2 * HALF), *residual = host_values(h, 2 * HALF), *zeros = host_values(h, HIDDEN);
+  for (int64_t i = 0; i < 2 * HALF; i++) x[i] = (double)(i % 1001) - 500;
+  for (int64_t i = 0; i < HALF; i++) residual[i] = (double)i;
+  residual[HALF + HALF / 4] = HALF;
+  NormForward forward = {.kind = NORM_RMS,
+                         .out = poisoned(h, DTYPE_F32, ROWS, HIDDEN),
+                         .rstd = poisoned_vector(h, DTYPE_F32, ROWS),
+                         .x = tensor_from(h, DTYPE_F32, x, ROWS, HIDDEN),
+                         .residual = tensor_from(h, DTYPE_F32, residual, ROWS, HIDDEN),
+                         .weight = vector_from(h, DTYPE_F32, zeros, HIDDEN),
+                         .amax = poisoned_vector(h, DTYPE_F32, 1)};
+  NormBackward backward = {.kind = NORM_RMS,
+                           .dx = poisoned(h, DTYPE_F32, ROWS, HIDDEN),
+                           .dout = forward.residual,
+                           .x = forward.x,
+                           .weight = forward.weight,
+                           .rstd = forward.rstd};
+  int own = omp_get_max_threads();
+  Tensor dweight[2];
+  for (int i = 0; i < ROUNDS; i++) {
+    omp_set_num_threads(i ? 4 : 1);
+    norm_forward(h->backend, forward);
+    assert_true(*values_of(h, forward.amax) == HALF);
+    backward.dweight = dweight[i > 0] = poisoned_vector(h, DTYPE_F32, HIDDEN);
+    norm_backward(h->backend, backward);
+    check_bitwise_equal(h, "dweight", dweight[i > 0], dweight[0]);
+  }
+  omp_set_num_threads(own);
 }
 
 typedef struct {
