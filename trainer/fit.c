@@ -72,8 +72,9 @@ static void set_rung(const Machine *m, Choice *c, int64_t rung) {
   c->mlp_chunk = rung > last ? MLP_CHUNK : 0;
 }
 
-// The choice's first rung that fits; false: none does.
-static bool climb(const Machine *m, Choice *c) {
+// The choice's first rung that fits; false: none does. Starts at `near`, which is the one of a similar choice
+// and becomes this one's.
+static bool climb(const Machine *m, Choice *c, int64_t *near) {
   const Options *o = m->options;
   int64_t layers = rungs_each(o), below = -1, above = 3 * layers;
   bool inputs = c->offload & OFFLOAD_ACTIVATIONS;
@@ -86,14 +87,16 @@ static bool climb(const Machine *m, Choice *c) {
   set_rung(m, c, above);
   if (!fits(m, c)) return false;
   Choice found = *c;
-  while (above - below > 1) {
-    int64_t middle = below + (above - below) / 2;
+  for (int tries = 0; above - below > 1; tries++) {
+    int64_t half = below + (above - below) / 2;
+    int64_t middle = tries < 2 ? max_i64(below + 1, min_i64(*near, above - 1)) : half;
     set_rung(m, c, middle);
     bool good = fits(m, c);
     *(good ? &above : &below) = middle;
     if (good) found = *c;
   }
   *c = found;
+  *near = above;
   return true;
 }
 
@@ -130,13 +133,13 @@ static int64_t search(const Machine *m, Choice **all) {
   int ways = o->fit == FIT_OFFLOAD && o->trains && !o->dtypes.offload ? 7 : 1;
   arrsetlen(*all, 0);
   for (int w = 0; w < ways; w++)
-    for (int64_t batch = 0; next_batch(o, &batch);) {
+    for (int64_t batch = 0, near = 0; next_batch(o, &batch);) {
       int64_t tokens = batch * o->seq_len,
               chunk = options_given(o, "lce-chunk") ? o->pass.chunk : lce_default_chunk(m->device, tokens);
       for (int k = 0; k < (open ? 3 : 1) && (k == 0 || chunks[k] <= tokens); k++) {
         Choice c = {.batch = batch, .offload = w ? offloads[w] : o->dtypes.offload};
         c.chunk = open ? chunks[k] : chunk;
-        if (climb(m, &c)) arrput(*all, c);
+        if (climb(m, &c, &near)) arrput(*all, c);
       }
     }
   if (arrlen(*all)) qsort(*all, arrlenu(*all), sizeof **all, better);
